@@ -1,0 +1,18 @@
+"""Builds the optional block mover; everything else is in pyproject.toml.
+
+The extension is optional on purpose: without a compiler the package installs and runs on the
+pure-Python mover, slower but with the same contract (tests run both).
+"""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "kvbaton.transports._mover",
+            sources=["src/kvbaton/transports/_mover.c"],
+            extra_compile_args=["-O3"],
+            optional=True,
+        )
+    ]
+)

@@ -1,0 +1,114 @@
+"""The one interface of a data plane: moves byte spans between registered memory of two processes.
+
+Laws, checked on every implementation by `kvbaton.testing.check_transport`:
+ 1. `submit`, `cancel`, `fence`, `drain` never block and never raise for anything a peer did.
+ 2. Every accepted copy ends exactly once (`CopyEnded`). If that says `at_rest=False`, bytes may still land, and
+    at most one `CopyRested` follows when they no longer can. Rest is a fact, never a guess by a timer.
+ 3. A peer can name only memory registered here; every access is range-checked where the memory lives.
+ 4. After `FenceEnded(peer)` no byte of that peer lands in local memory, whatever the peer does.
+ 5. Nothing spins: an idle transport costs no CPU; `waker` is called (from any thread) when `drain` has news.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import JobId, PeerId
+
+Spans = array
+"""`array('q')` of flattened (local offset, remote offset, bytes) triples, relative to the two regions."""
+
+
+class Direction(enum.Enum):
+    READ = "read"  # remote to local
+    WRITE = "write"  # local to remote
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """What a data plane can promise; the protocol decides by these, never by a transport's name."""
+
+    name: str
+    one_sided: bool  # the remote engine's process takes no part in a copy
+    can_write: bool  # WRITE is offered at all
+    can_fence: bool  # `fence` can shut one peer's writes out
+    cancels: bool  # `cancel` brings a copy to rest; otherwise it rests when it pleases
+    same_host: bool  # reaches only processes of this host
+    device_kinds: tuple[str, ...] = ("cpu",)
+
+
+class DeviceEvent(Protocol):
+    """Something the device must have finished before bytes may be read."""
+
+    def synchronize(self) -> None: ...
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """One request to move bytes. WRITE is complete when the bytes are visible at the target (rule 15)."""
+
+    job: JobId
+    peer: PeerId
+    direction: Direction
+    local_region: int
+    remote_region: int
+    spans: Spans  # type: ignore[type-arg]
+    after: DeviceEvent | None = None
+
+
+class CopyEnded(msgspec.Struct, frozen=True):
+    job: JobId
+    reason: Reason | None = None  # None: every byte has arrived
+    at_rest: bool = True
+    detail: str = ""
+
+
+class CopyRested(msgspec.Struct, frozen=True):
+    job: JobId
+
+
+class FenceEnded(msgspec.Struct, frozen=True):
+    peer: PeerId
+
+
+TransportEvent = CopyEnded | CopyRested | FenceEnded
+
+
+class Transport(Protocol):
+    """A data plane of one rank. Construct, register memory, then exchange endpoints with peers."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def register(self, region: int, memory: memoryview) -> None:
+        """Make `memory` reachable for peers as `region`. Called before any peer is connected."""
+
+    def endpoint(self, peer: PeerId) -> bytes:
+        """What `peer` needs to reach this rank (opaque, small, may carry a secret minted for that peer)."""
+
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        """Remember how to reach `peer`; dials lazily, on the mover's thread. Raises ValueError on nonsense."""
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Forget `peer`: its outstanding copies end as failed, its access to local memory is closed."""
+
+    def submit(self, copy: Copy) -> bool:
+        """Start a copy; False when the bounded queue is full (try again after the next event)."""
+
+    def cancel(self, job: JobId) -> None:
+        """Ask a copy to stop; it still ends by one `CopyEnded`. Unknown jobs are ignored."""
+
+    def fence(self, peer: PeerId) -> None:
+        """Shut `peer`'s writes out; `FenceEnded` follows. Only where `can_fence`."""
+
+    def drain(self) -> Sequence[TransportEvent]:
+        """Everything that happened since the last call."""
+
+    def set_waker(self, waker: Callable[[], None]) -> None: ...
+
+    def close(self) -> None:
+        """Stop threads, close sockets, release memory. Idempotent; bounded in time."""
