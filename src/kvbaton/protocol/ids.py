@@ -57,6 +57,11 @@ class PeerId(msgspec.Struct, frozen=True, array_like=True, order=True):
         return f"{self.worker}@{self.incarnation:016x}"
 
 
+def rank_peer(peer: PeerId, rank: int) -> PeerId:
+    """One rank of a peer, as data planes know it: each rank has its own memory, sockets and secrets."""
+    return PeerId(WorkerId(f"{peer.worker}#{rank}"), peer.incarnation)
+
+
 class Reader(msgspec.Struct, frozen=True, array_like=True, order=True):
     """One copy attempt of one peer. Every claim mints a new one; after its commit it never copies again."""
 

@@ -11,64 +11,32 @@ Laws, checked on every implementation by `kvbaton.testing.check_transport`:
 
 from __future__ import annotations
 
-import enum
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import msgspec
 
-from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Copy, DeviceEvent, Direction
+from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, PeerId
 
-Spans = array
+__all__ = [
+    "Capabilities",
+    "Copy",
+    "CopyEnded",
+    "CopyRested",
+    "DeviceEvent",
+    "Direction",
+    "FenceEnded",
+    "Spans",
+    "Transport",
+    "TransportEvent",
+]
+
+Spans: TypeAlias = "array[int]"
 """`array('q')` of flattened (local offset, remote offset, bytes) triples, relative to the two regions."""
-
-
-class Direction(enum.Enum):
-    READ = "read"  # remote to local
-    WRITE = "write"  # local to remote
-
-
-class Capabilities(msgspec.Struct, frozen=True):
-    """What a data plane can promise; the protocol decides by these, never by a transport's name."""
-
-    name: str
-    one_sided: bool  # the remote engine's process takes no part in a copy
-    can_write: bool  # WRITE is offered at all
-    can_fence: bool  # `fence` can shut one peer's writes out
-    cancels: bool  # `cancel` brings a copy to rest; otherwise it rests when it pleases
-    same_host: bool  # reaches only processes of this host
-    device_kinds: tuple[str, ...] = ("cpu",)
-
-
-class DeviceEvent(Protocol):
-    """Something the device must have finished before bytes may be read."""
-
-    def synchronize(self) -> None: ...
-
-
-class Copy(msgspec.Struct, frozen=True):
-    """One request to move bytes. WRITE is complete when the bytes are visible at the target (rule 15)."""
-
-    job: JobId
-    peer: PeerId
-    direction: Direction
-    local_region: int
-    remote_region: int
-    spans: Spans  # type: ignore[type-arg]
-    after: DeviceEvent | None = None
-
-
-class CopyEnded(msgspec.Struct, frozen=True):
-    job: JobId
-    reason: Reason | None = None  # None: every byte has arrived
-    at_rest: bool = True
-    detail: str = ""
-
-
-class CopyRested(msgspec.Struct, frozen=True):
-    job: JobId
 
 
 class FenceEnded(msgspec.Struct, frozen=True):

@@ -1,0 +1,56 @@
+"""Deadlines. Time is an argument everywhere: nothing in this package reads a clock.
+
+Law: a key has at most one due time; setting it again replaces it, and a popped key is gone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+_SLACK = 64
+
+
+class Timers(Generic[K]):
+    """A set of keys with due times; cheap to move forward, which is what renewals do all day."""
+
+    __slots__ = ("_at", "_heap", "_order")
+
+    def __init__(self) -> None:
+        self._at: dict[K, float] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._order = itertools.count()
+
+    def set(self, key: K, at: float) -> None:
+        self._at[key] = at
+        heapq.heappush(self._heap, (at, next(self._order), key))
+        if len(self._heap) > 2 * len(self._at) + _SLACK:
+            self._heap = [(due, next(self._order), k) for k, due in self._at.items()]
+            heapq.heapify(self._heap)
+
+    def clear(self, key: K) -> None:
+        self._at.pop(key, None)
+
+    def pop_due(self, now: float) -> K | None:
+        """The next key due at or before `now`, removed; None when there is none."""
+        while (due := self.next_at()) is not None and due <= now:
+            key = heapq.heappop(self._heap)[2]
+            del self._at[key]
+            return key
+        return None
+
+    def next_at(self) -> float | None:
+        """When the earliest key is due; None when nothing waits."""
+        while self._heap:
+            at, _, key = self._heap[0]
+            if self._at.get(key) == at:
+                return at
+            heapq.heappop(self._heap)
+        return None
+
+    def __len__(self) -> int:
+        return len(self._at)

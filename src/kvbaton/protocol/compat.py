@@ -1,0 +1,55 @@
+"""The compatibility key: named facts that must be equal for an engine's KV to mean the same elsewhere.
+
+Law: `difference` is None exactly when the digests are equal. What may differ (versions, host facts) goes
+under "info." and is for people to read; what shapes the KV (model, weights, dtype, scales, rope, tokenizer,
+backend and isa for opaque pages) never does. A field that only one side states differs: silence is no proof.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import msgspec
+
+from kvbaton.protocol.errors import ProtocolError, Reason
+
+FIELDS_MAX = 64
+FIELD_CHARS_MAX = 256
+INFO_PREFIX = "info."
+DIGEST_BYTES = 16
+
+
+def validate_key(key: Mapping[str, str]) -> Mapping[str, str]:
+    """The key itself, or `BAD_MESSAGE` naming the field that breaks a bound: keys come from peers."""
+    if len(key) > FIELDS_MAX:
+        raise ProtocolError(Reason.BAD_MESSAGE, f"compat: {len(key)} fields, at most {FIELDS_MAX}")
+    for name, value in key.items():
+        if not (0 < len(name) <= FIELD_CHARS_MAX and name.isprintable()):
+            raise ProtocolError(
+                Reason.BAD_MESSAGE,
+                f"compat: name {name[:32]!r} is not 1..{FIELD_CHARS_MAX} printable characters",
+            )
+        if not (len(value) <= FIELD_CHARS_MAX and value.isprintable()):
+            raise ProtocolError(
+                Reason.BAD_MESSAGE, f"compat.{name}: not at most {FIELD_CHARS_MAX} printable characters"
+            )
+    return key
+
+
+def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
+    """The first differing field with both values, in our order and then theirs; None when the two agree."""
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        if not name.startswith(INFO_PREFIX) and ours.get(name) != theirs.get(name):
+            return f"{name}: ours is {_told(ours.get(name))}, theirs is {_told(theirs.get(name))}"
+    return None
+
+
+def digest(key: Mapping[str, str]) -> str:
+    """32 hex digits that stand for the key, whatever the order of its fields."""
+    binding = sorted(item for item in key.items() if not item[0].startswith(INFO_PREFIX))
+    return hashlib.blake2b(msgspec.msgpack.encode(binding), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _told(value: str | None) -> str:
+    return "not stated" if value is None else repr(value)

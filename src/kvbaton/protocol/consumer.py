@@ -1,0 +1,469 @@
+"""D's role: wants, claims, copies, commits; or offers, and is written to. All failures enter by `fail`.
+
+Laws: every `Wanted` is followed by `MatchFound` or `MatchFailed`; every `Allocated` by exactly one `Report` and, when
+nothing can land in its blocks any more, exactly one `DropHold`. D copies nothing after its Commit was sent.
+"""
+
+from __future__ import annotations
+
+from kvbaton.protocol.codec import pack_blocks, unpack_blocks
+from kvbaton.protocol.desk import Desk, Parts
+from kvbaton.protocol.effects import DropHold, End, MatchFailed, MatchFound, Report
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.events import Allocated, CopyEnded, GaveUp, NotNeeded, Wanted
+from kvbaton.protocol.ids import HandoffId, RequestId, ReservationId
+from kvbaton.protocol.intake import INTAKE, WAITED_FOR, Intake, IntakeEvent, IntakeState, Source
+from kvbaton.protocol.links import Links
+from kvbaton.protocol.messages import (
+    Abandon, Accepted, Ack, Claim, ClaimRefused, Commit, Committed, Granted, Offer, Quiesced, Ready, Renew, Renewed,
+    RenewRefused, Revoke, SourceLost, Stale, Written,
+)
+from kvbaton.protocol.movement import Cargo, Route, moves, start
+from kvbaton.protocol.peer import Link, LinkState
+from kvbaton.protocol.progress import nothing
+from kvbaton.protocol.readiness import covers
+from kvbaton.protocol.spans import Side
+from kvbaton.protocol.table import Verdict
+
+_S, _E = IntakeState, IntakeEvent
+_RENEWING = (_S.GRANTED, _S.COPYING, _S.OFFERED)
+
+
+class Consumer:
+    """All handoffs on their way into this node."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.by_handoff: dict[HandoffId, Intake] = {}
+        self.by_request: dict[RequestId, Intake] = {}
+        self.by_attempt: dict[int, Intake] = {}
+        self.by_reservation: dict[ReservationId, Intake] = {}
+        self.links = Links(desk, self)
+        self._last_attempt = 0
+        self._last_reservation = 0
+
+    # --- the engine
+
+    def on_wanted(self, event: Wanted, now: float) -> None:
+        try:
+            self._check_room(event)
+        except ProtocolError as error:
+            self.desk.count(f"ends.{error.reason}")
+            self.desk.emit(MatchFailed(event.request, End(error.reason, error.detail)))
+            return
+        self._last_attempt += 1
+        link = self.links.need(event.source, now)
+        parts = Parts(None)
+        intake = Intake(event, self._last_attempt, link, parts)
+        parts.owner = intake
+        self.by_handoff[event.handoff] = self.by_request[event.request] = self.by_attempt[intake.attempt] = intake
+        settings = self.desk.settings
+        self._wait(intake, settings.defer_timeout if event.deferred else settings.claim_timeout, now)
+        if link.state is LinkState.UP:
+            self._claim(intake, now)
+
+    def on_allocated(self, event: Allocated, now: float) -> None:
+        intake = self.by_request.get(event.request)
+        if intake is None or intake.end is not None:
+            # The handoff ended while the engine was finding blocks: its load still needs its one report.
+            end = intake.end if intake is not None and intake.end is not None else End(Reason.ABORTED, "not wanted")
+            self.by_request.pop(event.request, None)
+            self.desk.emit(Report(event.request, end))
+            self.desk.emit(DropHold(event.request, intake.wanted.handoff if intake else HandoffId("")))
+            return
+        intake.target = event
+        intake.hard_deadline = now + self.desk.settings.max_hold_s
+        transport = intake.link.transport
+        assert transport is not None
+        if intake.wanted.push and transport.can_write and transport.can_fence:
+            self._offer(intake, now)
+        else:
+            self._pull(intake, now)
+
+    def on_not_needed(self, event: NotNeeded | GaveUp, now: float) -> None:
+        intake = self.by_request.get(event.request)
+        if intake is None:
+            return
+        if intake.end is None:
+            self.fail(intake, Reason.ABORTED, "the engine no longer wants it", now)
+        if intake.target is None:
+            self.by_request.pop(event.request, None)
+
+    # --- links
+
+    def on_link_up(self, link: Link, now: float) -> None:
+        for intake in [i for i in self.by_handoff.values() if i.link is link and i.state is _S.GREETING]:
+            self._claim(intake, now)
+
+    def on_link_down(self, link: Link, reason: Reason, detail: str, now: float) -> None:
+        for intake in [i for i in self.by_handoff.values() if i.link is link]:
+            if reason is Reason.WRONG_INCARNATION and intake.state is _S.CLAIMING:
+                # Nothing was granted yet: greet whoever is there now; the ticket decides whether it will do.
+                self._step(intake, _E.UNLINKED)
+                intake.link = self.links.need(link.worker, now)
+            elif intake.end is None:
+                self.fail(intake, reason, detail, now)
+            elif intake.state is _S.REVOKING:
+                self.links.fence(link, now)
+
+    def on_link_fenced(self, link: Link, now: float) -> None:
+        for intake in [i for i in self.by_handoff.values() if i.link is link and i.state is _S.REVOKING]:
+            self._quiesced(intake, now)
+
+    # --- messages
+
+    def on_granted(self, link: Link, message: Granted, now: float) -> None:
+        intake = self._of(link, message.attempt)
+        if intake is None or intake.wanted.handoff != message.handoff or not self._step(intake, _E.GRANTED):
+            self.desk.count("late.granted")
+            if intake is None:
+                self.links.send(link, Abandon(message.handoff, message.attempt))
+            return
+        assert link.plan is not None
+        try:
+            blocks = tuple(list(unpack_blocks(ids)) for ids in message.blocks)
+            if not len(blocks) == len(message.progress) == len(link.plan.source.groups):
+                raise ProtocolError(Reason.BAD_MESSAGE, "blocks: not one list per group of the source")
+            if message.tokens != intake.wanted.tokens:
+                raise ProtocolError(Reason.CONTENT_MISMATCH, f"tokens: {message.tokens} at the source")
+        except ProtocolError as error:
+            self.fail(intake, error.reason, error.detail, now)
+            return
+        intake.source = Source(message.lease, message.tokens, blocks, message.progress, message.final)
+        self._wait(intake, self.desk.settings.defer_timeout, now)
+        self._pulse(intake, message.ttl_s / 3, now)
+        self.desk.emit(MatchFound(intake.wanted.request))
+
+    def on_claim_refused(self, link: Link, message: ClaimRefused, now: float) -> None:
+        intake = self._of(link, message.attempt)
+        if intake is None or intake.state is not _S.CLAIMING:
+            self.desk.count("late.claim_refused")
+            return
+        self.fail(intake, message.reason, message.detail, now)
+
+    def on_ready(self, link: Link, message: Ready, now: float) -> None:
+        intake = self._reading(link, message.attempt)
+        if intake is None or intake.source is None or message.lease != intake.source.lease:
+            self.desk.count("late.ready")
+            return
+        try:
+            if self._learn(intake.source, message):
+                self._progressed(intake, now)
+                if intake.state is _S.COPYING:
+                    self._read_on(intake, now)
+        except ProtocolError as error:
+            self.fail(intake, error.reason, error.detail, now)
+
+    def on_renewed(self, link: Link, message: Renewed, now: float) -> None:
+        intake = self._reading(link, message.attempt)
+        if intake is None or intake.source is None:
+            return
+        if message.work > intake.source.work:
+            intake.source.work = message.work
+            self._progressed(intake, now)
+
+    def on_renew_refused(self, link: Link, message: RenewRefused, now: float) -> None:
+        intake = self._of(link, message.attempt)
+        # A copy under way goes on: its commit will be judged by the epochs, not by the lease.
+        if intake is not None and intake.state is _S.GRANTED:
+            self.fail(intake, message.reason, "the lease ran out while waiting for blocks", now)
+
+    def on_committed(self, link: Link, message: Committed, now: float) -> None:
+        intake = self._of(link, message.attempt)
+        if intake is None or not self._step(intake, _E.COMMITTED):
+            self.desk.count("late.committed")
+            return
+        self._finish(intake, End(), now)
+
+    def on_stale(self, link: Link, message: Stale, now: float) -> None:
+        intake = self._of(link, message.attempt)
+        if intake is None or intake.state is not _S.COMMITTING:
+            self.desk.count("late.stale")
+            return
+        assert link.plan is not None
+        good = 0
+        if len(message.good) == 1:  # with several groups nothing can be kept
+            good = min(message.good[0] * link.plan.source.groups[0].block_tokens, intake.wanted.tokens)
+        self.fail(intake, Reason.STALE, "the source's blocks were reused before the commit", now, good)
+
+    def on_source_lost(self, link: Link, message: SourceLost, now: float) -> None:
+        intake = self._reading(link, message.attempt)
+        if intake is not None:
+            self.fail(intake, message.reason, "the source's request ended early", now)
+
+    def on_accepted(self, link: Link, message: Accepted, now: float) -> None:
+        intake = self.by_reservation.get(message.reservation)
+        if intake is not None and intake.link is link:
+            intake.accepted = True
+
+    def on_written(self, link: Link, message: Written, now: float) -> None:
+        self.links.send(link, Ack(message.lease, message.attempt, message.reservation))
+        intake = self.by_reservation.get(message.reservation)
+        if intake is None or intake.link is not link or intake.attempt != message.attempt:
+            self.desk.count("late.written")
+            return
+        if intake.end is None and message.digest != intake.wanted.digest:
+            self.fail(intake, Reason.CONTENT_MISMATCH, "digest: the source wrote another prompt", now)
+        if self._step(intake, _E.WRITTEN):
+            if intake.end is None:
+                self._finish(intake, End(), now)
+            self._rest(intake, now)
+
+    def on_quiesced(self, link: Link, message: Quiesced, now: float) -> None:
+        intake = self.by_reservation.get(message.reservation)
+        if intake is None or intake.link is not link:
+            self.desk.count("late.quiesced")
+            return
+        if intake.end is None:
+            self.fail(intake, message.reason or Reason.SOURCE_ABORTED, "the source stopped writing", now)
+        self._quiesced(intake, now)
+
+    # --- copies
+
+    def on_copy_ended(self, intake: Intake, event: CopyEnded, now: float) -> None:
+        if intake.end is None and event.reason is not None:
+            self.fail(intake, event.reason, event.detail, now)
+        elif intake.end is None:
+            self._progressed(intake, now)
+            self._commit_if_copied(intake, now)
+        self._rest(intake, now)
+
+    def on_rest(self, intake: Intake, now: float) -> None:
+        self._rest(intake, now)
+
+    # --- time
+
+    def on_deadline(self, handoff: HandoffId, now: float) -> None:
+        intake = self.by_handoff[handoff]
+        if intake.state is _S.REVOKING:
+            self.links.fence(intake.link, now)
+            return
+        reason = WAITED_FOR[intake.state]
+        if reason is Reason.CLAIM_TIMEOUT and intake.wanted.deferred:
+            reason = Reason.DEFER_TIMEOUT
+        self.fail(intake, reason, f"waited too long while {intake.state.value}", now)
+
+    def on_pulse(self, handoff: HandoffId, now: float) -> None:
+        intake = self.by_handoff[handoff]
+        if intake.state is _S.CLAIMING:
+            self._send_claim(intake, now)
+        elif intake.state in _RENEWING:
+            self._renew(intake, now)
+        elif intake.state is _S.COMMITTING:
+            self._send_commit(intake, now)
+        elif intake.state is _S.REVOKING:
+            self._send_revoke(intake, now)
+
+    # --- the one failure function
+
+    def fail(self, intake: Intake, reason: Reason, detail: str, now: float, good_tokens: int = 0) -> None:
+        """End a handoff as failed: tell the engine and the source, stop what moves, wait for rest."""
+        was = intake.state
+        if intake.end is not None or not self._step(intake, _E.FAILED):
+            self.desk.count("late.failure")
+            return
+        intake.end = End(reason, detail, good_tokens)
+        self._tell_end(intake, now)
+        self.desk.cancel(intake.parts)
+        up = intake.link.state is LinkState.UP
+        if was is _S.OFFERED:
+            if up:
+                self._send_revoke(intake, now)
+                self._wait(intake, self.desk.settings.revoke_timeout, now)
+            else:
+                self.links.fence(intake.link, now)
+        elif up and reason is not Reason.STALE and was is not _S.GREETING:
+            self.links.send(intake.link, Abandon(intake.wanted.handoff, intake.attempt))
+        self._rest(intake, now)
+
+    @property
+    def quarantined_blocks(self) -> int:
+        """Blocks of ended handoffs that something may still write to."""
+        return sum(
+            sum(map(len, intake.target.blocks))
+            for intake in self.by_handoff.values()
+            if intake.end is not None and intake.target is not None
+        )
+
+    def void(self, now: float) -> None:
+        """The engine's cache was replaced, or this node is leaving: nothing that is on its way is wanted."""
+        for intake in list(self.by_handoff.values()):
+            if intake.end is None:
+                self.fail(intake, Reason.ABORTED, "this engine's cache was replaced or is closing", now)
+
+    # --- helpers
+
+    def _check_room(self, event: Wanted) -> None:
+        settings = self.desk.settings
+        if event.handoff in self.by_handoff or event.request in self.by_request:
+            raise ProtocolError(Reason.DUPLICATE, "transfer id: in use by another request of this engine")
+        if len(self.by_handoff) >= settings.intakes_max:
+            raise ProtocolError(Reason.BUSY, f"intakes_max: {len(self.by_handoff)} handoffs are on their way")
+        if self.quarantined_blocks >= settings.quarantine_blocks_max:
+            raise ProtocolError(Reason.QUARANTINE_FULL, f"quarantine_blocks_max: {self.quarantined_blocks} blocks")
+
+    def _step(self, intake: Intake, event: IntakeEvent) -> bool:
+        state = INTAKE.step(intake.state, event)
+        if isinstance(state, Verdict):
+            self.desk.count(f"{state.value}.intake")
+            return False
+        intake.state = state
+        return True
+
+    def _of(self, link: Link, attempt: int) -> Intake | None:
+        intake = self.by_attempt.get(attempt)
+        return intake if intake is not None and intake.link is link else None
+
+    def _reading(self, link: Link, attempt: int) -> Intake | None:
+        intake = self._of(link, attempt)
+        return intake if intake is not None and intake.state in _RENEWING else None
+
+    def _wait(self, intake: Intake, seconds: float, now: float) -> None:
+        intake.deadline = now + seconds
+        if intake.hard_deadline and intake.end is None:
+            intake.deadline = min(intake.deadline, intake.hard_deadline)
+        self.desk.timers.set(("intake", intake.wanted.handoff), intake.deadline)
+
+    def _pulse(self, intake: Intake, seconds: float, now: float) -> None:
+        self.desk.timers.set(("pulse", intake.wanted.handoff), now + seconds)
+
+    def _progressed(self, intake: Intake, now: float) -> None:
+        if intake.state in (_S.COPYING, _S.OFFERED):
+            self._wait(intake, self.desk.settings.transfer_timeout, now)
+
+    def _claim(self, intake: Intake, now: float) -> None:
+        peer = intake.link.peer
+        assert peer is not None
+        if intake.wanted.incarnation not in (0, peer.incarnation):
+            detail = "ticket: the prefiller has restarted since; ask it again"
+            self.fail(intake, Reason.WRONG_INCARNATION, detail, now)
+        elif self._step(intake, _E.LINKED):
+            self._send_claim(intake, now)
+
+    def _send_claim(self, intake: Intake, now: float) -> None:
+        wanted = intake.wanted
+        claim = Claim(wanted.handoff, intake.attempt, wanted.ticket, wanted.digest, wanted.deferred)
+        self.links.send(intake.link, claim)
+        self._pulse(intake, self.desk.settings.retry_s, now)
+
+    def _renew(self, intake: Intake, now: float) -> None:
+        source = intake.source
+        assert source is not None
+        if intake.state is _S.OFFERED and not intake.accepted:
+            self._send_offer(intake)
+        have = tuple(len(ids) for ids in source.blocks)
+        final = source.final or intake.state is _S.OFFERED
+        self.links.send(intake.link, Renew(source.lease, intake.attempt, have, final))
+        settings = self.desk.settings
+        eager = not source.final or (intake.state is _S.OFFERED and not intake.accepted)
+        self._pulse(intake, settings.retry_s if eager else settings.lease_s / 3, now)
+
+    def _pull(self, intake: Intake, now: float) -> None:
+        if self._step(intake, _E.PULL_BEGUN):
+            assert intake.source is not None
+            intake.copied = nothing(len(intake.source.blocks))
+            self._wait(intake, self.desk.settings.transfer_timeout, now)
+            try:
+                self._read_on(intake, now)
+            except ProtocolError as error:
+                self.fail(intake, error.reason, error.detail, now)
+
+    def _read_on(self, intake: Intake, now: float) -> None:
+        """Read what has become ready since the last time."""
+        source, target, link = intake.source, intake.target, intake.link
+        assert source is not None and target is not None
+        assert link.plan is not None and link.peer is not None and link.transport is not None
+        route = Route(link.plan, Side.TARGET, link.peer, link.transport.name)
+        cargo = Cargo(source.blocks, target.blocks, source.tokens, target.first_token)
+        listed = moves(route, cargo, intake.copied, source.progress)
+        intake.copied = source.progress
+        start(self.desk, intake.parts, route, listed)
+        self._commit_if_copied(intake, now)
+
+    def _commit_if_copied(self, intake: Intake, now: float) -> None:
+        source = intake.source
+        if source is None or not source.final or intake.copied != source.progress or not intake.parts.at_rest:
+            return
+        if intake.state is _S.COPYING and self._step(intake, _E.COPIED):
+            self._wait(intake, self.desk.settings.claim_timeout, now)
+            self._send_commit(intake, now)
+
+    def _send_commit(self, intake: Intake, now: float) -> None:
+        assert intake.source is not None
+        self.links.send(intake.link, Commit(intake.source.lease, intake.attempt))
+        self._pulse(intake, self.desk.settings.retry_s, now)
+
+    def _learn(self, source: Source, message: Ready) -> bool:
+        """Take over what a Ready adds; False when it adds nothing or comes after one that was lost."""
+        if not len(message.start) == len(message.blocks) == len(message.progress) == len(source.blocks):
+            raise ProtocolError(Reason.BAD_MESSAGE, "ready: not one entry per group of the source")
+        fresh = []
+        for mine, begin, packed in zip(source.blocks, message.start, message.blocks, strict=True):
+            ids = unpack_blocks(packed)
+            if begin > len(mine):
+                return False  # a gap: the next Renew says how much we have
+            fresh.append(ids[len(mine) - begin :])
+        if not covers(message.progress, source.progress):
+            return False  # overtaken by a later one
+        changed = message.final != source.final or message.progress != source.progress or any(fresh)
+        for mine, ids in zip(source.blocks, fresh, strict=True):
+            mine.extend(ids)
+        source.progress, source.final = message.progress, source.final or message.final
+        return changed
+
+    def _offer(self, intake: Intake, now: float) -> None:
+        if self._step(intake, _E.PUSH_BEGUN):
+            self._last_reservation += 1
+            intake.reservation = ReservationId(self._last_reservation)
+            self.by_reservation[intake.reservation] = intake
+            self._wait(intake, self.desk.settings.transfer_timeout, now)
+            self._send_offer(intake)
+            self._pulse(intake, self.desk.settings.retry_s, now)
+
+    def _send_offer(self, intake: Intake) -> None:
+        assert intake.source is not None and intake.target is not None
+        blocks = tuple(pack_blocks(ids) for ids in intake.target.blocks)
+        offer = Offer(
+            intake.source.lease, intake.attempt, intake.reservation, intake.target.first_token, blocks,
+            intake.wanted.digest,
+        )
+        self.links.send(intake.link, offer)
+
+    def _send_revoke(self, intake: Intake, now: float) -> None:
+        if intake.link.state is LinkState.UP:
+            assert intake.source is not None
+            self.links.send(intake.link, Revoke(intake.source.lease, intake.attempt, intake.reservation))
+            self._pulse(intake, self.desk.settings.retry_s, now)
+
+    def _quiesced(self, intake: Intake, now: float) -> None:
+        if self._step(intake, _E.QUIESCED):
+            self._rest(intake, now)
+
+    def _finish(self, intake: Intake, end: End, now: float) -> None:
+        intake.end = end
+        self._tell_end(intake, now)
+        self._rest(intake, now)
+
+    def _tell_end(self, intake: Intake, now: float) -> None:
+        end = intake.end
+        assert end is not None
+        self.desk.count(f"ends.{end.reason or 'delivered'}")
+        self.desk.timers.clear(("intake", intake.wanted.handoff))
+        self.desk.timers.clear(("pulse", intake.wanted.handoff))
+        if intake.target is not None:
+            self.desk.emit(Report(intake.wanted.request, end))
+            self.by_request.pop(intake.wanted.request, None)
+        else:
+            self.desk.emit(MatchFailed(intake.wanted.request, end))
+
+    def _rest(self, intake: Intake, now: float) -> None:
+        """Let go of everything once nothing can touch D's blocks any more."""
+        if intake.state is not _S.SETTLING or not intake.parts.at_rest or not self._step(intake, _E.RESTED):
+            return
+        handoff = intake.wanted.handoff
+        del self.by_handoff[handoff], self.by_attempt[intake.attempt]
+        self.by_reservation.pop(intake.reservation, None)
+        self.desk.timers.clear(("intake", handoff))
+        self.desk.timers.clear(("pulse", handoff))
+        if intake.target is not None:
+            self.desk.emit(DropHold(intake.wanted.request, handoff))

@@ -1,0 +1,106 @@
+"""What the roles of one ledger share: identity, settings, timers, effects, job ids and counters.
+
+Law: effects are only appended here, and taken by the node after each input; nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.clock import Timers
+from kvbaton.protocol.effects import CancelCopy, Copy, Direction, Effect, Send, StartCopy
+from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId, rank_peer
+from kvbaton.protocol.layout import EngineLayout
+from kvbaton.protocol.messages import ALL_FEATURES, Card, Message
+from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.spans import Move
+
+TimerKey = tuple[str, object]
+
+
+@dataclass(slots=True)
+class Identity:
+    """Who this node is; changes only when the engine's cache is replaced (a new incarnation)."""
+
+    me: PeerId
+    host: str
+    compat: dict[str, str]
+    layout: EngineLayout
+    transports: tuple[Capabilities, ...]  # best first
+    ticket_keys: tuple[bytes, ...]
+    wall_offset_s: float = 0.0  # wall clock = node clock + this
+    required: int = 0
+    optional: int = int(ALL_FEATURES)
+
+    def card(self) -> Card:
+        names = tuple(transport.name for transport in self.transports)
+        return Card(self.required, self.optional, self.host, self.compat, self.layout, names)
+
+    def capabilities(self, name: str) -> Capabilities | None:
+        return next((transport for transport in self.transports if transport.name == name), None)
+
+
+@dataclass(slots=True)
+class Desk:
+    """The shared table at which the producer, the consumer and the peers work."""
+
+    identity: Identity
+    settings: Settings
+    epoch_of: Callable[[int], int]
+    timers: Timers[TimerKey] = field(default_factory=Timers)
+    effects: list[Effect] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    owners: dict[JobId, Parts] = field(default_factory=dict)
+    last_job: int = 0
+
+    def emit(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def send(self, worker: WorkerId, to: Incarnation, session: int, message: Message) -> None:
+        self.effects.append(Send(worker, to, session, message))
+
+    def count(self, name: str) -> None:
+        self.counts[name] += 1
+
+    def start(
+        self, parts: Parts, transport: str, peer: PeerId, direction: Direction, rank: int, moves: Sequence[Move]
+    ) -> None:
+        """Have local rank `rank` make each of `moves`, on behalf of `parts`."""
+        for move in moves:
+            self.last_job += 1
+            job = JobId(self.last_job)
+            self.owners[job] = parts
+            parts.moving[job] = (rank, transport)
+            remote = rank_peer(peer, move.peer_rank)
+            copy = Copy(job, remote, direction, move.local_region, move.remote_region, move.spans)
+            self.effects.append(StartCopy(rank, transport, copy))
+
+    def cancel(self, parts: Parts) -> None:
+        for job, (rank, transport) in parts.moving.items():
+            self.effects.append(CancelCopy(rank, transport, job))
+
+
+@dataclass(slots=True)
+class Parts:
+    """The copies of one handoff on one side, over all ranks. At rest means: none can touch memory any more."""
+
+    owner: object
+    moving: dict[JobId, tuple[int, str]] = field(default_factory=dict)
+    restless: set[JobId] = field(default_factory=set)
+    arrived: int = 0
+
+    @property
+    def at_rest(self) -> bool:
+        return not self.moving and not self.restless
+
+    def ended(self, job: JobId, ok: bool, at_rest: bool) -> None:
+        self.moving.pop(job, None)
+        self.arrived += ok
+        if not at_rest:
+            self.restless.add(job)
+
+    def rested(self, job: JobId) -> None:
+        self.restless.discard(job)

@@ -1,0 +1,171 @@
+"""What must now be done, in the imperative: all that the ledger ever returns. The node carries these out."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from typing import Protocol
+
+import msgspec
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.events import Groups
+from kvbaton.protocol.ids import HandoffId, Incarnation, JobId, LeaseId, PeerId, PutId, RequestId, WorkerId
+from kvbaton.protocol.messages import Message
+
+
+class End(msgspec.Struct, frozen=True):
+    """How a handoff finished: delivered (no reason), or failed with one."""
+
+    reason: Reason | None = None
+    detail: str = ""
+    good_tokens: int = 0  # leading tokens whose KV is proven good although the handoff failed
+
+    @property
+    def delivered(self) -> bool:
+        return self.reason is None
+
+
+class Direction(enum.Enum):
+    """Which way bytes go, seen from the side that drives the copy."""
+
+    READ = "read"  # remote to local
+    WRITE = "write"  # local to remote
+
+
+class DeviceEvent(Protocol):
+    """Something the device must have finished before bytes may be read."""
+
+    def synchronize(self) -> None: ...
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """One request to move bytes between a rank here and one rank of a peer (`ids.rank_peer`). A WRITE is complete when the bytes are visible at the target (rule 15)."""
+
+    job: JobId
+    peer: PeerId
+    direction: Direction
+    local_region: int
+    remote_region: int
+    spans: array[int]  # flattened (local offset, remote offset, bytes) triples
+    after: DeviceEvent | None = None
+
+
+class _Effect(msgspec.Struct, frozen=True):
+    pass
+
+
+class Invitation(msgspec.Struct, frozen=True):
+    """For whom the node mints endpoints: each of its ranks, for each of the peer's."""
+
+    peer: PeerId
+    transport: str
+    ranks: int
+
+
+class Send(_Effect, frozen=True):
+    """Put a message on the wire; with an invitation, the node fills in the message's `endpoints` first."""
+
+    worker: WorkerId
+    to: Incarnation
+    session: int
+    message: Message
+    invitation: Invitation | None = None
+
+
+class StartCopy(_Effect, frozen=True):
+    rank: int
+    transport: str
+    copy: Copy
+
+
+class CancelCopy(_Effect, frozen=True):
+    rank: int
+    transport: str
+    job: JobId
+
+
+class StartFence(_Effect, frozen=True):
+    rank: int
+    transport: str
+    peer: PeerId
+
+
+class Connect(_Effect, frozen=True):
+    """Our rank `r` reaches the peer's rank `s` by `endpoints[s * ours + r]`."""
+
+    peer: PeerId
+    transport: str
+    ranks: int  # the peer's
+    endpoints: tuple[bytes, ...]
+
+
+class Disconnect(_Effect, frozen=True):
+    peer: PeerId
+    transport: str
+    ranks: int
+
+
+class Unpin(_Effect, frozen=True):
+    """Drop P's pins of this lease: once, ever."""
+
+    lease: LeaseId
+
+
+class UnpinPut(_Effect, frozen=True):
+    put: PutId
+
+
+class MatchFound(_Effect, frozen=True):
+    """D may allocate blocks for this request now."""
+
+    request: RequestId
+
+
+class MatchFailed(_Effect, frozen=True):
+    """D's handoff ended before any block was allocated."""
+
+    request: RequestId
+    end: End
+
+
+class Report(_Effect, frozen=True):
+    """Tell D's engine, once per rank, how a load that holds blocks has ended."""
+
+    request: RequestId
+    end: End
+
+
+class DropHold(_Effect, frozen=True):
+    """Nothing can land in D's blocks of this handoff any more: give up our own hold on them."""
+
+    request: RequestId
+    handoff: HandoffId
+
+
+class StorePut(_Effect, frozen=True):
+    put: PutId
+    blocks: Groups
+    keys: tuple[bytes, ...]
+
+
+class CancelPut(_Effect, frozen=True):
+    put: PutId
+
+
+Effect = (
+    Send
+    | StartCopy
+    | CancelCopy
+    | StartFence
+    | Connect
+    | Disconnect
+    | Unpin
+    | UnpinPut
+    | MatchFound
+    | MatchFailed
+    | Report
+    | DropHold
+    | StorePut
+    | CancelPut
+)

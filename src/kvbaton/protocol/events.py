@@ -1,0 +1,187 @@
+"""What happened, in the past tense: everything the ledger can be told besides messages and time.
+
+Engine events are noted on the engine's scheduler thread and queued; rank and store events come from data planes.
+Block lists are per KV group; `NO_BLOCK` marks a place that has no block (outside a sliding window).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import HandoffId, Incarnation, JobId, LeaseId, PeerId, PutId, RequestId, WorkerId
+from kvbaton.protocol.progress import Progress
+
+Groups = tuple[tuple[int, ...], ...]
+NO_BLOCK = -1
+
+
+class _Event(msgspec.Struct, frozen=True):
+    pass
+
+
+# --- P's engine
+
+
+class LeaseBegun(_Event, frozen=True):
+    """P has scheduled a prompt that somebody may read or be sent (streaming, push), or finished one (pull)."""
+
+    lease: LeaseId
+    handoff: HandoffId
+    digest: bytes
+    tokens: int
+    groups: int
+    max_readers: int = 1
+    target: WorkerId = WorkerId("")
+    deferred: bool = False  # D may learn of it much later than P (streaming, push): wait `defer_timeout` for a claim
+
+
+class LeaseExtended(_Event, frozen=True):
+    """These blocks were pinned, with these epochs, and belong to the end of the lease's lists."""
+
+    lease: LeaseId
+    blocks: Groups
+    epochs: Groups
+
+
+class LeaseProgressed(_Event, frozen=True):
+    """A rank's device has finished writing this much (whole blocks, until the lease is complete)."""
+
+    lease: LeaseId
+    rank: int
+    progress: Progress
+
+
+class LeaseCompleted(_Event, frozen=True):
+    """The last block is in the lists; when every rank's progress covers them, the content is final."""
+
+    lease: LeaseId
+
+
+class SourceEnded(_Event, frozen=True):
+    """P's request was preempted or aborted before its prefill was complete."""
+
+    lease: LeaseId
+    reason: Reason
+
+
+# --- D's engine
+
+
+class Wanted(_Event, frozen=True):
+    """D's engine accepted a request whose prompt KV is at `source`."""
+
+    request: RequestId
+    handoff: HandoffId
+    source: WorkerId
+    ticket: str
+    digest: bytes
+    tokens: int
+    incarnation: Incarnation = Incarnation(0)  # of the source, where the ticket names it
+    push: bool = False
+    deferred: bool = False  # P may begin later than D asks (streaming, push)
+
+
+class Allocated(_Event, frozen=True):
+    """D's engine has blocks for the prompt from `first_token` on, and holds them for us until `DropHold`."""
+
+    request: RequestId
+    blocks: Groups
+    first_token: int
+
+
+class NotNeeded(_Event, frozen=True):
+    """D has the whole prompt already."""
+
+    request: RequestId
+
+
+class GaveUp(_Event, frozen=True):
+    """D's engine no longer wants the request (abort); if it was loading it still waits for one report."""
+
+    request: RequestId
+
+
+# --- data planes
+
+
+class CopyEnded(_Event, frozen=True):
+    """An accepted copy is over; `reason` None means that every byte has arrived."""
+
+    job: JobId
+    reason: Reason | None = None
+    at_rest: bool = True
+    detail: str = ""
+
+
+class CopyRested(_Event, frozen=True):
+    """A copy that had ended not at rest can no longer touch memory."""
+
+    job: JobId
+
+
+class RankFenced(_Event, frozen=True):
+    """No byte of `peer` can land in this rank's memory any more."""
+
+    rank: int
+    peer: PeerId
+
+
+# --- store
+
+
+class PutWanted(_Event, frozen=True):
+    """The engine pinned these blocks for a put under content keys."""
+
+    put: PutId
+    blocks: Groups
+    keys: tuple[bytes, ...]
+
+
+class StoreEnded(_Event, frozen=True):
+    """A put is over and no longer reads its blocks."""
+
+    put: PutId
+    reason: Reason | None = None
+
+
+# --- surroundings
+
+
+class Departed(_Event, frozen=True):
+    """The registry says that this worker (in this life, if given) is gone, or that there never was one."""
+
+    worker: WorkerId
+    incarnation: Incarnation = Incarnation(0)
+    reason: Reason = Reason.PEER_GONE
+
+
+class Reborn(_Event, frozen=True):
+    """The engine's cache or weights were replaced: everything promised under the old incarnation is void."""
+
+    incarnation: Incarnation
+
+
+class DrainStarted(_Event, frozen=True):
+    """Take no new handoffs; finish what there is."""
+
+
+Event = (
+    LeaseBegun
+    | LeaseExtended
+    | LeaseProgressed
+    | LeaseCompleted
+    | SourceEnded
+    | Wanted
+    | Allocated
+    | NotNeeded
+    | GaveUp
+    | CopyEnded
+    | CopyRested
+    | RankFenced
+    | PutWanted
+    | StoreEnded
+    | Departed
+    | Reborn
+    | DrainStarted
+)

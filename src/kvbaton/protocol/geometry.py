@@ -1,0 +1,274 @@
+"""Which bytes of which source rank go to which bytes of which target rank. Pure arithmetic.
+
+Law: what `plan` accepts is mapped completely: every (layer, head, token) cell that a target rank has comes
+from exactly one source rank. What cannot be mapped is refused at pairing, by the name of the first field that
+differs. Both layouts must have passed `layout.validate`; `spans.segments` turns a plan into byte spans.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, product
+from math import prod
+from typing import NoReturn
+
+import msgspec
+
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.layout import (
+    Cell,
+    EngineLayout,
+    Group,
+    Kind,
+    Per,
+    Place,
+    Plane,
+    Share,
+    cell_axes,
+    needed_blocks,
+)
+
+PAGE_PIECES_MAX = 1024
+"""More copies than this for one page and the handoff would cost more than it saves."""
+
+
+Slice = tuple[int, int, tuple[int, ...]]
+"""Heads [lo, hi) and the ranks that have all of them."""
+
+
+class Strip(msgspec.Struct, frozen=True):
+    """One plane of a part: `bytes` that move as one, times `heads`, times the tokens if it is `per_token`.
+
+    The planes' offsets are those of the part's first head.
+    """
+
+    bytes: int
+    heads: int
+    per_token: bool
+    source: Plane
+    target: Plane
+
+    def pieces(self, source_token: int, target_token: int, tokens: int) -> list[tuple[int, int, int]]:
+        """(source offset, target offset, bytes) in the two pages for a run of tokens."""
+        at = self.source.offset + source_token * self.source.token_stride * self.per_token
+        to = self.target.offset + target_token * self.target.token_stride * self.per_token
+        run, axes = self.runs(tokens)
+        pieces = [(at, to, run)]
+        for count, far, near in axes:
+            pieces = [(at + i * far, to + i * near, run) for at, to, run in pieces for i in range(count)]
+        return pieces
+
+    def runs(self, tokens: int) -> tuple[int, list[tuple[int, int, int]]]:
+        """The longest run that is contiguous on both sides, and the (count, strides) axes that repeat it."""
+        axes = [(self.heads, self.source.head_stride, self.target.head_stride)]
+        if self.per_token:
+            axes.append((tokens, self.source.token_stride, self.target.token_stride))
+        run, outer = self.bytes, []
+        for count, far, near in sorted(axes, key=lambda axis: axis[2]):
+            if far == near == run:
+                run *= count
+            elif count > 1:
+                outer.append((count, far, near))
+        return run, outer[::-1]
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """Layers of a part with equal regions and strides: (source layer index, source offset, target offset)."""
+
+    source_region: int
+    target_region: int
+    source_stride: int
+    target_stride: int
+    layers: tuple[tuple[int, int, int], ...]
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one target rank takes of a group from one source rank: heads [lo, hi) of some layers."""
+
+    group: int  # in the source's order
+    target_group: int
+    source_rank: int
+    target_rank: int
+    head_lo: int
+    head_hi: int
+    strips: tuple[Strip, ...]
+    lanes: tuple[Lane, ...]
+    pieces: int  # how many spans one layer of one source block makes at most
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How a source engine's KV maps onto a target engine's.
+
+    `target_groups` has, per group of the source, the index of the target's; None where it has no such group.
+    """
+
+    source: EngineLayout
+    target: EngineLayout
+    target_groups: tuple[int | None, ...]
+    parts: tuple[Part, ...]
+
+    def source_ranks(self, target_rank: int) -> tuple[int, ...]:
+        """The source ranks that this target rank takes anything from."""
+        return tuple(sorted({part.source_rank for part in self.parts if part.target_rank == target_rank}))
+
+    def target_ranks(self, source_rank: int) -> tuple[int, ...]:
+        """The target ranks that take anything from this source rank; none for an idle replica."""
+        return tuple(sorted({part.target_rank for part in self.parts if part.source_rank == source_rank}))
+
+
+def plan(source: EngineLayout, target: EngineLayout) -> Plan:
+    """How to hand over from `source` to `target`, or `INCOMPATIBLE` naming the first differing field."""
+    _same("dcp", source.dcp, target.dcp)
+    if source.dcp > 1:
+        _same("dcp_interleave", source.dcp_interleave, target.dcp_interleave)
+    names = [group.name for group in target.groups]
+    for group in target.groups:
+        if not group.optional and group.name not in {known.name for known in source.groups}:
+            _refuse(f"groups: source has no {group.name!r}, target has {names}")
+    target_groups: list[int | None] = []
+    parts: list[Part] = []
+    for index, group in enumerate(source.groups):
+        if group.name in names:
+            target_groups.append(names.index(group.name))
+            _check_groups(group, target.groups[names.index(group.name)], source.dcp)
+            parts += _parts_of_group(source, target, index, names.index(group.name))
+        elif group.optional:
+            target_groups.append(None)
+        else:
+            _refuse(f"groups: source has {group.name!r}, target has {names}")
+    return Plan(source, target, tuple(target_groups), tuple(parts))
+
+
+def _check_groups(source: Group, target: Group, dcp: int) -> None:
+    name = f"group {source.name!r}"
+    _same(f"{name} kind", source.kind.value, target.kind.value)
+    _same(f"{name} window", source.window, target.window)
+    _same(f"{name} layers", len(source.layers), len(target.layers))
+    missing = sorted(set(source.layers) - set(target.layers), key=source.layers.index)
+    if missing:
+        _refuse(f"{name} layers: source has {missing[0]!r}, target has not")
+    _same(f"{name} heads", source.heads, target.heads)
+    _same(f"{name} dtype", source.dtype, target.dtype)
+    if source.kind is not Kind.STATE and not (source.splits_tokens and target.splits_tokens and dcp == 1):
+        _same(f"{name} block_tokens", source.block_tokens, target.block_tokens)
+    _same(f"{name} cells", _told(source.cells), _told(target.cells))
+
+
+def _parts_of_group(source: EngineLayout, target: EngineLayout, index: int, target_index: int) -> list[Part]:
+    group = source.groups[index]
+    source_layer = [group.layers.index(layer) for layer in target.groups[target_index].layers]
+    sizes = source.page_tokens(index), target.page_tokens(target_index)
+    meetings = 1 if sizes[0] == sizes[1] else 1 + needed_blocks(*sizes)
+    holdings = _holdings("source", source, index)
+    _holdings("target", target, target_index)
+    parts = []
+    for target_rank, rank in enumerate(target.ranks):
+        taker = rank.shares[target_index]
+        stages: dict[tuple[Slice, ...], list[tuple[int, Place]]] = defaultdict(list)
+        for place in taker.places:
+            layer = source_layer[place.layer]
+            stages[holdings[layer, rank.dcp]].append((layer, place))
+        for slices, layers in stages.items():
+            for source_rank, lo, hi in _take(slices, taker, target_rank):
+                giver = source.ranks[source_rank].shares[index]
+                strips = _strips(group, giver, taker, lo, hi)
+                pieces = _count_pieces(group, strips, min(sizes)) * meetings
+                what = (source_rank, target_rank, lo, hi, strips, _lanes(giver, layers), pieces)
+                parts.append(Part(index, target_index, *what))
+    return parts
+
+
+def _holdings(side: str, layout: EngineLayout, index: int) -> dict[tuple[int, int], tuple[Slice, ...]]:
+    """Who has which heads, by (layer index, dcp); refused unless every head of every layer is somewhere."""
+    group, shares = layout.groups[index], [rank.shares[index] for rank in layout.ranks]
+    ranks: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank_index, rank in enumerate(layout.ranks):
+        for place in shares[rank_index].places:
+            ranks[place.layer, rank.dcp].append(rank_index)
+    known: dict[tuple[int, ...], tuple[Slice, ...]] = {}
+    holdings = {}
+    for key in product(range(len(group.layers)), range(layout.dcp)):
+        holders = tuple(ranks[key])
+        if holders not in known:
+            known[holders] = _slices({rank: shares[rank] for rank in holders}, group.heads)
+        for lo, _, having in known[holders]:
+            if not having:
+                _refuse(
+                    f"group {group.name!r} ranks: {side} has head {lo} of {group.layers[key[0]]!r} on none"
+                )
+        holdings[key] = known[holders]
+    return holdings
+
+
+def _slices(shares: dict[int, Share], heads: int) -> tuple[Slice, ...]:
+    """Cut the heads where any share begins or ends; the ranks that have a whole slice are its replicas."""
+    ends = {rank: (share.head_start, share.head_start + share.head_count) for rank, share in shares.items()}
+    edges = sorted({0, heads}.union(*ends.values()))
+    return tuple(
+        (lo, hi, tuple(rank for rank, (start, stop) in ends.items() if start <= lo and hi <= stop))
+        for lo, hi in pairwise(edges)
+    )
+
+
+def _take(slices: Iterable[Slice], taker: Share, target_rank: int) -> list[tuple[int, int, int]]:
+    """(source rank, head lo, head hi) that make up a share; rank indexes spread the readers over replicas."""
+    taken: list[tuple[int, int, int]] = []
+    for lo, hi, ranks in slices:
+        lo, hi = max(lo, taker.head_start), min(hi, taker.head_start + taker.head_count)
+        if lo >= hi:
+            continue
+        rank = ranks[target_rank % len(ranks)]
+        if taken and taken[-1][0] == rank:
+            lo = taken.pop()[1]
+        taken.append((rank, lo, hi))
+    return taken
+
+
+def _strips(group: Group, giver: Share, taker: Share, lo: int, hi: int) -> tuple[Strip, ...]:
+    if not group.splits_heads:
+        has, wants = ((share.head_start, share.head_count) for share in (giver, taker))
+        _same(f"group {group.name!r} (first head, heads) of an opaque page", has, wants)
+    strips = []
+    for cell, at, to in zip(group.cells, giver.planes, taker.planes, strict=True):
+        run, heads, _ = cell_axes(cell, hi - lo, 1)
+        ends = _from_head(at, lo, giver), _from_head(to, lo, taker)
+        strips.append(Strip(run, heads, cell.per is Per.TOKEN, *ends))
+    return tuple(strips)
+
+
+def _count_pieces(group: Group, strips: Sequence[Strip], tokens: int) -> int:
+    pieces = sum(prod(count for count, _, _ in strip.runs(tokens)[1]) for strip in strips)
+    if pieces > PAGE_PIECES_MAX:
+        _refuse(
+            f"group {group.name!r} planes: source has another order than target has, {pieces} runs a page"
+        )
+    return pieces
+
+
+def _from_head(plane: Plane, head: int, share: Share) -> Plane:
+    return Plane(
+        plane.offset + (head - share.head_start) * plane.head_stride, plane.head_stride, plane.token_stride
+    )
+
+
+def _lanes(giver: Share, layers: list[tuple[int, Place]]) -> tuple[Lane, ...]:
+    at = {place.layer: place for place in giver.places}
+    lanes: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for layer, to in sorted(layers, key=lambda pair: pair[0]):
+        key = (at[layer].region, to.region, at[layer].block_stride, to.block_stride)
+        lanes[key].append((layer, at[layer].offset, to.offset))
+    return tuple(Lane(*key, layers=tuple(found)) for key, found in lanes.items())
+
+
+def _told(cells: Sequence[Cell]) -> str:
+    return ", ".join(f"{cell.name} {cell.bytes} B per {cell.per.value}" for cell in cells)
+
+
+def _same(field: str, source: object, target: object) -> None:
+    if source != target:
+        _refuse(f"{field}: source has {source}, target has {target}")
+
+
+def _refuse(detail: str) -> NoReturn:
+    raise ProtocolError(Reason.INCOMPATIBLE, detail)

@@ -1,0 +1,130 @@
+"""D's side of one handoff: from wanting a prompt's KV to one end, and on to rest.
+
+Laws: it ends once, by its deadline, on the first failure or the last success. D's blocks are let go on entering DONE
+and nowhere else, and DONE is entered only when no copy into them, ours or the peer's, can touch them any more.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvbaton.protocol.desk import Parts
+from kvbaton.protocol.effects import End
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.events import Allocated, Wanted
+from kvbaton.protocol.ids import LeaseId, ReservationId
+from kvbaton.protocol.peer import Link
+from kvbaton.protocol.progress import Progress
+from kvbaton.protocol.table import Table, pairs
+
+
+class IntakeState(enum.Enum):
+    GREETING = "greeting"  # waiting for the link to the source
+    CLAIMING = "claiming"  # Claim sent, repeated
+    GRANTED = "granted"  # the lease is ours, renewed; waiting for the engine to find blocks
+    COPYING = "copying"  # reading behind what is ready
+    COMMITTING = "committing"  # all bytes are here; Commit sent, repeated; nothing is read again
+    OFFERED = "offered"  # the source writes into our blocks
+    REVOKING = "revoking"  # ended; the source must confirm that it has stopped writing, or be fenced
+    SETTLING = "settling"  # ended; our own copies come to rest
+    DONE = "done"
+
+
+class IntakeEvent(enum.Enum):
+    LINKED = "linked"
+    UNLINKED = "unlinked"
+    GRANTED = "granted"
+    PULL_BEGUN = "pull_begun"
+    PUSH_BEGUN = "push_begun"
+    COPIED = "copied"
+    COMMITTED = "committed"
+    WRITTEN = "written"
+    FAILED = "failed"
+    QUIESCED = "quiesced"
+    RESTED = "rested"
+
+
+_S, _E = IntakeState, IntakeEvent
+_LIVE = {_S.GREETING, _S.CLAIMING, _S.GRANTED, _S.COPYING, _S.COMMITTING, _S.OFFERED}
+_OVER = {_S.REVOKING, _S.SETTLING, _S.DONE}
+_NEXT = {
+    (_S.GREETING, _E.LINKED): _S.CLAIMING,
+    (_S.CLAIMING, _E.UNLINKED): _S.GREETING,
+    (_S.CLAIMING, _E.GRANTED): _S.GRANTED,
+    (_S.GRANTED, _E.PULL_BEGUN): _S.COPYING,
+    (_S.GRANTED, _E.PUSH_BEGUN): _S.OFFERED,
+    (_S.COPYING, _E.COPIED): _S.COMMITTING,
+    (_S.COMMITTING, _E.COMMITTED): _S.SETTLING,
+    (_S.OFFERED, _E.WRITTEN): _S.SETTLING,
+    (_S.GREETING, _E.FAILED): _S.SETTLING,
+    (_S.CLAIMING, _E.FAILED): _S.SETTLING,
+    (_S.GRANTED, _E.FAILED): _S.SETTLING,
+    (_S.COPYING, _E.FAILED): _S.SETTLING,
+    (_S.COMMITTING, _E.FAILED): _S.SETTLING,
+    (_S.OFFERED, _E.FAILED): _S.REVOKING,
+    (_S.REVOKING, _E.QUIESCED): _S.SETTLING,
+    (_S.REVOKING, _E.WRITTEN): _S.SETTLING,  # a Written that crosses a Revoke counts as Quiesced
+    (_S.SETTLING, _E.RESTED): _S.DONE,
+}
+_ILLEGAL = (
+    pairs({_S.GREETING, _S.CLAIMING, _S.COPYING, _S.COMMITTING, _S.OFFERED}, {_E.PULL_BEGUN, _E.PUSH_BEGUN})
+    | pairs({_S.GREETING, _S.CLAIMING, _S.GRANTED, _S.COMMITTING, _S.OFFERED}, {_E.COPIED})
+    | pairs({_S.GREETING, _S.CLAIMING, _S.GRANTED, _S.COPYING, _S.OFFERED}, {_E.COMMITTED})
+    | pairs({_S.GREETING, _S.CLAIMING, _S.GRANTED, _S.COPYING, _S.COMMITTING}, {_E.WRITTEN, _E.QUIESCED})
+    | {(_S.OFFERED, _E.QUIESCED)}  # a source that stops of its own accord fails the handoff first
+)
+INTAKE = Table(
+    "intake",
+    IntakeState,
+    IntakeEvent,
+    next=_NEXT,
+    late=(
+        pairs(_LIVE, {_E.LINKED, _E.UNLINKED, _E.GRANTED, _E.RESTED})
+        | pairs(_OVER, IntakeEvent)
+    )
+    - set(_NEXT),
+    illegal=_ILLEGAL,
+)
+
+
+@dataclass(slots=True)
+class Source:
+    """What D knows of P's blocks."""
+
+    lease: LeaseId
+    tokens: int
+    blocks: tuple[list[int], ...]
+    progress: Progress
+    final: bool
+    work: int = 0
+
+
+@dataclass(slots=True)
+class Intake:
+    """One handoff on its way in."""
+
+    wanted: Wanted
+    attempt: int
+    link: Link
+    parts: Parts
+    state: IntakeState = IntakeState.GREETING
+    source: Source | None = None
+    target: Allocated | None = None
+    copied: Progress = ()  # what has been handed to the ranks to read
+    reservation: ReservationId = ReservationId(0)
+    accepted: bool = False  # the source has confirmed the offer
+    end: End | None = None
+    deadline: float = 0.0
+    hard_deadline: float = 0.0
+
+
+WAITED_FOR: dict[IntakeState, Reason] = {
+    IntakeState.GREETING: Reason.HANDSHAKE_TIMEOUT,
+    IntakeState.CLAIMING: Reason.CLAIM_TIMEOUT,
+    IntakeState.GRANTED: Reason.DEFER_TIMEOUT,
+    IntakeState.COPYING: Reason.TRANSFER_TIMEOUT,
+    IntakeState.COMMITTING: Reason.TRANSFER_TIMEOUT,
+    IntakeState.OFFERED: Reason.TRANSFER_TIMEOUT,
+}
+"""What a handoff that ran out of time was waiting for."""

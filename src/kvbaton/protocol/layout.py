@@ -1,0 +1,303 @@
+"""How one engine's KV lies in memory: groups of layers, and what each of its ranks has of them.
+
+Law: in a layout that `validate` has passed, no block id below `block_count` leads to a byte outside its
+rank's regions, and no two (block, head, token) cells of one plane of a layer share a byte. Every cell is at
+
+    place.offset + block * place.block_stride
+        + plane.offset + (head - head_start) * plane.head_stride + token * plane.token_stride
+
+so padded pages and every axis order (LBHNC, LBNHC, LHBNC, BLHNC, BHLNC, …) are only other numbers.
+Groups may overlay each other: a block id belongs to one group at a time, so an address needs all three of
+group, layer and block.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
+from typing import NoReturn
+
+import msgspec
+
+from kvbaton.protocol.errors import ProtocolError, Reason
+
+NULL_BLOCK = -1
+"""Stands in a block list for a block that is not there, such as one that left a sliding window."""
+
+GROUPS_MAX = 64
+LAYERS_MAX = 1024
+RANKS_MAX = 256
+REGIONS_MAX = 64
+HEADS_MAX = 1024
+CELLS_MAX = 8
+DCP_MAX = 64
+BLOCK_TOKENS_MAX = 1 << 24  # a state group's block may span the longest context
+BLOCKS_MAX = 1 << 31
+BYTES_MAX = 1 << 56  # leaves room for sums in a signed 64-bit span
+NAME_CHARS_MAX = 256
+
+
+class Kind(enum.StrEnum):
+    """What a group's blocks are of; decides which of them a handed-over position needs."""
+
+    FULL = "full"
+    SLIDING = "sliding"  # the last `window` tokens
+    CHUNKED = "chunked"  # the current chunk of `window` tokens
+    LATENT = "latent"  # MLA: one head, the same on every rank
+    STATE = "state"  # Mamba: mutated in place; its blocks are states, not tokens
+
+
+class Per(enum.StrEnum):
+    """The smallest thing of a page that may move on its own."""
+
+    TOKEN = "token"  # one head's bytes of one token
+    HEAD = "head"  # one head's bytes of a block; inside it only the engine knows its way
+    PAGE = "page"  # all bytes that a rank has of a block
+
+
+class Cell(msgspec.Struct, frozen=True, array_like=True):
+    """One plane of a page (K and V packed, K, V, scales): bytes per (head, token), or per head and block."""
+
+    name: str
+    bytes: int
+    per: Per = Per.TOKEN
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Layers that share one block list. An `optional` group (a draft model's) may be missing elsewhere."""
+
+    name: str
+    kind: Kind
+    block_tokens: int
+    layers: tuple[str, ...]
+    heads: int
+    cells: tuple[Cell, ...]
+    dtype: str
+    window: int = 0
+    optional: bool = False
+
+    @property
+    def splits_tokens(self) -> bool:
+        return all(cell.per is Per.TOKEN for cell in self.cells)
+
+    @property
+    def splits_heads(self) -> bool:
+        return all(cell.per is not Per.PAGE for cell in self.cells)
+
+    def needed_from(self, tokens: int) -> int:
+        """The first token whose KV decoding from position `tokens` still reads."""
+        if self.kind is Kind.SLIDING:
+            return _window_start(tokens, self.window)
+        return tokens // self.window * self.window if self.kind is Kind.CHUNKED else 0
+
+    def needed(self, tokens: int) -> tuple[int, int]:
+        """The block indexes [lo, hi) that decoding from position `tokens` reads."""
+        if self.kind is Kind.STATE:
+            return 0, 1
+        return self.needed_from(tokens) // self.block_tokens, needed_blocks(tokens, self.block_tokens)
+
+
+class Plane(msgspec.Struct, frozen=True, array_like=True):
+    """Where a cell's first byte lies in a page, and how far apart heads and tokens are."""
+
+    offset: int
+    head_stride: int
+    token_stride: int
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where one layer (by index in its group) has block 0, and how far apart its blocks are."""
+
+    layer: int
+    offset: int
+    block_stride: int
+    region: int = 0
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one rank has of one group. No places: none of it (another pipeline stage has the layers)."""
+
+    head_start: int = 0
+    head_count: int = 0
+    block_count: int = 0
+    places: tuple[Place, ...] = ()
+    planes: tuple[Plane, ...] = ()
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """One worker of an engine: its coordinates, its registered memory, one share per group."""
+
+    pp: int
+    tp: int
+    dcp: int
+    region_bytes: tuple[int, ...]
+    shares: tuple[Share, ...]
+
+
+class EngineLayout(msgspec.Struct, frozen=True):
+    """One side of a handoff. With `dcp` > 1 a block's tokens are dealt out to that many ranks in turn."""
+
+    groups: tuple[Group, ...]
+    ranks: tuple[Rank, ...]
+    dcp: int = 1
+    dcp_interleave: int = 1
+
+    def page_tokens(self, group: int) -> int:
+        """The tokens in one page of one rank; a state counts as one."""
+        found = self.groups[group]
+        return 1 if found.kind is Kind.STATE else found.block_tokens // self.dcp
+
+
+def needed_blocks(tokens: int, block_tokens: int) -> int:
+    """How many blocks hold `tokens` tokens."""
+    return -(-tokens // block_tokens)
+
+
+def window_blocks(tokens: int, block_tokens: int, window: int) -> tuple[int, int]:
+    """The block indexes [lo, hi) of a sliding window that decoding from position `tokens` reads."""
+    return _window_start(tokens, window) // block_tokens, needed_blocks(tokens, block_tokens)
+
+
+def _window_start(tokens: int, window: int) -> int:
+    return max(0, tokens - window + 1)  # the token being decoded is part of its own window
+
+
+def places(
+    layers: Iterable[int], offset: int, layer_stride: int, block_stride: int, region: int = 0
+) -> tuple[Place, ...]:
+    """Evenly spaced layers, as in vLLM's `KVCacheTensor`."""
+    return tuple(Place(at, offset + i * layer_stride, block_stride, region) for i, at in enumerate(layers))
+
+
+def planes(order: str, cells: Sequence[Cell], heads: int, tokens: int) -> tuple[Plane, ...]:
+    """The planes of a dense page, for an order of its axes plane P, head H and token N, outermost first.
+
+    vLLM's …HNC is "HNP" (or one packed cell, in which case P says nothing), …NHC is "NHP"; K and V in two
+    halves of the page is "PHN" or "PNH". Cells of different granularity must have P outermost.
+    """
+    if sorted(order) != ["H", "N", "P"]:
+        raise ValueError(f"order {order!r} is not an order of P, H and N")
+    if order[0] != "P" and len({cell.per for cell in cells}) > 1:
+        raise ValueError(f"order {order!r}: cells of different granularity need P outermost")
+    sizes = [cell_axes(cell, heads, tokens) for cell in cells]
+    runs = [size[0] for size in sizes]
+    offsets, strides = [0] * len(cells), {"H": [0] * len(cells), "N": [0] * len(cells)}
+    for axis in reversed(order):
+        if axis == "P":
+            offsets = list(accumulate(runs, initial=0))[:-1]
+            runs = [sum(runs)] * len(cells)
+            continue
+        strides[axis] = runs
+        runs = [run * size[1 if axis == "H" else 2] for run, size in zip(runs, sizes, strict=True)]
+    return tuple(map(Plane, offsets, strides["H"], strides["N"]))
+
+
+def cell_axes(cell: Cell, heads: int, tokens: int) -> tuple[int, int, int]:
+    """(bytes that move as one, how many of them side by side as heads, as tokens)."""
+    if cell.per is Per.PAGE:
+        return cell.bytes * heads, 1, 1
+    return cell.bytes, heads, tokens if cell.per is Per.TOKEN else 1
+
+
+def validate(layout: EngineLayout) -> EngineLayout:
+    """The layout, or `BAD_MESSAGE` naming the first field that breaks a bound: layouts come from peers."""
+    _within("dcp", layout.dcp, 1, DCP_MAX)
+    _within("dcp_interleave", layout.dcp_interleave, 1, BLOCK_TOKENS_MAX)
+    _within("groups", len(layout.groups), 1, GROUPS_MAX)
+    _within("ranks", len(layout.ranks), 1, RANKS_MAX)
+    _distinct("groups", (group.name for group in layout.groups))
+    _distinct("ranks", ((rank.pp, rank.tp, rank.dcp) for rank in layout.ranks))
+    for index, group in enumerate(layout.groups):
+        _validate_group(f"groups[{index}]", group, layout.dcp)
+    for index, rank in enumerate(layout.ranks):
+        _validate_rank(f"ranks[{index}]", rank, layout)
+    return layout
+
+
+def _validate_group(at: str, group: Group, dcp: int) -> None:
+    _name(f"{at}.name", group.name)
+    _name(f"{at}.dtype", group.dtype)
+    _within(f"{at}.block_tokens", group.block_tokens, 1, BLOCK_TOKENS_MAX)
+    if group.kind is not Kind.STATE and group.block_tokens % dcp:
+        _bad(f"{at}.block_tokens", f"{group.block_tokens} cannot be dealt out to dcp {dcp}")
+    windowed = group.kind in (Kind.SLIDING, Kind.CHUNKED)
+    _within(f"{at}.window", group.window, 1 if windowed else 0, BLOCK_TOKENS_MAX if windowed else 0)
+    _within(f"{at}.heads", group.heads, 1, HEADS_MAX)
+    _within(f"{at}.layers", len(group.layers), 1, LAYERS_MAX)
+    _distinct(f"{at}.layers", group.layers)
+    for layer in group.layers:
+        _name(f"{at}.layers", layer)
+    _within(f"{at}.cells", len(group.cells), 1, CELLS_MAX)
+    for cell in group.cells:
+        _name(f"{at}.cells", cell.name)
+        _within(f"{at}.cells", cell.bytes, 1, BYTES_MAX)
+
+
+def _validate_rank(at: str, rank: Rank, layout: EngineLayout) -> None:
+    _within(f"{at}.pp", rank.pp, 0, RANKS_MAX - 1)
+    _within(f"{at}.tp", rank.tp, 0, RANKS_MAX - 1)
+    _within(f"{at}.dcp", rank.dcp, 0, layout.dcp - 1)
+    _within(f"{at}.region_bytes", len(rank.region_bytes), 1, REGIONS_MAX)
+    for size in rank.region_bytes:
+        _within(f"{at}.region_bytes", size, 0, BYTES_MAX)
+    _within(f"{at}.shares", len(rank.shares), len(layout.groups), len(layout.groups))
+    for index, share in enumerate(rank.shares):
+        if share.places:
+            _validate_share(f"{at}.shares[{index}]", share, layout, index, rank.region_bytes)
+
+
+def _validate_share(at: str, share: Share, layout: EngineLayout, index: int, regions: Sequence[int]) -> None:
+    group, tokens = layout.groups[index], layout.page_tokens(index)
+    _within(f"{at}.head_start", share.head_start, 0, group.heads - 1)
+    _within(f"{at}.head_count", share.head_count, 1, group.heads - share.head_start)
+    _within(f"{at}.block_count", share.block_count, 1, BLOCKS_MAX)
+    _within(f"{at}.planes", len(share.planes), len(group.cells), len(group.cells))
+    for number in chain.from_iterable(map(msgspec.structs.astuple, (*share.planes, *share.places))):
+        _within(f"{at}.planes and places", number, 0, BYTES_MAX)
+    _distinct(f"{at}.places", (place.layer for place in share.places))
+    _distinct(f"{at}.places", ((place.region, place.offset) for place in share.places))
+    for place in share.places:
+        _within(f"{at}.places.layer", place.layer, 0, len(group.layers) - 1)
+        _within(f"{at}.places.region", place.region, 0, len(regions) - 1)
+        for plane, cell in zip(share.planes, group.cells, strict=True):
+            size, heads, run = cell_axes(cell, share.head_count, tokens)
+            axes = (
+                (plane.head_stride, heads),
+                (plane.token_stride, run),
+                (place.block_stride, share.block_count),
+            )
+            end = place.offset + plane.offset + _extent(f"{at}.planes {cell.name!r}", size, axes)
+            if end > regions[place.region]:
+                _bad(f"{at}.places", f"layer {place.layer} ends at {end} of {regions[place.region]} bytes")
+
+
+def _extent(at: str, size: int, axes: Iterable[tuple[int, int]]) -> int:
+    """How many bytes cells of `size` take up along (stride, count) axes; no two of them may overlap."""
+    for stride, count in sorted(axis for axis in axes if axis[1] > 1):
+        if stride < size:
+            _bad(at, f"overlaps itself: {size} bytes, {stride} apart")
+        size += stride * (count - 1)
+    return size
+
+
+def _bad(field: str, text: str) -> NoReturn:
+    raise ProtocolError(Reason.BAD_MESSAGE, f"{field}: {text}")
+
+
+def _within(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        _bad(field, f"{value} is outside {low}..{high}")
+
+
+def _distinct(field: str, values: Iterable[object]) -> None:
+    seen = set()
+    for value in values:
+        if value in seen:
+            _bad(field, f"{str(value)[:NAME_CHARS_MAX]!r} occurs twice")
+        seen.add(value)
+
+
+def _name(field: str, text: str) -> None:
+    if not (0 < len(text) <= NAME_CHARS_MAX and text.isprintable()):
+        _bad(field, f"{text[:32]!r} is not 1..{NAME_CHARS_MAX} printable characters")

@@ -1,0 +1,247 @@
+"""The one place where a node's handoffs are decided: events, messages and time go in, effects come out.
+
+A ledger belongs to an engine, not to a rank. It does no I/O, reads no clock, starts no thread and raises for nothing
+that a peer, a client or the network does. The production node and the simulator run this same class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvbaton.protocol import events as ev
+from kvbaton.protocol import messages as m
+from kvbaton.protocol.codec import Envelope, decode
+from kvbaton.protocol.consumer import Consumer
+from kvbaton.protocol.desk import Desk, Identity
+from kvbaton.protocol.effects import Effect
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.ids import PeerId, WorkerId
+from kvbaton.protocol.intake import Intake
+from kvbaton.protocol.outlet import Outlet
+from kvbaton.protocol.producer import Producer
+from kvbaton.protocol.puts import Puts
+from kvbaton.protocol.sessions import Sessions
+from kvbaton.protocol.settings import Settings
+
+Handler = Callable[[Any, Any, float], None]
+
+
+class Ledger:
+    """All handoffs of one engine, in both roles."""
+
+    def __init__(self, identity: Identity, settings: Settings, epoch_of: Callable[[int], int]) -> None:
+        self.desk = Desk(identity, settings, epoch_of)
+        self.producer = Producer(self.desk)
+        self.sessions = Sessions(self.desk, self.producer.on_session_ended)
+        self.consumer = Consumer(self.desk)
+        self.puts = Puts(self.desk)
+        self._on_event = self._event_handlers()
+        self._of_target = self._target_messages()
+        self._of_source = self._source_messages()
+
+    # --- inputs
+
+    def on_event(self, event: ev.Event, now: float) -> None:
+        """Something happened in the engine, on a rank, in the store or around us."""
+        self._on_event[type(event)](event, now)
+
+    def on_frame(self, worker: WorkerId, frame: bytes, now: float) -> None:
+        """Bytes came from the authenticated worker `worker`."""
+        try:
+            envelope, message = decode(frame)
+            if envelope.worker != worker:
+                raise ProtocolError(Reason.BAD_MESSAGE, f"worker: {worker} speaks as {envelope.worker}")
+        except ProtocolError as error:
+            self.desk.count(f"frames_refused.{error.reason}")
+            return
+        self.desk.count("frames")
+        self._on_message(envelope, message, now)
+
+    def on_time(self, now: float) -> None:
+        """Let everything that is due by `now` happen."""
+        timers = self.desk.timers
+        while (key := timers.pop_due(now)) is not None:
+            kind, name = key
+            self._timer(kind, name, now)
+
+    def next_deadline(self) -> float | None:
+        return self.desk.timers.next_at()
+
+    def take_effects(self) -> list[Effect]:
+        """What must be done now, in order; each is returned once."""
+        effects, self.desk.effects = self.desk.effects, []
+        return effects
+
+    def leave(self, now: float) -> None:
+        """Say goodbye to everybody: nothing new will be answered."""
+        self.consumer.void(now)
+        self.consumer.links.say_goodbye(now)
+        self.sessions.say_goodbye(now)
+
+    def is_idle(self) -> bool:
+        """Nothing is held, moving or owed."""
+        held = self.producer.leases or self.consumer.by_handoff or self.puts.states
+        return not held and not self.consumer.links.fencing and not self.producer.parked
+
+    # --- messages
+
+    def _on_message(self, envelope: Envelope, message: m.Message, now: float) -> None:
+        sender, kind = envelope.sender, type(message)
+        if isinstance(message, m.Hello):
+            self.sessions.on_hello(sender, message, now)
+        elif kind in self._of_target:
+            self._from_target(envelope, sender, message, now)
+        elif envelope.to != self.desk.identity.me.incarnation:
+            self.desk.count("late.incarnation")
+        elif isinstance(message, m.Welcome):
+            self.consumer.links.on_welcome(sender, envelope.session, message, now)
+        elif isinstance(message, m.HelloRefused):
+            self.consumer.links.on_refused(sender, message, now)
+        elif isinstance(message, m.Reset):
+            self._on_reset(sender, envelope.session, message, now)
+        elif isinstance(message, m.Goodbye):
+            self._on_goodbye(sender, envelope.session, now)
+        else:
+            link = self.consumer.links.current(sender, envelope.session)
+            if link is None:
+                self.desk.count("late.session")
+            else:
+                self._of_source[kind](link, message, now)
+
+    def _from_target(self, envelope: Envelope, sender: PeerId, message: m.Message, now: float) -> None:
+        """What a D says to us as P: only in a session of this incarnation that it has confirmed."""
+        ours = envelope.to == self.desk.identity.me.incarnation
+        session = self.sessions.by_number.get(envelope.session) if ours else None
+        if session is None or session.peer != sender:
+            self.desk.count("late.session")
+            self.desk.send(sender.worker, sender.incarnation, envelope.session, m.Reset(envelope.to))
+        elif isinstance(message, m.Joined):
+            self.sessions.on_joined(session, message, now)
+        elif session.joined:
+            self._of_target[type(message)](session, message, now)
+        else:
+            self.desk.count("late.session")
+
+    def _on_reset(self, sender: PeerId, session: int, message: m.Reset, now: float) -> None:
+        link = self.consumer.links.by_worker.get(sender.worker)
+        if link is not None and link.peer is not None and link.session == session:
+            if link.peer.incarnation == message.incarnation:
+                detail = "the source no longer knows this session"
+                self.consumer.links.lose(link, Reason.WRONG_INCARNATION, detail, now)
+
+    def _on_goodbye(self, sender: PeerId, session: int, now: float) -> None:
+        granted = self.sessions.joined(session, sender)
+        if granted is not None:
+            self.sessions.end(granted, now)
+        link = self.consumer.links.current(sender, session)
+        if link is not None:
+            self.consumer.links.lose(link, Reason.PEER_GONE, "the source said goodbye", now)
+
+    # --- events and timers
+
+    def _on_copy_ended(self, event: ev.CopyEnded, now: float) -> None:
+        parts = self.desk.owners.get(event.job)
+        if parts is None or event.job not in parts.moving:
+            self.desk.count("late.copy")
+            return
+        parts.ended(event.job, event.reason is None, event.at_rest)
+        if event.at_rest:
+            del self.desk.owners[event.job]
+        if isinstance(parts.owner, Intake):
+            self.consumer.on_copy_ended(parts.owner, event, now)
+        elif isinstance(parts.owner, Outlet):
+            self.producer.writer.on_copy_ended(parts.owner, event, now)
+
+    def _on_copy_rested(self, event: ev.CopyRested, now: float) -> None:
+        parts = self.desk.owners.pop(event.job, None)
+        if parts is None:
+            self.desk.count("late.copy")
+            return
+        parts.rested(event.job)
+        if isinstance(parts.owner, Intake):
+            self.consumer.on_rest(parts.owner, now)
+        elif isinstance(parts.owner, Outlet):
+            self.producer.writer.on_rest(parts.owner, now)
+
+    def _on_departed(self, event: ev.Departed, now: float) -> None:
+        self.sessions.end_worker(event.worker, event.incarnation, now)
+        self.consumer.links.lose_worker(event.worker, event.incarnation, event.reason, now)
+
+    def _on_reborn(self, event: ev.Reborn, now: float) -> None:
+        self.leave(now)
+        self.producer.void(now)
+        identity = self.desk.identity
+        identity.me = PeerId(identity.me.worker, event.incarnation)
+
+    def _on_drain(self, event: ev.DrainStarted, now: float) -> None:
+        self.producer.draining = True
+
+    def _timer(self, kind: str, name: Any, now: float) -> None:
+        match kind:
+            case "lease":
+                self.producer.on_expired(name, now)
+            case "parked":
+                self.producer.on_parked_too_long(name, now)
+            case "outlet":
+                self.producer.writer.on_timer(name, now)
+            case "intake":
+                self.consumer.on_deadline(name, now)
+            case "pulse":
+                self.consumer.on_pulse(name, now)
+            case "link":
+                self.consumer.links.on_timer(name, now)
+            case _:
+                self.puts.on_timer(name, now)
+
+    def _event_handlers(self) -> dict[type, Callable[[Any, float], None]]:
+        producer, consumer = self.producer, self.consumer
+        return {
+            ev.LeaseBegun: producer.on_begun,
+            ev.LeaseExtended: producer.on_extended,
+            ev.LeaseProgressed: producer.on_progressed,
+            ev.LeaseCompleted: producer.on_completed,
+            ev.SourceEnded: producer.on_source_ended,
+            ev.Wanted: consumer.on_wanted,
+            ev.Allocated: consumer.on_allocated,
+            ev.NotNeeded: consumer.on_not_needed,
+            ev.GaveUp: consumer.on_not_needed,
+            ev.CopyEnded: self._on_copy_ended,
+            ev.CopyRested: self._on_copy_rested,
+            ev.RankFenced: lambda event, now: consumer.links.on_fenced(event.rank, event.peer, now),
+            ev.PutWanted: self.puts.on_wanted,
+            ev.StoreEnded: self.puts.on_ended,
+            ev.Departed: self._on_departed,
+            ev.Reborn: self._on_reborn,
+            ev.DrainStarted: self._on_drain,
+        }
+
+    def _target_messages(self) -> dict[type, Handler]:
+        producer = self.producer
+        return {
+            m.Joined: self.sessions.on_joined,
+            m.Claim: producer.on_claim,
+            m.Renew: producer.on_renew,
+            m.Commit: producer.on_commit,
+            m.Abandon: producer.on_abandon,
+            m.Offer: producer.writer.on_offer,
+            m.Ack: producer.writer.on_ack,
+            m.Revoke: producer.writer.on_revoke,
+        }
+
+    def _source_messages(self) -> dict[type, Handler]:
+        consumer = self.consumer
+        return {
+            m.Linked: lambda link, message, now: consumer.links.on_linked(link, now),
+            m.Granted: consumer.on_granted,
+            m.ClaimRefused: consumer.on_claim_refused,
+            m.Renewed: consumer.on_renewed,
+            m.RenewRefused: consumer.on_renew_refused,
+            m.Ready: consumer.on_ready,
+            m.Committed: consumer.on_committed,
+            m.Stale: consumer.on_stale,
+            m.SourceLost: consumer.on_source_lost,
+            m.Accepted: consumer.on_accepted,
+            m.Written: consumer.on_written,
+            m.Quiesced: consumer.on_quiesced,
+        }

@@ -1,0 +1,152 @@
+"""D's book of links: greets source workers when first needed, repeats itself until answered, notices their loss.
+
+A link that is down is forgotten; the next need greets anew. Who waits for a link is told through callbacks.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvbaton.protocol.desk import Desk
+from kvbaton.protocol.effects import Connect, Disconnect, Invitation, Send, StartFence
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, rank_peer
+from kvbaton.protocol.messages import Goodbye, Hello, HelloRefused, Joined, Message, Welcome
+from kvbaton.protocol.peer import LINK, Link, LinkEvent, LinkState, pair_as_target
+from kvbaton.protocol.table import Verdict
+
+
+class LinkWatcher(Protocol):
+    """What the consumer is told about links."""
+
+    def on_link_up(self, link: Link, now: float) -> None: ...
+    def on_link_down(self, link: Link, reason: Reason, detail: str, now: float) -> None: ...
+    def on_link_fenced(self, link: Link, now: float) -> None: ...
+
+
+class Links:
+    """Links opened by this node, one per source worker, and those that are being fenced."""
+
+    def __init__(self, desk: Desk, watcher: LinkWatcher) -> None:
+        self.desk = desk
+        self.by_worker: dict[WorkerId, Link] = {}
+        self.fencing: list[Link] = []
+        self._watcher = watcher
+        self._last_nonce = 0
+
+    def need(self, worker: WorkerId, now: float) -> Link:
+        """The link to that worker, greeting it if there is none."""
+        link = self.by_worker.get(worker)
+        if link is None:
+            self._last_nonce += 1
+            link = Link(worker, self._last_nonce, now + self.desk.settings.claim_timeout)
+            self.by_worker[worker] = link
+            self._say(link, now)
+        return link
+
+    def send(self, link: Link, message: Message) -> None:
+        assert link.peer is not None
+        self.desk.send(link.worker, link.peer.incarnation, link.session, message)
+
+    def current(self, sender: PeerId, session: int) -> Link | None:
+        """The link that a message of this sender and session belongs to."""
+        link = self.by_worker.get(sender.worker)
+        return link if link is not None and link.peer == sender and link.session == session else None
+
+    def on_welcome(self, sender: PeerId, session: int, message: Welcome, now: float) -> None:
+        link = self.by_worker.get(sender.worker)
+        if link is None or link.nonce != message.nonce:
+            self.desk.count("late.welcome")
+            return
+        if LINK.step(link.state, LinkEvent.WELCOMED) is not LinkState.JOINING:
+            self.desk.count("late.welcome")
+            return
+        try:
+            link.plan, link.transport = pair_as_target(self.desk.identity, message.card, message.transport)
+        except ProtocolError as error:
+            self.lose(link, error.reason, error.detail, now)
+            return
+        ranks = len(link.plan.source.ranks)
+        if len(message.endpoints) != ranks * len(self.desk.identity.layout.ranks):
+            self.lose(link, Reason.BAD_MESSAGE, "endpoints: not one for each pair of ranks", now)
+            return
+        link.state, link.peer, link.session = LinkState.JOINING, sender, session
+        self.desk.emit(Connect(sender, link.transport.name, ranks, message.endpoints))
+        self._say(link, now)
+
+    def on_linked(self, link: Link, now: float) -> None:
+        state = LINK.step(link.state, LinkEvent.LINKED)
+        if isinstance(state, Verdict):
+            self.desk.count("late.linked")
+            return
+        link.state = state
+        self.desk.timers.clear(("link", link.worker))
+        self._watcher.on_link_up(link, now)
+
+    def on_refused(self, sender: PeerId, message: HelloRefused, now: float) -> None:
+        link = self.by_worker.get(sender.worker)
+        if link is None or link.nonce != message.nonce or link.state is not LinkState.GREETING:
+            self.desk.count("late.hello_refused")
+            return
+        self.lose(link, message.reason, message.detail, now)
+
+    def lose(self, link: Link, reason: Reason, detail: str, now: float) -> None:
+        """The link is down: whoever depends on it hears so. Its data connections stay until they are at rest."""
+        if self.by_worker.get(link.worker) is not link:
+            return
+        del self.by_worker[link.worker]
+        link.state = LinkState.DOWN
+        self.desk.timers.clear(("link", link.worker))
+        self._watcher.on_link_down(link, reason, detail, now)
+        if link.peer is not None and link.transport is not None and link.plan is not None:
+            self.desk.emit(Disconnect(link.peer, link.transport.name, len(link.plan.source.ranks)))
+
+    def lose_worker(self, worker: WorkerId, incarnation: Incarnation, reason: Reason, now: float) -> None:
+        link = self.by_worker.get(worker)
+        if link is not None and (incarnation == 0 or link.peer is None or link.peer.incarnation == incarnation):
+            self.lose(link, reason, f"worker {worker} has left or is not registered", now)
+
+    def fence(self, link: Link, now: float) -> None:
+        """Shut that peer out of our memory; everything that it may still be writing comes to rest with it."""
+        if link.fencing:
+            return
+        assert link.peer is not None and link.transport is not None and link.plan is not None
+        sources = [rank_peer(link.peer, n) for n in range(len(link.plan.source.ranks))]
+        ours = range(len(self.desk.identity.layout.ranks))
+        link.fencing = {(rank, source) for rank in ours for source in sources}
+        self.fencing.append(link)
+        self.desk.count("fences")
+        for rank, source in sorted(link.fencing):
+            self.desk.emit(StartFence(rank, link.transport.name, source))
+        self.lose(link, Reason.PEER_GONE, "fenced after it did not confirm that it had stopped writing", now)
+
+    def on_fenced(self, rank: int, peer: PeerId, now: float) -> None:
+        for link in list(self.fencing):
+            link.fencing.discard((rank, peer))
+            if not link.fencing:
+                self.fencing.remove(link)
+                self._watcher.on_link_fenced(link, now)
+
+    def on_timer(self, worker: WorkerId, now: float) -> None:
+        link = self.by_worker[worker]
+        if now >= link.deadline:
+            self.lose(link, Reason.HANDSHAKE_TIMEOUT, f"worker {worker} did not answer the handshake", now)
+        else:
+            self._say(link, now)
+
+    def say_goodbye(self, now: float) -> None:
+        for link in list(self.by_worker.values()):
+            if link.peer is not None:
+                self.send(link, Goodbye())
+            self.lose(link, Reason.PEER_GONE, "this node is leaving", now)
+
+    def _say(self, link: Link, now: float) -> None:
+        if link.state is LinkState.GREETING:
+            self.desk.send(link.worker, Incarnation(0), 0, Hello(link.nonce, self.desk.identity.card()))
+        else:
+            assert link.peer is not None and link.plan is not None and link.transport is not None
+            invitation = Invitation(link.peer, link.transport.name, len(link.plan.source.ranks))
+            message = Joined(())
+            self.desk.emit(Send(link.worker, link.peer.incarnation, link.session, message, invitation))
+        at = min(now + self.desk.settings.retry_s, link.deadline)
+        self.desk.timers.set(("link", link.worker), at)

@@ -1,0 +1,115 @@
+"""Who this node is talking with: links that it opened (as D) and sessions that it granted (as P).
+
+Laws: all talk of a pair runs in one session, which belongs to one incarnation of each side. A session counts only
+once D has confirmed it, so a delayed Hello of a dead D replaces nobody. When a session of a worker is confirmed,
+every earlier one of that worker ends, and its data connections are closed before the new ones are opened.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.compat import difference, validate_key
+from kvbaton.protocol.desk import Identity
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.geometry import Plan, plan
+from kvbaton.protocol.ids import PeerId, WorkerId
+from kvbaton.protocol.layout import validate
+from kvbaton.protocol.messages import Card, feature_names
+from kvbaton.protocol.table import Table, pairs
+
+
+class LinkState(enum.Enum):
+    GREETING = "greeting"  # Hello sent, repeated
+    JOINING = "joining"  # Welcome seen, Joined sent, repeated
+    UP = "up"
+    DOWN = "down"
+
+
+class LinkEvent(enum.Enum):
+    WELCOMED = "welcomed"
+    LINKED = "linked"
+    REFUSED = "refused"
+    LOST = "lost"
+
+
+_S, _E = LinkState, LinkEvent
+LINK = Table(
+    "link",
+    LinkState,
+    LinkEvent,
+    next={
+        (_S.GREETING, _E.WELCOMED): _S.JOINING,
+        (_S.GREETING, _E.REFUSED): _S.DOWN,
+        (_S.GREETING, _E.LOST): _S.DOWN,
+        (_S.JOINING, _E.LINKED): _S.UP,
+        (_S.JOINING, _E.LOST): _S.DOWN,
+        (_S.UP, _E.LOST): _S.DOWN,
+    },
+    late=pairs({_S.JOINING, _S.UP}, {_E.WELCOMED, _E.REFUSED})
+    | pairs({_S.DOWN}, LinkEvent)
+    | {(_S.UP, _E.LINKED), (_S.GREETING, _E.LINKED)},
+)
+
+
+@dataclass(slots=True)
+class Link:
+    """D's side of a pairing with a source worker."""
+
+    worker: WorkerId
+    nonce: int
+    deadline: float
+    state: LinkState = LinkState.GREETING
+    peer: PeerId | None = None
+    session: int = 0
+    plan: Plan | None = None
+    transport: Capabilities | None = None
+    fencing: set[tuple[int, PeerId]] = field(default_factory=set)  # ranks whose fence has not ended
+
+
+@dataclass(slots=True)
+class Session:
+    """P's side of a pairing with a target worker."""
+
+    number: int
+    peer: PeerId
+    nonce: int
+    plan: Plan
+    transport: Capabilities
+    joined: bool = False
+
+
+def check_card(identity: Identity, card: Card) -> None:
+    """Refuse a peer by name of what differs: features, then the compatibility key. Layouts are checked by pairing."""
+    missing = card.required & ~identity.optional
+    if missing:
+        raise ProtocolError(Reason.WRONG_VERSION, f"features: the peer requires {feature_names(missing)}")
+    lacking = identity.required & ~card.optional
+    if lacking:
+        raise ProtocolError(Reason.WRONG_VERSION, f"features: the peer lacks {feature_names(lacking)}")
+    found = difference(identity.compat, validate_key(card.compat))
+    if found:
+        raise ProtocolError(Reason.INCOMPATIBLE, f"compat.{found}")
+
+
+def pair_as_source(identity: Identity, card: Card) -> tuple[Plan, Capabilities]:
+    """P's view of a pairing: the plan towards that D and the best data plane that both have."""
+    check_card(identity, card)
+    mapping = plan(identity.layout, validate(card.layout))
+    for transport in identity.transports:
+        if transport.name in card.transports and (not transport.same_host or identity.host == card.host):
+            return mapping, transport
+    ours = ", ".join(transport.name for transport in identity.transports)
+    raise ProtocolError(Reason.NO_TRANSPORT, f"transports: ours are {ours}; theirs are {', '.join(card.transports)}")
+
+
+def pair_as_target(identity: Identity, card: Card, transport: str) -> tuple[Plan, Capabilities]:
+    """D's view of the same pairing, with the data plane that P chose."""
+    check_card(identity, card)
+    mapping = plan(validate(card.layout), identity.layout)
+    chosen = identity.capabilities(transport)
+    if chosen is None:
+        raise ProtocolError(Reason.NO_TRANSPORT, f"transport: the peer chose {transport!r}, which this node lacks")
+    return mapping, chosen

@@ -1,0 +1,312 @@
+"""P's role: leases out, claims in, commits judged. Writing for push is in `writer.py`.
+
+Laws: a lease is found by its handoff id only while it is held; once released it is a tombstone that judges commits
+and refuses everything else. A claim for a handoff that P has not begun is parked, bounded, with a deadline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbaton.protocol.bounded import Remembered
+from kvbaton.protocol.codec import pack_blocks
+from kvbaton.protocol.desk import Desk
+from kvbaton.protocol.effects import Unpin
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.events import LeaseBegun, LeaseCompleted, LeaseExtended, LeaseProgressed, SourceEnded
+from kvbaton.protocol.ids import HandoffId, LeaseId, PeerId, Reader
+from kvbaton.protocol.lease import (
+    LEASE, READER, Lease, LeaseEvent, LeaseState, ReaderEvent, ReaderState, Seat, judge, new_lease,
+)
+from kvbaton.protocol.messages import (
+    DETAIL_CHARS_MAX, Abandon, Claim, ClaimRefused, Commit, Committed, Granted, Message, Ready, Renew, Renewed,
+    RenewRefused, SourceLost, Stale,
+)
+from kvbaton.protocol.peer import Session
+from kvbaton.protocol.table import Verdict
+from kvbaton.protocol.ticket import Ticket, unseal
+from kvbaton.protocol.writer import Writer
+
+
+@dataclass(slots=True)
+class Parked:
+    """A claim that came before P knew the request."""
+
+    session: Session
+    claim: Claim
+
+
+class Producer:
+    """All leases of this node."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.leases: dict[LeaseId, Lease] = {}
+        self.by_handoff: dict[HandoffId, Lease] = {}
+        self.tombstones: Remembered[LeaseId, Lease] = Remembered(desk.settings.tombstones_max)
+        self.ended: Remembered[HandoffId, Reason] = Remembered(desk.settings.tombstones_max)
+        self.parked: dict[Reader, Parked] = {}
+        self.writer = Writer(desk, self)
+        self.draining = False
+
+    # --- the engine
+
+    def on_begun(self, event: LeaseBegun, now: float) -> None:
+        settings = self.desk.settings
+        full = len(self.leases) >= settings.leases_max
+        if full or event.handoff in self.by_handoff or event.lease in self.leases:
+            self.desk.count("lease_refused.busy" if full else "lease_refused.duplicate")
+            self.desk.emit(Unpin(event.lease))
+            return
+        lease = new_lease(
+            event.lease, event.handoff, event.digest, event.tokens, event.groups,
+            len(self.desk.identity.layout.ranks), event.max_readers, event.target, now + settings.max_hold_s,
+        )
+        self.leases[lease.id] = self.by_handoff[lease.handoff] = lease
+        first_s = settings.defer_timeout if event.deferred else settings.lease_s
+        self.desk.timers.set(("lease", lease.id), min(now + first_s, lease.hold_until))
+        self.desk.count("leases")
+        for reader in [reader for reader, waiting in self.parked.items() if waiting.claim.handoff == lease.handoff]:
+            self._answer_parked(reader, lease, now)
+
+    def on_extended(self, event: LeaseExtended, now: float) -> None:
+        lease = self.leases.get(event.lease)
+        if lease is None or self._step(lease, LeaseEvent.EXTENDED) is None:
+            return
+        for mine, ids in zip((*lease.blocks, *lease.epochs), (*event.blocks, *event.epochs), strict=True):
+            mine.extend(ids)
+
+    def on_progressed(self, event: LeaseProgressed, now: float) -> None:
+        lease = self.leases.get(event.lease)
+        if lease is None:
+            return
+        before = lease.progress, lease.final
+        lease.ranks[event.rank] = event.progress
+        if (lease.progress, lease.final) != before:
+            self._tell_ready(lease, now)
+
+    def on_completed(self, event: LeaseCompleted, now: float) -> None:
+        lease = self.leases.get(event.lease)
+        if lease is None or self._step(lease, LeaseEvent.COMPLETED) is None:
+            return
+        lease.completed = True
+        if lease.final:
+            self._tell_ready(lease, now)
+
+    def on_source_ended(self, event: SourceEnded, now: float) -> None:
+        lease = self.leases.get(event.lease)
+        if lease is None or lease.state is not LeaseState.GROWING:
+            return
+        for reader, seat in lease.seats.items():
+            if seat.state is ReaderState.LIVE:
+                self.tell(reader.peer, seat, SourceLost(lease.id, reader.attempt, event.reason))
+        self.close(lease, event.reason, now)
+
+    # --- readers
+
+    def on_claim(self, session: Session, claim: Claim, now: float) -> None:
+        reader = Reader(session.peer, claim.attempt)
+        try:
+            ticket = self._check_ticket(session, claim, now)
+            lease = self.by_handoff.get(claim.handoff)
+            if lease is None:
+                self._park(reader, session, claim, ticket, now)
+            else:
+                self._seat(lease, reader, session, claim, now)
+        except ProtocolError as error:
+            self._refuse(session, claim, error)
+
+    def on_renew(self, session: Session, message: Renew, now: float) -> None:
+        reader = Reader(session.peer, message.attempt)
+        lease = self.leases.get(message.lease)
+        seat = lease.seats.get(reader) if lease is not None else None
+        if lease is None or seat is None or seat.state is not ReaderState.LIVE or lease.state is LeaseState.CLOSING:
+            reason = Reason.LEASE_EXPIRED if message.lease in self.tombstones else Reason.UNKNOWN_LEASE
+            self._send(session, RenewRefused(message.lease, message.attempt, reason))
+            return
+        ttl_s = self._extend(lease, now)
+        self._send(session, Renewed(lease.id, message.attempt, ttl_s, seat.work))
+        if not message.final and len(message.have) == len(lease.blocks):
+            self._send(session, self._ready(lease, reader, message.have))
+
+    def on_commit(self, session: Session, message: Commit, now: float) -> None:
+        reader = Reader(session.peer, message.attempt)
+        lease = self.leases.get(message.lease) or self.tombstones.get(message.lease)
+        seat = lease.seats.get(reader) if lease is not None else None
+        if lease is None or seat is None:
+            self.desk.count("commits.unknown")
+            self._send(session, Stale(message.lease, message.attempt, ()))
+            return
+        if seat.state in (ReaderState.LIVE, ReaderState.GONE):
+            proven, seat.good = judge(lease, self.desk.epoch_of)
+            self.leave(lease, reader, ReaderEvent.PROVEN if proven else ReaderEvent.DISPROVEN, now)
+            self.desk.count("commits.good" if proven else "commits.stale")
+        if seat.state is ReaderState.COMMITTED:
+            self._send(session, Committed(message.lease, message.attempt))
+        else:
+            self._send(session, Stale(message.lease, message.attempt, seat.good))
+
+    def on_abandon(self, session: Session, message: Abandon, now: float) -> None:
+        reader = Reader(session.peer, message.attempt)
+        if self.parked.pop(reader, None) is not None:
+            self.desk.timers.clear(("parked", reader))
+        lease = self.by_handoff.get(message.handoff)
+        if lease is not None and reader in lease.seats:
+            self.leave(lease, reader, ReaderEvent.LEFT, now)
+
+    def on_session_ended(self, session: Session, now: float) -> None:
+        for reader in [r for r, waiting in self.parked.items() if waiting.session is session]:
+            del self.parked[reader]
+            self.desk.timers.clear(("parked", reader))
+        for lease in list(self.leases.values()):
+            for reader, seat in list(lease.seats.items()):
+                if seat.session == session.number:
+                    self.leave(lease, reader, ReaderEvent.LEFT, now)
+        self.writer.on_session_ended(session, now)
+
+    def leave(self, lease: Lease, reader: Reader, event: ReaderEvent, now: float) -> None:
+        """A reader's seat changes; when nobody is left to come or to sit, the lease is over."""
+        seat = lease.seats[reader]
+        state = READER.step(seat.state, event)
+        if isinstance(state, Verdict):
+            self.desk.count(f"{state.value}.reader")
+            return
+        seat.state = state
+        if event is ReaderEvent.LEFT:
+            self.writer.stop(lease, reader, None, now)
+        if lease.used_up:
+            self.close(lease, Reason.TICKET_SPENT, now)
+
+    # --- endings
+
+    def close(self, lease: Lease, reason: Reason, now: float) -> None:
+        """No more use for the lease: stop P's own writes from it, and release it when they are at rest."""
+        if self._step(lease, LeaseEvent.CLOSED) is None:
+            return
+        self.by_handoff.pop(lease.handoff, None)
+        self.ended.put(lease.handoff, reason)
+        self.desk.timers.clear(("lease", lease.id))
+        for reader, seat in lease.seats.items():
+            if seat.state is ReaderState.LIVE:
+                seat.state = ReaderState.GONE
+            self.writer.stop(lease, reader, reason, now)
+        self.release_if_at_rest(lease, now)
+
+    def release_if_at_rest(self, lease: Lease, now: float) -> None:
+        if lease.state is LeaseState.CLOSING and self.writer.at_rest(lease):
+            self._step(lease, LeaseEvent.RESTED)
+            del self.leases[lease.id]
+            self.tombstones.put(lease.id, lease)
+            self.desk.emit(Unpin(lease.id))
+
+    def on_expired(self, lease: LeaseId, now: float) -> None:
+        self.desk.count("leases_expired")
+        self.close(self.leases[lease], Reason.LEASE_EXPIRED, now)
+
+    def on_parked_too_long(self, reader: Reader, now: float) -> None:
+        waiting = self.parked.pop(reader)
+        detail = "the prefiller has not begun this request within defer_timeout"
+        self._refuse(waiting.session, waiting.claim, ProtocolError(Reason.DEFER_TIMEOUT, detail))
+
+    def void(self, now: float) -> None:
+        """The cache was replaced: nothing that was leased, or remembered, can be vouched for any more."""
+        for lease in list(self.leases.values()):
+            self.close(lease, Reason.WRONG_INCARNATION, now)
+        self.tombstones = Remembered(self.desk.settings.tombstones_max)
+        self.ended = Remembered(self.desk.settings.tombstones_max)
+
+    # --- helpers
+
+    def tell(self, peer: PeerId, seat: Seat, message: Message) -> None:
+        self.desk.send(peer.worker, peer.incarnation, seat.session, message)
+
+    def _step(self, lease: Lease, event: LeaseEvent) -> LeaseState | None:
+        state = LEASE.step(lease.state, event)
+        if isinstance(state, Verdict):
+            self.desk.count(f"{state.value}.lease")
+            return None
+        lease.state = state
+        return state
+
+    def _check_ticket(self, session: Session, claim: Claim, now: float) -> Ticket:
+        identity = self.desk.identity
+        ticket = unseal(claim.ticket, identity.ticket_keys, now + identity.wall_offset_s)
+        if ticket.source != identity.me.worker or ticket.handoff != claim.handoff:
+            raise ProtocolError(Reason.TICKET_FORGED, "ticket: it is for another prefiller or handoff")
+        if ticket.incarnation not in (0, identity.me.incarnation):
+            raise ProtocolError(Reason.WRONG_INCARNATION, "ticket: the prefiller has restarted since; ask it again")
+        if ticket.target not in ("", session.peer.worker):
+            raise ProtocolError(Reason.TICKET_FORGED, f"ticket: it is for {ticket.target}, not {session.peer.worker}")
+        if ticket.digest not in (b"", claim.digest):
+            raise ProtocolError(Reason.CONTENT_MISMATCH, "digest: the ticket is for another prompt than the claim's")
+        return ticket
+
+    def _park(self, reader: Reader, session: Session, claim: Claim, ticket: Ticket, now: float) -> None:
+        ended = self.ended.get(claim.handoff)
+        if ended is not None:
+            raise ProtocolError(ended, "the lease of this handoff is over")
+        if ticket.lease or not claim.deferred:
+            raise ProtocolError(Reason.UNKNOWN_LEASE, "the lease of this ticket is not remembered")
+        if reader in self.parked:
+            return
+        if self.draining:
+            raise ProtocolError(Reason.DRAINING, "the prefiller is draining")
+        if len(self.parked) >= self.desk.settings.parked_max:
+            raise ProtocolError(Reason.BUSY, f"parked_max: {len(self.parked)} claims wait already")
+        self.parked[reader] = Parked(session, claim)
+        self.desk.timers.set(("parked", reader), now + self.desk.settings.defer_timeout)
+
+    def _answer_parked(self, reader: Reader, lease: Lease, now: float) -> None:
+        waiting = self.parked.pop(reader)
+        self.desk.timers.clear(("parked", reader))
+        try:
+            self._seat(lease, reader, waiting.session, waiting.claim, now)
+        except ProtocolError as error:
+            self._refuse(waiting.session, waiting.claim, error)
+
+    def _seat(self, lease: Lease, reader: Reader, session: Session, claim: Claim, now: float) -> None:
+        if lease.digest != claim.digest:
+            raise ProtocolError(Reason.CONTENT_MISMATCH, "digest: the prefiller computed another prompt than the claim's")
+        if lease.target not in ("", session.peer.worker):
+            raise ProtocolError(Reason.TICKET_FORGED, f"target: this handoff is for {lease.target}")
+        if reader not in lease.seats:
+            if not lease.has_room():
+                raise ProtocolError(Reason.TICKET_SPENT, f"max_readers: all {lease.max_readers} have claimed it")
+            lease.seats[reader] = Seat(session.number)
+        elif lease.seats[reader].state is not ReaderState.LIVE:
+            self.desk.count("late.claim")
+            return
+        ttl_s = self._extend(lease, now)
+        blocks = tuple(pack_blocks(ids) for ids in lease.blocks)
+        self._send(
+            session,
+            Granted(lease.handoff, reader.attempt, lease.id, ttl_s, lease.tokens, blocks, lease.progress, lease.final),
+        )
+
+    def _extend(self, lease: Lease, now: float) -> float:
+        expires_at = min(now + self.desk.settings.lease_s, lease.hold_until)
+        self.desk.timers.set(("lease", lease.id), expires_at)
+        return expires_at - now
+
+    def _tell_ready(self, lease: Lease, now: float) -> None:
+        for reader, seat in list(lease.seats.items()):
+            if seat.state is not ReaderState.LIVE:
+                continue
+            seat.work += 1
+            if not self.writer.pump(lease, reader, now):
+                self.tell(reader.peer, seat, self._ready(lease, reader, seat.told))
+                seat.told = tuple(len(ids) for ids in lease.blocks)
+
+    def _ready(self, lease: Lease, reader: Reader, start: tuple[int, ...]) -> Ready:
+        begin = start or tuple(0 for _ in lease.blocks)
+        blocks = tuple(pack_blocks(ids[n:]) for n, ids in zip(begin, lease.blocks, strict=True))
+        return Ready(lease.id, reader.attempt, begin, blocks, lease.progress, lease.final)
+
+    def _refuse(self, session: Session, claim: Claim, error: ProtocolError) -> None:
+        self.desk.count(f"claim_refused.{error.reason}")
+        self._send(
+            session, ClaimRefused(claim.handoff, claim.attempt, error.reason, error.detail[:DETAIL_CHARS_MAX])
+        )
+
+    def _send(self, session: Session, message: Message) -> None:
+        self.desk.send(session.peer.worker, session.peer.incarnation, session.number, message)

@@ -1,0 +1,37 @@
+"""Every number an operator may turn, as one frozen value handed down. Durations in seconds, bounds in counts."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from kvbaton.protocol.errors import ProtocolError, Reason
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Time-outs and bounds of one node. Defaults of the first two follow the reports in the field."""
+
+    transfer_timeout: float = 30.0  # D: bytes must make progress within this; P: its writes likewise
+    defer_timeout: float = 60.0  # waiting for the other side to know the request, or for D to find blocks
+    claim_timeout: float = 10.0  # D: an answer to handshake and claim (pull)
+    lease_s: float = 15.0  # P keeps blocks this long after the last sign of the reader
+    max_hold_s: float = 180.0  # no renewal takes a lease, nor a handoff, past this
+    retry_s: float = 0.5  # unanswered messages are sent again at this interval
+    revoke_timeout: float = 5.0  # D waits this long for Quiesced, then fences
+    tombstones_max: int = 4096  # ended leases that can still judge a late commit
+    parked_max: int = 2048  # claims that came before P knew the request
+    revoked_max: int = 1024  # revocations remembered per peer before a floor replaces them
+    sessions_max: int = 1024
+    intakes_max: int = 16384
+    leases_max: int = 65536
+    quarantine_blocks_max: int = 4096  # destination blocks not at rest before new handoffs are refused
+    puts_max: int = 4096
+
+    def __post_init__(self) -> None:
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value > 0):
+                raise ProtocolError(Reason.BAD_MESSAGE, f"{field.name}: got {value!r}, expected a finite number above 0")
+        if self.max_hold_s < self.lease_s:
+            raise ProtocolError(Reason.BAD_MESSAGE, f"max_hold_s: {self.max_hold_s} is below lease_s {self.lease_s}")

@@ -1,0 +1,77 @@
+"""Tickets: what lets D ask P for a prompt's KV. Signed, opaque, expiring, bound to content and to P's life.
+
+Law: a ticket holds no address and no block ids. Whoever cannot sign cannot name anything of P's.
+Expiry is judged on wall clocks, so it only ever *refuses* (liveness); nothing is believed because a ticket is young.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+import msgspec
+
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, WorkerId, is_handoff_id, is_worker_id
+
+TICKET_CHARS_MAX = 1024
+_MAC_BYTES = 16
+_VERSION = 1
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True):
+    """The signed content. `lease` 0 and `incarnation` 0 mean: minted by the router, before P began."""
+
+    handoff: HandoffId
+    source: WorkerId
+    expires_unix_s: float
+    incarnation: Incarnation = Incarnation(0)
+    lease: LeaseId = LeaseId(0)
+    target: WorkerId = WorkerId("")  # "" = any D that is let in
+    digest: bytes = b""  # b"" = router-minted without a tokenizer: P and D compare theirs in the claim
+    max_readers: int = 1
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[int, Ticket]).decode
+
+
+def seal(ticket: Ticket, key: bytes) -> str:
+    """The ticket as URL-safe text."""
+    body = _encode((_VERSION, ticket))
+    return base64.urlsafe_b64encode(_mac(body, key) + body).decode().rstrip("=")
+
+
+def unseal(text: str, keys: Sequence[bytes], wall_now_s: float) -> Ticket:
+    """The ticket inside `text` if one of `keys` signed it and it has not expired; ProtocolError otherwise."""
+    body = _verified_body(text, keys)
+    try:
+        _, ticket = _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(Reason.TICKET_FORGED, f"ticket: signed but unreadable ({error})") from None
+    if not is_handoff_id(ticket.handoff) or not is_worker_id(ticket.source) or ticket.max_readers < 1:
+        raise ProtocolError(Reason.TICKET_FORGED, "ticket: signed but with malformed ids")
+    if ticket.expires_unix_s < wall_now_s:
+        late_s = wall_now_s - ticket.expires_unix_s
+        raise ProtocolError(Reason.TICKET_EXPIRED, f"ticket: expired {late_s:.1f} s ago; ask the prefiller again")
+    return ticket
+
+
+def _verified_body(text: str, keys: Sequence[bytes]) -> bytes:
+    if len(text) > TICKET_CHARS_MAX:
+        raise ProtocolError(Reason.TICKET_FORGED, f"ticket: {len(text)} characters, at most {TICKET_CHARS_MAX}")
+    try:
+        raw = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        raise ProtocolError(Reason.TICKET_FORGED, "ticket: not base64url text") from None
+    mac, body = raw[:_MAC_BYTES], raw[_MAC_BYTES:]
+    if not any(hmac.compare_digest(mac, _mac(body, key)) for key in keys):
+        raise ProtocolError(Reason.TICKET_FORGED, "ticket: the signature does not verify with this cluster's keys")
+    return body
+
+
+def _mac(body: bytes, key: bytes) -> bytes:
+    return hmac.new(key, b"kvbaton-ticket\0" + body, hashlib.sha256).digest()[:_MAC_BYTES]

@@ -1,0 +1,279 @@
+"""P's writing for push: takes offers, writes what is ready, says Written or Quiesced, remembers revocations.
+
+Laws: one outlet per reader, ever. A reservation that was revoked or closed is never written again: it is
+remembered, and when memory is full a floor stands for everything older (numbers rise per D), so a Revoke may
+overtake its Offer.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvbaton.protocol.bounded import Remembered
+from kvbaton.protocol.codec import unpack_blocks
+from kvbaton.protocol.desk import Desk, Parts
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.events import CopyEnded
+from kvbaton.protocol.ids import LeaseId, Reader, ReservationId
+from kvbaton.protocol.lease import Lease, LeaseState, ReaderEvent, ReaderState, judge
+from kvbaton.protocol.messages import Accepted, Ack, Message, Offer, Quiesced, Revoke, Written
+from kvbaton.protocol.movement import Cargo, Route, moves, start
+from kvbaton.protocol.outlet import OUTLET, Outlet, OutletEvent, OutletState
+from kvbaton.protocol.peer import Session
+from kvbaton.protocol.progress import nothing
+from kvbaton.protocol.spans import Side
+from kvbaton.protocol.table import Verdict
+
+Key = tuple[int, ReservationId]
+"""(session number, reservation)"""
+
+
+class Leases(Protocol):
+    """What the writer needs of the producer."""
+
+    leases: dict[LeaseId, Lease]
+
+    def leave(self, lease: Lease, reader: Reader, event: ReaderEvent, now: float) -> None: ...
+    def release_if_at_rest(self, lease: Lease, now: float) -> None: ...
+
+
+class Revocations:
+    """Reservations of one session that must not be written (again)."""
+
+    __slots__ = ("_floor", "_seen")
+
+    def __init__(self, limit: int) -> None:
+        self._floor = 0
+        self._seen: Remembered[ReservationId, None] = Remembered(limit)
+
+    def add(self, reservation: ReservationId) -> None:
+        forgotten = self._seen.put(reservation, None)
+        if forgotten is not None:
+            self._floor = max(self._floor, forgotten[0])
+
+    def cover(self, reservation: ReservationId) -> bool:
+        return reservation <= self._floor or reservation in self._seen
+
+
+class Writer:
+    """All outlets of this node."""
+
+    def __init__(self, desk: Desk, leases: Leases) -> None:
+        self.desk = desk
+        self.outlets: dict[Key, Outlet] = {}
+        self.by_reader: dict[tuple[LeaseId, Reader], Key] = {}
+        self.sessions: dict[int, Session] = {}
+        self.revoked: dict[int, Revocations] = {}
+        self._over: set[int] = set()  # ended sessions that still have outlets coming to rest
+        self._leases = leases
+
+    # --- messages
+
+    def on_offer(self, session: Session, offer: Offer, now: float) -> None:
+        self.sessions[session.number] = session
+        key = (session.number, offer.reservation)
+        if self._revocations(session.number).cover(offer.reservation):
+            self._send(key, Quiesced(offer.reservation, None))
+        elif key in self.outlets:
+            self._repeat(key, self.outlets[key])
+        else:
+            try:
+                self._open(session, offer, now)
+            except ProtocolError as error:
+                self.desk.count(f"offer_refused.{error.reason}")
+                self._revocations(session.number).add(offer.reservation)
+                self._send(key, Quiesced(offer.reservation, error.reason))
+
+    def on_revoke(self, session: Session, message: Revoke, now: float) -> None:
+        self.sessions[session.number] = session
+        key = (session.number, message.reservation)
+        self._revocations(session.number).add(message.reservation)
+        outlet = self.outlets.get(key)
+        lease = self._leases.leases.get(message.lease)
+        if outlet is not None and outlet.state is OutletState.WRITING:
+            self._stop(key, outlet, None, now)
+        elif outlet is None or outlet.state is not OutletState.STOPPING:
+            self._send(key, Quiesced(message.reservation, None))
+        reader = Reader(session.peer, message.attempt)
+        if lease is not None and reader in lease.seats:
+            self._leases.leave(lease, reader, ReaderEvent.LEFT, now)
+
+    def on_ack(self, session: Session, message: Ack, now: float) -> None:
+        key = (session.number, message.reservation)
+        outlet = self.outlets.get(key)
+        if outlet is None or not self._step(outlet, OutletEvent.ACKED):
+            self.desk.count("late.ack")
+            return
+        self._close(key, outlet, now)
+        lease = self._leases.leases.get(outlet.lease)
+        if lease is not None:
+            self._leases.leave(lease, outlet.reader, ReaderEvent.PROVEN, now)
+
+    # --- progress
+
+    def pump(self, lease: Lease, reader: Reader, now: float) -> bool:
+        """Write what has become ready for this reader; False when it is not a reader to be written to."""
+        key = self.by_reader.get((lease.id, reader))
+        if key is None:
+            return False
+        outlet = self.outlets[key]
+        if outlet.state is OutletState.WRITING:
+            session = self.sessions[key[0]]
+            route = Route(session.plan, Side.SOURCE, session.peer, session.transport.name)
+            cargo = Cargo(lease.blocks, outlet.blocks, lease.tokens, outlet.first_token)
+            try:
+                listed = moves(route, cargo, outlet.sent, lease.progress)
+            except ProtocolError as error:
+                self._stop(key, outlet, error.reason, now)
+                return True
+            outlet.sent = lease.progress
+            outlet.deadline = now + self.desk.settings.transfer_timeout
+            start(self.desk, outlet.parts, route, listed)
+            self._flush_if_done(key, outlet, lease, now)
+        return True
+
+    def on_copy_ended(self, outlet: Outlet, event: CopyEnded, now: float) -> None:
+        key = self.by_reader[outlet.lease, outlet.reader]
+        lease = self._leases.leases[outlet.lease]
+        if event.reason is None:
+            lease.seats[outlet.reader].work += 1
+            outlet.deadline = now + self.desk.settings.transfer_timeout
+            self._flush_if_done(key, outlet, lease, now)
+        elif outlet.state is OutletState.WRITING:
+            self._stop(key, outlet, event.reason, now)
+        self.on_rest(outlet, now)
+
+    def on_rest(self, outlet: Outlet, now: float) -> None:
+        """Called whenever a part of the outlet came to rest."""
+        key = self.by_reader.get((outlet.lease, outlet.reader))
+        if key is not None and outlet.parts.at_rest and self._step(outlet, OutletEvent.RESTED):
+            self._revocations(key[0]).add(outlet.reservation)
+            self._send(key, Quiesced(outlet.reservation, outlet.reason))
+            self._close(key, outlet, now)
+            self._reader_left(outlet, now)
+
+    def on_timer(self, key: Key, now: float) -> None:
+        outlet = self.outlets[key]
+        if now < outlet.deadline:
+            if outlet.state is OutletState.FLUSHED:
+                self._repeat(key, outlet)
+            self.desk.timers.set(("outlet", key), min(now + self.desk.settings.retry_s, outlet.deadline))
+        elif outlet.state is OutletState.WRITING:
+            self._stop(key, outlet, Reason.TRANSFER_TIMEOUT, now)
+        elif self._step(outlet, OutletEvent.STOPPED):  # D never acknowledged; its own deadline ends its side
+            self._close(key, outlet, now)
+            self._reader_left(outlet, now)
+
+    # --- endings
+
+    def stop(self, lease: Lease, reader: Reader, reason: Reason | None, now: float) -> None:
+        """The reader left or the lease is over: write no more for it."""
+        key = self.by_reader.get((lease.id, reader))
+        if key is None:
+            return
+        outlet = self.outlets[key]
+        if outlet.state is OutletState.WRITING:
+            self._stop(key, outlet, reason, now)
+        elif self._step(outlet, OutletEvent.STOPPED):
+            self._close(key, outlet, now)
+
+    def at_rest(self, lease: Lease) -> bool:
+        """No write from this lease's blocks is under way."""
+        keys = (self.by_reader.get((lease.id, reader)) for reader in lease.seats)
+        return all(key is None or self.outlets[key].parts.at_rest for key in keys)
+
+    def on_session_ended(self, session: Session, now: float) -> None:
+        for key, outlet in list(self.outlets.items()):
+            if key[0] == session.number and outlet.state is OutletState.WRITING:
+                self._stop(key, outlet, None, now)
+        self._over.add(session.number)
+        self._forget_if_over(session.number)
+
+    # --- helpers
+
+    def _open(self, session: Session, offer: Offer, now: float) -> None:
+        reader = Reader(session.peer, offer.attempt)
+        lease = self._leases.leases.get(offer.lease)
+        seat = lease.seats.get(reader) if lease is not None else None
+        if lease is None or seat is None or seat.state is not ReaderState.LIVE or lease.state is LeaseState.CLOSING:
+            raise ProtocolError(Reason.UNKNOWN_LEASE, "lease: over, or not claimed by this reader")
+        if lease.digest != offer.digest:
+            raise ProtocolError(Reason.CONTENT_MISMATCH, "digest: the offer is for another prompt")
+        if (lease.id, reader) in self.by_reader:
+            raise ProtocolError(Reason.DUPLICATE, "reservation: this reader has offered another one")
+        if len(offer.blocks) != len(session.plan.target.groups):
+            raise ProtocolError(Reason.BAD_SPAN, "blocks: not one list per group of the target")
+        if not (session.transport.can_write and session.transport.can_fence):
+            raise ProtocolError(Reason.NO_TRANSPORT, f"transport: {session.transport.name} does not take writes")
+        parts = Parts(None)
+        blocks = tuple(unpack_blocks(ids) for ids in offer.blocks)
+        outlet = Outlet(
+            lease.id, reader, offer.reservation, offer.first_token, blocks, nothing(len(lease.blocks)), parts
+        )
+        parts.owner = outlet
+        key = (session.number, offer.reservation)
+        self.outlets[key] = outlet
+        self.by_reader[lease.id, reader] = key
+        outlet.deadline = now + self.desk.settings.transfer_timeout
+        self.desk.timers.set(("outlet", key), now + self.desk.settings.retry_s)
+        self._send(key, Accepted(offer.reservation))
+        self.pump(lease, reader, now)
+
+    def _flush_if_done(self, key: Key, outlet: Outlet, lease: Lease, now: float) -> None:
+        if outlet.state is not OutletState.WRITING or not outlet.parts.at_rest:
+            return
+        if not lease.final or outlet.sent != lease.progress:
+            return
+        proven, _ = judge(lease, self.desk.epoch_of)
+        if not proven:
+            self._stop(key, outlet, Reason.STALE, now)
+        elif self._step(outlet, OutletEvent.FLUSHED):
+            self._repeat(key, outlet)
+
+    def _repeat(self, key: Key, outlet: Outlet) -> None:
+        if outlet.state is OutletState.FLUSHED:
+            lease = self._leases.leases[outlet.lease]
+            self._send(key, Written(lease.id, outlet.reader.attempt, outlet.reservation, lease.digest))
+        elif outlet.state is OutletState.WRITING:
+            self._send(key, Accepted(outlet.reservation))
+
+    def _stop(self, key: Key, outlet: Outlet, reason: Reason | None, now: float) -> None:
+        if self._step(outlet, OutletEvent.STOPPED):
+            outlet.reason = reason
+            self.desk.cancel(outlet.parts)
+            self.on_rest(outlet, now)
+
+    def _close(self, key: Key, outlet: Outlet, now: float) -> None:
+        self._revocations(key[0]).add(outlet.reservation)
+        self.desk.timers.clear(("outlet", key))
+        del self.outlets[key]
+        del self.by_reader[outlet.lease, outlet.reader]
+        self._forget_if_over(key[0])
+
+    def _reader_left(self, outlet: Outlet, now: float) -> None:
+        lease = self._leases.leases.get(outlet.lease)
+        if lease is not None:
+            self._leases.leave(lease, outlet.reader, ReaderEvent.LEFT, now)
+            self._leases.release_if_at_rest(lease, now)
+
+    def _step(self, outlet: Outlet, event: OutletEvent) -> bool:
+        state = OUTLET.step(outlet.state, event)
+        if isinstance(state, Verdict):
+            if event is not OutletEvent.RESTED:
+                self.desk.count(f"{state.value}.outlet")
+            return False
+        outlet.state = state
+        return True
+
+    def _revocations(self, session: int) -> Revocations:
+        return self.revoked.setdefault(session, Revocations(self.desk.settings.revoked_max))
+
+    def _forget_if_over(self, session: int) -> None:
+        if session in self._over and not any(key[0] == session for key in self.outlets):
+            self._over.discard(session)
+            self.revoked.pop(session, None)
+            self.sessions.pop(session, None)
+
+    def _send(self, key: Key, message: Message) -> None:
+        session = self.sessions[key[0]]
+        self.desk.send(session.peer.worker, session.peer.incarnation, session.number, message)

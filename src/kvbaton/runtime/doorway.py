@@ -1,0 +1,260 @@
+"""The door between an engine's scheduler thread and its node: two queues, nothing else crosses.
+
+Laws: only the engine's thread calls the methods marked *engine*, and only it touches the block pool; only the node's
+loop calls those marked *node*. Nothing here blocks, and nothing raises for what a client or a peer did: a bad ticket is
+a failed match. Every hold and pin noted here comes back exactly once from `duties`.
+
+The vLLM adapter, the embedded engine and the simulator's engine all use this class, so the hooks' contract (one
+report per rank and load, also after an abort) is kept in one place.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvbaton.protocol import effects as fx
+from kvbaton.protocol import events as ev
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.events import NO_BLOCK, Groups
+from kvbaton.protocol.ids import HandoffId, LeaseId, PeerId, PutId, RequestId, TransferId, WorkerId, handoff_id
+from kvbaton.protocol.progress import Progress, whole
+from kvbaton.protocol.ticket import Ticket, seal, unseal
+from kvbaton.runtime.epochs import EpochTable
+
+
+class MatchState(enum.Enum):
+    UNKNOWN = "unknown"  # not a request we were told about, or already answered
+    NOT_YET = "not_yet"  # ask again at the next step
+    FOUND = "found"  # allocate blocks now
+    FAILED = "failed"  # told once; the policy decides
+
+
+class Match(msgspec.Struct, frozen=True):
+    state: MatchState
+    end: fx.End | None = None
+
+
+class UnpinBlocks(msgspec.Struct, frozen=True):
+    """Drop P's pins; go through the pool's `unpin`, so that reuse raises the epochs."""
+
+    blocks: tuple[int, ...]
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """One rank's one report of one load."""
+
+    request: RequestId
+    rank: int
+    end: fx.End
+
+
+class DropBlocks(msgspec.Struct, frozen=True):
+    """Give up our own hold on D's blocks."""
+
+    request: RequestId
+    blocks: tuple[int, ...]
+
+
+Duty = UnpinBlocks | LoadReport | DropBlocks
+
+
+class DoorwayConfig(msgspec.Struct, frozen=True):
+    """What the door needs to know of its node."""
+
+    me: PeerId
+    ranks: int
+    groups: int
+    ticket_keys: tuple[bytes, ...]
+    ticket_ttl_s: float
+    mint: Callable[[], TransferId]
+    wall: Callable[[], float]
+
+
+class Doorway:
+    """One engine's door."""
+
+    def __init__(self, config: DoorwayConfig, epochs: EpochTable) -> None:
+        self.config = config
+        self.epochs = epochs
+        self.wake_node: Callable[[], None] = lambda: None
+        self.wake_engine: Callable[[], None] = lambda: None
+        self._to_node: deque[ev.Event] = deque()
+        self._to_engine: deque[fx.Effect] = deque()
+        self._pins: dict[LeaseId | tuple[str, PutId], list[int]] = {}
+        self._wants: dict[RequestId, Match] = {}
+        self._holds: dict[RequestId, tuple[int, ...]] = {}
+        self._last = 0
+
+    # --- P (engine)
+
+    def begin(
+        self, handoff: HandoffId, digest: bytes, tokens: int, *, target: WorkerId = WorkerId(""),
+        max_readers: int = 1, deferred: bool = True,
+    ) -> LeaseId:
+        """A prompt that somebody will read or be sent has been scheduled."""
+        self._last += 1
+        lease = LeaseId(self._last)
+        self._pins[lease] = []
+        groups = self.config.groups
+        self._post(ev.LeaseBegun(lease, handoff, digest, tokens, groups, max_readers, target, deferred))
+        return lease
+
+    def pin(self, lease: LeaseId, blocks: Groups) -> tuple[int, ...]:
+        """Add blocks to a lease. Returns what the engine must touch now: nothing when the lease is over."""
+        pins = self._pins.get(lease)
+        if pins is None:
+            return ()
+        real = tuple(block for group in blocks for block in group if block != NO_BLOCK)
+        pins.extend(real)
+        epochs = tuple(tuple(self.epochs.of(block) for block in group) for group in blocks)
+        self._post(ev.LeaseExtended(lease, blocks, epochs))
+        return real
+
+    def progressed(self, lease: LeaseId, progress: Progress, rank: int | None = None) -> None:
+        """The device of one rank (of all, if not given) has finished this much."""
+        for each in range(self.config.ranks) if rank is None else (rank,):
+            self._post(ev.LeaseProgressed(lease, each, progress))
+
+    def completed(self, lease: LeaseId) -> None:
+        self._post(ev.LeaseCompleted(lease))
+
+    def source_ended(self, lease: LeaseId, reason: Reason) -> None:
+        self._post(ev.SourceEnded(lease, reason))
+
+    def grant(self, digest: bytes, tokens: int, blocks: Groups, *, max_readers: int = 1) -> tuple[str, tuple[int, ...]]:
+        """Lease a finished prompt (pull). Returns the ticket and what the engine must touch now."""
+        config = self.config
+        handoff = handoff_id(config.mint())
+        lease = self.begin(handoff, digest, tokens, max_readers=max_readers, deferred=False)
+        pinned = self.pin(lease, blocks)
+        self.progressed(lease, whole([len(group) for group in blocks]))
+        self.completed(lease)
+        ticket = Ticket(
+            handoff, config.me.worker, config.wall() + config.ticket_ttl_s, config.me.incarnation, lease,
+            digest=digest, max_readers=max_readers,
+        )
+        return seal(ticket, config.ticket_keys[0]), pinned
+
+    def put(self, blocks: Groups, keys: tuple[bytes, ...]) -> tuple[int, ...]:
+        """Store blocks under content keys. Returns what the engine must touch now."""
+        self._last += 1
+        put = PutId(self._last)
+        pinned = tuple(block for group in blocks for block in group if block != NO_BLOCK)
+        self._pins["put", put] = list(pinned)
+        self._post(ev.PutWanted(put, blocks, keys))
+        return pinned
+
+    # --- D (engine)
+
+    def want(self, request: RequestId, ticket: str, digest: bytes, tokens: int, *, push: bool = False) -> None:
+        """A request came whose prompt KV a ticket promises."""
+        try:
+            opened = self.open_ticket(ticket)
+            if opened.digest not in (b"", digest):
+                raise ProtocolError(Reason.CONTENT_MISMATCH, "ticket: it is for another prompt than this request's")
+            if opened.target not in ("", self.config.me.worker):
+                raise ProtocolError(Reason.TICKET_FORGED, f"ticket: it is for {opened.target}")
+        except ProtocolError as error:
+            self._wants[request] = Match(MatchState.FAILED, fx.End(error.reason, error.detail))
+            return
+        self._wants[request] = Match(MatchState.NOT_YET)
+        deferred = opened.lease == 0
+        self._post(
+            ev.Wanted(
+                request, opened.handoff, opened.source, ticket, digest, tokens, opened.incarnation, push, deferred
+            )
+        )
+
+    def open_ticket(self, ticket: str) -> Ticket:
+        """The ticket's content; ProtocolError when it is not one of this cluster's."""
+        return unseal(ticket, self.config.ticket_keys, self.config.wall())
+
+    def match(self, request: RequestId) -> Match:
+        """How the claim stands. Without side effects until FAILED, which is said once."""
+        found = self._wants.get(request, Match(MatchState.UNKNOWN))
+        if found.state is MatchState.FAILED:
+            del self._wants[request]
+            self._post(ev.NotNeeded(request))
+        return found
+
+    def allocated(self, request: RequestId, blocks: Groups, first_token: int) -> tuple[int, ...]:
+        """The engine has blocks for the load. Returns what it must touch now, on top of its own references."""
+        self._wants.pop(request, None)
+        held = tuple(block for group in blocks for block in group if block != NO_BLOCK)
+        self._holds[request] = held
+        self._post(ev.Allocated(request, blocks, first_token))
+        return held
+
+    def not_needed(self, request: RequestId) -> None:
+        """The engine has the whole prompt already."""
+        if self._wants.pop(request, None) is not None:
+            self._post(ev.NotNeeded(request))
+
+    def gave_up(self, request: RequestId) -> None:
+        """The request ended in the engine; a load under way still gets its report."""
+        if self._wants.pop(request, None) is not None or request in self._holds:
+            self._post(ev.GaveUp(request))
+
+    # --- both (engine)
+
+    def duties(self) -> list[Duty]:
+        """What the engine must do now; called at every step."""
+        found: list[Duty] = []
+        while self._to_engine:
+            effect = self._to_engine.popleft()
+            match effect:
+                case fx.Unpin(lease):
+                    found += self._unpinned(lease)
+                case fx.UnpinPut(put):
+                    found += self._unpinned(("put", put))
+                case fx.MatchFound(request):
+                    if request in self._wants:
+                        self._wants[request] = Match(MatchState.FOUND)
+                case fx.MatchFailed(request, end):
+                    if request in self._wants:
+                        self._wants[request] = Match(MatchState.FAILED, end)
+                case fx.Report(request, end):
+                    found += [LoadReport(request, rank, end) for rank in range(self.config.ranks)]
+                case fx.DropHold(request):
+                    held = self._holds.pop(request, None)
+                    if held is not None:
+                        found.append(DropBlocks(request, held))
+        return found
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine must be kept stepping although it has nothing to compute (rule 19)."""
+        return bool(self._pins or self._holds or self._to_engine or self._wants)
+
+    @property
+    def pinned_blocks(self) -> int:
+        return sum(map(len, list(self._pins.values()))) + sum(map(len, list(self._holds.values())))
+
+    def is_leased(self, lease: LeaseId) -> bool:
+        return lease in self._pins
+
+    # --- node
+
+    def take_events(self) -> Sequence[ev.Event]:
+        events: list[ev.Event] = []
+        while self._to_node:
+            events.append(self._to_node.popleft())
+        return events
+
+    def hand_in(self, effect: fx.Effect) -> None:
+        self._to_engine.append(effect)
+        self.wake_engine()
+
+    # --- helpers
+
+    def _post(self, event: ev.Event) -> None:
+        self._to_node.append(event)
+        self.wake_node()
+
+    def _unpinned(self, key: LeaseId | tuple[str, PutId]) -> list[Duty]:
+        pins = self._pins.pop(key, None)
+        return [UnpinBlocks(tuple(pins))] if pins is not None else []
