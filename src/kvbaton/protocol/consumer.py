@@ -15,7 +15,7 @@ from kvbaton.protocol.ids import HandoffId, RequestId, ReservationId
 from kvbaton.protocol.intake import INTAKE, WAITED_FOR, Intake, IntakeEvent, IntakeState, Source
 from kvbaton.protocol.links import Links
 from kvbaton.protocol.messages import (
-    Abandon, Accepted, Ack, Claim, ClaimRefused, Commit, Committed, Granted, Offer, Quiesced, Ready, Renew, Renewed,
+    Abandon, Accepted, Ack, Claim, ClaimRefused, Commit, Committed, Feature, Granted, Offer, Quiesced, Ready, Renew, Renewed,
     RenewRefused, Revoke, SourceLost, Stale, Written,
 )
 from kvbaton.protocol.movement import Cargo, Route, moves, start
@@ -73,9 +73,7 @@ class Consumer:
             return
         intake.target = event
         intake.hard_deadline = now + self.desk.settings.max_hold_s
-        transport = intake.link.transport
-        assert transport is not None
-        if intake.wanted.push and transport.can_write and transport.can_fence:
+        if intake.wanted.push and self._may_be_written_to(intake.link):
             self._offer(intake, now)
         else:
             self._pull(intake, now)
@@ -317,6 +315,11 @@ class Consumer:
     def _reading(self, link: Link, attempt: int) -> Intake | None:
         intake = self._of(link, attempt)
         return intake if intake is not None and intake.state in _RENEWING else None
+
+    def _may_be_written_to(self, link: Link) -> bool:
+        """Where the sender cannot be fenced, or cannot push, the receiver copies (rule 16)."""
+        assert link.transport is not None
+        return link.transport.can_write and link.transport.can_fence and bool(link.features & Feature.PUSH)
 
     def _wait(self, intake: Intake, seconds: float, now: float) -> None:
         intake.deadline = now + seconds

@@ -51,8 +51,8 @@ class Strip(msgspec.Struct, frozen=True):
 
     def pieces(self, source_token: int, target_token: int, tokens: int) -> list[tuple[int, int, int]]:
         """(source offset, target offset, bytes) in the two pages for a run of tokens."""
-        at = self.source.offset + source_token * self.source.token_stride * self.per_token
-        to = self.target.offset + target_token * self.target.token_stride * self.per_token
+        at = self.source.offset + source_token * self.source.token_stride
+        to = self.target.offset + target_token * self.target.token_stride
         run, axes = self.runs(tokens)
         pieces = [(at, to, run)]
         for count, far, near in axes:
@@ -70,7 +70,7 @@ class Strip(msgspec.Struct, frozen=True):
                 run *= count
             elif count > 1:
                 outer.append((count, far, near))
-        return run, outer[::-1]
+        return run, outer
 
 
 class Lane(msgspec.Struct, frozen=True):
@@ -122,22 +122,20 @@ def plan(source: EngineLayout, target: EngineLayout) -> Plan:
     _same("dcp", source.dcp, target.dcp)
     if source.dcp > 1:
         _same("dcp_interleave", source.dcp_interleave, target.dcp_interleave)
-    names = [group.name for group in target.groups]
+    here, there = ([group.name for group in layout.groups] for layout in (source, target))
+    for group in source.groups:
+        if group.name not in there and not group.optional:
+            _refuse(f"groups: source has {group.name!r}, target has not")
     for group in target.groups:
-        if not group.optional and group.name not in {known.name for known in source.groups}:
-            _refuse(f"groups: source has no {group.name!r}, target has {names}")
-    target_groups: list[int | None] = []
+        if group.name not in here and not group.optional:
+            _refuse(f"groups: source has not {group.name!r}, target has")
+    target_groups = tuple(there.index(name) if name in there else None for name in here)
     parts: list[Part] = []
-    for index, group in enumerate(source.groups):
-        if group.name in names:
-            target_groups.append(names.index(group.name))
-            _check_groups(group, target.groups[names.index(group.name)], source.dcp)
-            parts += _parts_of_group(source, target, index, names.index(group.name))
-        elif group.optional:
-            target_groups.append(None)
-        else:
-            _refuse(f"groups: source has {group.name!r}, target has {names}")
-    return Plan(source, target, tuple(target_groups), tuple(parts))
+    for index, target_index in enumerate(target_groups):
+        if target_index is not None:
+            _check_groups(source.groups[index], target.groups[target_index], source.dcp)
+            parts += _parts_of_group(source, target, index, target_index)
+    return Plan(source, target, target_groups, tuple(parts))
 
 
 def _check_groups(source: Group, target: Group, dcp: int) -> None:
@@ -194,9 +192,7 @@ def _holdings(side: str, layout: EngineLayout, index: int) -> dict[tuple[int, in
             known[holders] = _slices({rank: shares[rank] for rank in holders}, group.heads)
         for lo, _, having in known[holders]:
             if not having:
-                _refuse(
-                    f"group {group.name!r} ranks: {side} has head {lo} of {group.layers[key[0]]!r} on none"
-                )
+                _refuse(f"group {group.name!r} ranks: {side} has head {lo} of {group.layers[key[0]]!r} on none")
         holdings[key] = known[holders]
     return holdings
 
@@ -240,16 +236,12 @@ def _strips(group: Group, giver: Share, taker: Share, lo: int, hi: int) -> tuple
 def _count_pieces(group: Group, strips: Sequence[Strip], tokens: int) -> int:
     pieces = sum(prod(count for count, _, _ in strip.runs(tokens)[1]) for strip in strips)
     if pieces > PAGE_PIECES_MAX:
-        _refuse(
-            f"group {group.name!r} planes: source has another order than target has, {pieces} runs a page"
-        )
+        _refuse(f"group {group.name!r} planes: source has another order than target has, {pieces} runs a page")
     return pieces
 
 
 def _from_head(plane: Plane, head: int, share: Share) -> Plane:
-    return Plane(
-        plane.offset + (head - share.head_start) * plane.head_stride, plane.head_stride, plane.token_stride
-    )
+    return Plane(plane.offset + (head - share.head_start) * plane.head_stride, plane.head_stride, plane.token_stride)
 
 
 def _lanes(giver: Share, layers: list[tuple[int, Place]]) -> tuple[Lane, ...]:

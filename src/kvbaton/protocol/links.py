@@ -71,6 +71,7 @@ class Links:
             self.lose(link, Reason.BAD_MESSAGE, "endpoints: not one for each pair of ranks", now)
             return
         link.state, link.peer, link.session = LinkState.JOINING, sender, session
+        link.features = message.card.optional
         self.desk.emit(Connect(sender, link.transport.name, ranks, message.endpoints))
         self._say(link, now)
 

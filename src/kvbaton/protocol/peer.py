@@ -66,6 +66,7 @@ class Link:
     session: int = 0
     plan: Plan | None = None
     transport: Capabilities | None = None
+    features: int = 0  # what the source can do
     fencing: set[tuple[int, PeerId]] = field(default_factory=set)  # ranks whose fence has not ended
 
 

@@ -93,9 +93,7 @@ def _check(group: int, progress: GroupProgress, layers: int) -> None:
     if not (0 <= progress.blocks_done <= BLOCKS_MAX and 0 <= progress.blocks_ahead <= BLOCKS_MAX):
         raise ProtocolError(Reason.BAD_MESSAGE, f"{field}.blocks: outside 0..{BLOCKS_MAX}")
     if not 0 <= progress.layers_ahead <= layers:
-        raise ProtocolError(
-            Reason.BAD_MESSAGE, f"{field}.layers_ahead: {progress.layers_ahead} is outside 0..{layers}"
-        )
+        raise ProtocolError(Reason.BAD_MESSAGE, f"{field}.layers_ahead: {progress.layers_ahead} is outside 0..{layers}")
     if progress.layers_ahead and progress.blocks_ahead < progress.blocks_done:
         raise ProtocolError(
             Reason.BAD_MESSAGE,

@@ -1,0 +1,36 @@
+"""What must be true when everything has healed and time has passed: the promises about endings.
+
+Those that can be seen at every step are checked there (`life.py`, `engine.py`, `cluster.py`).
+"""
+
+from __future__ import annotations
+
+from kvbaton.sim.cluster import Cluster
+from kvbaton.sim.engine import HANG, LEAK, Broken
+from kvbaton.sim.life import Life
+
+
+def check_at_rest(cluster: Cluster) -> None:
+    """Every request has ended, every block is free, and nobody remembers anything that they wait for."""
+    for leg in cluster.legs:
+        if not leg.ends and leg.life.alive:
+            raise Broken(HANG, f"request {leg.index} never ended on {leg.life.peer.worker}")
+    for life in cluster.lives.values():
+        _check_life(life)
+
+
+def _check_life(life: Life) -> None:
+    name, ledger, pool = life.character.name, life.node.ledger, life.engine.pool
+    if pool.total or len(pool.free) != life.character.shape.blocks - 1:
+        raise Broken(LEAK, f"{name}: {pool.total} references to blocks at rest")
+    if life.doorway.pinned_blocks or life.doorway.busy:
+        raise Broken(LEAK, f"{name}: the door still holds {life.doorway.pinned_blocks} blocks at rest")
+    if ledger.producer.leases or ledger.puts.states:
+        raise Broken(LEAK, f"{name}: leases {list(ledger.producer.leases)} and puts {list(ledger.puts.states)} at rest")
+    if not ledger.is_idle():
+        raise Broken(HANG, f"{name}: intakes {list(ledger.consumer.by_handoff)} at rest")
+    waiting = ledger.consumer.by_request, ledger.producer.writer.outlets, ledger.desk.owners
+    if any(waiting):
+        raise Broken(LEAK, f"{name}: still remembered at rest: {[list(each)[:3] for each in waiting]}")
+    if len(ledger.desk.timers):
+        raise Broken(LEAK, f"{name}: {len(ledger.desk.timers)} timers at rest, next {ledger.next_deadline()}")

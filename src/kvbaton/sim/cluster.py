@@ -1,0 +1,245 @@
+"""A whole cluster in one world: workers that live and die, a router, clients, and the faults of one plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvbaton.protocol.events import Departed
+from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
+from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.sim.engine import WRONG, Broken, SimRequest
+from kvbaton.sim.life import TICKET_KEY, Character, Life, request_name
+from kvbaton.sim.network import Network, NetworkFaults
+from kvbaton.sim.plan import FAULTY_S, Plan
+from kvbaton.sim.transport import Fabric, SimTransport, TransportFaults
+from kvbaton.sim.world import World
+
+
+@dataclass(slots=True)
+class Leg:
+    """One client request's part on one engine."""
+
+    index: int
+    life: Life
+    ends: int = 0
+
+
+class Cluster:
+    """The plan, come alive."""
+
+    def __init__(self, world: World, plan: Plan) -> None:
+        self.world = world
+        self.plan = plan
+        self.network = Network(world, plan.network)
+        self.fabric = Fabric(world, plan.copies)
+        self.network.deliver = self._deliver
+        self.fabric.on_landing = self._landing
+        self.lives: dict[WorkerId, Life] = {}
+        self.every_life: list[Life] = []
+        self.owner: dict[int, Life] = {}  # transport address -> life
+        self.legs: list[Leg] = []
+        self.outcomes: Counter[str] = Counter()
+        for character in (*plan.prefill, *plan.decode):
+            self.network.names.add(character.name)
+            self.start(character)
+        for index in range(plan.requests):
+            world.after(world.rng.uniform(0, FAULTY_S * 0.8), self._later(self._new_request, index))
+        self._schedule_faults()
+
+    # --- workers
+
+    def start(self, character: Character) -> None:
+        life = Life(self.world, character, self.network, self.fabric)
+        self.lives[character.name] = life
+        self.every_life.append(life)
+        for rank in life.transports:
+            for transport in rank.values():
+                self.owner[transport.address] = life
+        self.world.tell(f"{life.peer} starts")
+
+    def _crash(self) -> None:
+        rng = self.world.rng
+        name = rng.choice(sorted(self.lives))
+        life = self.lives[name]
+        if not life.alive:
+            return
+        self.world.faults["crashed"] += 1
+        self.world.tell(f"{life.peer} crashes")
+        life.crash()
+        for leg in [leg for leg in self.legs if leg.life is life and not leg.ends]:
+            self._end_leg(leg, "error", "the worker died")
+        if rng.random() < 0.5:
+            for other in list(self.lives.values()):
+                self.world.after(rng.uniform(0.05, 1.0), self._later(self._departed, other, life))
+        self.world.after(rng.uniform(0.05, 3.0), self._later(self.start, life.character))
+
+    def _departed(self, other: Life, gone: Life) -> None:
+        if other.alive and other is not gone:
+            other.node.tell(Departed(gone.peer.worker, gone.peer.incarnation))
+            other.wake()
+
+    def _pause(self) -> None:
+        rng = self.world.rng
+        life = self.lives[rng.choice(sorted(self.lives))]
+        if not life.alive or life.paused:
+            return
+        self.world.faults["paused"] += 1
+        self.world.tell(f"{life.peer} pauses")
+        life.pause(True)
+        self.world.after(rng.choice((0.3, 1.0, 5.0, 15.0)), self._later(self._resume, life))
+
+    def _resume(self, life: Life) -> None:
+        if life.alive and life.paused:
+            self.world.tell(f"{life.peer} resumes")
+            life.pause(False)
+
+    def _partition(self) -> None:
+        rng = self.world.rng
+        source, target = rng.sample(sorted(self.lives), 2)
+        pairs = {(source, target)} if rng.random() < 0.5 else {(source, target), (target, source)}
+        self.world.faults["partitions"] += 1
+        self.world.tell(f"cut {sorted(pairs)}")
+        self.network.cut |= pairs
+        self.world.after(rng.uniform(0.3, 5.0), lambda: self.network.cut.difference_update(pairs))
+
+    def _schedule_faults(self) -> None:
+        rng = self.world.rng
+        for count, act in (
+            (self.plan.crashes, self._crash), (self.plan.pauses, self._pause), (self.plan.partitions, self._partition),
+        ):
+            for _ in range(count):
+                self.world.after(rng.uniform(0.2, FAULTY_S * 0.9), act)
+
+    def heal(self) -> None:
+        """No more faults: what is left must now come to rest by itself."""
+        self.network.faults = NetworkFaults()
+        self.fabric.faults = TransportFaults()
+        self.network.cut.clear()
+        for life in list(self.lives.values()):
+            if not life.alive:
+                self.start(life.character)
+            elif life.paused:
+                self._resume(life)
+
+    # --- requests
+
+    def _new_request(self, index: int) -> None:
+        rng = self.world.rng
+        source = self.lives[rng.choice([character.name for character in self.plan.prefill])]
+        target = self.lives[rng.choice([character.name for character in self.plan.decode])]
+        mode = rng.choice(("pull", "pull", "stream", "push", "push"))
+        content, tokens = index + 1, rng.randint(1, 12)
+        if rng.random() < 0.15:
+            content = rng.randint(1, index + 1)
+        if mode == "pull":
+            self._pull(index, source, target, content, tokens)
+        else:
+            self._both_at_once(index, source, target, content, tokens, mode)
+
+    def _pull(self, index: int, source: Life, target: Life, content: int, tokens: int) -> None:
+        readers = 2 if self.world.rng.random() < 0.15 else 1
+
+        def prefilled(how: str, ticket: str) -> None:
+            if how != "prefilled":
+                return
+            late = self.world.chance(self.plan.late_ticket)
+            for _ in range(readers):
+                delay = self.world.rng.uniform(0.2, 4.0) if late else self.world.rng.uniform(0.001, 0.01)
+                self.world.after(delay, self._later(self._decode, index, target, content, tokens, "pull", ticket))
+
+        self._add(index, source, content, tokens, "prefill", prefilled, max_readers=readers)
+
+    def _both_at_once(self, index: int, source: Life, target: Life, content: int, tokens: int, mode: str) -> None:
+        rng = self.world.rng
+        handoff = handoff_id(TransferId(f"{rng.getrandbits(128):032x}"))
+        ticket = seal(
+            Ticket(handoff, source.peer.worker, self.world.now + 5.0, target=target.peer.worker), TICKET_KEY
+        )
+        prefill = self._later(
+            self._add, index, source, content, tokens, "prefill", lambda how, detail: None, mode, "", handoff,
+            target.peer.worker,
+        )
+        decode = self._later(self._decode, index, target, content, tokens, mode, ticket)
+        self.world.after(rng.choice((0.001, 0.005, 0.5)) * rng.random(), prefill)
+        self.world.after(rng.choice((0.001, 0.005, 0.5)) * rng.random(), decode)
+
+    def _decode(self, index: int, target: Life, content: int, tokens: int, mode: str, ticket: str) -> None:
+        trusted = True
+        if self.world.chance(self.plan.bad_ticket):
+            kind = self.world.rng.choice(("forged", "other_prompt", "replayed", "twice"))
+            self.world.faults[f"ticket_{kind}"] += 1
+            if kind == "forged":
+                flip = self.world.rng.randrange(len(ticket))
+                ticket = ticket[:flip] + ("A" if ticket[flip] != "A" else "B") + ticket[flip + 1 :]
+                trusted = False
+            elif kind == "other_prompt":
+                content += 100_000
+            else:
+                delay = 0.0 if kind == "twice" else self.world.rng.uniform(0, 3)
+                again = self._later(
+                    self._add, index, self.lives[target.peer.worker], content, tokens, "decode", _ignore, mode, ticket
+                )
+                self.world.after(delay, again)
+        current = self.lives[target.peer.worker]
+        self._add(index, current, content, tokens, "decode", _ignore, mode, ticket, trusted=trusted)
+
+    def _add(
+        self, index: int, life: Life, content: int, tokens: int, role: str, then: Callable[[str, str], None],
+        mode: str = "pull", ticket: str = "", handoff: str = "", target: str = "", max_readers: int = 1,
+        trusted: bool = True,
+    ) -> None:
+        leg = Leg(index, life)
+        self.legs.append(leg)
+        if not life.alive:
+            self._end_leg(leg, "error", "the worker is dead")
+            return
+
+        def ended(how: str, detail: str) -> None:
+            self._end_leg(leg, how, detail)
+            then(how, detail)
+
+        name = request_name(life, len(self.legs), role[0])
+        request = SimRequest(
+            name, content, tokens, role, ended, mode, ticket, HandoffId(handoff), WorkerId(target), max_readers, trusted=trusted
+        )
+        self.world.tell(f"{life.peer.worker} {name} {role} {mode} content {content} tokens {tokens}")
+        life.engine.add(request)
+        life.wake_engine()
+        if self.world.chance(self.plan.abort):
+            self.world.faults["aborted"] += 1
+            self.world.after(self.world.rng.uniform(0, 1.0), self._later(self._abort, life, request))
+
+    def _abort(self, life: Life, request: SimRequest) -> None:
+        if life.alive and not life.paused:
+            life.engine.abort(request.id)
+            life.wake_engine()
+
+    def _end_leg(self, leg: Leg, how: str, detail: str) -> None:
+        leg.ends += 1
+        if leg.ends > 1:
+            raise Broken(WRONG, f"request {leg.index} ended twice")
+        self.outcomes[f"{how}.{detail}" if how == "failed" else how] += 1
+
+    # --- wires
+
+    def _deliver(self, source: WorkerId, target: WorkerId, frame: bytes) -> None:
+        life = self.lives[target]
+        if life.alive:
+            life.receive(source, frame)
+
+    def _landing(self, transport: SimTransport, region: int, offset: int, size: int) -> None:
+        """Bytes are about to land: only in blocks that D holds for a handoff, never in anybody else's."""
+        life = self.owner[transport.address]
+        shape = life.character.shape
+        for block in range(shape.block_at(offset), shape.block_at(offset + size - 1) + 1) if size else ():
+            if not life.engine.pool.held[block]:
+                raise Broken(WRONG, f"{life.peer.worker}: bytes land in block {block}, which no handoff holds")
+
+    def _later(self, act: Callable[..., None], *arguments: object) -> Callable[[], None]:
+        return lambda: act(*arguments)
+
+
+def _ignore(how: str, detail: str) -> None:
+    """The router has nothing left to do for this leg."""

@@ -1,0 +1,277 @@
+"""One life of one worker: the production node over simulated ports, with a clock of its own that may drift.
+
+Also the checks that run at every step; `checkers.py` has those that need rest.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvbaton.protocol.desk import Identity
+from kvbaton.protocol.events import Groups, StoreEnded
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import Incarnation, PeerId, PutId, RequestId, TransferId, WorkerId, rank_peer
+from kvbaton.protocol.lease import LeaseState
+from kvbaton.protocol.ledger import Ledger
+from kvbaton.protocol.messages import ALL_FEATURES
+from kvbaton.protocol.settings import Settings
+from kvbaton.runtime.doorway import Doorway, DoorwayConfig
+from kvbaton.runtime.epochs import EpochTable
+from kvbaton.runtime.node import Node
+from kvbaton.sim.engine import DEATH, HANG, LEAK, Broken, Phase, SimEngine
+from kvbaton.sim.memory import Shape
+from kvbaton.sim.network import Network, SimControl
+from kvbaton.sim.transport import KINDS, Fabric, SimTransport
+from kvbaton.sim.world import World
+
+TICKET_KEY = b"simulated cluster key 0123456789"
+
+
+class Character(msgspec.Struct, frozen=True):
+    """What stays the same over a worker's lives."""
+
+    name: WorkerId
+    shape: Shape
+    transports: tuple[str, ...]
+    settings: Settings
+    policy: str = "recompute"
+    drift: float = 0.0
+    layerwise: bool = False
+    preempt: float = 0.0
+    put: float = 0.0
+    features: int = int(ALL_FEATURES)
+    required: int = 0
+    store_fails: float = 0.0
+
+
+@dataclass(slots=True)
+class SimStore:
+    """A store that takes time, refuses, throws, and sometimes answers only when told to stop."""
+
+    world: World
+    fails: float
+    ended: list[StoreEnded] = field(default_factory=list)
+    waker: Callable[[], None] = lambda: None
+    open: set[PutId] = field(default_factory=set)
+
+    def put(self, put: PutId, blocks: Groups, keys: tuple[bytes, ...]) -> None:
+        kind = self.world.rng.random()
+        if kind < self.fails / 3:
+            self.world.faults["store_threw"] += 1
+            raise RuntimeError("the simulated store threw")
+        self.open.add(put)
+        if kind < self.fails * 2 / 3:
+            self.world.faults["store_stalled"] += 1
+            return
+        reason = Reason.STORE_FAILED if kind < self.fails else None
+        self.world.after(self.world.rng.uniform(0.001, 0.2), lambda: self._end(put, reason))
+
+    def cancel(self, put: PutId) -> None:
+        self._end(put, Reason.CANCELLED)
+
+    def drain(self) -> Sequence[StoreEnded]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self.waker = waker
+
+    def _end(self, put: PutId, reason: Reason | None) -> None:
+        if put in self.open:
+            self.open.discard(put)
+            self.ended.append(StoreEnded(put, reason))
+            self.waker()
+
+
+class Life:
+    """A worker between a start and a crash."""
+
+    def __init__(self, world: World, character: Character, network: Network, fabric: Fabric) -> None:
+        self.world = world
+        self.character = character
+        self.alive = True
+        self.paused = False
+        self._node_due = False
+        self._engine_due = False
+        self._timer_at = float("inf")
+        self._offset_s = world.rng.uniform(-1000, 1000)
+        self.peer = PeerId(character.name, Incarnation(world.rng.getrandbits(63)))
+        self.control = SimControl(network, character.name)
+        self.memory = [bytearray(character.shape.region_bytes) for _ in range(character.shape.ranks)]
+        self.transports = self._make_transports(fabric)
+        self.doorway = self._make_doorway()
+        self.node = self._make_node()
+        self.engine = SimEngine(world, str(character.name), character.shape, self.doorway, self.memory, character.policy)
+        self.engine.layerwise, self.engine.preempt, self.engine.put = (
+            character.layerwise, character.preempt, character.put,
+        )
+
+    def clock(self) -> float:
+        return self._offset_s + self.world.now * (1 + self.character.drift)
+
+    # --- being
+
+    def wake(self) -> None:
+        if not self._node_due and self.alive and not self.paused:
+            self._node_due = True
+            self.world.after(self.world.rng.uniform(0, 0.001), self._step_node)
+
+    def wake_engine(self) -> None:
+        if not self._engine_due and self.alive and not self.paused:
+            self._engine_due = True
+            self.world.after(self.world.rng.uniform(0.001, 0.01), self._step_engine)
+
+    def receive(self, source: WorkerId, frame: bytes) -> None:
+        self.control.inbox.append((source, frame))
+        self.wake()
+
+    def crash(self) -> None:
+        self.alive = False
+        self.control.alive = False
+        for rank in self.transports:
+            for transport in rank.values():
+                transport.alive = False
+
+    def pause(self, paused: bool) -> None:
+        self.paused = paused
+        for rank in self.transports:
+            for transport in rank.values():
+                transport.paused = paused
+        if not paused:
+            self._node_due = self._engine_due = False
+            self._timer_at = float("inf")
+            self.wake()
+            self.wake_engine()
+
+    # --- stepping
+
+    def _step_node(self) -> None:
+        if not self.alive or self.paused:
+            return
+        self._node_due = False
+        try:
+            self.node.step(self.clock())
+        except Broken:
+            raise
+        except Exception:
+            raise Broken(DEATH, f"{self.character.name}: the node raised\n{traceback.format_exc()}") from None
+        self._check_node()
+        self._set_timer()
+
+    def _step_engine(self) -> None:
+        if not self.alive or self.paused:
+            return
+        self._engine_due = False
+        before = self.engine.pool.total
+        try:
+            self.engine.step()
+        except Broken:
+            raise
+        except Exception:
+            raise Broken(DEATH, f"{self.character.name}: the engine died\n{traceback.format_exc()}") from None
+        self._check_pins()
+        active = (Phase.PREFILLING, Phase.DECODING)
+        if before != self.engine.pool.total or any(r.phase in active for r in self.engine.requests.values()):
+            self.wake_engine()
+
+    def _set_timer(self) -> None:
+        deadline = self.node.next_deadline()
+        if deadline is None:
+            return
+        at = max((deadline - self._offset_s) / (1 + self.character.drift), self.world.now)
+        if at < self._timer_at - 1e-9:
+            self._timer_at = at
+            self.world.after(at - self.world.now + 1e-6, self._timer)
+
+    def _timer(self) -> None:
+        if self.world.now >= self._timer_at and self.alive and not self.paused:
+            self._timer_at = float("inf")
+            self.wake()
+
+    # --- checks at every step
+
+    def _check_node(self) -> None:
+        """Queues are within their bounds, nothing is overdue, no lease is held past its hard limit."""
+        ledger, settings = self.node.ledger, self.character.settings
+        now = self.clock()
+        producer, consumer = ledger.producer, ledger.consumer
+        bounds = (
+            ("parked", len(producer.parked), settings.parked_max),
+            ("tombstones", len(producer.tombstones), settings.tombstones_max),
+            ("leases", len(producer.leases), settings.leases_max),
+            ("sessions", len(ledger.sessions.by_number), settings.sessions_max),
+            ("intakes", len(consumer.by_handoff), settings.intakes_max),
+            ("puts", len(ledger.puts.states), settings.puts_max),
+        )
+        for name, count, limit in bounds:
+            if count > limit:
+                raise Broken(LEAK, f"{self.character.name}: {count} {name}, at most {limit}")
+        for lease in producer.leases.values():
+            if lease.state is not LeaseState.CLOSING and now > lease.hold_until + 0.1:
+                raise Broken(LEAK, f"{self.character.name}: lease {lease.id} is held past max_hold_s")
+        for intake in consumer.by_handoff.values():
+            if intake.end is None and intake.deadline and now > intake.deadline + 0.1:
+                raise Broken(HANG, f"{self.character.name}: {intake.wanted.request} is past its deadline")
+
+    def _check_pins(self) -> None:
+        """Every reference to a block is the engine's own or has an owner at the door."""
+        pool, owned = self.engine.pool, self.engine.own_refs + self.doorway.pinned_blocks
+        if pool.total != owned:
+            raise Broken(LEAK, f"{self.character.name}: {pool.total} references to blocks, {owned} with an owner")
+
+    # --- making
+
+    def _make_transports(self, fabric: Fabric) -> list[dict[str, SimTransport]]:
+        ranks = []
+        for rank, memory in enumerate(self.memory):
+            mine = {}
+            for name in self.character.transports:
+                transport = SimTransport(fabric, rank_peer(self.peer, rank), KINDS[name])
+                transport.register(0, memoryview(memory))
+                transport.set_waker(self.wake)
+                mine[name] = transport
+            ranks.append(mine)
+        return ranks
+
+    def _make_doorway(self) -> Doorway:
+        rng, shape = self.world.rng, self.character.shape
+        config = DoorwayConfig(
+            me=self.peer,
+            ranks=shape.ranks,
+            groups=len(shape.group_layers),
+            ticket_keys=(TICKET_KEY,),
+            ticket_ttl_s=5.0,
+            mint=lambda: TransferId(f"{rng.getrandbits(128):032x}"),
+            wall=lambda: self.world.now,
+        )
+        doorway = Doorway(config, EpochTable(shape.blocks))
+        doorway.wake_node = self.wake
+        doorway.wake_engine = self.wake_engine
+        return doorway
+
+    def _make_node(self) -> Node:
+        character = self.character
+        identity = Identity(
+            me=self.peer,
+            host="host",
+            compat={"model": "sim", "info.version": "1"},
+            layout=character.shape.layout(),
+            transports=tuple(KINDS[name] for name in character.transports),
+            ticket_keys=(TICKET_KEY,),
+            wall_offset_s=self.world.now - self.clock(),
+            required=character.required,
+            optional=character.features,
+        )
+        store = SimStore(self.world, character.store_fails)
+        store.set_waker(self.wake)
+        ledger = Ledger(identity, character.settings, self.doorway.epochs.of)
+        return Node(ledger, self.control, self.transports, self.doorway, store)
+
+
+def request_name(life: Life, index: int, leg: str) -> RequestId:
+    """An engine's own name for a request: never equal on two engines."""
+    return RequestId(f"{leg}{index}@{life.peer.incarnation & 0xFFFF:04x}")

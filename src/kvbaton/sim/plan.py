@@ -1,0 +1,125 @@
+"""What kind of world a seed makes: how many workers, of which shape, under which faults. All drawn from the seed."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from kvbaton.protocol.ids import WorkerId
+from kvbaton.protocol.messages import ALL_FEATURES, Feature
+from kvbaton.protocol.settings import Settings
+from kvbaton.sim.life import Character
+from kvbaton.sim.memory import Shape
+from kvbaton.sim.network import NetworkFaults
+from kvbaton.sim.transport import TransportFaults
+
+FAULTY_S = 12.0
+"""Faults and requests happen in this span; then everything heals and must come to rest."""
+REST_S = 60.0
+
+PROFILES = ("calm", "network", "copies", "crashes", "pauses", "engines", "strangers", "all", "all")
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """One seed's world."""
+
+    profile: str
+    prefill: tuple[Character, ...]
+    decode: tuple[Character, ...]
+    requests: int
+    network: NetworkFaults
+    copies: TransportFaults
+    crashes: int
+    pauses: int
+    partitions: int
+    abort: float  # share of requests that clients give up
+    bad_ticket: float
+    late_ticket: float  # share of tickets that reach D long after P wrote them
+
+
+def settings(rng: random.Random) -> Settings:
+    """Short times and tight bounds, so that every limit is met often."""
+    tight = rng.random() < 0.3
+    return Settings(
+        transfer_timeout=rng.uniform(1.0, 3.0),
+        defer_timeout=rng.uniform(2.0, 4.0),
+        claim_timeout=rng.uniform(0.8, 2.0),
+        lease_s=rng.uniform(0.3, 1.5),
+        max_hold_s=rng.uniform(5.0, 8.0),
+        retry_s=rng.uniform(0.15, 0.4),
+        revoke_timeout=rng.uniform(0.3, 1.0),
+        tombstones_max=4 if tight else 64,
+        parked_max=2 if tight else 32,
+        revoked_max=2 if tight else 16,
+        sessions_max=4 if tight else 16,
+        intakes_max=6 if tight else 64,
+        leases_max=8 if tight else 64,
+        quarantine_blocks_max=8 if tight else 64,
+        puts_max=2 if tight else 16,
+    )
+
+
+def draw(rng: random.Random) -> Plan:
+    profile = rng.choice(PROFILES)
+    bad = profile == "all"
+
+    def when(name: str, value: float) -> float:
+        return value if profile == name or (bad and rng.random() < 0.6) else 0.0
+
+    times = settings(rng)
+    transports = rng.choice((("shm", "tcp"), ("tcp",), ("rdma",), ("rdma", "tcp"), ("cma", "tcp"), ("cma",)))
+    groups = rng.choice(((2,), (2,), (1, 1), (2, 1)))
+    strange, engines = when("strangers", 1.0), when("engines", 1.0)
+    mixed = strange and rng.random() < 0.3
+
+    def character(name: str, ranks: int, block_tokens: int) -> Character:
+        return Character(
+            name=WorkerId(name),
+            shape=Shape(
+                ranks=ranks,
+                blocks=rng.choice((12, 16, 24)) * len(groups) * 2 // block_tokens + 4,
+                block_tokens=block_tokens,
+                group_layers=groups,
+                blocks_first=rng.random() < 0.3,
+                order=rng.choice(("HNP", "HNP", "NHP")),
+            ),
+            transports=transports,
+            settings=times,
+            policy=rng.choice(("recompute", "recompute", "fail")),
+            drift=rng.uniform(-0.05, 0.05),
+            layerwise=rng.random() < 0.4,
+            preempt=engines and 0.1,
+            put=0.2,
+            features=int(ALL_FEATURES & ~Feature.PUSH if mixed and rng.random() < 0.5 else ALL_FEATURES),
+            required=1 << 40 if mixed and rng.random() < 0.2 else 0,
+            store_fails=0.5 if engines or bad else 0.05,
+        )
+
+    p_ranks, d_ranks = rng.choice(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 2)))
+    p_tokens, d_tokens = rng.choice(((2, 2), (2, 2), (2, 4), (4, 2)))
+    return Plan(
+        profile=profile,
+        prefill=tuple(character(f"p{n}", p_ranks, p_tokens) for n in range(rng.randint(1, 2))),
+        decode=tuple(character(f"d{n}", d_ranks, d_tokens) for n in range(rng.randint(1, 2))),
+        requests=rng.randint(16, 40),
+        network=NetworkFaults(
+            loss=when("network", rng.uniform(0, 0.1)),
+            double=when("network", 0.05),
+            slow=when("network", 0.05),
+            garble=when("network", 0.02) or strange * 0.05,
+        ),
+        copies=TransportFaults(
+            fail=when("copies", 0.08),
+            stall=when("copies", 0.08),
+            slow=when("copies", 0.2),
+            refuse=when("copies", 0.1),
+            broken=when("copies", 0.01),
+        ),
+        crashes=int(when("crashes", rng.randint(1, 4))),
+        pauses=int(when("pauses", rng.randint(1, 4))),
+        partitions=int(when("network", rng.randint(0, 3))),
+        abort=engines and 0.2,
+        bad_ticket=strange * 0.3,
+        late_ticket=rng.choice((0.0, 0.2)),
+    )

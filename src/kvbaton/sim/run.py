@@ -1,0 +1,63 @@
+"""Runs one seed to its end and says whether every promise held."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from kvbaton.sim.checkers import check_at_rest
+from kvbaton.sim.cluster import Cluster
+from kvbaton.sim.engine import Broken
+from kvbaton.sim.plan import FAULTY_S, REST_S, draw
+from kvbaton.sim.world import World
+
+
+class Result(msgspec.Struct):
+    """What came of one seed."""
+
+    seed: int
+    profile: str
+    holds: bool
+    promise: str = ""
+    what: str = ""
+    handoffs: int = 0
+    delivered: int = 0
+    events: int = 0
+    sim_seconds: float = 0.0
+    trace_hash: str = ""
+    faults: dict[str, int] = {}
+    ends: dict[str, int] = {}
+    story: list[str] = []
+
+
+def run_seed(seed: int) -> Result:
+    """One world, from its first event to rest."""
+    world = World(seed)
+    plan = draw(world.rng)
+    result = Result(seed, plan.profile, holds=True)
+    cluster: Cluster | None = None
+    try:
+        cluster = Cluster(world, plan)
+        world.run(FAULTY_S)
+        cluster.heal()
+        world.run(FAULTY_S + REST_S)
+        check_at_rest(cluster)
+    except Broken as broken:
+        result.holds, result.promise, result.what = False, broken.promise, broken.what
+        result.story = list(world.story)
+    if cluster is not None:
+        _count(cluster, result)
+    result.events, result.sim_seconds = world.events, world.now
+    result.faults, result.trace_hash = dict(sorted(world.faults.items())), world.trace_hash()
+    return result
+
+
+def _count(cluster: Cluster, result: Result) -> None:
+    ends: Counter[str] = Counter()
+    for life in cluster.every_life:
+        for name, count in life.node.ledger.desk.counts.items():
+            if name.startswith("ends."):
+                ends[name.removeprefix("ends.")] += count
+    result.ends = dict(sorted(ends.items()))
+    result.handoffs, result.delivered = sum(ends.values()), ends["delivered"]

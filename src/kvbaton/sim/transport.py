@@ -1,0 +1,246 @@
+"""Data planes in virtual time, over real bytes. They can be slow, fail half-way, stall, and land late.
+
+One class plays every kind by its capabilities: shared memory (reader copies, survives the source's death), sockets
+(both ways, fenced by closing), and one-sided hardware that cannot cancel (a copy that was given up still lands).
+`kvbaton.testing.check_transport` runs on it as on the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Copy, Direction
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.events import CopyEnded, CopyRested
+from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.sim.world import World
+from kvbaton.transports.base import FenceEnded, TransportEvent
+
+SHM = Capabilities("shm", one_sided=True, can_write=False, can_fence=False, cancels=True, same_host=True)
+TCP = Capabilities("tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False)
+RDMA = Capabilities("rdma", one_sided=True, can_write=True, can_fence=True, cancels=False, same_host=False)
+CMA = Capabilities("cma", one_sided=True, can_write=True, can_fence=False, cancels=False, same_host=True)
+KINDS = {kind.name: kind for kind in (SHM, TCP, RDMA, CMA)}
+
+
+@dataclass(slots=True)
+class TransportFaults:
+    """How bad the data plane is."""
+
+    fail: float = 0.0  # share of copies that fail half-way
+    stall: float = 0.0  # share that never finish by themselves
+    slow: float = 0.0
+    slow_s: float = 5.0
+    refuse: float = 0.0  # back-pressure
+    broken: float = 0.0  # `submit` raises
+
+
+@dataclass(slots=True)
+class _Job:
+    copy: Copy
+    remote: SimTransport
+    generation: int
+    spans: list[tuple[int, int, int]]
+    moved: int = 0  # spans landed
+    given_up: bool = False
+    over: bool = False
+
+
+class Fabric:
+    """Where endpoints of all lives meet, by address."""
+
+    def __init__(self, world: World, faults: TransportFaults) -> None:
+        self.world = world
+        self.faults = faults
+        self.by_address: dict[int, SimTransport] = {}
+        self.on_landing: Callable[[SimTransport, int, int, int], None] | None = None
+
+    def add(self, transport: SimTransport) -> int:
+        self.by_address[len(self.by_address) + 1] = transport
+        return len(self.by_address)
+
+
+@dataclass(slots=True)
+class SimTransport:
+    """One rank's data plane of one kind, in one life."""
+
+    fabric: Fabric
+    me: PeerId
+    kind: Capabilities
+    queue_max: int = 64
+    address: int = 0
+    regions: dict[int, bytearray] = field(default_factory=dict)
+    alive: bool = True
+    paused: bool = False
+    bytes_moved: int = 0
+    _links: dict[PeerId, tuple[int, int]] = field(default_factory=dict)  # peer -> (address, generation)
+    _admitted: dict[PeerId, int] = field(default_factory=dict)  # peer -> generation it may write with
+    _generations: int = 0
+    _jobs: dict[JobId, _Job] = field(default_factory=dict)
+    _events: list[TransportEvent] = field(default_factory=list)
+    _waker: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.address = self.fabric.add(self)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.kind
+
+    def register(self, region: int, memory: memoryview) -> None:
+        self.regions[region] = memory.obj  # type: ignore[assignment]
+
+    def endpoint(self, peer: PeerId) -> bytes:
+        if peer not in self._admitted:
+            self._generations += 1
+            self._admitted[peer] = self._generations
+        return f"{self.address}:{self._admitted[peer]}".encode()
+
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        address, _, generation = endpoint.partition(b":")
+        if not (address.isdigit() and generation.isdigit()):
+            raise ValueError(f"endpoint {endpoint!r} is not one of this data plane")
+        self._links[peer] = int(address), int(generation)
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._links.pop(peer, None)
+        self._admitted.pop(peer, None)
+        for job in [job for job in self._jobs.values() if job.copy.peer == peer]:
+            self._give_up(job, Reason.TRANSFER_FAILED)
+
+    def submit(self, copy: Copy) -> bool:
+        faults, world = self.fabric.faults, self.fabric.world
+        if len(self._jobs) >= self.queue_max or world.chance(faults.refuse):
+            return False
+        if world.chance(faults.broken):
+            world.faults["broken_submit"] += 1
+            raise RuntimeError("the simulated library threw")
+        link = self._links.get(copy.peer)
+        remote = self.fabric.by_address.get(link[0]) if link else None
+        if link is None or remote is None:
+            self._note(CopyEnded(copy.job, Reason.PEER_UNKNOWN))
+            return True
+        spans = [tuple(copy.spans[i : i + 3]) for i in range(0, len(copy.spans), 3)]
+        job = _Job(copy, remote, link[1], spans)  # type: ignore[arg-type]
+        if not self._in_range(job) or (copy.direction is Direction.WRITE and not self.kind.can_write):
+            self._note(CopyEnded(copy.job, Reason.BAD_SPAN, detail="outside registered memory"))
+            return True
+        self._jobs[copy.job] = job
+        self._launch(job)
+        return True
+
+    def cancel(self, job: JobId) -> None:
+        if job in self._jobs:
+            self._give_up(self._jobs[job], Reason.CANCELLED)
+
+    def fence(self, peer: PeerId) -> None:
+        self._admitted.pop(peer, None)
+        self.fabric.world.after(self.fabric.world.rng.uniform(0, 0.01), lambda: self._note(FenceEnded(peer)))
+
+    def drain(self) -> Sequence[TransportEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._waker = waker
+
+    def close(self) -> None:
+        self.alive = False
+        for job in list(self._jobs.values()):
+            self._give_up(job, Reason.TRANSFER_FAILED)
+
+    # --- how a copy goes
+
+    def _launch(self, job: _Job) -> None:
+        world, faults = self.fabric.world, self.fabric.faults
+        rng = world.rng
+        batches = min(len(job.spans), rng.choice((1, 1, 2, 3)))
+        duration = rng.uniform(0.0002, 0.01)
+        if world.chance(faults.slow):
+            world.faults["slow_copy"] += 1
+            duration = rng.uniform(0.01, faults.slow_s)
+        fate = "arrive"
+        if world.chance(faults.fail):
+            world.faults["failed_copy"] += 1
+            fate = "fail"
+        elif world.chance(faults.stall):
+            world.faults["stalled_copy"] += 1
+            fate = "stall"
+        self._move(job, batches, duration / (batches + 1), fate)
+
+    def _move(self, job: _Job, batches: int, gap_s: float, fate: str) -> None:
+        """Land one batch after `gap_s`; then the next, until all have landed or fate strikes."""
+
+        def act() -> None:
+            if job.over or not self.alive:
+                return
+            if self.paused or (job.remote.paused and not self.kind.one_sided):
+                self._move(job, batches, 0.25, fate)  # nobody home: try again
+            elif not self._reachable(job):
+                self._end(job, Reason.TRANSFER_FAILED)
+            elif fate == "fail" and job.moved * 2 >= len(job.spans):
+                self._end(job, Reason.TRANSFER_FAILED)
+            elif fate == "stall" and job.moved * 2 >= len(job.spans):
+                if not self.kind.cancels:  # it lands in the end, long after everybody gave up on it
+                    self._move(job, 1, self.fabric.world.rng.uniform(3.0, 20.0), "arrive")
+            elif job.moved == len(job.spans):
+                self._end(job, None)
+            else:
+                step = -(-(len(job.spans) - job.moved) // batches)
+                self._land(job, step)
+                self._move(job, max(1, batches - 1), gap_s, fate)
+
+        self.fabric.world.after(gap_s, act)
+
+    def _reachable(self, job: _Job) -> bool:
+        if job.copy.direction is Direction.WRITE:
+            mine = self.me
+            return job.remote.alive and job.remote._admitted.get(mine) == job.generation
+        return job.remote.alive or self.kind.same_host
+
+    def _land(self, job: _Job, count: int) -> None:
+        copy = job.copy
+        ours, theirs = self.regions[copy.local_region], job.remote.regions[copy.remote_region]
+        for local, remote, size in job.spans[job.moved : job.moved + count]:
+            if copy.direction is Direction.READ:
+                self._landing(self, copy.local_region, local, size)
+                ours[local : local + size] = theirs[remote : remote + size]
+            else:
+                self._landing(job.remote, copy.remote_region, remote, size)
+                theirs[remote : remote + size] = ours[local : local + size]
+            self.bytes_moved += size
+        job.moved += count
+
+    def _landing(self, target: SimTransport, region: int, offset: int, size: int) -> None:
+        if self.fabric.on_landing is not None:
+            self.fabric.on_landing(target, region, offset, size)
+
+    def _in_range(self, job: _Job) -> bool:
+        copy = job.copy
+        ours, theirs = self.regions.get(copy.local_region), job.remote.regions.get(copy.remote_region)
+        if ours is None or theirs is None:
+            return False
+        return all(
+            size >= 0 and 0 <= local <= len(ours) - size and 0 <= remote <= len(theirs) - size
+            for local, remote, size in job.spans
+        )
+
+    def _give_up(self, job: _Job, reason: Reason) -> None:
+        if job.given_up:
+            return
+        if self.kind.cancels:
+            self._end(job, reason)
+        else:
+            job.given_up = True
+            self._note(CopyEnded(job.copy.job, reason, at_rest=False))
+
+    def _end(self, job: _Job, reason: Reason | None) -> None:
+        job.over = True
+        self._jobs.pop(job.copy.job, None)
+        self._note(CopyRested(job.copy.job) if job.given_up else CopyEnded(job.copy.job, reason))
+
+    def _note(self, event: TransportEvent) -> None:
+        self._events.append(event)
+        self._waker()
