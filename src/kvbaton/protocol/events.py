@@ -77,7 +77,6 @@ class Wanted(_Event, frozen=True):
     ticket: str
     digest: bytes
     tokens: int
-    incarnation: Incarnation = Incarnation(0)  # of the source, where the ticket names it
     push: bool = False
     deferred: bool = False  # P may begin later than D asks (streaming, push)
 

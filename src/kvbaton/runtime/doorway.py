@@ -164,9 +164,7 @@ class Doorway:
         self._wants[request] = Match(MatchState.NOT_YET)
         deferred = opened.lease == 0
         self._post(
-            ev.Wanted(
-                request, opened.handoff, opened.source, ticket, digest, tokens, opened.incarnation, push, deferred
-            )
+            ev.Wanted(request, opened.handoff, opened.source, ticket, digest, tokens, push, deferred)
         )
 
     def open_ticket(self, ticket: str) -> Ticket:

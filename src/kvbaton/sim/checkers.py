@@ -6,7 +6,7 @@ Those that can be seen at every step are checked there (`life.py`, `engine.py`, 
 from __future__ import annotations
 
 from kvbaton.sim.cluster import Cluster
-from kvbaton.sim.engine import HANG, LEAK, Broken
+from kvbaton.sim.engine import HANG, LEAK, NEEDLESS, Broken
 from kvbaton.sim.life import Life
 
 
@@ -17,6 +17,23 @@ def check_at_rest(cluster: Cluster) -> None:
             raise Broken(HANG, f"request {leg.index} never ended on {leg.life.peer.worker}")
     for life in cluster.lives.values():
         _check_life(life)
+
+
+def check_healthy(cluster: Cluster) -> None:
+    """Where nothing was wrong but doubled and overtaking frames, every handoff was delivered."""
+    if cluster.plan.profile != "healthy":
+        return
+    for life in cluster.every_life:
+        for name, count in life.node.ledger.desk.counts.items():
+            if name.startswith("ends.") and name != "ends.delivered":
+                raise Broken(NEEDLESS, f"{life.character.name}: {count} x {name} in a healthy world")
+
+
+def check_recovery(cluster: Cluster, before: int, probes: int) -> None:
+    """After all faults are over, every pair of workers hands over again, in every mode."""
+    after = cluster.delivered()
+    if after - before < probes:
+        raise Broken(NEEDLESS, f"{after - before} of {probes} handoffs were delivered after everything had healed")
 
 
 def _check_life(life: Life) -> None:

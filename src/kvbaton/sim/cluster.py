@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from kvbaton.protocol.events import Departed
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.ticket import Ticket, seal
@@ -36,6 +38,7 @@ class Cluster:
         self.fabric = Fabric(world, plan.copies)
         self.network.deliver = self._deliver
         self.fabric.on_landing = self._landing
+        self.fabric.on_leaving = self._leaving
         self.lives: dict[WorkerId, Life] = {}
         self.every_life: list[Life] = []
         self.owner: dict[int, Life] = {}  # transport address -> life
@@ -114,6 +117,7 @@ class Cluster:
 
     def heal(self) -> None:
         """No more faults: what is left must now come to rest by itself."""
+        self.plan = msgspec.structs.replace(self.plan, abort=0.0, bad_ticket=0.0, late_ticket=0.0)
         self.network.faults = NetworkFaults()
         self.fabric.faults = TransportFaults()
         self.network.cut.clear()
@@ -122,8 +126,33 @@ class Cluster:
                 self.start(life.character)
             elif life.paused:
                 self._resume(life)
+        for life in self.lives.values():
+            life.engine.preempt = 0.0
+
+    def delivered(self) -> int:
+        return sum(life.node.ledger.desk.counts["ends.delivered"] for life in self.every_life)
 
     # --- requests
+
+    def probe(self) -> int:
+        """After everything has healed: one request for every pair and mode. Returns how many handoffs must follow."""
+        count = 0
+        for source in self.plan.prefill:
+            for target in self.plan.decode:
+                if source.required or target.required:
+                    continue
+                for mode in ("pull", "stream", "push"):
+                    count += 1
+                    self.world.after(count * 1.0, self._later(self._probe, count, source.name, target.name, mode))
+        return count
+
+    def _probe(self, index: int, source: WorkerId, target: WorkerId, mode: str) -> None:
+        life, other = self.lives[source], self.lives[target]
+        content, tokens = 900_000 + index, 1 + index % 8
+        if mode == "pull":
+            self._pull(index, life, other, content, tokens, alone=True)
+        else:
+            self._both_at_once(index, life, other, content, tokens, mode)
 
     def _new_request(self, index: int) -> None:
         rng = self.world.rng
@@ -138,18 +167,23 @@ class Cluster:
         else:
             self._both_at_once(index, source, target, content, tokens, mode)
 
-    def _pull(self, index: int, source: Life, target: Life, content: int, tokens: int) -> None:
-        readers = 2 if self.world.rng.random() < 0.15 else 1
+    def _pull(
+        self, index: int, source: Life, target: Life, content: int, tokens: int, alone: bool = False
+    ) -> None:
+        targets = [target]
+        if len(self.plan.decode) > 1 and not alone and self.world.rng.random() < 0.3:
+            targets = [self.lives[character.name] for character in self.plan.decode]
 
         def prefilled(how: str, ticket: str) -> None:
             if how != "prefilled":
                 return
             late = self.world.chance(self.plan.late_ticket)
-            for _ in range(readers):
-                delay = self.world.rng.uniform(0.2, 4.0) if late else self.world.rng.uniform(0.001, 0.01)
-                self.world.after(delay, self._later(self._decode, index, target, content, tokens, "pull", ticket))
+            for reader in targets:
+                soon_s = 0.01 if alone else 0.2
+                delay = self.world.rng.uniform(0.2, 4.0) if late else self.world.rng.uniform(0.001, soon_s)
+                self.world.after(delay, self._later(self._decode, index, reader, content, tokens, "pull", ticket))
 
-        self._add(index, source, content, tokens, "prefill", prefilled, max_readers=readers)
+        self._add(index, source, content, tokens, "prefill", prefilled, max_readers=len(targets))
 
     def _both_at_once(self, index: int, source: Life, target: Life, content: int, tokens: int, mode: str) -> None:
         rng = self.world.rng
@@ -236,6 +270,13 @@ class Cluster:
         for block in range(shape.block_at(offset), shape.block_at(offset + size - 1) + 1) if size else ():
             if not life.engine.pool.held[block]:
                 raise Broken(WRONG, f"{life.peer.worker}: bytes land in block {block}, which no handoff holds")
+
+    def _leaving(self, transport: SimTransport, region: int, offset: int, size: int) -> None:
+        """P writes from its own blocks: they must still be held by somebody."""
+        life = self.owner[transport.address]
+        block = life.character.shape.block_at(offset)
+        if not life.engine.pool.refs[block]:
+            raise Broken(WRONG, f"{life.peer.worker}: bytes are sent from block {block}, which nobody holds")
 
     def _later(self, act: Callable[..., None], *arguments: object) -> Callable[[], None]:
         return lambda: act(*arguments)

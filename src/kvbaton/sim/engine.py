@@ -7,6 +7,7 @@ for exactly one report per rank, also after an abort; an unknown or second repor
 from __future__ import annotations
 
 import enum
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ class Broken(Exception):
 
 
 WRONG, HANG, LEAK, DEATH, STRANGER = "no wrong answer", "no hang", "no leak", "no engine death", "no stranger"
+NEEDLESS = "no needless failure"
+"""Not one of the five, but what makes them worth having: where nothing is wrong, handoffs are delivered."""
 
 
 class Phase(enum.Enum):
@@ -64,6 +67,7 @@ class SimRequest:
     aborted: bool = False
     decode_left: int = 0
     remote_done: bool = False  # matched or failed once: never again
+    lagging: int = 0  # ranks whose device has not finished the chunk
     announced: int = 0  # whole blocks that the lease has been told of
     trusted: bool = True  # its ticket is genuine
 
@@ -75,6 +79,7 @@ class Pool:
         self.refs = [0] * blocks
         self.free: deque[int] = deque(range(1, blocks))  # block 0 is nobody's
         self.held = [0] * blocks  # our own holds on destination blocks
+        self.reuses = [0] * blocks
         self.total = 0
         self._doorway = doorway
 
@@ -82,9 +87,17 @@ class Pool:
         taken = [self.free.popleft() for _ in range(count)]
         for block in taken:
             self._doorway.epochs.raise_epoch(block)
+            self.reuses[block] += 1
             self.refs[block] = 1
         self.total += count
         return taken
+
+    def revive(self, block: int) -> None:
+        """Take a block with its content: somebody wants the same prefix again."""
+        if self.refs[block] == 0:
+            self.free.remove(block)
+        self.refs[block] += 1
+        self.total += 1
 
     def touch(self, blocks: tuple[int, ...]) -> None:
         for block in blocks:
@@ -117,8 +130,11 @@ class SimEngine:
         self.policy = policy
         self.pool = Pool(shape.blocks, doorway)
         self.requests: dict[RequestId, SimRequest] = {}
+        self.cached: dict[tuple[int, int, int], tuple[int, int]] = {}  # (content, group, index) -> (block, epoch)
+        self._true_epochs = self.pool.reuses  # the engine's own truth, whatever the core believes
         self.own_refs = 0
         self.layerwise = False
+        self.stopped = False
         self.preempt = 0.0
         self.put = 0.0
 
@@ -234,13 +250,33 @@ class SimEngine:
                 self._begin_lease(request)
 
     def _allocate(self, request: SimRequest) -> bool:
-        per_group = -(-(request.tokens + 1) // self.shape.block_tokens)
-        groups = len(self.shape.group_layers)
+        shape = self.shape
+        per_group, groups = -(-(request.tokens + 1) // shape.block_tokens), len(shape.group_layers)
         if len(self.pool.free) < per_group * groups:
             return False
-        request.blocks = tuple(self.pool.allocate(per_group) for _ in range(groups))
+        same = self._same_prefix(request) if request.role == "prefill" else 0
+        taken = []
+        for group in range(groups):
+            found = [self.cached[request.content, group, index][0] for index in range(same)]
+            for block in found:
+                self.pool.revive(block)
+            taken.append([*found, *self.pool.allocate(per_group - same)])
+        request.blocks = tuple(taken)
+        request.computed = same * shape.block_tokens
         self.own_refs += per_group * groups
         return True
+
+    def _same_prefix(self, request: SimRequest) -> int:
+        """Leading whole blocks of this prompt that are still cached; one token is always left to compute."""
+        for index in range((request.tokens - 1) // self.shape.block_tokens):
+            for group in range(len(self.shape.group_layers)):
+                block, epoch = self.cached.get((request.content, group, index), (0, -1))
+                if self.epoch(block) != epoch:
+                    return index
+        return (request.tokens - 1) // self.shape.block_tokens
+
+    def epoch(self, block: int) -> int:
+        return self._true_epochs[block]
 
     def _load(self, request: SimRequest) -> None:
         if not self._allocate(request):
@@ -264,31 +300,60 @@ class SimEngine:
     # --- computing
 
     def _prefill(self, request: SimRequest) -> None:
+        if request.lagging:
+            return
+        if request.computed == request.tokens:
+            self._prefilled(request)
+            return
         if request.role == "prefill" and self.world.chance(self.preempt):
             self._preempt(request)
             return
         before = request.computed
-        chunk = self.world.rng.choice((2, 4, 8, 16))
-        request.computed = min(request.tokens, before + chunk)
-        first, last = before // self.shape.block_tokens, -(-request.computed // self.shape.block_tokens)
+        request.computed = min(request.tokens, before + self.world.rng.choice((2, 4, 8, 16)))
+        blocks = range(before // self.shape.block_tokens, -(-request.computed // self.shape.block_tokens))
         if request.lease is not None:
             self._pin_chunk(request)
-        self._compute(request, range(first, last))
-        if request.lease is not None:
-            self._announce_chunk(request)
-        if request.computed < request.tokens:
-            return
+        self._compute(request, blocks, 0)
+        for rank in range(1, self.shape.ranks):
+            request.lagging += 1
+            later = functools.partial(self._catch_up, request, blocks, rank)
+            self.world.after(self.world.rng.uniform(0, 0.02), later)
+        if not request.lagging:
+            self._chunk_done(request)
+
+    def _catch_up(self, request: SimRequest, blocks: range, rank: int) -> None:
+        """The other ranks of an engine finish a step a little later than the first."""
+        request.lagging -= 1
+        if not self.stopped and request.id in self.requests and request.blocks:
+            self._compute(request, blocks, rank)
+            if not request.lagging:
+                self._chunk_done(request)
+
+    def _chunk_done(self, request: SimRequest) -> None:
+        if request.role == "prefill":
+            for group, ids in enumerate(request.blocks):
+                for index in range(request.computed // self.shape.block_tokens):
+                    self.cached[request.content, group, index] = ids[index], self.epoch(ids[index])
+        if request.lease is not None and request.computed == request.tokens:
+            self.doorway.completed(request.lease)
+        self.doorway.wake_engine()
+
+    def _prefilled(self, request: SimRequest) -> None:
         if request.role == "prefill":
             self._finish_prefill(request)
         else:
             self._start_decoding(request)
 
-    def _compute(self, request: SimRequest, blocks: range) -> None:
+    def _compute(self, request: SimRequest, blocks: range, rank: int) -> None:
         for layer in range(self.shape.layers):
             for index in blocks:
-                self._write_block(request, index, range(layer, layer + 1))
+                self._write_block(request, index, range(layer, layer + 1), (rank,))
             if request.lease is not None and self.layerwise and self.world.chance(0.5):
-                self.doorway.progressed(request.lease, self._ahead(request, layer + 1))
+                self.doorway.progressed(request.lease, self._ahead(request, layer + 1), rank)
+        if request.lease is not None:
+            if rank == self.shape.ranks - 1:
+                request.announced = self._chunk_end(request)
+            self.doorway.progressed(request.lease, whole([self._chunk_end(request)] * len(self.shape.group_layers)), rank)
 
     def _ahead(self, request: SimRequest, layers: int) -> Progress:
         """What is ready when `layers` layers (through all groups) of the chunk are done: whole blocks only."""
@@ -300,7 +365,9 @@ class SimEngine:
             found.append(GroupProgress(now_whole) if done == count else GroupProgress(before, now_whole, done))
         return tuple(found)
 
-    def _write_block(self, request: SimRequest, index: int, layers: range) -> None:
+    def _write_block(
+        self, request: SimRequest, index: int, layers: range, ranks: tuple[int, ...] | None = None
+    ) -> None:
         shape = self.shape
         valid = min(shape.block_tokens, request.computed - index * shape.block_tokens or 0)
         if request.phase is Phase.LOADING:
@@ -308,11 +375,12 @@ class SimEngine:
         for layer in layers:
             group = next(n for n in range(len(shape.group_layers)) if layer < shape.first_layer(n + 1))
             offset = shape.page(layer, request.blocks[group][index])
-            for rank, memory in enumerate(self.memory):
-                memory[offset : offset + shape.page_bytes] = page_stamp(shape, request.content, layer, index, rank, valid)
+            for rank in range(shape.ranks) if ranks is None else ranks:
+                page = page_stamp(shape, request.content, layer, index, rank, valid)
+                self.memory[rank][offset : offset + shape.page_bytes] = page
 
     def _begin_lease(self, request: SimRequest) -> None:
-        request.announced = 0
+        request.announced = 0  # also what the prefix cache gave is pinned with the first chunk
         request.lease = self.doorway.begin(
             request.handoff, digest_of(request), request.tokens, target=request.target, max_readers=request.max_readers
         )
@@ -328,13 +396,6 @@ class SimEngine:
         upto = self._chunk_end(request)
         fresh = tuple(tuple(ids[request.announced : upto]) for ids in request.blocks)
         self.pool.touch(self.doorway.pin(request.lease, fresh))
-
-    def _announce_chunk(self, request: SimRequest) -> None:
-        assert request.lease is not None
-        request.announced = self._chunk_end(request)
-        self.doorway.progressed(request.lease, whole([request.announced] * len(self.shape.group_layers)))
-        if request.computed == request.tokens:
-            self.doorway.completed(request.lease)
 
     def _finish_prefill(self, request: SimRequest) -> None:
         ticket = ""

@@ -131,6 +131,7 @@ class Life:
 
     def crash(self) -> None:
         self.alive = False
+        self.engine.stopped = True
         self.control.alive = False
         for rank in self.transports:
             for transport in rank.values():

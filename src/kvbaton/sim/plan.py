@@ -17,8 +17,12 @@ from kvbaton.sim.transport import TransportFaults
 FAULTY_S = 12.0
 """Faults and requests happen in this span; then everything heals and must come to rest."""
 REST_S = 60.0
+PROBE_S = 30.0
 
-PROFILES = ("calm", "network", "copies", "crashes", "pauses", "engines", "strangers", "all", "all")
+PROFILES = (
+    "healthy", "healthy", "expiry", "network", "copies", "crashes", "pauses", "engines", "strangers", "all", "all",
+)  # fmt: skip
+"""`healthy`: frames may double and overtake each other, nothing else is wrong, so every handoff must be delivered."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -38,14 +42,21 @@ class Plan(msgspec.Struct, frozen=True):
     late_ticket: float  # share of tickets that reach D long after P wrote them
 
 
-def settings(rng: random.Random) -> Settings:
+HEALTHY = Settings(
+    transfer_timeout=5.0, defer_timeout=20.0, claim_timeout=5.0, lease_s=1.0, max_hold_s=40.0, retry_s=0.3
+)
+
+
+def settings(rng: random.Random, profile: str) -> Settings:
     """Short times and tight bounds, so that every limit is met often."""
+    if profile == "healthy":
+        return HEALTHY
     tight = rng.random() < 0.3
     return Settings(
         transfer_timeout=rng.uniform(1.0, 3.0),
         defer_timeout=rng.uniform(2.0, 4.0),
         claim_timeout=rng.uniform(0.8, 2.0),
-        lease_s=rng.uniform(0.3, 1.5),
+        lease_s=rng.uniform(0.1, 0.3) if profile == "expiry" else rng.uniform(0.3, 1.5),
         max_hold_s=rng.uniform(5.0, 8.0),
         retry_s=rng.uniform(0.15, 0.4),
         revoke_timeout=rng.uniform(0.3, 1.0),
@@ -67,7 +78,8 @@ def draw(rng: random.Random) -> Plan:
     def when(name: str, value: float) -> float:
         return value if profile == name or (bad and rng.random() < 0.6) else 0.0
 
-    times = settings(rng)
+    times = settings(rng, profile)
+    healthy, expiry = profile == "healthy", profile == "expiry"
     transports = rng.choice((("shm", "tcp"), ("tcp",), ("rdma",), ("rdma", "tcp"), ("cma", "tcp"), ("cma",)))
     groups = rng.choice(((2,), (2,), (1, 1), (2, 1)))
     strange, engines = when("strangers", 1.0), when("engines", 1.0)
@@ -78,7 +90,7 @@ def draw(rng: random.Random) -> Plan:
             name=WorkerId(name),
             shape=Shape(
                 ranks=ranks,
-                blocks=rng.choice((12, 16, 24)) * len(groups) * 2 // block_tokens + 4,
+                blocks=(96 if healthy else rng.choice((12, 16, 24))) * len(groups) * 2 // block_tokens + 4,
                 block_tokens=block_tokens,
                 group_layers=groups,
                 blocks_first=rng.random() < 0.3,
@@ -102,17 +114,19 @@ def draw(rng: random.Random) -> Plan:
         profile=profile,
         prefill=tuple(character(f"p{n}", p_ranks, p_tokens) for n in range(rng.randint(1, 2))),
         decode=tuple(character(f"d{n}", d_ranks, d_tokens) for n in range(rng.randint(1, 2))),
-        requests=rng.randint(16, 40),
+        requests=rng.randint(16, 40) * (2 if expiry else 1),
         network=NetworkFaults(
-            loss=when("network", rng.uniform(0, 0.1)),
-            double=when("network", 0.05),
-            slow=when("network", 0.05),
+            loss=when("network", rng.uniform(0, 0.1)) or expiry * rng.uniform(0.2, 0.5),
+            double=when("network", 0.05) or healthy * 0.2,
+            slow=when("network", 0.05) or healthy * 0.1,
+            slow_s=0.1 if healthy else 2.0,
             garble=when("network", 0.02) or strange * 0.05,
         ),
         copies=TransportFaults(
             fail=when("copies", 0.08),
             stall=when("copies", 0.08),
-            slow=when("copies", 0.2),
+            slow=when("copies", 0.2) or expiry * 0.7,
+            slow_s=1.0 if expiry else 5.0,
             refuse=when("copies", 0.1),
             broken=when("copies", 0.01),
         ),
@@ -121,5 +135,5 @@ def draw(rng: random.Random) -> Plan:
         partitions=int(when("network", rng.randint(0, 3))),
         abort=engines and 0.2,
         bad_ticket=strange * 0.3,
-        late_ticket=rng.choice((0.0, 0.2)),
+        late_ticket=0.0 if healthy else rng.choice((0.0, 0.2)),
     )

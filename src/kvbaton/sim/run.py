@@ -6,10 +6,10 @@ from collections import Counter
 
 import msgspec
 
-from kvbaton.sim.checkers import check_at_rest
+from kvbaton.sim.checkers import check_at_rest, check_healthy, check_recovery
 from kvbaton.sim.cluster import Cluster
 from kvbaton.sim.engine import Broken
-from kvbaton.sim.plan import FAULTY_S, REST_S, draw
+from kvbaton.sim.plan import FAULTY_S, PROBE_S, REST_S, draw
 from kvbaton.sim.world import World
 
 
@@ -43,6 +43,12 @@ def run_seed(seed: int) -> Result:
         cluster.heal()
         world.run(FAULTY_S + REST_S)
         check_at_rest(cluster)
+        check_healthy(cluster)
+        before = cluster.delivered()
+        probes = cluster.probe()
+        world.run(FAULTY_S + REST_S + PROBE_S)
+        check_at_rest(cluster)
+        check_recovery(cluster, before, probes)
     except Broken as broken:
         result.holds, result.promise, result.what = False, broken.promise, broken.what
         result.story = list(world.story)

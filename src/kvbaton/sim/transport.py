@@ -56,6 +56,7 @@ class Fabric:
         self.faults = faults
         self.by_address: dict[int, SimTransport] = {}
         self.on_landing: Callable[[SimTransport, int, int, int], None] | None = None
+        self.on_leaving: Callable[[SimTransport, int, int, int], None] | None = None
 
     def add(self, transport: SimTransport) -> int:
         self.by_address[len(self.by_address) + 1] = transport
@@ -174,9 +175,9 @@ class SimTransport:
         """Land one batch after `gap_s`; then the next, until all have landed or fate strikes."""
 
         def act() -> None:
-            if job.over or not self.alive:
+            if job.over or not (self.alive or self._posted(job)):
                 return
-            if self.paused or (job.remote.paused and not self.kind.one_sided):
+            if (self.paused and not self._posted(job)) or (job.remote.paused and not self.kind.one_sided):
                 self._move(job, batches, 0.25, fate)  # nobody home: try again
             elif not self._reachable(job):
                 self._end(job, Reason.TRANSFER_FAILED)
@@ -194,6 +195,10 @@ class SimTransport:
 
         self.fabric.world.after(gap_s, act)
 
+    def _posted(self, job: _Job) -> bool:
+        """Hardware goes on writing what a process had posted, whether that process is stopped or dead."""
+        return self.kind.one_sided and not self.kind.cancels and job.copy.direction is Direction.WRITE
+
     def _reachable(self, job: _Job) -> bool:
         if job.copy.direction is Direction.WRITE:
             mine = self.me
@@ -209,6 +214,8 @@ class SimTransport:
                 ours[local : local + size] = theirs[remote : remote + size]
             else:
                 self._landing(job.remote, copy.remote_region, remote, size)
+                if self.fabric.on_leaving is not None and self.alive:
+                    self.fabric.on_leaving(self, copy.local_region, local, size)
                 theirs[remote : remote + size] = ours[local : local + size]
             self.bytes_moved += size
         job.moved += count
