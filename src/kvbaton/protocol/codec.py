@@ -40,9 +40,7 @@ _messages = msgspec.msgpack.Decoder(Message)
 
 def encode(sender: PeerId, to: Incarnation, session: int, message: Message) -> bytes:
     body = msgspec.Raw(_encoder.encode(message))
-    return _encoder.encode(
-        Envelope(PROTOCOL_VERSION, sender.worker, sender.incarnation, to, session, body)
-    )
+    return _encoder.encode(Envelope(PROTOCOL_VERSION, sender.worker, sender.incarnation, to, session, body))
 
 
 def decode(frame: bytes) -> tuple[Envelope, Message]:

@@ -15,8 +15,25 @@ from kvbaton.protocol.ids import HandoffId, RequestId, ReservationId
 from kvbaton.protocol.intake import INTAKE, WAITED_FOR, Intake, IntakeEvent, IntakeState, Source
 from kvbaton.protocol.links import Links
 from kvbaton.protocol.messages import (
-    Abandon, Accepted, Ack, Claim, ClaimRefused, Commit, Committed, Feature, Granted, Offer, Quiesced, Ready, Renew, Renewed,
-    RenewRefused, Revoke, SourceLost, Stale, Written,
+    Abandon,
+    Accepted,
+    Ack,
+    Claim,
+    ClaimRefused,
+    Commit,
+    Committed,
+    Feature,
+    Granted,
+    Offer,
+    Quiesced,
+    Ready,
+    Renew,
+    Renewed,
+    RenewRefused,
+    Revoke,
+    SourceLost,
+    Stale,
+    Written,
 )
 from kvbaton.protocol.movement import Cargo, Route, moves, start
 from kvbaton.protocol.peer import Link, LinkState
@@ -423,7 +440,11 @@ class Consumer:
         assert intake.source is not None and intake.target is not None
         blocks = tuple(pack_blocks(ids) for ids in intake.target.blocks)
         offer = Offer(
-            intake.source.lease, intake.attempt, intake.reservation, intake.target.first_token, blocks,
+            intake.source.lease,
+            intake.attempt,
+            intake.reservation,
+            intake.target.first_token,
+            blocks,
             intake.wanted.digest,
         )
         self.links.send(intake.link, offer)

@@ -40,7 +40,10 @@ class DeviceEvent(Protocol):
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """One request to move bytes between a rank here and one rank of a peer (`ids.rank_peer`). A WRITE is complete when the bytes are visible at the target (rule 15)."""
+    """One request to move bytes between a rank here and one rank of a peer (`ids.rank_peer`).
+
+    A WRITE is complete when the bytes are visible at the target (rule 15).
+    """
 
     job: JobId
     peer: PeerId

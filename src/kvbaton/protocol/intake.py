@@ -79,11 +79,7 @@ INTAKE = Table(
     IntakeState,
     IntakeEvent,
     next=_NEXT,
-    late=(
-        pairs(_LIVE, {_E.LINKED, _E.UNLINKED, _E.GRANTED, _E.RESTED})
-        | pairs(_OVER, IntakeEvent)
-    )
-    - set(_NEXT),
+    late=(pairs(_LIVE, {_E.LINKED, _E.UNLINKED, _E.GRANTED, _E.RESTED}) | pairs(_OVER, IntakeEvent)) - set(_NEXT),
     illegal=_ILLEGAL,
 )
 

@@ -130,13 +130,28 @@ class Lease:
 
 
 def new_lease(
-    id: LeaseId, handoff: HandoffId, digest: bytes, tokens: int, groups: int, ranks: int,
-    max_readers: int, target: WorkerId, hold_until: float,
+    id: LeaseId,
+    handoff: HandoffId,
+    digest: bytes,
+    tokens: int,
+    groups: int,
+    ranks: int,
+    max_readers: int,
+    target: WorkerId,
+    hold_until: float,
 ) -> Lease:
     empty: tuple[list[int], ...] = tuple([] for _ in range(groups))
     return Lease(
-        id, handoff, digest, tokens, max_readers, target, hold_until,
-        empty, tuple([] for _ in range(groups)), [nothing(groups) for _ in range(ranks)],
+        id,
+        handoff,
+        digest,
+        tokens,
+        max_readers,
+        target,
+        hold_until,
+        empty,
+        tuple([] for _ in range(groups)),
+        [nothing(groups) for _ in range(ranks)],
     )
 
 

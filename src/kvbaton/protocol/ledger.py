@@ -16,7 +16,7 @@ from kvbaton.protocol.consumer import Consumer
 from kvbaton.protocol.desk import Desk, Identity
 from kvbaton.protocol.effects import Effect
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.ids import PeerId, WorkerId
+from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.intake import Intake
 from kvbaton.protocol.outlet import Outlet
 from kvbaton.protocol.producer import Producer
@@ -125,10 +125,10 @@ class Ledger:
 
     def _on_reset(self, sender: PeerId, session: int, message: m.Reset, now: float) -> None:
         link = self.consumer.links.by_worker.get(sender.worker)
-        if link is not None and link.peer is not None and link.session == session:
-            if link.peer.incarnation == message.incarnation:
-                detail = "the source no longer knows this session"
-                self.consumer.links.lose(link, Reason.WRONG_INCARNATION, detail, now)
+        spoken_to = PeerId(sender.worker, Incarnation(message.incarnation))
+        if link is not None and link.peer == spoken_to and link.session == session:
+            detail = "the source no longer knows this session"
+            self.consumer.links.lose(link, Reason.WRONG_INCARNATION, detail, now)
 
     def _on_goodbye(self, sender: PeerId, session: int, now: float) -> None:
         granted = self.sessions.joined(session, sender)

@@ -64,7 +64,9 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
     required: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     optional: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     host: Annotated[str, Meta(max_length=128)]
-    compat: Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=256)]], Meta(max_length=64)]
+    compat: Annotated[
+        dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=256)]], Meta(max_length=64)
+    ]
     layout: EngineLayout
     transports: Annotated[tuple[Name, ...], Meta(max_length=16)]
 

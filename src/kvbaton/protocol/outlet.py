@@ -56,6 +56,7 @@ class Outlet:
     lease: LeaseId
     reader: Reader
     reservation: ReservationId
+    digest: bytes
     first_token: int
     blocks: tuple[tuple[int, ...], ...]  # D's
     sent: Progress  # what has been handed to the ranks to write

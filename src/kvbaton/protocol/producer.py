@@ -16,11 +16,32 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import LeaseBegun, LeaseCompleted, LeaseExtended, LeaseProgressed, SourceEnded
 from kvbaton.protocol.ids import HandoffId, LeaseId, PeerId, Reader
 from kvbaton.protocol.lease import (
-    LEASE, READER, Lease, LeaseEvent, LeaseState, ReaderEvent, ReaderState, Seat, judge, new_lease,
+    LEASE,
+    READER,
+    Lease,
+    LeaseEvent,
+    LeaseState,
+    ReaderEvent,
+    ReaderState,
+    Seat,
+    judge,
+    new_lease,
 )
 from kvbaton.protocol.messages import (
-    DETAIL_CHARS_MAX, Abandon, Claim, ClaimRefused, Commit, Committed, Granted, Message, Ready, Renew, Renewed,
-    RenewRefused, SourceLost, Stale,
+    DETAIL_CHARS_MAX,
+    Abandon,
+    Claim,
+    ClaimRefused,
+    Commit,
+    Committed,
+    Granted,
+    Message,
+    Ready,
+    Renew,
+    Renewed,
+    RenewRefused,
+    SourceLost,
+    Stale,
 )
 from kvbaton.protocol.peer import Session
 from kvbaton.protocol.table import Verdict
@@ -59,8 +80,15 @@ class Producer:
             self.desk.emit(Unpin(event.lease))
             return
         lease = new_lease(
-            event.lease, event.handoff, event.digest, event.tokens, event.groups,
-            len(self.desk.identity.layout.ranks), event.max_readers, event.target, now + settings.max_hold_s,
+            event.lease,
+            event.handoff,
+            event.digest,
+            event.tokens,
+            event.groups,
+            len(self.desk.identity.layout.ranks),
+            event.max_readers,
+            event.target,
+            now + settings.max_hold_s,
         )
         self.leases[lease.id] = self.by_handoff[lease.handoff] = lease
         first_s = settings.defer_timeout if event.deferred else settings.lease_s
@@ -266,7 +294,9 @@ class Producer:
 
     def _seat(self, lease: Lease, reader: Reader, session: Session, claim: Claim, now: float) -> None:
         if lease.digest != claim.digest:
-            raise ProtocolError(Reason.CONTENT_MISMATCH, "digest: the prefiller computed another prompt than the claim's")
+            raise ProtocolError(
+                Reason.CONTENT_MISMATCH, "digest: the prefiller computed another prompt than the claim's"
+            )
         if lease.target not in ("", session.peer.worker):
             raise ProtocolError(Reason.TICKET_FORGED, f"target: this handoff is for {lease.target}")
         if reader not in lease.seats:
@@ -304,9 +334,7 @@ class Producer:
 
     def _refuse(self, session: Session, claim: Claim, error: ProtocolError) -> None:
         self.desk.count(f"claim_refused.{error.reason}")
-        self._send(
-            session, ClaimRefused(claim.handoff, claim.attempt, error.reason, error.detail[:DETAIL_CHARS_MAX])
-        )
+        self._send(session, ClaimRefused(claim.handoff, claim.attempt, error.reason, error.detail[:DETAIL_CHARS_MAX]))
 
     def _send(self, session: Session, message: Message) -> None:
         self.desk.send(session.peer.worker, session.peer.incarnation, session.number, message)

@@ -30,9 +30,7 @@ class Sessions:
         return session if session is not None and session.joined and session.peer == sender else None
 
     def on_hello(self, sender: PeerId, hello: Hello, now: float) -> None:
-        known = next(
-            (s for s in self.by_number.values() if s.peer == sender and s.nonce == hello.nonce), None
-        )
+        known = next((s for s in self.by_number.values() if s.peer == sender and s.nonce == hello.nonce), None)
         try:
             session = known or self._open(sender, hello)
         except ProtocolError as error:
@@ -52,8 +50,7 @@ class Sessions:
             if len(message.endpoints) != ranks * len(self.desk.identity.layout.ranks):
                 self.desk.count("illegal.joined")
                 return
-            for other in [s for s in self.by_number.values() if s.joined and s.peer.worker == session.peer.worker]:
-                self.end(other, now)
+            self._end_earlier(session, now)
             session.joined = True
             self.desk.emit(Connect(session.peer, session.transport.name, ranks, message.endpoints))
         self.desk.send(session.peer.worker, session.peer.incarnation, session.number, Linked())
@@ -74,6 +71,11 @@ class Sessions:
         for session in list(self.by_number.values()):
             self.desk.send(session.peer.worker, session.peer.incarnation, session.number, Goodbye())
             self.end(session, now)
+
+    def _end_earlier(self, session: Session, now: float) -> None:
+        """Whatever that worker had before, in this or an earlier life, is over."""
+        for other in [s for s in self.by_number.values() if s.joined and s.peer.worker == session.peer.worker]:
+            self.end(other, now)
 
     def _open(self, sender: PeerId, hello: Hello) -> Session:
         if len(self.by_number) >= self.desk.settings.sessions_max:

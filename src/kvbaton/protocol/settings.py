@@ -32,6 +32,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)
             if not (math.isfinite(value) and value > 0):
-                raise ProtocolError(Reason.BAD_MESSAGE, f"{field.name}: got {value!r}, expected a finite number above 0")
+                raise ProtocolError(
+                    Reason.BAD_MESSAGE, f"{field.name}: got {value!r}, expected a finite number above 0"
+                )
         if self.max_hold_s < self.lease_s:
             raise ProtocolError(Reason.BAD_MESSAGE, f"max_hold_s: {self.max_hold_s} is below lease_s {self.lease_s}")

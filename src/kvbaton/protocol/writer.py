@@ -133,8 +133,11 @@ class Writer:
         return True
 
     def on_copy_ended(self, outlet: Outlet, event: CopyEnded, now: float) -> None:
-        key = self.by_reader[outlet.lease, outlet.reader]
-        lease = self._leases.leases[outlet.lease]
+        key = self.by_reader.get((outlet.lease, outlet.reader))
+        lease = self._leases.leases.get(outlet.lease)
+        if key is None or lease is None:
+            self.desk.count("late.copy")
+            return
         if event.reason is None:
             lease.seats[outlet.reader].work += 1
             outlet.deadline = now + self.desk.settings.transfer_timeout
@@ -208,7 +211,14 @@ class Writer:
         parts = Parts(None)
         blocks = tuple(unpack_blocks(ids) for ids in offer.blocks)
         outlet = Outlet(
-            lease.id, reader, offer.reservation, offer.first_token, blocks, nothing(len(lease.blocks)), parts
+            lease.id,
+            reader,
+            offer.reservation,
+            offer.digest,
+            offer.first_token,
+            blocks,
+            nothing(len(lease.blocks)),
+            parts,
         )
         parts.owner = outlet
         key = (session.number, offer.reservation)
@@ -232,8 +242,7 @@ class Writer:
 
     def _repeat(self, key: Key, outlet: Outlet) -> None:
         if outlet.state is OutletState.FLUSHED:
-            lease = self._leases.leases[outlet.lease]
-            self._send(key, Written(lease.id, outlet.reader.attempt, outlet.reservation, lease.digest))
+            self._send(key, Written(outlet.lease, outlet.reader.attempt, outlet.reservation, outlet.digest))
         elif outlet.state is OutletState.WRITING:
             self._send(key, Accepted(outlet.reservation))
 

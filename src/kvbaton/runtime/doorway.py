@@ -25,6 +25,8 @@ from kvbaton.protocol.progress import Progress, whole
 from kvbaton.protocol.ticket import Ticket, seal, unseal
 from kvbaton.runtime.epochs import EpochTable
 
+ANYBODY = WorkerId("")
+
 
 class MatchState(enum.Enum):
     UNKNOWN = "unknown"  # not a request we were told about, or already answered
@@ -92,8 +94,14 @@ class Doorway:
     # --- P (engine)
 
     def begin(
-        self, handoff: HandoffId, digest: bytes, tokens: int, *, target: WorkerId = WorkerId(""),
-        max_readers: int = 1, deferred: bool = True,
+        self,
+        handoff: HandoffId,
+        digest: bytes,
+        tokens: int,
+        *,
+        target: WorkerId = ANYBODY,
+        max_readers: int = 1,
+        deferred: bool = True,
     ) -> LeaseId:
         """A prompt that somebody will read or be sent has been scheduled."""
         self._last += 1
@@ -134,8 +142,13 @@ class Doorway:
         self.progressed(lease, whole([len(group) for group in blocks]))
         self.completed(lease)
         ticket = Ticket(
-            handoff, config.me.worker, config.wall() + config.ticket_ttl_s, config.me.incarnation, lease,
-            digest=digest, max_readers=max_readers,
+            handoff,
+            config.me.worker,
+            config.wall() + config.ticket_ttl_s,
+            config.me.incarnation,
+            lease,
+            digest=digest,
+            max_readers=max_readers,
         )
         return seal(ticket, config.ticket_keys[0]), pinned
 
@@ -163,9 +176,7 @@ class Doorway:
             return
         self._wants[request] = Match(MatchState.NOT_YET)
         deferred = opened.lease == 0
-        self._post(
-            ev.Wanted(request, opened.handoff, opened.source, ticket, digest, tokens, push, deferred)
-        )
+        self._post(ev.Wanted(request, opened.handoff, opened.source, ticket, digest, tokens, push, deferred))
 
     def open_ticket(self, ticket: str) -> Ticket:
         """The ticket's content; ProtocolError when it is not one of this cluster's."""

@@ -33,7 +33,11 @@ class Node:
     """One engine's presence in the cluster."""
 
     def __init__(
-        self, ledger: Ledger, control: ControlPort, ranks: Sequence[Rank], doorway: Doorway,
+        self,
+        ledger: Ledger,
+        control: ControlPort,
+        ranks: Sequence[Rank],
+        doorway: Doorway,
         store: StorePort | None = None,
     ) -> None:
         self.ledger = ledger

@@ -49,5 +49,8 @@ def _check_life(life: Life) -> None:
     waiting = ledger.consumer.by_request, ledger.producer.writer.outlets, ledger.desk.owners
     if any(waiting):
         raise Broken(LEAK, f"{name}: still remembered at rest: {[list(each)[:3] for each in waiting]}")
+    joined = [session.peer.worker for session in ledger.sessions.by_number.values() if session.joined]
+    if len(joined) != len(set(joined)):
+        raise Broken(LEAK, f"{name}: more than one session with the same worker at rest: {sorted(joined)}")
     if len(ledger.desk.timers):
         raise Broken(LEAK, f"{name}: {len(ledger.desk.timers)} timers at rest, next {ledger.next_deadline()}")

@@ -110,7 +110,9 @@ class Cluster:
     def _schedule_faults(self) -> None:
         rng = self.world.rng
         for count, act in (
-            (self.plan.crashes, self._crash), (self.plan.pauses, self._pause), (self.plan.partitions, self._partition),
+            (self.plan.crashes, self._crash),
+            (self.plan.pauses, self._pause),
+            (self.plan.partitions, self._partition),
         ):
             for _ in range(count):
                 self.world.after(rng.uniform(0.2, FAULTY_S * 0.9), act)
@@ -167,9 +169,7 @@ class Cluster:
         else:
             self._both_at_once(index, source, target, content, tokens, mode)
 
-    def _pull(
-        self, index: int, source: Life, target: Life, content: int, tokens: int, alone: bool = False
-    ) -> None:
+    def _pull(self, index: int, source: Life, target: Life, content: int, tokens: int, alone: bool = False) -> None:
         targets = [target]
         if len(self.plan.decode) > 1 and not alone and self.world.rng.random() < 0.3:
             targets = [self.lives[character.name] for character in self.plan.decode]
@@ -188,11 +188,18 @@ class Cluster:
     def _both_at_once(self, index: int, source: Life, target: Life, content: int, tokens: int, mode: str) -> None:
         rng = self.world.rng
         handoff = handoff_id(TransferId(f"{rng.getrandbits(128):032x}"))
-        ticket = seal(
-            Ticket(handoff, source.peer.worker, self.world.now + 5.0, target=target.peer.worker), TICKET_KEY
-        )
+        ticket = seal(Ticket(handoff, source.peer.worker, self.world.now + 5.0, target=target.peer.worker), TICKET_KEY)
         prefill = self._later(
-            self._add, index, source, content, tokens, "prefill", lambda how, detail: None, mode, "", handoff,
+            self._add,
+            index,
+            source,
+            content,
+            tokens,
+            "prefill",
+            lambda how, detail: None,
+            mode,
+            "",
+            handoff,
             target.peer.worker,
         )
         decode = self._later(self._decode, index, target, content, tokens, mode, ticket)
@@ -220,8 +227,18 @@ class Cluster:
         self._add(index, current, content, tokens, "decode", _ignore, mode, ticket, trusted=trusted)
 
     def _add(
-        self, index: int, life: Life, content: int, tokens: int, role: str, then: Callable[[str, str], None],
-        mode: str = "pull", ticket: str = "", handoff: str = "", target: str = "", max_readers: int = 1,
+        self,
+        index: int,
+        life: Life,
+        content: int,
+        tokens: int,
+        role: str,
+        then: Callable[[str, str], None],
+        mode: str = "pull",
+        ticket: str = "",
+        handoff: str = "",
+        target: str = "",
+        max_readers: int = 1,
         trusted: bool = True,
     ) -> None:
         leg = Leg(index, life)
@@ -236,14 +253,25 @@ class Cluster:
 
         name = request_name(life, len(self.legs), role[0])
         request = SimRequest(
-            name, content, tokens, role, ended, mode, ticket, HandoffId(handoff), WorkerId(target), max_readers, trusted=trusted
+            name,
+            content,
+            tokens,
+            role,
+            ended,
+            mode,
+            ticket,
+            HandoffId(handoff),
+            WorkerId(target),
+            max_readers,
+            trusted=trusted,
         )
         self.world.tell(f"{life.peer.worker} {name} {role} {mode} content {content} tokens {tokens}")
         life.engine.add(request)
         life.wake_engine()
         if self.world.chance(self.plan.abort):
             self.world.faults["aborted"] += 1
-            self.world.after(self.world.rng.uniform(0, 1.0), self._later(self._abort, life, request))
+            delay = self.world.rng.choice((0.05, 0.2, 1.0)) * self.world.rng.random()
+            self.world.after(delay, self._later(self._abort, life, request))
 
     def _abort(self, life: Life, request: SimRequest) -> None:
         if life.alive and not life.paused:

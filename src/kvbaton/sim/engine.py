@@ -353,7 +353,9 @@ class SimEngine:
         if request.lease is not None:
             if rank == self.shape.ranks - 1:
                 request.announced = self._chunk_end(request)
-            self.doorway.progressed(request.lease, whole([self._chunk_end(request)] * len(self.shape.group_layers)), rank)
+            self.doorway.progressed(
+                request.lease, whole([self._chunk_end(request)] * len(self.shape.group_layers)), rank
+            )
 
     def _ahead(self, request: SimRequest, layers: int) -> Progress:
         """What is ready when `layers` layers (through all groups) of the chunk are done: whole blocks only."""
@@ -470,8 +472,12 @@ class SimEngine:
         offset = shape.page(layer, block)
         for rank, memory in enumerate(self.memory):
             page = memory[offset : offset + shape.page_bytes]
-            if not same_tokens(shape, page, page_stamp(shape, request.content, layer, index, rank, shape.block_tokens), valid):
-                raise Broken(WRONG, f"{self.name}: {request.id} {when}: layer {layer} block {index} is not this prompt's")
+            if not same_tokens(
+                shape, page, page_stamp(shape, request.content, layer, index, rank, shape.block_tokens), valid
+            ):
+                raise Broken(
+                    WRONG, f"{self.name}: {request.id} {when}: layer {layer} block {index} is not this prompt's"
+                )
 
 
 def same_tokens(shape: Shape, page: bytes | bytearray, expected: bytes, valid: int) -> bool:

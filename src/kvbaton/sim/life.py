@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvbaton.protocol.desk import Identity
-from kvbaton.protocol.events import Groups, StoreEnded
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.events import Groups, StoreEnded
 from kvbaton.protocol.ids import Incarnation, PeerId, PutId, RequestId, TransferId, WorkerId, rank_peer
 from kvbaton.protocol.lease import LeaseState
 from kvbaton.protocol.ledger import Ledger
@@ -105,9 +105,13 @@ class Life:
         self.transports = self._make_transports(fabric)
         self.doorway = self._make_doorway()
         self.node = self._make_node()
-        self.engine = SimEngine(world, str(character.name), character.shape, self.doorway, self.memory, character.policy)
+        self.engine = SimEngine(
+            world, str(character.name), character.shape, self.doorway, self.memory, character.policy
+        )
         self.engine.layerwise, self.engine.preempt, self.engine.put = (
-            character.layerwise, character.preempt, character.put,
+            character.layerwise,
+            character.preempt,
+            character.put,
         )
 
     def clock(self) -> float:
@@ -158,7 +162,7 @@ class Life:
             self.node.step(self.clock())
         except Broken:
             raise
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
             raise Broken(DEATH, f"{self.character.name}: the node raised\n{traceback.format_exc()}") from None
         self._check_node()
         self._set_timer()
@@ -172,7 +176,7 @@ class Life:
             self.engine.step()
         except Broken:
             raise
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
             raise Broken(DEATH, f"{self.character.name}: the engine died\n{traceback.format_exc()}") from None
         self._check_pins()
         active = (Phase.PREFILLING, Phase.DECODING)

@@ -61,7 +61,15 @@ class Shape(msgspec.Struct, frozen=True):
 
     def layout(self) -> EngineLayout:
         groups = tuple(
-            Group(f"g{n}", Kind.FULL, self.block_tokens, tuple(f"g{n}.{k}" for k in range(count)), self.heads, (CELL,), "u32")
+            Group(
+                f"g{n}",
+                Kind.FULL,
+                self.block_tokens,
+                tuple(f"g{n}.{k}" for k in range(count)),
+                self.heads,
+                (CELL,),
+                "u32",
+            )
             for n, count in enumerate(self.group_layers)
         )
         layer_stride = self.page_bytes if self.blocks_first else self.blocks * self.page_bytes

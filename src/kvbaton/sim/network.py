@@ -52,7 +52,7 @@ class Network:
             delay = rng.uniform(0.0001, 0.002)
             if world.chance(faults.slow):
                 world.faults["delayed"] += 1
-                delay = rng.uniform(0.002, faults.slow_s)
+                delay = rng.uniform(0.002, faults.slow_s * rng.choice((0.1, 1.0)))
             self._arrive(source, target, frame, delay)
 
     def _arrive(self, source: WorkerId, target: WorkerId, frame: bytes, delay_s: float) -> None:

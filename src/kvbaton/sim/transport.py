@@ -35,6 +35,7 @@ class TransportFaults:
     slow_s: float = 5.0
     refuse: float = 0.0  # back-pressure
     broken: float = 0.0  # `submit` raises
+    queue_max: int = 64
 
 
 @dataclass(slots=True)
@@ -70,14 +71,14 @@ class SimTransport:
     fabric: Fabric
     me: PeerId
     kind: Capabilities
-    queue_max: int = 64
     address: int = 0
     regions: dict[int, bytearray] = field(default_factory=dict)
     alive: bool = True
     paused: bool = False
     bytes_moved: int = 0
     _links: dict[PeerId, tuple[int, int]] = field(default_factory=dict)  # peer -> (address, generation)
-    _admitted: dict[PeerId, int] = field(default_factory=dict)  # peer -> generation it may write with
+    _invited: dict[PeerId, int] = field(default_factory=dict)  # peer -> generation of its endpoint
+    _admitted: dict[PeerId, set[int]] = field(default_factory=dict)  # peer -> generations that can still write
     _generations: int = 0
     _jobs: dict[JobId, _Job] = field(default_factory=dict)
     _events: list[TransportEvent] = field(default_factory=list)
@@ -94,10 +95,11 @@ class SimTransport:
         self.regions[region] = memory.obj  # type: ignore[assignment]
 
     def endpoint(self, peer: PeerId) -> bytes:
-        if peer not in self._admitted:
+        if peer not in self._invited:
             self._generations += 1
-            self._admitted[peer] = self._generations
-        return f"{self.address}:{self._admitted[peer]}".encode()
+            self._invited[peer] = self._generations
+            self._admitted.setdefault(peer, set()).add(self._generations)
+        return f"{self.address}:{self._invited[peer]}".encode()
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         address, _, generation = endpoint.partition(b":")
@@ -106,14 +108,18 @@ class SimTransport:
         self._links[peer] = int(address), int(generation)
 
     def disconnect(self, peer: PeerId) -> None:
+        """Forgets at once; what the peer has under way is cut a little later, and by hardware not at all."""
         self._links.pop(peer, None)
-        self._admitted.pop(peer, None)
+        generation = self._invited.pop(peer, 0)
+        if self.kind.cancels:
+            admitted = self._admitted.get(peer, set())
+            self.fabric.world.after(self.fabric.world.rng.uniform(0, 0.5), lambda: admitted.discard(generation))
         for job in [job for job in self._jobs.values() if job.copy.peer == peer]:
             self._give_up(job, Reason.TRANSFER_FAILED)
 
     def submit(self, copy: Copy) -> bool:
         faults, world = self.fabric.faults, self.fabric.world
-        if len(self._jobs) >= self.queue_max or world.chance(faults.refuse):
+        if len(self._jobs) >= faults.queue_max or world.chance(faults.refuse):
             return False
         if world.chance(faults.broken):
             world.faults["broken_submit"] += 1
@@ -137,6 +143,7 @@ class SimTransport:
             self._give_up(self._jobs[job], Reason.CANCELLED)
 
     def fence(self, peer: PeerId) -> None:
+        self._invited.pop(peer, None)
         self._admitted.pop(peer, None)
         self.fabric.world.after(self.fabric.world.rng.uniform(0, 0.01), lambda: self._note(FenceEnded(peer)))
 
@@ -179,9 +186,7 @@ class SimTransport:
                 return
             if (self.paused and not self._posted(job)) or (job.remote.paused and not self.kind.one_sided):
                 self._move(job, batches, 0.25, fate)  # nobody home: try again
-            elif not self._reachable(job):
-                self._end(job, Reason.TRANSFER_FAILED)
-            elif fate == "fail" and job.moved * 2 >= len(job.spans):
+            elif not self._reachable(job) or (fate == "fail" and job.moved * 2 >= len(job.spans)):
                 self._end(job, Reason.TRANSFER_FAILED)
             elif fate == "stall" and job.moved * 2 >= len(job.spans):
                 if not self.kind.cancels:  # it lands in the end, long after everybody gave up on it
@@ -201,8 +206,7 @@ class SimTransport:
 
     def _reachable(self, job: _Job) -> bool:
         if job.copy.direction is Direction.WRITE:
-            mine = self.me
-            return job.remote.alive and job.remote._admitted.get(mine) == job.generation
+            return job.remote.alive and job.generation in job.remote._admitted.get(self.me, ())
         return job.remote.alive or self.kind.same_host
 
     def _land(self, job: _Job, count: int) -> None:

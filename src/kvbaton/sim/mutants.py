@@ -1,0 +1,650 @@
+"""The history of this field as one-place changes of the core: what the checkers are worth is what they catch.
+
+Each mutant replaces one function, property or table entry of the production code while it is switched on. `rule` is the
+rule of docs/protocol.md that it breaks, `story` where it comes from. `kvbaton sim --mutants` runs them all.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from kvbaton.protocol import consumer, intake, lease, links, producer, puts, sessions, ticket, writer
+from kvbaton.protocol import effects as fx
+from kvbaton.protocol import events as ev
+from kvbaton.protocol import messages as m
+from kvbaton.protocol.desk import Parts
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.ids import LeaseId
+from kvbaton.protocol.intake import IntakeEvent, IntakeState
+from kvbaton.protocol.ledger import Ledger
+from kvbaton.protocol.movement import Cargo, Route, moves, start
+from kvbaton.protocol.outlet import OutletState
+from kvbaton.protocol.progress import nothing, whole
+from kvbaton.protocol.readiness import complete
+from kvbaton.protocol.spans import Side
+from kvbaton.runtime import doorway
+from kvbaton.runtime.epochs import EpochTable
+from kvbaton.runtime.node import Node
+from kvbaton.sim import engine as sim_engine
+
+Switch = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class Mutant(msgspec.Struct, frozen=True):
+    """One wrong idea, switchable."""
+
+    name: str
+    rule: str
+    story: str
+    switch: Switch
+
+
+@contextlib.contextmanager
+def _patched(owner: Any, name: Any, replacement: Any) -> Iterator[None]:
+    original = owner[name] if isinstance(owner, dict) else owner.__dict__[name]
+    put = owner.__setitem__ if isinstance(owner, dict) else lambda key, value: setattr(owner, key, value)
+    put(name, replacement)
+    try:
+        yield
+    finally:
+        put(name, original)
+
+
+def _swap(owner: Any, name: Any, make: Callable[[Any], Any]) -> Switch:
+    """Replace `owner.name` by `make(original)` while switched on."""
+
+    def switch() -> contextlib.AbstractContextManager[None]:
+        return _patched(owner, name, make(owner[name] if isinstance(owner, dict) else owner.__dict__[name]))
+
+    return switch
+
+
+# --- P
+
+
+def _epochs_never_raised(original: Any) -> Any:
+    return lambda self, block: None
+
+
+def _commit_from_lease_state(original: Any) -> Any:
+    return lambda lease, epoch_of: (lease.final, tuple(len(ids) for ids in lease.blocks))
+
+
+def _final_without_completion(original: Any) -> Any:
+    return property(lambda self: complete(self.progress, [len(ids) for ids in self.blocks]))
+
+
+def _readers_by_message(original: Any) -> Any:
+    def on_commit(self: Any, session: Any, message: m.Commit, now: float) -> None:
+        original(self, session, message, now)
+        counts = _commits.setdefault(id(self), {})
+        counts[message.lease] = counts.get(message.lease, 0) + 1
+        held = self.leases.get(message.lease)
+        if held is not None and counts[message.lease] >= held.max_readers:
+            self.close(held, Reason.TICKET_SPENT, now)
+
+    return on_commit
+
+
+_commits: dict[int, dict[int, int]] = {}
+
+
+def _no_deadline_for_deferred(original: Any) -> Any:
+    def on_begun(self: Any, event: Any, now: float) -> None:
+        original(self, event, now)
+        if event.deferred and event.lease in self.leases:
+            self.desk.timers.clear(("lease", event.lease))
+
+    return on_begun
+
+
+def _claim_before_request_dropped(original: Any) -> Any:
+    def park(self: Any, reader: Any, session: Any, claim: Any, ticket: Any, now: float) -> None:
+        raise ProtocolError(Reason.UNKNOWN_LEASE, "not here")
+
+    return park
+
+
+def _shortened_ids(original: Any) -> Any:
+    def on_claim(self: Any, session: Any, claim: Any, now: float) -> None:
+        close = next((h for h in self.by_handoff if h[:1] == claim.handoff[:1]), claim.handoff)
+        held = self.by_handoff.get(claim.handoff)
+        if close in self.by_handoff and held is not self.by_handoff[close]:
+            alike = self.by_handoff[close]
+            self.by_handoff[claim.handoff] = alike
+            try:
+                original(self, session, claim, now)
+            finally:
+                if held is None:
+                    self.by_handoff.pop(claim.handoff, None)
+                else:
+                    self.by_handoff[claim.handoff] = held
+        else:
+            original(self, session, claim, now)
+
+    return on_claim
+
+
+def _hold_without_limit(original: Any) -> Any:
+    def extend(self: Any, lease: Any, now: float) -> float:
+        self.desk.timers.set(("lease", lease.id), now + self.desk.settings.lease_s)
+        return float(self.desk.settings.lease_s)
+
+    return extend
+
+
+def _failed_store_keeps_pin(original: Any) -> Any:
+    def on_ended(self: Any, event: ev.StoreEnded, now: float) -> None:
+        if event.reason is None:
+            original(self, event, now)
+        else:
+            self.states.pop(event.put, None)
+            self.desk.timers.clear(("put", event.put))
+
+    return on_ended
+
+
+def _store_exception_keeps_pin(original: Any) -> Any:
+    def store(self: Any, effect: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            if isinstance(effect, fx.StorePut):
+                self.store.put(effect.put, effect.blocks, effect.keys)
+            else:
+                original(self, effect)
+
+    return store
+
+
+def _released_while_writing(original: Any) -> Any:
+    return lambda self, lease: True
+
+
+def _slowest_is_first(original: Any) -> Any:
+    return lambda ranks: ranks[0]
+
+
+def _old_sessions_live_on(original: Any) -> Any:
+    return lambda self, session, now: None
+
+
+# --- push
+
+
+def _written_before_visible(original: Any) -> Any:
+    def flush(self: Any, key: Any, outlet: Any, lease: Any, now: float) -> None:
+        moving, outlet.parts.moving = outlet.parts.moving, {}
+        try:
+            original(self, key, outlet, lease, now)
+        finally:
+            outlet.parts.moving = moving
+
+    return flush
+
+
+def _revoke_forgotten(original: Any) -> Any:
+    def on_revoke(self: Any, session: Any, message: Any, now: float) -> None:
+        if (session.number, message.reservation) in self.outlets:
+            original(self, session, message, now)
+        else:
+            self.sessions[session.number] = session
+            self._send((session.number, message.reservation), m.Quiesced(message.reservation, None))
+
+    return on_revoke
+
+
+def _writes_again_after_written(original: Any) -> Any:
+    def repeat(self: Any, key: Any, outlet: Any) -> None:
+        original(self, key, outlet)
+        if outlet.state is OutletState.FLUSHED:
+            held = self._leases.leases.get(outlet.lease)
+            if held is None:
+                return
+            session = self.sessions[key[0]]
+            route = Route(session.plan, Side.SOURCE, session.peer, session.transport.name)
+            cargo = Cargo(held.blocks, outlet.blocks, held.tokens, outlet.first_token)
+            empty = nothing(len(held.blocks))
+            start(self.desk, outlet.parts, route, moves(route, cargo, empty, held.progress))
+
+    return repeat
+
+
+def _quiesced_while_writing(original: Any) -> Any:
+    def on_rest(self: Any, outlet: Any, now: float) -> None:
+        key = self.by_reader.get((outlet.lease, outlet.reader))
+        if key is not None and outlet.state is OutletState.STOPPING and not outlet.parts.at_rest:
+            self._send(key, m.Quiesced(outlet.reservation, outlet.reason))
+        original(self, outlet, now)
+
+    return on_rest
+
+
+def _fence_skipped(original: Any) -> Any:
+    def fence(self: Any, link: Any, now: float) -> None:
+        self.lose(link, Reason.PEER_GONE, "believed dead", now)
+        self._watcher.on_link_fenced(link, now)
+
+    return fence
+
+
+# --- D
+
+
+def _rest_at_first_failure(original: Any) -> Any:
+    return property(lambda self: getattr(self.owner, "end", None) is not None or original.fget(self))
+
+
+def _ended_means_rested(original: Any) -> Any:
+    return lambda self, job, ok, at_rest: original(self, job, ok, True)
+
+
+def _hold_dropped_at_end(original: Any) -> Any:
+    def tell_end(self: Any, intake: Any, now: float) -> None:
+        original(self, intake, now)
+        if intake.target is not None:
+            self.desk.emit(fx.DropHold(intake.wanted.request, intake.wanted.handoff))
+
+    return tell_end
+
+
+def _reported_twice(original: Any) -> Any:
+    def rest(self: Any, intake: Any, now: float) -> None:
+        was = intake.state
+        original(self, intake, now)
+        if was is IntakeState.SETTLING and intake.state is IntakeState.DONE and intake.target is not None:
+            self.desk.emit(fx.Report(intake.wanted.request, intake.end))
+
+    return rest
+
+
+def _report_without_load(original: Any) -> Any:
+    def tell_end(self: Any, intake: Any, now: float) -> None:
+        original(self, intake, now)
+        if intake.target is None:
+            self.desk.emit(fx.Report(intake.wanted.request, intake.end))
+
+    return tell_end
+
+
+def _handshake_failure_unreported(original: Any) -> Any:
+    def on_link_down(self: Any, link: Any, reason: Reason, detail: str, now: float) -> None:
+        if reason in (Reason.HANDSHAKE_TIMEOUT, Reason.WRONG_VERSION, Reason.INCOMPATIBLE):
+            for waiting in [i for i in self.by_handoff.values() if i.link is link]:
+                self.desk.timers.clear(("intake", waiting.wanted.handoff))
+                del self.by_handoff[waiting.wanted.handoff], self.by_attempt[waiting.attempt]
+        else:
+            original(self, link, reason, detail, now)
+
+    return on_link_down
+
+
+def _abort_unreported(original: Any) -> Any:
+    def on_not_needed(self: Any, event: Any, now: float) -> None:
+        loading = self.by_request.get(event.request)
+        if loading is not None and loading.target is not None and loading.end is None:
+            del self.by_request[event.request]
+            self.desk.timers.clear(("intake", loading.wanted.handoff))
+            self.desk.timers.clear(("pulse", loading.wanted.handoff))
+            loading.end = fx.End(Reason.ABORTED)
+            return
+        original(self, event, now)
+
+    return on_not_needed
+
+
+def _commit_before_copied(original: Any) -> Any:
+    def commit(self: Any, intake: Any, now: float) -> None:
+        moving, intake.parts.moving = intake.parts.moving, {}
+        try:
+            original(self, intake, now)
+        finally:
+            intake.parts.moving = moving
+
+    return commit
+
+
+def _copies_again_after_commit(original: Any) -> Any:
+    def on_pulse(self: Any, handoff: Any, now: float) -> None:
+        waiting = self.by_handoff[handoff]
+        if waiting.state is IntakeState.COMMITTING:
+            waiting.state = IntakeState.COPYING
+            waiting.copied = nothing(len(waiting.source.blocks))
+            self._read_on(waiting, now)
+        else:
+            original(self, handoff, now)
+
+    return on_pulse
+
+
+def _releases_under_own_id(original: Any) -> Any:
+    def send_commit(self: Any, intake: Any, now: float) -> None:
+        theirs = intake.source.lease
+        intake.source.lease = LeaseId(intake.attempt + 1000)
+        try:
+            original(self, intake, now)
+        finally:
+            intake.source.lease = theirs
+
+    return send_commit
+
+
+def _restart_unnoticed(original: Any) -> Any:
+    return lambda self, sender, session, message, now: None
+
+
+def _deadline_forgotten(original: Any) -> Any:
+    def wait(self: Any, intake: Any, seconds: float, now: float) -> None:
+        if intake.state is not IntakeState.OFFERED:
+            original(self, intake, seconds, now)
+        else:
+            self.desk.timers.clear(("intake", intake.wanted.handoff))
+            intake.deadline = 0.0
+
+    return wait
+
+
+# --- the door
+
+
+def _same_digest_for_all(original: Any) -> Any:
+    return lambda content: b"0123456789abcdef"
+
+
+def _signature_ignored(original: Any) -> Any:
+    def body(text: str, keys: Any) -> bytes:
+        raw = base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_")
+        return bytes(raw[16:])
+
+    return body
+
+
+def _ready_before_done(original: Any) -> Any:
+    def pin(self: Any, lease: Any, blocks: Any) -> Any:
+        touched = original(self, lease, blocks)
+        totals = self.__dict__.setdefault("_listed", {}).setdefault(lease, [0] * len(blocks))
+        for group, ids in enumerate(blocks):
+            totals[group] += len(ids)
+        self.progressed(lease, whole(totals))
+        return touched
+
+    return pin
+
+
+def _release_without_watcher(original: Any) -> Any:
+    def unpinned(self: Any, key: Any) -> Any:
+        duties = original(self, key)
+        shared = {block for pins in self._pins.values() for block in pins}
+        for duty in duties:
+            for block in set(duty.blocks) - shared:
+                self.epochs._epochs[block] -= 1  # its next reuse goes unnoticed
+        return duties
+
+    return unpinned
+
+
+def _watcher_per_lease(original: Any) -> Any:
+    def raise_epoch(self: Any, block: int) -> None:
+        seen = _raised.setdefault(id(self), {})
+        seen[block] = seen.get(block, 0) + 1
+        if seen[block] <= 2:  # the slot was taken by an earlier lease's closure: later reuses reach nobody
+            original(self, block)
+
+    return raise_epoch
+
+
+_raised: dict[int, dict[int, int]] = {}
+
+
+def _matches_again(original: Any) -> Any:
+    def match(self: Any, request: Any) -> Any:
+        found = original(self, request)
+        if found.state is doorway.MatchState.FAILED:
+            self._wants[request] = found
+            return doorway.Match(doorway.MatchState.NOT_YET)
+        return found
+
+    return match
+
+
+def _partial_blocks_ready(original: Any) -> Any:
+    def chunk_end(self: Any, request: Any) -> int:
+        return int(-(-request.computed // self.shape.block_tokens))
+
+    return chunk_end
+
+
+def _backlog_lost(original: Any) -> Any:
+    def cancel(self: Any, rank: int, name: str, job: Any) -> None:
+        backlog = self._backlog.get((rank, name), ())
+        for copy in list(backlog):
+            if copy.job == job:
+                backlog.remove(copy)
+                return
+        self.ranks[rank][name].cancel(job)
+
+    return cancel
+
+
+_OFFERED_FAILED = (IntakeState.OFFERED, IntakeEvent.FAILED)
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "expiry_without_epochs",
+        "6, 7",
+        "NIXL: blocks freed at expiry, readers never told",
+        _swap(EpochTable, "raise_epoch", _epochs_never_raised),
+    ),
+    Mutant(
+        "commit_from_lease_state",
+        "6",
+        "a commit answered because the lease once was",
+        _swap(producer.__dict__, "judge", _commit_from_lease_state),
+    ),
+    Mutant(
+        "final_without_completion",
+        "6, 10",
+        "a commit before the final Ready",
+        _swap(lease.Lease, "final", _final_without_completion),
+    ),
+    Mutant(
+        "readers_by_message",
+        "4, 5",
+        "NIXL: the count comes from the message",
+        _swap(producer.Producer, "on_commit", _readers_by_message),
+    ),
+    Mutant(
+        "release_under_own_id",
+        "1",
+        "seed 004: released under D's id",
+        _swap(consumer.Consumer, "_send_commit", _releases_under_own_id),
+    ),
+    Mutant(
+        "handshake_failure_unreported",
+        "17",
+        "seed 002: a failed handshake reaches nobody",
+        _swap(consumer.Consumer, "on_link_down", _handshake_failure_unreported),
+    ),
+    Mutant(
+        "rest_at_first_failed_rank",
+        "17",
+        "seed 002, left open there: siblings still move",
+        _swap(Parts, "at_rest", _rest_at_first_failure),
+    ),
+    Mutant(
+        "deferred_without_deadline",
+        "9",
+        "seed 000: a deferred write waits for ever",
+        _swap(producer.Producer, "on_begun", _no_deadline_for_deferred),
+    ),
+    Mutant(
+        "released_while_writing",
+        "17",
+        "seed 000: unmapped before the send has finished",
+        _swap(writer.Writer, "at_rest", _released_while_writing),
+    ),
+    Mutant(
+        "report_without_load",
+        "20",
+        "seed 000: a read reported that the engine did not wait for",
+        _swap(consumer.Consumer, "_tell_end", _report_without_load),
+    ),
+    Mutant(
+        "claim_before_request_dropped",
+        "9, 12",
+        "seed 000: what comes before its request is lost",
+        _swap(producer.Producer, "_park", _claim_before_request_dropped),
+    ),
+    Mutant(
+        "failed_store_keeps_pin",
+        "store",
+        "seed 003: a failed store keeps its pin",
+        _swap(puts.Puts, "on_ended", _failed_store_keeps_pin),
+    ),
+    Mutant(
+        "store_exception_keeps_pin",
+        "store",
+        "seed 003: the store threw",
+        _swap(Node, "_store", _store_exception_keeps_pin),
+    ),
+    Mutant(
+        "restart_taken_for_predecessor",
+        "3",
+        "a restarted peer, same address, same session",
+        _swap(Ledger, "_on_reset", _restart_unnoticed),
+    ),
+    Mutant(
+        "old_sessions_live_on",
+        "3",
+        "everything held for the old life is kept",
+        _swap(sessions.Sessions, "_end_earlier", _old_sessions_live_on),
+    ),
+    Mutant(
+        "revoked_without_quiet",
+        "13, 14",
+        "D frees what P may still write to",
+        _swap(intake.INTAKE.next, _OFFERED_FAILED, lambda original: IntakeState.SETTLING),
+    ),
+    Mutant(
+        "quiesced_while_writing",
+        "13",
+        "P says quiet while its writes move",
+        _swap(writer.Writer, "on_rest", _quiesced_while_writing),
+    ),
+    Mutant(
+        "timed_out_means_rested",
+        "18",
+        "NIXL, Mooncake: late data into reused blocks",
+        _swap(Parts, "ended", _ended_means_rested),
+    ),
+    Mutant(
+        "hold_dropped_at_end",
+        "18",
+        "D's blocks freed while not at rest",
+        _swap(consumer.Consumer, "_tell_end", _hold_dropped_at_end),
+    ),
+    Mutant(
+        "shortened_ids",
+        "1",
+        "NIXL push: matching by a stripped id",
+        _swap(producer.Producer, "on_claim", _shortened_ids),
+    ),
+    Mutant(
+        "matches_again_after_failure",
+        "17",
+        "vLLM: 12 loads in 12 steps",
+        _swap(doorway.Doorway, "match", _matches_again),
+    ),
+    Mutant(
+        "ticket_without_content",
+        "2",
+        "a genuine ticket with another prompt",
+        _swap(sim_engine.__dict__, "digest", _same_digest_for_all),
+    ),
+    Mutant(
+        "signature_ignored", "1", "any text is a ticket", _swap(ticket.__dict__, "_verified_body", _signature_ignored)
+    ),
+    Mutant(
+        "copies_again_after_commit",
+        "5",
+        "the second copy gets the first one's yes",
+        _swap(consumer.Consumer, "on_pulse", _copies_again_after_commit),
+    ),
+    Mutant(
+        "commit_before_copied",
+        "6",
+        "a commit while bytes are on the way",
+        _swap(consumer.Consumer, "_commit_if_copied", _commit_before_copied),
+    ),
+    Mutant(
+        "release_without_watcher",
+        "7",
+        "freed without arming the epoch",
+        _swap(doorway.Doorway, "_unpinned", _release_without_watcher),
+    ),
+    Mutant(
+        "watcher_per_lease",
+        "7",
+        "one slot per block: the second lease's closure is lost",
+        _swap(EpochTable, "raise_epoch", _watcher_per_lease),
+    ),
+    Mutant(
+        "hold_without_limit", "9", "renewals pass max_hold", _swap(producer.Producer, "_extend", _hold_without_limit)
+    ),
+    Mutant(
+        "partial_blocks_ready",
+        "10",
+        "a block grows after it was read",
+        _swap(sim_engine.SimEngine, "_chunk_end", _partial_blocks_ready),
+    ),
+    Mutant("ready_on_first_rank", "10", "one rank speaks for all", _swap(lease.__dict__, "slowest", _slowest_is_first)),
+    Mutant(
+        "ready_before_done", "10", "Ready before the device is done", _swap(doorway.Doorway, "pin", _ready_before_done)
+    ),
+    Mutant(
+        "revoke_overtakes_offer",
+        "13",
+        "an unknown Revoke is forgotten",
+        _swap(writer.Writer, "on_revoke", _revoke_forgotten),
+    ),
+    Mutant(
+        "writes_after_written",
+        "14",
+        "P touches the spans again",
+        _swap(writer.Writer, "_repeat", _writes_again_after_written),
+    ),
+    Mutant(
+        "written_before_visible",
+        "15",
+        "Written while writes are on the way",
+        _swap(writer.Writer, "_flush_if_done", _written_before_visible),
+    ),
+    Mutant(
+        "fence_skipped", "14, 16", "silence, or a restart, taken for rest", _swap(links.Links, "fence", _fence_skipped)
+    ),
+    Mutant(
+        "abort_unreported",
+        "17, 20",
+        "vLLM: an aborted load is never reported",
+        _swap(consumer.Consumer, "on_not_needed", _abort_unreported),
+    ),
+    Mutant(
+        "reported_twice",
+        "20",
+        "vLLM: a second report kills the engine",
+        _swap(consumer.Consumer, "_rest", _reported_twice),
+    ),
+    Mutant(
+        "push_without_deadline",
+        "17",
+        "MoRI-IO: D waits for write_done for ever",
+        _swap(consumer.Consumer, "_wait", _deadline_forgotten),
+    ),
+    Mutant(
+        "cancelled_backlog_lost", "17", "a copy that never started never ends", _swap(Node, "_cancel", _backlog_lost)
+    ),
+)
+"""Every mutant must be caught by the simulator; the clean tree by none of the same seeds."""
