@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.effects import CancelCopy, Copy, Direction, Effect, Send, StartCopy
@@ -73,14 +75,22 @@ class Desk:
             self.last_job += 1
             job = JobId(self.last_job)
             self.owners[job] = parts
-            parts.moving[job] = (rank, transport)
+            parts.moving[job] = Moving(rank, transport, move.bytes)
             remote = rank_peer(peer, move.peer_rank)
             copy = Copy(job, remote, direction, move.local_region, move.remote_region, move.spans)
             self.effects.append(StartCopy(rank, transport, copy))
 
     def cancel(self, parts: Parts) -> None:
-        for job, (rank, transport) in parts.moving.items():
-            self.effects.append(CancelCopy(rank, transport, job))
+        for job, moving in parts.moving.items():
+            self.effects.append(CancelCopy(moving.rank, moving.transport, job))
+
+
+class Moving(msgspec.Struct, frozen=True):
+    """One copy under way."""
+
+    rank: int
+    transport: str
+    bytes: int
 
 
 @dataclass(slots=True)
@@ -88,19 +98,17 @@ class Parts:
     """The copies of one handoff on one side, over all ranks. At rest means: none can touch memory any more."""
 
     owner: object
-    moving: dict[JobId, tuple[int, str]] = field(default_factory=dict)
+    moving: dict[JobId, Moving] = field(default_factory=dict)
     restless: set[JobId] = field(default_factory=set)
-    arrived: int = 0
 
     @property
     def at_rest(self) -> bool:
         return not self.moving and not self.restless
 
-    def ended(self, job: JobId, ok: bool, at_rest: bool) -> None:
-        self.moving.pop(job, None)
-        self.arrived += ok
+    def ended(self, job: JobId, at_rest: bool) -> Moving:
         if not at_rest:
             self.restless.add(job)
+        return self.moving.pop(job)
 
     def rested(self, job: JobId) -> None:
         self.restless.discard(job)

@@ -145,7 +145,10 @@ class Ledger:
         if parts is None or event.job not in parts.moving:
             self.desk.count("late.copy")
             return
-        parts.ended(event.job, event.reason is None, event.at_rest)
+        moved = parts.ended(event.job, event.at_rest)
+        if event.reason is None:
+            self.desk.counts["copies"] += 1
+            self.desk.counts["bytes_moved"] += moved.bytes
         if event.at_rest:
             del self.desk.owners[event.job]
         if isinstance(parts.owner, Intake):

@@ -239,7 +239,7 @@ def _rest_at_first_failure(original: Any) -> Any:
 
 
 def _ended_means_rested(original: Any) -> Any:
-    return lambda self, job, ok, at_rest: original(self, job, ok, True)
+    return lambda self, job, at_rest: original(self, job, True)
 
 
 def _hold_dropped_at_end(original: Any) -> Any:

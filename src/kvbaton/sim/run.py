@@ -51,7 +51,7 @@ def run_seed(seed: int) -> Result:
         check_recovery(cluster, before, probes)
     except Broken as broken:
         result.holds, result.promise, result.what = False, broken.promise, broken.what
-        result.story = list(world.story)
+    result.story = list(world.story)
     if cluster is not None:
         _count(cluster, result)
     result.events, result.sim_seconds = world.events, world.now

@@ -1,0 +1,90 @@
+"""What a worker process is told at its start: one frozen value, checked once, handed down.
+
+Law: a bad value is refused here, by the name of its field, before any port is opened or key is read.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
+
+Role = Literal["prefill", "decode", "both"]
+TransportChoice = Literal["auto", "shm", "tcp"]
+Policy = Literal["recompute", "fail"]
+ModeName = Literal["pull", "stream", "push"]
+
+ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
+TRANSPORTS: tuple[TransportChoice, ...] = ("auto", "shm", "tcp")
+POLICIES: tuple[Policy, ...] = ("recompute", "fail")
+MODES: tuple[ModeName, ...] = ("pull", "stream", "push")
+
+PORT_MAX = 65535
+TP_MAX = 64
+BLOCKS_MAX = 1 << 20
+
+
+class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker. Ports of 0 take a free one; the registry learns which."""
+
+    name: str
+    role: Role
+    keys: str  # directory that `kvbaton keys new` made
+    registry: str  # endpoint of the router's registry, tcp://host:port
+    registry_name: str = "router"  # the registry's identity in the key directory
+    http_host: str = "127.0.0.1"
+    http_port: int = 0
+    control_host: str = "127.0.0.1"
+    control_port: int = 0
+    transport: TransportChoice = "auto"
+    modes: tuple[ModeName, ...] = MODES
+    tp: int = 1
+    policy: Policy = "recompute"
+    lease_s: float = 15.0
+    transfer_timeout: float = 30.0
+    defer_timeout: float = 60.0
+    claim_timeout: float = 10.0
+    blocks: int = 1024
+    block_tokens: int = 16
+    max_num_seqs: int = 32
+    waiting_max: int = 1024
+    seed: int = 7  # of the model's weights; P and D must agree
+
+    def __post_init__(self) -> None:
+        for field in ("name", "registry_name"):
+            if not is_worker_id(getattr(self, field)):
+                raise _bad(field, getattr(self, field), f"letters, digits, '.', '_', '-', at most {WORKER_ID_CHARS_MAX}")
+        self._check_choices()
+        for field in ("http_port", "control_port"):
+            self._check_range(field, 0, PORT_MAX)
+        for field in ("lease_s", "transfer_timeout", "defer_timeout", "claim_timeout"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value > 0):
+                raise _bad(field, value, "seconds, above 0")
+        self._check_range("tp", 1, TP_MAX)
+        self._check_range("blocks", 2, BLOCKS_MAX)
+        self._check_range("block_tokens", 1, 4096)
+        self._check_range("max_num_seqs", 1, 4096)
+        self._check_range("waiting_max", 1, 1 << 20)
+        self._check_range("seed", 0, (1 << 32) - 1)
+
+    def _check_choices(self) -> None:
+        for field, choices in (("role", ROLES), ("transport", TRANSPORTS), ("policy", POLICIES)):
+            if getattr(self, field) not in choices:
+                raise _bad(field, getattr(self, field), f"one of {', '.join(choices)}")
+        if not self.modes or any(mode not in MODES for mode in self.modes):
+            raise _bad("modes", ",".join(self.modes), f"some of {', '.join(MODES)}")
+        if "://" not in self.registry:
+            raise _bad("registry", self.registry, "an endpoint such as tcp://127.0.0.1:7700")
+
+    def _check_range(self, field: str, low: int, high: int) -> None:
+        value = getattr(self, field)
+        if not low <= value <= high:
+            raise _bad(field, value, f"{low} to {high}")
+
+
+def _bad(field: str, got: object, expected: str) -> ValueError:
+    return ValueError(f"{field}: got {got!r}, expected {expected}")

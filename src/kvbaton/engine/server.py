@@ -1,0 +1,204 @@
+"""One worker's HTTP door: OpenAI's endpoints over any backend that can turn a prompt into tokens.
+
+Law: closing the iterator that `Backend.generate` gave is the one way to abort, and it happens for every end that the
+client or the router brings about. A refusal before the first token is an HTTP status, one after it an event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+from aiohttp import web
+
+from kvbaton.engine.server_plan import GenerateRequest, Job, ModelCard, plan
+from kvbaton.protocol.errors import MEANING, Blame
+from kvbaton.router.api import answers, prometheus, sse
+from kvbaton.router.api.answers import Token
+from kvbaton.router.api.bodies import Body, Kind, parse
+from kvbaton.router.api.errors import RETRY_AFTER_S, ApiError
+from kvbaton.router.api.gather import all_of, interleave
+from kvbaton.router.api.http import REQUEST_ID, json_response, new_app, request_id, send_events
+from kvbaton.router.api.merge import Joiner, join
+from kvbaton.router.api.params import TransferParams
+from kvbaton.router.api.stops import StopFilter
+
+__all__ = [
+    "Backend", "Finished", "GenerateRequest", "ModelCard", "RefusedError", "Token", "TransferParams", "worker_app",
+]  # fmt: skip
+
+BODY_BYTES_MAX = 4 << 20
+_CALLERS_FAULT = frozenset(str(reason) for reason, (blame, _) in MEANING.items() if blame is Blame.CALLER)
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """The last thing a generator gives."""
+
+    reason: Literal["stop", "length"]
+    cached_tokens: int = 0
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+Refused = Literal["invalid", "full", "stopping", "handoff", "broken"]
+_STATUS: Mapping[Refused, tuple[int, str, int | None]] = {
+    "invalid": (400, "invalid_request_error", None),  # the caller must change the request
+    "full": (429, "overloaded_error", RETRY_AFTER_S),
+    "stopping": (503, "service_unavailable_error", RETRY_AFTER_S),
+    "handoff": (500, "handoff_failed", None),
+    "broken": (500, "internal_error", None),
+}
+
+
+class RefusedError(Exception):
+    """What a backend raises instead of an answer. `code` is a `Reason` where `kind` is "handoff"."""
+
+    def __init__(self, kind: Refused, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.kind: Refused = kind
+        self.code = code
+        self.param = param
+
+
+class Backend(Protocol):
+    """An engine, seen from the event loop. No method blocks."""
+
+    def models(self) -> Sequence[ModelCard]:
+        """What it serves; the first is the one meant when a body names none."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Token | Finished, None]:
+        """Tokens as they are made, then one `Finished`; or `RefusedError`. Closing it aborts the request."""
+
+    def ready(self) -> bool:
+        """Whether requests are taken now."""
+
+    def stats(self) -> Mapping[str, Any]:
+        """Counters (`*_total`) and gauges, flat or one level deep."""
+
+
+def worker_app(backend: Backend, body_bytes_max: int = BODY_BYTES_MAX) -> web.Application:
+    """The application that serves `backend`; listen with `kvbaton.router.api.http.serving`."""
+    server = _Server(backend)
+    app = new_app(body_bytes_max)
+    app.add_routes(
+        [
+            web.post(Kind.COMPLETION.value, server.completions),
+            web.post(Kind.CHAT.value, server.chat),
+            web.get("/v1/models", server.models),
+            web.get("/health", server.health),
+            web.get("/metrics", server.metrics),
+            web.get("/stats", server.stats),
+        ]
+    )
+    return app
+
+
+class _Server:
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, Kind.COMPLETION)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, Kind.CHAT)
+
+    async def models(self, _: web.Request) -> web.Response:
+        cards = [
+            {"id": card.id, "object": "model", "owned_by": "kvbaton", "max_model_len": card.context_tokens_max}
+            for card in self._backend.models()
+        ]
+        return json_response({"object": "list", "data": cards})
+
+    async def health(self, _: web.Request) -> web.Response:
+        ready = self._backend.ready()
+        return json_response({"status": "ok" if ready else "unavailable"}, 200 if ready else 503)
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        text = prometheus.render(self._backend.stats())
+        return web.Response(body=text.encode(), headers={"Content-Type": prometheus.CONTENT_TYPE})
+
+    async def stats(self, _: web.Request) -> web.Response:
+        return json_response(self._backend.stats())
+
+    async def _answer(self, request: web.Request, kind: Kind) -> web.StreamResponse:
+        body = parse(kind, await request.read())
+        name = request_id(request)
+        jobs = plan(body, name, self._backend.models())
+        headers = {REQUEST_ID: name}
+        if body.stream:
+            return await send_events(request, self._events(body, jobs), headers)
+        whole = await all_of([self._whole(job) for job in jobs])
+        return json_response(join([job.part for job in jobs], whole), headers=headers)
+
+    async def _events(self, body: Body, jobs: Sequence[Job]) -> AsyncGenerator[bytes, None]:
+        joiner = Joiner()
+        async with contextlib.aclosing(interleave([self._chunks(job) for job in jobs])) as chunks:
+            async for number, chunk in chunks:
+                merged = joiner.chunk(jobs[number].part, chunk)
+                if merged is not None:
+                    yield sse.event(merged)
+        if body.include_usage:
+            yield sse.event(joiner.usage_chunk())
+        yield sse.DONE
+
+    async def _chunks(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
+        opening = job.shape.opening()
+        count = 0
+        async with contextlib.aclosing(self._told(job)) as told:
+            async for item in told:
+                if opening is not None:
+                    yield opening
+                    opening = None
+                if isinstance(item, Token):
+                    count += 1
+                    yield job.shape.token(item)
+                else:
+                    rest, finished = item
+                    yield job.shape.ending(rest, finished.reason)
+                    yield job.shape.usage_chunk(_usage(job, count, finished))
+
+    async def _whole(self, job: Job) -> dict[str, Any]:
+        tokens: list[Token] = []
+        rest, finished = "", Finished("stop")
+        async with contextlib.aclosing(self._told(job)) as told:
+            async for item in told:
+                if isinstance(item, Token):
+                    tokens.append(item)
+                else:
+                    rest, finished = item
+        text = "".join(token.text for token in tokens) + rest
+        answer = job.shape.whole(tokens, text, finished.reason, _usage(job, len(tokens), finished))
+        if finished.kv_transfer_params is not None:
+            answer["kv_transfer_params"] = dict(finished.kv_transfer_params)
+        return answer
+
+    async def _told(self, job: Job) -> AsyncGenerator[Token | tuple[str, Finished], None]:
+        """Tokens with the text that may be told, then (text held back, how it ended)."""
+        stops = StopFilter(job.stops)
+        try:
+            async with contextlib.aclosing(self._backend.generate(job.request)) as events:
+                async for event in events:
+                    if isinstance(event, Finished):
+                        yield stops.rest(), event
+                        return
+                    text, met = stops.feed(event.text)
+                    yield Token(text, event.logprobs)
+                    if met:
+                        yield "", Finished("stop")
+                        return
+        except RefusedError as error:
+            raise _api_error(error) from None
+        raise _api_error(RefusedError("broken", "the engine ended the request without saying how"))
+
+
+def _api_error(error: RefusedError) -> ApiError:
+    status, kind, retry_after_s = _STATUS[error.kind]
+    if error.kind == "handoff" and error.code in _CALLERS_FAULT:
+        status = 400
+    return ApiError(status, str(error), type=kind, code=error.code, param=error.param, retry_after_s=retry_after_s)
+
+
+def _usage(job: Job, count: int, finished: Finished) -> dict[str, Any]:
+    return answers.usage(len(job.request.prompt), count, finished.cached_tokens)

@@ -1,0 +1,267 @@
+"""One worker process of the embedded cluster: engine thread, node loop, data planes, discovery, HTTP.
+
+Started in the order in which each needs the one before, registered last (a worker that is listed can serve), and taken
+down in reverse. Everything it holds is anonymous or unlinked from birth: kill -9 leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import kvbaton
+from kvbaton.control.keys import Keyring, load
+from kvbaton.control.registry.client import RegistryClient
+from kvbaton.control.registry.messages import DirectoryEntry, Registration
+from kvbaton.control.zmq import ZmqControl
+from kvbaton.engine.backend import MODEL_NAME, EngineBackend, EngineThread
+from kvbaton.engine.config import CacheConfig, EngineConfig, ModelConfig
+from kvbaton.engine.connector import BatonConnector
+from kvbaton.engine.engine import Engine
+from kvbaton.engine.kv_layout import compat_key, engine_layout
+from kvbaton.engine.memory import KvGeometry
+from kvbaton.engine.options import WorkerOptions
+from kvbaton.engine.request import EngineRequest, Sampling
+from kvbaton.engine.server import worker_app
+from kvbaton.engine import tokenizer
+from kvbaton.protocol.compat import digest as compat_digest
+from kvbaton.protocol.desk import Identity
+from kvbaton.protocol.events import Departed
+from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId, rank_peer
+from kvbaton.protocol.ledger import Ledger
+from kvbaton.protocol.settings import Settings
+from kvbaton.router.api.http import serving
+from kvbaton.runtime.doorway import Doorway, DoorwayConfig
+from kvbaton.runtime.epochs import EpochTable
+from kvbaton.runtime.loop import NodeLoop
+from kvbaton.runtime.node import Node
+from kvbaton.transports.base import Transport
+from kvbaton.transports.memory import Region, allocate
+from kvbaton.transports.shm import ShmTransport
+from kvbaton.transports.tcp import TcpConfig, TcpTransport
+
+log = logging.getLogger(__name__)
+
+TICKET_TTL_S = 120.0
+TRANSPORTS = {"auto": ("shm", "tcp"), "shm": ("shm",), "tcp": ("tcp",)}
+
+
+def engine_config(options: WorkerOptions) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(seed=options.seed),
+        cache=CacheConfig(blocks=options.blocks, block_tokens=options.block_tokens, tp=options.tp),
+        seqs_max=options.max_num_seqs,
+        waiting_max=options.waiting_max,
+        on_load_failure=options.policy,
+    )
+
+
+class Worker:
+    """Everything of one worker but its HTTP door."""
+
+    def __init__(self, options: WorkerOptions, keyring: Keyring) -> None:
+        config = engine_config(options)
+        geometry = KvGeometry(config.model, config.cache)
+        self.options = options
+        self.peer = PeerId(WorkerId(options.name), Incarnation(secrets.randbits(63)))
+        self.regions: list[Region] = [allocate(geometry.region_bytes) for _ in range(options.tp)]
+        self.doorway = self._make_doorway(config, keyring)
+        connector = BatonConnector(self.doorway, config.model.groups, options.block_tokens, options.policy)
+        self.engine = Engine(config, connector, [region.view for region in self.regions])
+        self.thread = EngineThread(self.engine, self.doorway)
+        self.control = ZmqControl(keyring, f"tcp://{_bracketed(options.control_host)}:{options.control_port}")
+        self.compat = compat_key(config.model, kvbaton.__version__)
+        self.node = self._make_node(geometry, keyring)
+        self.loop = NodeLoop(self.node, self.control)
+        self.backend = EngineBackend(self.thread, self.doorway, self.stats)
+
+    def start(self) -> None:
+        self.loop.start()
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.thread.stop()
+        self.loop.stop()
+        self.engine.close()
+        for region in self.regions:
+            region.close()
+
+    def registration(self, url: str) -> Registration:
+        options = self.options
+        return Registration(
+            worker=self.peer.worker,
+            incarnation=self.peer.incarnation,
+            role=options.role,
+            http_address=url.removeprefix("http://"),
+            control_endpoint=self.control.endpoint,
+            modes=tuple(options.modes),
+            transports=TRANSPORTS[options.transport],
+            compat_digest=compat_digest(self.compat),
+            tp_size=options.tp,
+            model=MODEL_NAME,
+        )
+
+    def on_directory(self, entries: Sequence[DirectoryEntry]) -> None:
+        self.control.set_directory({entry.worker: (entry.control_endpoint, entry.public_key) for entry in entries})
+
+    def on_departed(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        self.loop.tell(Departed(worker, incarnation))
+
+    def stats(self) -> Mapping[str, Any]:
+        """Counters and gauges; reads of ints and small dicts, so no lock and no wait for the loop."""
+        ledger = self.node.ledger
+        counts = dict(ledger.desk.counts)
+        engine = self.engine.stats()
+        ends = {name.removeprefix("ends."): count for name, count in counts.items() if name.startswith("ends.")}
+        return {
+            "worker": str(self.peer.worker),
+            "incarnation": f"{self.peer.incarnation:016x}",
+            "pins": self.doorway.pinned_blocks,
+            "leases": len(ledger.producer.leases),
+            "intakes": len(ledger.consumer.by_handoff),
+            "quarantined_blocks": ledger.consumer.quarantined_blocks,
+            "bytes_moved_total": counts.get("bytes_moved", 0),
+            "copies_total": counts.get("copies", 0),
+            "handoffs_total": sum(ends.values()),
+            "delivered_total": ends.get("delivered", 0),
+            "leases_total": counts.get("leases", 0),
+            "commits_stale_total": counts.get("commits.stale", 0),
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "loading": engine.loading,
+            "free_blocks": engine.free_blocks,
+            "blocks": engine.blocks,
+            "faults_total": self.loop.faults + self.thread.faults,
+            "ends_total": ends,
+        }
+
+    # --- making
+
+    def _make_doorway(self, config: EngineConfig, keyring: Keyring) -> Doorway:
+        door = DoorwayConfig(
+            me=self.peer,
+            ranks=config.cache.tp,
+            groups=len(config.model.groups),
+            ticket_keys=keyring.ticket_keys,
+            ticket_ttl_s=TICKET_TTL_S,
+            mint=lambda: TransferId(secrets.token_hex(16)),
+            wall=time.time,
+        )
+        return Doorway(door, EpochTable(config.cache.blocks))
+
+    def _make_node(self, geometry: KvGeometry, keyring: Keyring) -> Node:
+        options = self.options
+        ranks = [self._make_transports(rank, region) for rank, region in enumerate(self.regions)]
+        identity = Identity(
+            me=self.peer,
+            host=_host(),
+            compat=self.compat,
+            layout=engine_layout(geometry),
+            transports=tuple(transport.capabilities for transport in ranks[0].values()),
+            ticket_keys=keyring.ticket_keys,
+            wall_offset_s=time.time() - time.monotonic(),
+        )
+        settings = Settings(
+            lease_s=options.lease_s,
+            transfer_timeout=options.transfer_timeout,
+            defer_timeout=options.defer_timeout,
+            claim_timeout=options.claim_timeout,
+            max_hold_s=max(180.0, options.lease_s, options.defer_timeout + options.transfer_timeout),
+        )
+        ledger = Ledger(identity, settings, self.doorway.epochs.of)
+        return Node(ledger, self.control, ranks, self.doorway)
+
+    def _make_transports(self, rank: int, region: Region) -> dict[str, Transport]:
+        me = rank_peer(self.peer, rank)
+        made: dict[str, Transport] = {}
+        for name in TRANSPORTS[self.options.transport]:
+            transport: Transport
+            if name == "shm":
+                transport = ShmTransport(me)
+            else:
+                transport = TcpTransport(me, TcpConfig(host=self.options.control_host))
+            transport.register(0, region.view)
+            made[name] = transport
+        return made
+
+
+def main(options: WorkerOptions) -> int:
+    """Serve until SIGTERM or SIGINT."""
+    return asyncio.run(_serve(options))
+
+
+async def _serve(options: WorkerOptions) -> int:
+    worker = Worker(options, load(options.keys, options.name))
+    async with _running(worker), serving(worker_app(worker.backend), options.http_host, options.http_port) as url:
+        with _registered(worker, url):
+            print(f"{options.name} {worker.peer.incarnation:016x} serves {url}", flush=True)
+            await _asked_to_stop()
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def _running(worker: Worker) -> AsyncIterator[None]:
+    worker.start()
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(worker.stop)
+
+
+@contextlib.contextmanager
+def _registered(worker: Worker, url: str) -> Iterator[None]:
+    options = worker.options
+    client = RegistryClient(
+        load(options.keys, options.name),
+        (WorkerId(options.registry_name), options.registry),
+        worker.registration(url),
+        on_directory=worker.on_directory,
+        on_departed=worker.on_departed,
+    )
+    client.start()
+    try:
+        yield
+    finally:
+        client.close()
+
+
+async def _asked_to_stop() -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for each in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(each, stopped.set)
+    await stopped.wait()
+
+
+def reference_answers(prompts: Sequence[str | Sequence[int]], max_tokens: int, seed: int = 7) -> list[str]:
+    """What one engine, that hands nothing over, answers greedily: the oracle of `up --check` and of tests."""
+    engine = Engine(EngineConfig(model=ModelConfig(seed=seed), cache=CacheConfig(blocks=4096)))
+    texts = [""] * len(prompts)
+    for index, prompt in enumerate(prompts):
+        tokens = tuple(tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        engine.add_request(EngineRequest(RequestId(str(index)), tokens, Sampling(max_tokens=max_tokens)))
+    while engine.has_work():
+        for output in engine.step():
+            texts[int(output.request_id)] += output.text
+    engine.close()
+    return texts
+
+
+def _host() -> str:
+    """Who may share memory with us: the same kernel, by its boot id."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+

@@ -1,0 +1,204 @@
+"""Many seeds, over all cores: the sums of what happened, and for mutants how soon each was caught."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
+
+import msgspec
+
+from kvbaton.sim.mutants import MUTANTS, Mutant
+from kvbaton.sim.run import Result, run_seed
+
+BATCH_SEEDS = 20
+BROKEN_TOLD_MAX = 10
+
+
+class Summary(msgspec.Struct):
+    """What came of a range of seeds."""
+
+    seeds: int = 0
+    hold: int = 0
+    handoffs: int = 0
+    delivered: int = 0
+    events: int = 0
+    sim_seconds: float = 0.0
+    wall_s: float = 0.0
+    jobs: int = 1
+    handoffs_per_s: float = 0.0
+    handoffs_per_s_per_core: float = 0.0
+    trace_hash: str = ""
+    profiles: dict[str, int] = {}
+    faults: dict[str, int] = {}
+    ends: dict[str, int] = {}
+    broken: list[dict[str, str | int]] = []
+
+    @property
+    def holds(self) -> bool:
+        return self.seeds == self.hold
+
+
+class Catch(msgspec.Struct, frozen=True):
+    """How a mutant fared."""
+
+    name: str
+    rule: str
+    story: str
+    caught: bool
+    promise: str = ""
+    seeds_needed: int = 0
+    what: str = ""
+
+
+class MutantsSummary(msgspec.Struct):
+    """How all mutants fared, and the clean tree over the same seeds."""
+
+    mutants: int
+    caught: int
+    seeds_max: int
+    clean_seeds: int
+    clean_alarms: int
+    wall_s: float
+    catches: list[Catch]
+    clean_broken: list[dict[str, str | int]]
+
+    @property
+    def holds(self) -> bool:
+        return self.caught == self.mutants and self.clean_alarms == 0
+
+
+Told = Callable[[str], None]
+
+
+def run_seeds(seeds: range, jobs: int, tell: Told) -> Summary:
+    """Every seed of the range; `tell` hears of progress about once a second."""
+    started = time.monotonic()
+    total = Summary(jobs=jobs)
+    sums = {"faults": Counter[str](), "ends": Counter[str](), "profiles": Counter[str]()}
+    hashes: dict[int, str] = {}
+    told_at = started
+    for result in _results(_batches(seeds), jobs):
+        total.seeds += 1
+        total.hold += result.holds
+        total.handoffs += result.handoffs
+        total.delivered += result.delivered
+        total.events += result.events
+        total.sim_seconds += result.sim_seconds
+        sums["faults"].update(result.faults)
+        sums["ends"].update(result.ends)
+        sums["profiles"][result.profile] += 1
+        hashes[result.seed] = result.trace_hash
+        if not result.holds and len(total.broken) < BROKEN_TOLD_MAX:
+            total.broken.append(_told(result))
+        if time.monotonic() - told_at > 1.0:
+            told_at = time.monotonic()
+            tell(f"{total.seeds} of {len(seeds)} seeds, {total.handoffs} handoffs, {total.seeds - total.hold} broken")
+    total.faults, total.ends, total.profiles = (
+        dict(sorted(sums[key].items())) for key in ("faults", "ends", "profiles")
+    )
+    total.trace_hash = _combined(hashes)
+    total.sim_seconds = round(total.sim_seconds, 1)
+    total.wall_s = round(time.monotonic() - started, 2)
+    total.handoffs_per_s = round(total.handoffs / max(total.wall_s, 0.01), 1)
+    total.handoffs_per_s_per_core = round(total.handoffs_per_s / jobs, 1)
+    return total
+
+
+def run_mutants(mutants: Iterable[Mutant], seeds_max: int, jobs: int, tell: Told) -> MutantsSummary:
+    """Each mutant until it is caught, and the clean tree over as many seeds as the slowest mutant took."""
+    started = time.monotonic()
+    listed = list(mutants)
+    catches: dict[str, Catch] = {}
+    with _pool(jobs) as pool:
+        waiting = {pool.submit(hunt, mutant.name, seeds_max) for mutant in listed}
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in done:
+                catch = future.result()
+                catches[catch.name] = catch
+                how = f"{catch.promise} after {catch.seeds_needed}" if catch.caught else f"NOT CAUGHT in {seeds_max}"
+                tell(f"{len(catches)} of {len(listed)} {catch.name}: {how} seeds")
+    needed = max((catch.seeds_needed for catch in catches.values() if catch.caught), default=1)
+    clean = run_seeds(range(needed), jobs, tell)
+    return MutantsSummary(
+        mutants=len(listed),
+        caught=sum(catch.caught for catch in catches.values()),
+        seeds_max=seeds_max,
+        clean_seeds=clean.seeds,
+        clean_alarms=clean.seeds - clean.hold,
+        wall_s=round(time.monotonic() - started, 2),
+        catches=[catches[mutant.name] for mutant in listed],
+        clean_broken=clean.broken,
+    )
+
+
+def hunt(name: str, seeds_max: int) -> Catch:
+    """Run one mutant over seeds 0, 1, 2, … until a checker objects."""
+    mutant = next(each for each in MUTANTS if each.name == name)
+    with mutant.switch():
+        for seed in range(seeds_max):
+            result = run_seed(seed)
+            if not result.holds:
+                what = result.what.strip().splitlines()
+                return Catch(name, mutant.rule, mutant.story, True, result.promise, seed + 1, what[-1] if what else "")
+    return Catch(name, mutant.rule, mutant.story, False)
+
+
+def run_batch(seeds: range) -> list[Result]:
+    """One process's share; stories stay out of the pipe, `--replay` tells them."""
+    results = [run_seed(seed) for seed in seeds]
+    for result in results:
+        result.story = []
+    return results
+
+
+def default_jobs() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _results(batches: list[range], jobs: int) -> Iterator[Result]:
+    if jobs == 1 or len(batches) == 1:
+        for batch in batches:
+            yield from run_batch(batch)
+        return
+    with _pool(jobs) as pool:
+        waiting: set[Future[list[Result]]] = set()
+        todo = iter(batches)
+        for batch in todo:
+            waiting.add(pool.submit(run_batch, batch))
+            if len(waiting) >= 2 * jobs:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield from future.result()
+        for future in waiting:
+            yield from future.result()
+
+
+def _pool(jobs: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+
+
+def _batches(seeds: range) -> list[range]:
+    return [seeds[start : start + BATCH_SEEDS] for start in range(0, len(seeds), BATCH_SEEDS)]
+
+
+def _combined(hashes: dict[int, str]) -> str:
+    whole = hashlib.blake2b(digest_size=16)
+    for seed in sorted(hashes):
+        whole.update(f"{seed}:{hashes[seed]};".encode())
+    return whole.hexdigest()
+
+
+def _told(result: Result) -> dict[str, str | int]:
+    return {
+        "seed": result.seed,
+        "profile": result.profile,
+        "promise": result.promise,
+        "what": result.what,
+        "replay": f"kvbaton sim --replay {result.seed}",
+    }
