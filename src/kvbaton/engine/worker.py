@@ -67,8 +67,8 @@ def engine_config(options: WorkerOptions) -> EngineConfig:
 class Worker:
     """Everything of one worker but its HTTP door."""
 
-    def __init__(self, options: WorkerOptions, keyring: Keyring) -> None:
-        config = engine_config(options)
+    def __init__(self, options: WorkerOptions, keyring: Keyring, config: EngineConfig | None = None) -> None:
+        config = config or engine_config(options)
         geometry = KvGeometry(config.model, config.cache)
         self.options = options
         self.peer = PeerId(WorkerId(options.name), Incarnation(secrets.randbits(63)))

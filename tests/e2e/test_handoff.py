@@ -1,0 +1,251 @@
+"""Real bytes, real sockets, a real model: what comes out of D is what one engine would have said."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvbaton.engine.config import CacheConfig, EngineConfig, ModelConfig
+from kvbaton.engine.server import RefusedError
+from kvbaton.engine.worker import reference_answers
+from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
+from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.transports.base import CopyEnded
+from tests.e2e.pair import Pair, generate, pair
+
+LENGTHS = (1, 14, 15, 16, 17, 30, 31, 32, 33, 100, 250, 400)
+
+
+def prompts(tag: str) -> list[str]:
+    """Different from the first character on, so that no prefix is shared; lengths around block boundaries."""
+    return [(f"{tag}{n:03d}" + "the quick brown fox jumps over it " * 20)[:n] or "a" for n in LENGTHS]
+
+
+async def answers(two: Pair, mode: str, asked: list[str]) -> list[str]:
+    return list(await asyncio.gather(*(two.answer(prompt, mode) for prompt in asked)))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("mode", ["pull", "stream", "push"])
+def test_the_answer_is_that_of_one_engine(tmp_path, transport, mode):
+    """Promises 1 and 3."""
+    asked = prompts(f"{mode}{transport}")
+
+    async def scenario() -> None:
+        async with pair(tmp_path, transport=transport) as two:
+            assert await answers(two, mode, asked) == reference_answers(asked, 12)
+            assert two.ends() == {"delivered": len(asked)}
+            await two.at_rest()
+            moved = two.d.stats()["bytes_moved_total"] + two.p.stats()["bytes_moved_total"]
+            assert moved > 0
+            pushed = two.p.stats()["bytes_moved_total"]
+            assert (pushed > 0) == (mode == "push" and transport == "tcp"), "on shm the receiver copies (rule 16)"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [
+        ({"tp": 2}, {"tp": 1}),
+        ({"tp": 1}, {"tp": 2}),
+        ({"tp": 4}, {"tp": 2}),
+        ({"block_tokens": 8}, {"block_tokens": 32}),
+        ({"block_tokens": 32, "tp": 2}, {"block_tokens": 16}),
+    ],
+    ids=["tp2-1", "tp1-2", "tp4-2-replicated", "blocks8-32", "blocks32-16-tp2-1"],
+)
+def test_engines_of_different_shape_hand_over_to_each_other(tmp_path, p, d):
+    """Promise 1, with the geometry between."""
+    asked = prompts("shape")
+
+    async def scenario() -> None:
+        async with pair(tmp_path, p=p, d=d) as two:
+            for mode in ("pull", "stream", "push"):
+                fresh = [mode + prompt for prompt in asked]
+                assert await answers(two, mode, fresh) == reference_answers(fresh, 12)
+            assert two.ends() == {"delivered": 3 * len(asked)}
+            await two.at_rest()
+
+    asyncio.run(scenario())
+
+
+def test_two_kv_groups_with_a_sliding_window_are_handed_over(tmp_path):
+    model = ModelConfig(sliding_layers=(1,), window_tokens=40)
+    config = EngineConfig(model=model, cache=CacheConfig(blocks=1024))
+    asked = prompts("window")
+
+    async def scenario() -> None:
+        async with pair(tmp_path, configs=(config, config)) as two:
+            expected = [(await generate(two.p, prompt, 12, None))[0] for prompt in asked]
+            for mode in ("pull", "stream", "push"):
+                assert await answers(two, mode, asked) == expected
+            assert two.ends()["delivered"] >= len(asked)
+            assert set(two.ends()) == {"delivered"}
+            await two.at_rest()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("which", ["first", "middle", "last"])
+def test_a_damaged_block_changes_the_answer(tmp_path, layer, which):
+    """The comparison above can fail: one page of one layer is zeroed after its copy, and the answer is another."""
+    prompt = f"{layer}{which} " + "a question that fills several blocks of tokens, one after the other, " * 3
+
+    async def scenario() -> None:
+        async with pair(tmp_path, transport="shm") as two:
+            _damage_one_page(two, layer, which)
+            text = await two.answer(prompt, "pull")
+            assert two.ends() == {"delivered": 1}
+            assert text != reference_answers([prompt], 12)[0]
+
+    asyncio.run(scenario())
+
+
+def _damage_one_page(two: Pair, layer: int, which: str) -> None:
+    """Zero the page of one block of D's as soon as the copy into it has ended."""
+    plane = two.d.node.ranks[0]["shm"]
+    memory, geometry = two.d.regions[0].view, two.d.engine.memory.geometry
+    drain = plane.drain
+
+    def drain_and_damage():
+        events = drain()
+        for event in events:
+            if isinstance(event, CopyEnded):
+                held = next(iter(two.d.doorway._holds.values()))
+                block = {"first": held[0], "middle": held[len(held) // 2], "last": held[-2]}[which]
+                at = geometry.offset(layer, block)
+                memory[at : at + geometry.page_bytes] = bytes(geometry.page_bytes)
+        return events
+
+    plane.drain = drain_and_damage
+
+
+def test_what_d_has_already_is_not_moved_again(tmp_path):
+    prompt = "the same long prompt, asked twice, " * 6
+
+    async def scenario() -> None:
+        async with pair(tmp_path) as two:
+            first = await two.answer(prompt, "pull")
+            moved = two.d.stats()["bytes_moved_total"]
+            assert await two.answer(prompt, "pull") == first
+            page = two.d.engine.memory.geometry.page_bytes * 3
+            assert two.d.stats()["bytes_moved_total"] - moved <= page, "only the last, unshared block"
+            await two.at_rest()
+
+    asyncio.run(scenario())
+
+
+def test_a_replayed_ticket_is_answered_by_recomputing(tmp_path):
+    """Promises 1 and 5: spent is spent, and the answer is still right."""
+    prompt = "only once, please: " * 5
+
+    async def scenario() -> None:
+        async with pair(tmp_path) as two:
+            params = await two.prefill(prompt)
+            expected = reference_answers([prompt], 12)[0]
+            assert await two.decode(prompt, params) == expected
+            two.d.engine.reset_prefix_cache()
+            assert await two.decode(prompt, params) == expected
+            assert two.ends() == {"delivered": 1, "ticket_spent": 1}
+            await two.at_rest()
+
+    asyncio.run(scenario())
+
+
+def test_a_ticket_for_another_prompt_never_shows_its_kv(tmp_path):
+    """Promise 1, rule 2: neither this answer nor the prefix cache is poisoned."""
+    prompt, other = "what is written here " * 4, "what is asked instead " * 4
+
+    async def scenario() -> None:
+        async with pair(tmp_path) as two:
+            params = await two.prefill(prompt)
+            for _ in range(2):
+                assert await two.decode(other, params) == reference_answers([other], 12)[0]
+            assert two.ends() == {}, "refused at the door, before anybody was asked"
+            await _lease_ends(two)
+
+    asyncio.run(scenario())
+
+
+async def _lease_ends(two: Pair) -> None:
+    """The unread lease of P ends by itself; no need to wait for it here, only to see that it is held."""
+    assert two.p.stats()["leases"] == 1
+
+
+def test_a_forged_ticket_is_refused_with_its_reason(tmp_path):
+    """Promise 5."""
+
+    async def scenario() -> None:
+        async with pair(tmp_path) as two:
+            params = await two.prefill("genuine " * 10)
+            text = params.ticket
+            forged = type(params)(do_remote_prefill=True, ticket=text[:-3] + ("AAA" if text[-3:] != "AAA" else "BBB"))
+            with pytest.raises(RefusedError) as refused:
+                await two.decode("genuine " * 10, forged)
+            assert refused.value.code == "ticket_forged"
+            stranger = seal(
+                Ticket(handoff_id(TransferId("0" * 32)), WorkerId("p0"), 9e9), b"another cluster's key 0123456789"
+            )
+            with pytest.raises(RefusedError):
+                await two.decode("genuine " * 10, type(params)(do_remote_prefill=True, ticket=stranger))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_other_weights_are_refused_by_name_and_the_policy_decides(tmp_path, policy):
+    """Promise 1: seed 002's failed handshake, in both policies."""
+    prompt = "whose weights are these? " * 4
+
+    async def scenario() -> None:
+        async with pair(tmp_path, p={"seed": 8}, d={"policy": policy}) as two:
+            params = await two.prefill(prompt)
+            if policy == "recompute":
+                assert await two.decode(prompt, params) == reference_answers([prompt], 12)[0]
+            else:
+                with pytest.raises(RefusedError, match="weights") as refused:
+                    await two.decode(prompt, params)
+                assert refused.value.code == "incompatible"
+            assert two.ends() == {"incompatible": 1}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["stream", "push"])
+def test_a_prefiller_that_never_begins_costs_the_deadline_and_nothing_else(tmp_path, mode):
+    """Promise 2: D alone, P never gets its half of the request."""
+    prompt = "nobody will compute this over there " * 3
+
+    async def scenario() -> None:
+        async with pair(tmp_path, d={"defer_timeout": 0.5}, p={"defer_timeout": 0.5}) as two:
+            from kvbaton.router.api.params import Mode, TransferParams, target_params
+
+            params = TransferParams.parse(target_params(Mode(mode), two.ticket()))
+            assert await two.decode(prompt, params) == reference_answers([prompt], 12)[0]
+            assert two.ends() == {"defer_timeout": 1}
+            await two.at_rest()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["pull", "stream", "push"])
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(tmp_path, mode):
+    """Promise 3, under aborts of either side."""
+
+    async def scenario() -> None:
+        async with pair(tmp_path, p={"lease_s": 1.0, "defer_timeout": 1.0}, d={"defer_timeout": 1.0}) as two:
+            asked = [f"{mode} {n} " + "leaving soon " * 12 for n in range(24)]
+            tasks = [asyncio.create_task(two.answer(prompt, mode)) for prompt in asked]
+            for n, task in enumerate(tasks):
+                await asyncio.sleep(0.003)
+                if n % 2:
+                    task.cancel()
+            done = await asyncio.gather(*tasks, return_exceptions=True)
+            kept = [text for n, text in enumerate(done) if not n % 2]
+            assert kept == reference_answers(asked[::2], 12)
+            await two.at_rest()
+
+    asyncio.run(scenario())
