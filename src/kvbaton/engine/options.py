@@ -56,7 +56,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for field in ("name", "registry_name"):
             if not is_worker_id(getattr(self, field)):
-                raise _bad(field, getattr(self, field), f"letters, digits, '.', '_', '-', at most {WORKER_ID_CHARS_MAX}")
+                expected = f"letters, digits, '.', '_', '-', at most {WORKER_ID_CHARS_MAX}"
+                raise _bad(field, getattr(self, field), expected)
         self._check_choices()
         for field in ("http_port", "control_port"):
             self._check_range(field, 0, PORT_MAX)

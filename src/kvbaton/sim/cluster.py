@@ -76,7 +76,11 @@ class Cluster:
         if rng.random() < 0.5:
             for other in list(self.lives.values()):
                 self.world.after(rng.uniform(0.05, 1.0), self._later(self._departed, other, life))
-        self.world.after(rng.uniform(0.05, 3.0), self._later(self.start, life.character))
+        self.world.after(rng.uniform(0.05, 3.0), self._later(self._restart, life.character))
+
+    def _restart(self, character: Character) -> None:
+        if not self.lives[character.name].alive:  # healing may have been faster
+            self.start(character)
 
     def _departed(self, other: Life, gone: Life) -> None:
         if other.alive and other is not gone:

@@ -1,0 +1,14 @@
+"""Open files: a router holds three connections per stream, and many systems allow 1,024 files by default."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+
+def raise_file_limit() -> None:
+    """As many open files as this process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,155 @@
+"""`kvbaton up`: a whole cluster on this machine, in one command, until Ctrl-C; or its proof, with `--check`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvbaton.cli.arguments import CommandError, port, seconds, whole
+from kvbaton.cli.check import check
+from kvbaton.cli.cluster import Cluster, Plan, how_it_ended, running
+from kvbaton.cli.fronting import told_to_stop
+from kvbaton.cli.limits import raise_file_limit
+from kvbaton.engine.options import POLICIES, TRANSPORTS, WorkerOptions
+from kvbaton.router.api.params import Mode
+from kvbaton.router.settings import RouterSettings
+
+_WORKER = WorkerOptions(name="p0", role="prefill", keys="-", registry="tcp://-:1")
+_NEWS_S = 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--prefill", type=whole(1, 16), default=1, metavar="N", help="prefill workers")
+    add("--decode", type=whole(1, 16), default=1, metavar="M", help="decode workers")
+    add("--mode", choices=list(Mode), default=None, help="how KV goes over, where a client names none (default: pull)")
+    add("--transport", choices=TRANSPORTS, default=None, help="how bytes go over (default: auto)")
+    add("--host", default="127.0.0.1", help="address for clients")
+    add("--port", type=port, default=None, help="port for clients, 0 for a free one (default: 8000)")
+    add("--tp-prefill", type=whole(1, 64), default=1, metavar="N", help="ranks of each prefill worker")
+    add("--tp-decode", type=whole(1, 64), default=1, metavar="N", help="ranks of each decode worker")
+    add("--policy", choices=POLICIES, default=_WORKER.policy, help="of decode workers, when a handoff fails")
+    for name, text in (
+        ("lease_s", "P keeps blocks this long after the last sign of the reader"),
+        ("transfer_timeout", "within which bytes must make progress"),
+        ("defer_timeout", "to wait for the other side to know the request"),
+        ("claim_timeout", "to wait for an answer to a claim"),
+    ):
+        flag = f"--{name.replace('_', '-')}"
+        add(flag, type=seconds, default=getattr(_WORKER, name), metavar="SECONDS", help=text)
+    add("--blocks", type=whole(2, 1 << 20), default=_WORKER.blocks, metavar="N", help="KV blocks of each worker")
+    add("--block-tokens", type=whole(1, 4096), default=_WORKER.block_tokens, metavar="N", help="tokens per block")
+    add("--max-num-seqs", type=whole(1, 4096), default=_WORKER.max_num_seqs, metavar="N", help="running at once")
+    add("--seed", type=whole(0, (1 << 32) - 1), default=_WORKER.seed, metavar="N", help="of the model's weights")
+    add("--deadline-s", type=seconds, default=300.0, metavar="SECONDS", help="of a whole request")
+    add("--check", action="store_true", help="compare answers with a single engine's in every mode, then exit")
+    add("--json", action="store_true", help="print one JSON object on stdout, all else on stderr")
+
+
+def run(args: argparse.Namespace) -> int:
+    raise_file_limit()
+    return asyncio.run(_check(args) if args.check else _serve(args))
+
+
+def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: Mode) -> Plan:
+    shared = ("policy", "lease_s", "transfer_timeout", "defer_timeout", "claim_timeout", "blocks", "block_tokens")
+    values = {name: getattr(args, name) for name in (*shared, "max_num_seqs", "seed")}
+    try:
+        worker = msgspec.structs.replace(_WORKER, transport=transport, **values)
+        settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True)
+    except ValueError as error:
+        raise CommandError(f"{error}; see: kvbaton up --help") from None
+    return Plan(
+        prefills=args.prefill, decodes=args.decode, tp_prefill=args.tp_prefill, tp_decode=args.tp_decode,
+        worker=worker, settings=settings, host=args.host, port=http_port,
+    )  # fmt: skip
+
+
+async def _check(args: argparse.Namespace) -> int:
+    modes = list(Mode) if args.mode is None else [Mode(args.mode)]
+    transports = ["shm", "tcp"] if args.transport is None else [args.transport]
+    plans = {each: plan_of(args, each, http_port=args.port or 0, mode=modes[0]) for each in transports}
+    with told_to_stop() as stop:
+        return await check(plans, modes, as_json=args.json, stop=stop)
+
+
+async def _serve(args: argparse.Namespace) -> int:
+    mode = Mode(args.mode or Mode.PULL)
+    transport = args.transport or "auto"
+    plan = plan_of(args, transport, http_port=8000 if args.port is None else args.port, mode=mode)
+    with told_to_stop() as stop:
+        async with running(plan, _note, stop) as cluster:
+            if args.json:
+                print(msgspec.json.encode(_facts(cluster)).decode(), flush=True)
+            else:
+                print("\n".join(_welcome(cluster, plan, transport)), flush=True)
+            await _watch(cluster, stop)
+            _note("stopping")
+    _note("all workers have ended")
+    return 0
+
+
+def _note(text: str) -> None:
+    print(f"kvbaton up: {text}", file=sys.stderr, flush=True)
+
+
+def _facts(cluster: Cluster) -> dict[str, Any]:
+    children = [
+        {"name": child.name, "role": child.options.role, "pid": child.process.pid, "command": child.command}
+        for child in cluster.children
+    ]
+    front = cluster.front
+    return {"url": front.url, "registry": front.registry_endpoint, "dir": str(cluster.directory), "workers": children}
+
+
+def _welcome(cluster: Cluster, plan: Plan, transport: str) -> Sequence[str]:
+    url = cluster.front.url
+    body = '{"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0, "stream": true}'
+    return [
+        f"kvbaton is up at {url}/v1: {plan.prefills} prefill, {plan.decodes} decode, "
+        f"mode {plan.settings.mode}, transport {transport}",
+        "",
+        f"  try   curl -N {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+        f"  mode  the same with -H 'x-kvbaton-mode: {' | '.join(Mode)}'",
+        f"  look  {url}/workers  {url}/health  {url}/metrics",
+        f"  logs  {cluster.directory}/*.log",
+        "  stop  Ctrl-C",
+        "",
+        "Nothing is restarted silently. To start a worker that died:",
+        *(f"  {child.name}  {child.command}" for child in cluster.children),
+    ]
+
+
+async def _watch(cluster: Cluster, stop: asyncio.Event) -> None:
+    """Say what happens to the workers, until told to stop."""
+    stopped = asyncio.create_task(stop.wait())
+    known = {worker.name: worker.peer for worker in cluster.registered()}
+    try:
+        while not stopped.done():
+            death = asyncio.create_task(cluster.deaths.get())
+            await asyncio.wait((stopped, death), timeout=_NEWS_S, return_when=asyncio.FIRST_COMPLETED)
+            if death.done():
+                child = death.result()
+                _note(f"worker {child.name} {how_it_ended(child)}; to start it again: {child.command}")
+                for line in child.last_lines():
+                    _note(f"  {child.name}: {line}")
+            else:
+                death.cancel()
+            known = _tell_changes(cluster, known)
+    finally:
+        stopped.cancel()
+
+
+def _tell_changes(cluster: Cluster, known: dict[Any, Any]) -> dict[Any, Any]:
+    here = {worker.name: worker.peer for worker in cluster.registered()}
+    for name, peer in here.items():
+        if known.get(name) != peer:
+            _note(f"worker {name} has joined")
+    for name in known.keys() - here.keys():
+        _note(f"worker {name} is no longer registered")
+    return here

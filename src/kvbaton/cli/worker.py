@@ -1,0 +1,117 @@
+"""`kvbaton worker`: one engine in this process. The flags are the fields of `WorkerOptions`, and the other way round.
+
+Law: `argv_of(options)` parsed again gives `options`; `up` prints it as the command that starts a worker again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from kvbaton.cli.arguments import CommandError, port, seconds, whole
+from kvbaton.cli.limits import raise_file_limit
+from kvbaton.engine.options import MODES, POLICIES, ROLES, TRANSPORTS, WorkerOptions
+
+_HELP: Mapping[str, str] = {
+    "name": "its name in the key directory",
+    "role": "what it does: compute prompts, decode, or both",
+    "keys": "directory made by kvbaton keys new",
+    "registry": "where the router's registry listens, tcp://host:port",
+    "registry_name": "the registry's name in the key directory",
+    "http_host": "address for HTTP",
+    "http_port": "port for HTTP, 0 for a free one",
+    "control_host": "address for control messages; peers must reach it",
+    "control_port": "port for control messages, 0 for a free one",
+    "transport": "data plane; auto offers all",
+    "modes": "modes it serves, with commas",
+    "tp": "ranks that share each layer's heads",
+    "policy": "when a handoff fails on D: recompute the prompt here, or fail the request",
+    "lease_s": "P keeps blocks this long after the last sign of the reader",
+    "transfer_timeout": "seconds within which bytes must make progress",
+    "defer_timeout": "seconds to wait for the other side to know the request",
+    "claim_timeout": "seconds to wait for an answer to a claim",
+    "blocks": "KV blocks",
+    "block_tokens": "tokens per block",
+    "max_num_seqs": "requests that run at once",
+    "waiting_max": "requests that wait; more are refused",
+    "seed": "of the model's weights; the same on P and D",
+}
+_CHOICES: Mapping[str, tuple[str, ...]] = {"role": ROLES, "transport": TRANSPORTS, "policy": POLICIES}
+_TYPES: Mapping[type, Callable[[str], Any]] = {int: whole(0, 1 << 32), float: seconds, str: str}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for field in msgspec.structs.fields(WorkerOptions):
+        more: dict[str, Any] = {"help": _HELP[field.name]}
+        if field.required:
+            more |= {"required": True, "default": argparse.SUPPRESS}
+        else:
+            more["default"] = field.default
+        if field.name == "modes":
+            more |= {"type": _modes, "default": ",".join(MODES), "metavar": "M,M"}
+        elif field.name in _CHOICES:
+            more["choices"] = _CHOICES[field.name]
+        else:
+            more |= {"type": port if field.name.endswith("_port") else _TYPES[field.type], "metavar": _metavar(field)}
+        parser.add_argument(_flag(field.name), **more)
+    parser.add_argument("--stop-on-eof", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    options = options_of(args)
+    raise_file_limit()
+    if args.stop_on_eof:
+        threading.Thread(target=_stop_on_eof, name="kvbaton-parent", daemon=True).start()
+    status: int = importlib.import_module("kvbaton.engine.worker").main(options)
+    return status
+
+
+def options_of(args: argparse.Namespace) -> WorkerOptions:
+    values = {field.name: getattr(args, field.name) for field in msgspec.structs.fields(WorkerOptions)}
+    if isinstance(values["modes"], str):
+        values["modes"] = _modes(values["modes"])
+    try:
+        return WorkerOptions(**values)
+    except ValueError as error:
+        name, _, rest = str(error).partition(":")
+        raise CommandError(f"argument {_flag(name)}:{rest}; see: kvbaton worker --help") from None
+
+
+def argv_of(options: WorkerOptions) -> list[str]:
+    """The flags that say `options`, without those that say a default."""
+    argv = []
+    for field in msgspec.structs.fields(WorkerOptions):
+        value = getattr(options, field.name)
+        if field.required or value != field.default:
+            argv += [_flag(field.name), ",".join(value) if field.name == "modes" else str(value)]
+    return argv
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _metavar(field: msgspec.structs.FieldInfo) -> str:
+    return {int: "N", float: "SECONDS"}.get(field.type, field.name.upper())
+
+
+def _modes(text: str) -> tuple[str, ...]:
+    modes = tuple(text.split(","))
+    for mode in modes:
+        if mode not in MODES:
+            raise argparse.ArgumentTypeError(f"got {mode!r}, expected some of {', '.join(MODES)}")
+    return modes
+
+
+def _stop_on_eof() -> None:
+    """End with the process that started this one, however that one ended: only it holds the other end of stdin."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,24 @@
+"""Discovery: who is here, in which life, and how to reach it. Authenticated with the same keys as all control traffic.
+
+A worker registers when it can serve, pings, and deregisters when it leaves; the router's registry tells every worker
+about the others. Losing the registry costs news, never service: workers go on with the last directory they had.
+"""
+
+from kvbaton.control.registry.client import RegistryClient
+from kvbaton.control.registry.member import MemberState
+from kvbaton.control.registry.messages import DirectoryEntry, Registration, Role, addresses
+from kvbaton.control.registry.roster import Entry, RegistrySettings, WorkerState
+from kvbaton.control.registry.server import RegistryServer
+
+__all__ = [
+    "DirectoryEntry",
+    "Entry",
+    "MemberState",
+    "Registration",
+    "RegistryClient",
+    "RegistryServer",
+    "RegistrySettings",
+    "Role",
+    "WorkerState",
+    "addresses",
+]

@@ -1,0 +1,153 @@
+"""A worker's end of discovery: registers, pings, and passes on what it hears. Runs on its own thread.
+
+Laws: callbacks run on that thread, the directory first and the departures after it, so that whoever is told of a
+departure already knows the new address; a callback that raises is logged and costs only itself. When the registry is
+away the last directory stands. Closing says goodbye and waits for the answer, but not for long.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+
+from kvbaton.control.base import ControlError, Limits, check_endpoint, worth_saying
+from kvbaton.control.keys import Keyring
+from kvbaton.control.looping import LoopThread
+from kvbaton.control.registry import messages as m
+from kvbaton.control.registry.member import Member, MemberState, News
+from kvbaton.control.registry.roster import RegistrySettings
+from kvbaton.control.zmq import ZmqControl
+from kvbaton.protocol.ids import Incarnation, WorkerId
+
+log = logging.getLogger(__name__)
+
+GOODBYE_S = 0.3
+CLOSE_S = 2.0
+LIMITS = Limits(frames_queued_max=64)  # pings to a registry that is away are worth nothing later
+
+OnDirectory = Callable[[tuple[m.DirectoryEntry, ...]], None]
+OnDeparted = Callable[[WorkerId, Incarnation], None]
+
+
+class RegistryClient:
+    """Keeps one worker listed, and its owner informed about the others."""
+
+    def __init__(
+        self, keyring: Keyring, registry: tuple[WorkerId, str], registration: m.Registration, *,
+        on_directory: OnDirectory, on_departed: OnDeparted, settings: RegistrySettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`registry` is the registry's name in the key directory and its endpoint."""
+        self.counters: Counter[str] = Counter()
+        self._registry, address = registry[0], (_dialable(registry[1]), _key(keyring, registry[0]))
+        self._on_directory = on_directory
+        self._on_departed = on_departed
+        self._clock = clock
+        self._member = _member(keyring, registration, settings or RegistrySettings(), clock())
+        self._control = ZmqControl(keyring, None, LIMITS, clock)
+        self._updates: deque[m.Registration] = deque(maxlen=1)
+        self._control.set_directory({self._registry: address})
+        self._thread = LoopThread("kvbaton-discovery", self._control, self._turn, self._finish, clock)
+
+    @property
+    def state(self) -> MemberState:
+        return self._member.state
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def update(self, registration: m.Registration) -> None:
+        """Present this worker anew (another life, another address). From any thread."""
+        self._updates.append(m.validate(registration))
+        self._control.wake()
+
+    def close(self) -> bool:
+        """Deregister and stop; False when the thread did not end in time."""
+        return self._thread.stop(CLOSE_S)
+
+    def _turn(self, now: float) -> float:
+        while self._updates:
+            self._member.present(self._updates.popleft(), now)
+        for message in self._messages():
+            self._take(message, now)
+        said = self._member.on_time(now)
+        if said is not None:
+            self._say(said)
+        return self._member.next_deadline()
+
+    def _messages(self) -> list[m.FromRegistry]:
+        found: list[m.FromRegistry] = []
+        for _, frame in self._control.receive():
+            try:
+                found.append(m.decode_from_registry(frame))
+            except m.RegistryFault as fault:
+                self.counters["bad_messages"] += 1
+                if worth_saying(self.counters["bad_messages"]):
+                    log.warning("a message of the registry was skipped: %s", fault)
+        return found
+
+    def _take(self, message: m.FromRegistry, now: float) -> None:
+        before = self._member.state
+        news = self._member.on_message(message, now)
+        if self._member.state is not before:
+            quiet = self._member.state in (MemberState.LISTED, MemberState.JOINING)
+            said = "registry %s: %s is %s %s"
+            args = (self._registry, self._member.registration.peer, self._member.state, self._member.detail)
+            log.log(logging.INFO if quiet else logging.ERROR, said, *args)
+        if news is not None:
+            self._pass_on(news)
+
+    def _pass_on(self, news: News) -> None:
+        self._guard(partial(self._on_directory, news.entries))
+        for peer in news.departed:
+            self._guard(partial(self._on_departed, peer.worker, peer.incarnation))
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            self.counters["callback_faults"] += 1
+            log.exception("a callback of discovery failed; going on")
+
+    def _say(self, message: m.FromWorker) -> None:
+        self._control.send(self._registry, m.encode(message))
+
+    def _finish(self) -> None:
+        try:
+            if self._member.state is MemberState.LISTED:
+                self._say(m.Deregister(self._member.registration.incarnation))
+                self._await_goodbye(self._clock() + GOODBYE_S)
+        finally:
+            self._control.close()
+
+    def _await_goodbye(self, until: float) -> None:
+        while (left_s := until - self._clock()) > 0:
+            if any(isinstance(message, m.Deregistered) for message in self._messages()):
+                return
+            self._control.wait(left_s)
+
+
+def _member(keyring: Keyring, registration: m.Registration, settings: RegistrySettings, now: float) -> Member:
+    if registration.worker != keyring.name:
+        raise ControlError(f"worker: these are {keyring.name}'s keys; load those of {registration.worker}")
+    try:
+        return Member(registration, settings, now)
+    except m.RegistryFault as fault:
+        raise ControlError(f"registration: {fault}") from None
+
+
+def _dialable(endpoint: str) -> str:
+    try:
+        return check_endpoint(endpoint, names=True)
+    except ValueError as error:
+        raise ControlError(f"registry address: {error}") from None
+
+
+def _key(keyring: Keyring, registry: WorkerId) -> str:
+    try:
+        return keyring.peers[registry]
+    except KeyError:
+        raise ControlError(f"{registry}: not in the key directory; give the registry's name there") from None

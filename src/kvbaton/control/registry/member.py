@@ -1,0 +1,93 @@
+"""A worker's standing with the registry, as pure code: answers and time go in; what to say, and news, come out.
+
+Laws: what is known of the peers survives the registry. A peer is departed when a registry that has heard everybody does
+not list it, when it is named as gone, or when it is listed in another life; never because the registry is away. Until
+the registry says otherwise, registering is repeated.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from kvbaton.control.registry import messages as m
+from kvbaton.control.registry.roster import RegistrySettings
+from kvbaton.protocol.ids import PeerId, WorkerId
+
+
+class MemberState(enum.StrEnum):
+    JOINING = "joining"  # not listed yet, or no longer
+    LISTED = "listed"
+    SUPERSEDED = "superseded"  # another process took the name; listed again when that one is gone
+    REFUSED = "refused"  # the registry said why; tried again all the same
+
+
+class News(msgspec.Struct, frozen=True):
+    """The directory changed."""
+
+    entries: tuple[m.DirectoryEntry, ...]
+    departed: tuple[PeerId, ...]
+
+
+class Member:
+    """One worker's side of discovery."""
+
+    def __init__(self, registration: m.Registration, settings: RegistrySettings, now: float) -> None:
+        self.registration = m.validate(registration)
+        self.state = MemberState.JOINING
+        self.detail = ""  # why, when refused
+        self._ping_s = settings.ping_s
+        self._speak_at = now
+        self._seen = m.Seen()
+        self._known: dict[WorkerId, m.DirectoryEntry] = {}
+
+    def on_time(self, now: float) -> m.FromWorker | None:
+        """What to say now, if anything is due."""
+        if now < self._speak_at:
+            return None
+        self._speak_at = now + self._ping_s
+        if self.state in (MemberState.JOINING, MemberState.REFUSED):
+            return m.Register(self.registration)
+        return m.Ping(self.registration.incarnation, self._seen)
+
+    def next_deadline(self) -> float:
+        return self._speak_at
+
+    def present(self, registration: m.Registration, now: float) -> None:
+        """Register anew: the worker began another life, or can be reached otherwise."""
+        self.registration = m.validate(registration)
+        self.state = MemberState.JOINING
+        self._speak_at = now
+
+    def on_message(self, message: m.FromRegistry, now: float) -> News | None:
+        """Take an answer; returns what has changed among the peers."""
+        if isinstance(message, m.Directory):
+            return self._on_directory(message)
+        if isinstance(message, m.Refused):
+            self.state, self.detail = MemberState.REFUSED, message.detail
+        elif message.incarnation == self.registration.incarnation:
+            if isinstance(message, m.Registered):
+                self.state, self.detail = MemberState.LISTED, ""
+            elif isinstance(message, m.Superseded):
+                self.state = MemberState.SUPERSEDED
+            elif isinstance(message, m.Unknown):
+                self.state = MemberState.JOINING
+                self._speak_at = now
+        return None
+
+    def _on_directory(self, message: m.Directory) -> News | None:
+        if message.seen.registry == self._seen.registry and message.seen.version <= self._seen.version:
+            return None
+        self._seen = message.seen
+        listed = {entry.worker: entry for entry in message.entries if entry.worker != self.registration.worker}
+        gone = set(message.gone)
+        kept = {} if message.complete else {
+            worker: entry for worker, entry in self._known.items() if entry.peer not in gone
+        }
+        before, self._known = self._known, {**kept, **listed}
+        if before == self._known:
+            return None
+        here = {entry.peer for entry in self._known.values()}
+        departed = tuple(entry.peer for entry in before.values() if entry.peer not in here)
+        return News(tuple(self._known[worker] for worker in sorted(self._known)), departed)

@@ -1,0 +1,200 @@
+"""What workers and the registry say to each other. Maps, not arrays: errors name the field, and unknown fields pass.
+
+Law: `decode` raises `RegistryFault` and nothing else, whatever the bytes; past it every field is within its bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kvbaton.control.base import check_authority, check_endpoint
+from kvbaton.control.keys import is_public_key
+from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, Incarnation, PeerId, WorkerId, is_worker_id
+
+VERSION = 1
+WORKERS_MAX = 1024
+FIELD_CHARS_MAX = 256
+DETAIL_CHARS_MAX = 512
+
+Role = Literal["prefill", "decode", "both"]
+Name = Annotated[str, Meta(max_length=64)]
+Names = Annotated[tuple[Name, ...], Meta(max_length=16)]
+Text = Annotated[str, Meta(max_length=FIELD_CHARS_MAX)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class RegistryFault(Exception):
+    """A message that breaks the rules; the text names the field."""
+
+
+class Registration(msgspec.Struct, frozen=True):
+    """How a worker presents itself when it can serve."""
+
+    worker: Annotated[WorkerId, Meta(max_length=WORKER_ID_CHARS_MAX)]
+    incarnation: Incarnation
+    role: Role
+    http_address: Text  # host:port, without a scheme
+    control_endpoint: Text  # tcp://, numeric
+    modes: Names = ()
+    transports: Names = ()
+    compat_digest: Name = ""
+    tp_size: Annotated[int, Meta(ge=1, le=1024)] = 1
+    model: Text = ""
+
+    @property
+    def peer(self) -> PeerId:
+        return PeerId(self.worker, self.incarnation)
+
+
+class DirectoryEntry(msgspec.Struct, frozen=True):
+    """A worker as the others need to know it."""
+
+    worker: Annotated[WorkerId, Meta(max_length=WORKER_ID_CHARS_MAX)]
+    incarnation: Incarnation
+    role: Role
+    control_endpoint: Text
+    public_key: Name
+
+    @property
+    def peer(self) -> PeerId:
+        return PeerId(self.worker, self.incarnation)
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """Which directory a worker has: of which life of the registry, and how new."""
+
+    registry: Count = 0
+    version: Count = 0
+
+
+# --- worker to registry
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    registration: Registration
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    incarnation: Incarnation
+    seen: Seen
+
+
+class Deregister(msgspec.Struct, frozen=True, tag="deregister"):
+    incarnation: Incarnation
+
+
+# --- registry to worker
+
+
+class Registered(msgspec.Struct, frozen=True, tag="registered"):
+    """You are listed, in this life; also the answer to a ping that needs nothing more."""
+
+    incarnation: Incarnation
+
+
+class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
+    """You are not listed; register again."""
+
+    incarnation: Incarnation
+
+
+class Superseded(msgspec.Struct, frozen=True, tag="superseded"):
+    """Another process registered later under your name, and is alive."""
+
+    incarnation: Incarnation
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    detail: Annotated[str, Meta(max_length=DETAIL_CHARS_MAX)]
+
+
+class Deregistered(msgspec.Struct, frozen=True, tag="deregistered"):
+    incarnation: Incarnation
+
+
+class Directory(msgspec.Struct, frozen=True, tag="directory"):
+    """Everybody who is listed. Until it is `complete` absence means nothing: the registry is young; see `gone`."""
+
+    seen: Seen
+    complete: bool
+    entries: Annotated[tuple[DirectoryEntry, ...], Meta(max_length=WORKERS_MAX)]
+    gone: Annotated[tuple[PeerId, ...], Meta(max_length=WORKERS_MAX)] = ()
+
+
+FromWorker = Register | Ping | Deregister
+FromRegistry = Registered | Unknown | Superseded | Refused | Deregistered | Directory
+
+_encoder = msgspec.msgpack.Encoder()
+_frames = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
+_from_worker = msgspec.msgpack.Decoder(FromWorker)
+_from_registry = msgspec.msgpack.Decoder(FromRegistry)
+T = TypeVar("T")
+
+
+def encode(message: FromWorker | FromRegistry) -> bytes:
+    return _encoder.encode((VERSION, message))
+
+
+def decode_from_worker(frame: bytes) -> FromWorker:
+    message: FromWorker = _decode(frame, _from_worker)
+    if isinstance(message, Register):
+        validate(message.registration)
+    else:
+        _check_incarnation(message.incarnation)
+    return message
+
+
+def decode_from_registry(frame: bytes) -> FromRegistry:
+    message: FromRegistry = _decode(frame, _from_registry)
+    for entry in message.entries if isinstance(message, Directory) else ():
+        _check_worker(entry.worker)
+        _check_incarnation(entry.incarnation)
+        _check("control_endpoint", entry.control_endpoint)
+        if not is_public_key(entry.public_key):
+            raise RegistryFault(f"public_key: not a key, for {entry.worker}")
+    return message
+
+
+def addresses(entries: Iterable[DirectoryEntry]) -> dict[WorkerId, tuple[str, str]]:
+    """A directory in the form that `ZmqControl.set_directory` takes."""
+    return {entry.worker: (entry.control_endpoint, entry.public_key) for entry in entries}
+
+
+def validate(registration: Registration) -> Registration:
+    """The registration itself, or `RegistryFault` naming the field that is wrong."""
+    _check_worker(registration.worker)
+    _check_incarnation(registration.incarnation)
+    _check("http_address", registration.http_address)
+    _check("control_endpoint", registration.control_endpoint)
+    return registration
+
+
+def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    try:
+        version, body = _frames.decode(frame)
+        if version != VERSION:
+            raise RegistryFault(f"version: got {version}, expected {VERSION}; run one release on both sides")
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise RegistryFault(f"message: {error}") from None
+
+
+def _check(field: str, value: str) -> None:
+    try:
+        check_authority(value) if field == "http_address" else check_endpoint(value)
+    except ValueError as error:
+        raise RegistryFault(f"{field}: {error}") from None
+
+
+def _check_worker(worker: str) -> None:
+    if not is_worker_id(worker):
+        raise RegistryFault("worker: letters, digits, '.', '_' and '-' only, at most 64")
+
+
+def _check_incarnation(incarnation: int) -> None:
+    if not 0 < incarnation < 1 << 64:
+        raise RegistryFault(f"incarnation: got {incarnation}, expected 1..2**64-1")

@@ -1,0 +1,169 @@
+"""The registry's list, as pure code: registrations, pings and time go in; what is listed comes out.
+
+Laws: the latest life of a worker replaces the one before at once, and a life once replaced does not come back while its
+successor is alive. Silence makes a worker suspect and then gone, but only silence that the registry was awake to hear.
+A young registry does not know whom it does not know: its directory says so.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+
+from kvbaton.control.registry.messages import WORKERS_MAX, Directory, DirectoryEntry, Registration, Seen
+from kvbaton.protocol.bounded import Remembered
+from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+
+REPLACED_MAX = 1024
+
+
+class RegistrySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Durations of discovery; the same on both sides."""
+
+    ping_s: float = 1.0
+    suspect_s: float = 3.0  # without a ping; a suspect gets no new requests if there is anyone else
+    evict_s: float = 8.0  # without a ping; the others are told that it is gone
+    settle_s: float = 8.0  # a young registry waits this long for everybody to register again
+    workers_max: int = WORKERS_MAX
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ping_s < self.suspect_s < self.evict_s or self.settle_s < 0:
+            raise ValueError("expected 0 < ping_s < suspect_s < evict_s and settle_s >= 0")
+        if not 0 < self.workers_max <= WORKERS_MAX:
+            raise ValueError(f"workers_max: got {self.workers_max}, expected 1..{WORKERS_MAX}")
+
+
+class WorkerState(enum.StrEnum):
+    READY = "ready"
+    SUSPECT = "suspect"
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A listed worker."""
+
+    registration: Registration
+    public_key: str
+    state: WorkerState
+
+
+class Standing(enum.Enum):
+    """How a worker stands after it said something."""
+
+    LISTED = "listed"
+    UNKNOWN = "unknown"
+    SUPERSEDED = "superseded"
+    FULL = "full"
+
+
+@dataclass(slots=True)
+class _Listed:
+    registration: Registration
+    public_key: str
+    heard_at: float
+    state: WorkerState = WorkerState.READY
+
+
+class Roster:
+    """Who is here. `revision` rises with every change, `version` with those that the workers must hear of."""
+
+    def __init__(self, settings: RegistrySettings, registry: int, now: float) -> None:
+        self.settings = settings
+        self.revision = 0
+        self._seen = Seen(registry, 1)
+        self._settles_at = now + settings.settle_s
+        self._looked_at = now
+        self._listed: dict[WorkerId, _Listed] = {}
+        self._replaced: Remembered[PeerId, None] = Remembered(REPLACED_MAX)
+        self._gone: deque[PeerId] = deque(maxlen=WORKERS_MAX)
+
+    @property
+    def seen(self) -> Seen:
+        """Which directory is the newest."""
+        return self._seen
+
+    def register(self, registration: Registration, public_key: str, now: float) -> Standing:
+        """A worker can serve, under a name that was found to be its own."""
+        worker, current = registration.worker, self._listed.get(registration.worker)
+        if current is None and len(self._listed) >= self.settings.workers_max:
+            return Standing.FULL
+        if current is not None and current.registration.incarnation != registration.incarnation:
+            if registration.peer in self._replaced:
+                return Standing.SUPERSEDED
+            self._replaced.put(current.registration.peer, None)
+            self._leave(current)
+        if current is None or (current.registration, current.public_key) != (registration, public_key):
+            self._listed[worker] = _Listed(registration, public_key, now)
+            self._changed()
+        self._hear(self._listed[worker], now)
+        return Standing.LISTED
+
+    def ping(self, worker: WorkerId, incarnation: Incarnation, now: float) -> Standing:
+        current = self._listed.get(worker)
+        if current is None:
+            return Standing.UNKNOWN
+        if current.registration.incarnation != incarnation:
+            return Standing.SUPERSEDED if PeerId(worker, incarnation) in self._replaced else Standing.UNKNOWN
+        self._hear(current, now)
+        return Standing.LISTED
+
+    def deregister(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        """A worker leaves; a life that is not listed has left already."""
+        current = self._listed.get(worker)
+        if current is not None and current.registration.incarnation == incarnation:
+            self._leave(current)
+
+    def on_time(self, now: float) -> None:
+        """Let silence have its consequences. What the registry slept through itself is nobody's silence."""
+        slept_s = now - self._looked_at - self.settings.ping_s
+        if self._settles_at > self._looked_at and now >= self._settles_at:
+            self._changed()
+        self._looked_at = now
+        for listed in list(self._listed.values()):
+            if slept_s > 0:
+                listed.heard_at = min(now, listed.heard_at + slept_s)
+            silent_s = now - listed.heard_at
+            if silent_s >= self.settings.evict_s:
+                self._leave(listed)
+            elif silent_s >= self.settings.suspect_s and listed.state is WorkerState.READY:
+                listed.state = WorkerState.SUSPECT
+                self.revision += 1
+
+    def next_deadline(self) -> float:
+        """At the latest in half an interval of pings, or sleeping could not be told from waiting."""
+        return self._looked_at + self.settings.ping_s / 2
+
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(
+            Entry(listed.registration, listed.public_key, listed.state) for _, listed in sorted(self._listed.items())
+        )
+
+    def directory(self) -> Directory:
+        """What every worker should know."""
+        entries = tuple(_told(listed) for _, listed in sorted(self._listed.items()))
+        complete = self._looked_at >= self._settles_at
+        here = {entry.peer for entry in entries}
+        gone = () if complete else tuple(peer for peer in self._gone if peer not in here)
+        return Directory(self._seen, complete, entries, gone)
+
+    def _hear(self, listed: _Listed, now: float) -> None:
+        listed.heard_at = now
+        if listed.state is WorkerState.SUSPECT:
+            listed.state = WorkerState.READY
+            self.revision += 1
+
+    def _leave(self, listed: _Listed) -> None:
+        del self._listed[listed.registration.worker]
+        self._gone.append(listed.registration.peer)
+        self._changed()
+
+    def _changed(self) -> None:
+        self.revision += 1
+        self._seen = Seen(self._seen.registry, self._seen.version + 1)
+
+
+def _told(listed: _Listed) -> DirectoryEntry:
+    told = listed.registration
+    return DirectoryEntry(told.worker, told.incarnation, told.role, told.control_endpoint, listed.public_key)

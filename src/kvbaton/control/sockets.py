@@ -1,0 +1,91 @@
+"""Sockets as this project uses them: encrypted, bounded, never blocking, and quick to notice that a peer is dead.
+
+Law: every option that bounds or protects a socket is set here, before it is bound or connected.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import zmq
+
+from kvbaton.control.base import Limits
+from kvbaton.control.keys import Keyring
+from kvbaton.protocol.ids import WorkerId
+
+Socket: TypeAlias = "zmq.Socket[bytes]"
+
+CURVE_OVERHEAD_BYTES = 64  # libzmq counts its 33 bytes of envelope against ZMQ_MAXMSGSIZE
+HEARTBEATS_MISSED_MAX = 3
+RECONNECT_MS_MIN, RECONNECT_MS_MAX = 50, 1000
+
+
+class Context(zmq.Context["zmq.Socket[bytes]"]):
+    """A context that is closed by its owner, never by the garbage collector.
+
+    pyzmq's `__del__` terminates it, which waits for sockets that the collector may be about to close only after it: a
+    control plane dropped in a reference cycle then hangs the thread that collects. Seen with pyzmq 27.3; `gc.collect()`
+    in `test_zmq` shows when this can go.
+    """
+
+    def __del__(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class Plane:
+    """What the sockets of one control plane share."""
+
+    keyring: Keyring
+    limits: Limits = field(default_factory=Limits)
+    clock: Callable[[], float] = time.monotonic
+    context: Context = field(default_factory=Context)
+    poller: zmq.Poller = field(default_factory=zmq.Poller)
+    counters: Counter[str] = field(default_factory=Counter)
+    peers: Mapping[WorkerId, str] = field(init=False)  # who may come in and be dialled, by public key
+
+    def __post_init__(self) -> None:
+        self.peers = dict(self.keyring.peers)
+
+    def open(self, kind: int, *, ipv6: bool) -> Socket:
+        """A socket with our key and bounds, not yet bound or connected."""
+        socket: Socket = self.context.socket(kind)
+        limits, heartbeat_ms = self.limits, int(self.limits.heartbeat_s * 1000)
+        for option, value in (
+            (zmq.SNDHWM, limits.frames_queued_max),
+            (zmq.RCVHWM, limits.frames_queued_max),
+            (zmq.MAXMSGSIZE, limits.frame_bytes_max + CURVE_OVERHEAD_BYTES),
+            (zmq.LINGER, int(limits.linger_s * 1000)),
+            (zmq.HANDSHAKE_IVL, int(limits.handshake_s * 1000)),
+            (zmq.HEARTBEAT_IVL, heartbeat_ms),
+            (zmq.HEARTBEAT_TIMEOUT, HEARTBEATS_MISSED_MAX * heartbeat_ms),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, 30),
+            (zmq.TCP_KEEPALIVE_INTVL, 5),
+            (zmq.TCP_KEEPALIVE_CNT, 3),
+            (zmq.IPV6, int(ipv6)),
+        ):
+            socket.setsockopt(option, value)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.keyring.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.keyring.secret.encode())
+        return socket
+
+    def server(self, *, ipv6: bool) -> Socket:
+        """A ROUTER that admits only whom this plane's gate lets in."""
+        socket = self.open(zmq.ROUTER, ipv6=ipv6)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, b"kvbaton")
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a dead route says so, instead of swallowing the frame
+        return socket
+
+    def client(self, server_key: str, *, ipv6: bool) -> Socket:
+        """A DEALER that talks only to the holder of `server_key`."""
+        socket = self.open(zmq.DEALER, ipv6=ipv6)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS_MIN)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
+        return socket

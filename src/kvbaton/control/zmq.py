@@ -1,0 +1,183 @@
+"""The control plane over CurveZMQ: frames between workers that have proven who they are. Implements `ControlPort`.
+
+Laws: never blocks, except in `wait`. May lose a frame (counted), but never alters or misattributes one: the sender is
+who the key of the connection says, never who the frame says. Answers go back on the connection that the peer opened,
+so a P needs no way to dial a D. Sockets are touched by one thread only; from others there are `wake`, `set_directory`
+and `set_peers`, which leave a note for it.
+
+A connection holds at most `frames_queued_max` whole frames; libzmq does not bound the parts of one unfinished
+multi-part message, so an *authenticated* peer that has gone bad can make this process grow. Take its key off the list.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import zmq
+
+from kvbaton.control.base import ControlError, Limits, check_endpoint
+from kvbaton.control.dialler import Address, Dialler
+from kvbaton.control.keys import Keyring, is_public_key
+from kvbaton.control.listener import Listener, Sent
+from kvbaton.control.sockets import Plane
+from kvbaton.control.waker import Waker
+from kvbaton.protocol.ids import WorkerId
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "tcp://127.0.0.1:0"
+
+
+class ZmqControl:
+    """One process's control plane. `bind=None` makes one that only dials."""
+
+    def __init__(
+        self, keyring: Keyring, bind: str | None = LOOPBACK, limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plane = Plane(keyring, limits or Limits(), clock)
+        self._waker = Waker()
+        self._notes: dict[str, Callable[[], None]] = {}  # at most one of a kind: the last
+        self._ready: dict[object, int] = {}
+        self._dialler = Dialler(self._plane)
+        self._listener: Listener | None = None
+        try:
+            if bind is not None:
+                self._listener = Listener(self._plane, bind)
+        except ControlError:
+            self.close()
+            raise
+        self._plane.poller.register(self._waker.fd, zmq.POLLIN)
+        for socket in self._listener.polled if self._listener else ():
+            self._plane.poller.register(socket, zmq.POLLIN)
+
+    @property
+    def endpoint(self) -> str:
+        """Where this side listens, with the port it got; empty when it only dials."""
+        return self._listener.endpoint if self._listener else ""
+
+    @property
+    def counters(self) -> Counter[str]:
+        """frames_in, frames_out, lost, malformed, connections, admitted, refused, mismatched, redialled, hung_up."""
+        return self._plane.counters
+
+    @property
+    def strangers(self) -> int:
+        """Connections that came and have not proven an identity of this cluster."""
+        return max(0, self.counters["connections"] - self.counters["admitted"])
+
+    # --- from any thread
+
+    def wake(self) -> None:
+        """End the wait that is under way, or else the next."""
+        self._waker.wake()
+
+    def set_directory(self, directory: Mapping[WorkerId, Address]) -> None:
+        """Where each worker listens, and its public key; replaces the directory before. ValueError names the field."""
+        checked: dict[WorkerId, Address] = {}
+        for worker, (endpoint, key) in directory.items():
+            if not is_public_key(key):
+                raise ValueError(f"directory.{worker}: the public key is not 40 characters of Z85")
+            try:
+                checked[worker] = (check_endpoint(endpoint, names=True), key)
+            except ValueError as error:
+                raise ValueError(f"directory.{worker}: {error}") from None
+        self._note("directory", lambda: self._take_directory(checked))
+
+    def set_peers(self, peers: Mapping[WorkerId, str]) -> None:
+        """Who may connect and be dialled, by public key, from now on: of a key directory that was loaded again."""
+        fixed = dict(peers)
+        self._note("peers", lambda: self._take_peers(fixed))
+
+    # --- the loop's thread
+
+    def send(self, worker: WorkerId, frame: bytes) -> bool:
+        """Queue a frame; False when there is no way to `worker`. A full queue loses the frame, counts it, says True."""
+        self._take_notes()
+        bytes_max = self._plane.limits.frame_bytes_max
+        if not 0 < len(frame) <= bytes_max:
+            self.counters["lost"] += 1
+            log.error("a frame of %d bytes for %s was not sent: 1..%d", len(frame), worker, bytes_max)
+            return True
+        sent = self._listener.reply(worker, frame) if self._listener else Sent.NO_WAY
+        if sent is Sent.NO_WAY:
+            return self._dialler.send(worker, frame)
+        self.counters["frames_out" if sent is Sent.QUEUED else "lost"] += 1
+        return True
+
+    def receive(self) -> Sequence[tuple[WorkerId, bytes]]:
+        """What has come, up to `frames_per_receive_max` frames, shared fairly among the connections that have some."""
+        self._take_notes()
+        events = self._ready or self._poll(0)
+        self._ready = {}
+        lines = list(self._dialler.readable(events))
+        listener = self._listener if self._listener and self._listener.socket in events else None
+        share = max(1, self._plane.limits.frames_per_receive_max // max(1, len(lines) + (listener is not None)))
+        found: list[tuple[WorkerId, bytes]] = []
+        if listener is not None:
+            listener.drain(found, share)
+        for worker in lines:
+            self._dialler.drain(worker, found, share)
+        self.counters["frames_in"] += len(found)
+        return found
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Sleep until a frame can be read, `wake` is called, or `timeout_s` has passed. Strangers do not end it."""
+        clock = self._plane.clock
+        until = None if timeout_s is None else clock() + timeout_s
+        while True:
+            left_ms = None if until is None else max(0, math.ceil((until - clock()) * 1000))
+            self._ready = self._poll(left_ms)
+            woken = self._ready.pop(self._waker.fd, 0) != 0
+            if woken:
+                self._waker.clear()
+            if self._ready or woken or left_ms == 0:
+                return
+
+    def close(self) -> None:
+        """Close the sockets and the context; waits at most `linger_s` for what is on its way. Idempotent."""
+        if self._plane.context.closed:
+            return
+        self._dialler.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._plane.context.term()
+        self._waker.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_listener") and not sys.is_finalizing():  # at exit its thread may be frozen in the poll
+            self.close()
+
+    def _poll(self, timeout_ms: int | None) -> dict[object, int]:
+        """What is readable; the gate's business is done here. A wake is left for `wait`: it may be for work that the
+        turn under way has already looked for."""
+        events: dict[object, int] = dict(self._plane.poller.poll(timeout_ms))
+        if self._listener is not None:
+            asked = [events.pop(socket, 0) for socket in self._listener.polled[1:]]
+            if any(asked):
+                self._listener.gate.tend()
+        return events
+
+    def _note(self, kind: str, note: Callable[[], None]) -> None:
+        self._notes[kind] = note
+        self._waker.wake()
+
+    def _take_notes(self) -> None:
+        while self._notes:
+            self._notes.popitem()[1]()
+
+    def _take_directory(self, directory: Mapping[WorkerId, Address]) -> None:
+        moved = self._dialler.set_directory(directory)
+        if self._listener is not None:
+            self._listener.forget(moved)
+
+    def _take_peers(self, peers: Mapping[WorkerId, str]) -> None:
+        self._plane.peers = peers
+        self._dialler.take_peers()
+        if self._listener is not None:
+            self._listener.gate.take_peers()

@@ -1,0 +1,120 @@
+"""The shapes of OpenAI's answers and chunks, for one prompt and one choice; `merge` makes many of them one.
+
+Law: floats are rounded so that none is written with an exponent: a proxy that re-serialises bodies changes those, and
+one in the field keeps the old length, so that its client waits for a byte that never comes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvbaton.router.api.bodies import Kind
+
+_DECIMALS = 4  # 0.0001 is the smallest that Python writes without an exponent
+
+
+class Token(msgspec.Struct, frozen=True):
+    """One token of an answer; `logprobs` holds the chosen token first, then the likeliest."""
+
+    text: str
+    logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class Shape:
+    """Builds the answers and chunks of one choice."""
+
+    def __init__(
+        self, kind: Kind, *, model: str, request_id: str, created_unix_s: int, token_text: Callable[[int], str],
+        top: int | None = None,
+    ) -> None:
+        self._kind = kind
+        prefix = "cmpl" if kind is Kind.COMPLETION else "chatcmpl"
+        self._head = {"id": f"{prefix}-{request_id}", "created": created_unix_s, "model": model}
+        self._token_text = token_text
+        self._top = top  # None: no log probabilities are wanted
+        self._offset = 0
+
+    def opening(self) -> dict[str, Any] | None:
+        """The chunk that comes before any token, where the format has one."""
+        if self._kind is Kind.COMPLETION:
+            return None
+        return self._chunk({"delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+
+    def token(self, spoken: Token) -> dict[str, Any]:
+        logprobs = self._logprobs([spoken])
+        if self._kind is Kind.COMPLETION:
+            return self._chunk({"text": spoken.text, "logprobs": logprobs, "finish_reason": None})
+        return self._chunk({"delta": {"content": spoken.text}, "logprobs": logprobs, "finish_reason": None})
+
+    def ending(self, text: str, reason: str) -> dict[str, Any]:
+        """The last chunk: text held back until now, and why it ends."""
+        if self._kind is Kind.COMPLETION:
+            return self._chunk({"text": text, "logprobs": None, "finish_reason": reason})
+        return self._chunk({"delta": {"content": text} if text else {}, "logprobs": None, "finish_reason": reason})
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return {**self._chunk({}), "choices": [], "usage": usage}
+
+    def whole(self, tokens: Sequence[Token], text: str, reason: str, usage: dict[str, Any]) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "logprobs": self._logprobs(tokens), "finish_reason": reason}
+        if self._kind is Kind.COMPLETION:
+            choice["text"] = text
+            kind = "text_completion"
+        else:
+            choice["message"] = {"role": "assistant", "content": text}
+            kind = "chat.completion"
+        return {**self._head, "object": kind, "choices": [choice], "usage": usage}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        kind = "text_completion" if self._kind is Kind.COMPLETION else "chat.completion.chunk"
+        return {**self._head, "object": kind, "choices": [{"index": 0, **choice}]}
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if self._top is None:
+            return None
+        if self._kind is Kind.CHAT:
+            return {"content": [self._chat_token(each) for each in tokens if each.logprobs]}
+        told = [each for each in tokens if each.logprobs]
+        texts = [self._token_text(each.logprobs[0][0]) for each in told]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offset)
+            self._offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [_rounded(each.logprobs[0][1]) for each in told],
+            "top_logprobs": [self._likeliest(each) for each in told] if self._top else None,
+            "text_offset": offsets,
+        }
+
+    def _likeliest(self, spoken: Token) -> dict[str, float]:
+        pairs = spoken.logprobs[1 : 1 + (self._top or 0)]
+        return {self._token_text(token): _rounded(logprob) for token, logprob in pairs}
+
+    def _chat_token(self, spoken: Token) -> dict[str, Any]:
+        (token, logprob), *likeliest = spoken.logprobs
+        return {
+            **self._one(token, logprob),
+            "top_logprobs": [self._one(*each) for each in likeliest[: self._top]],
+        }
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._token_text(token)
+        return {"token": text, "logprob": _rounded(logprob), "bytes": list(text.encode())}
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def _rounded(value: float) -> float:
+    return (round(value, _DECIMALS) + 0.0) if math.isfinite(value) else -9999.0

@@ -1,0 +1,95 @@
+"""What a client is told when it gets no answer: OpenAI's error object, with a status that says who must act.
+
+Law: every refusal names the field or the worker at fault and the reason; nothing else invents an error body.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+RETRY_AFTER_S = 1
+
+
+class ApiError(Exception):
+    """One refusal, ready to be sent: as a response before the first byte, as an event after it."""
+
+    def __init__(
+        self, status: int, message: str, *, type: str = "invalid_request_error", code: str | None = None,
+        param: str | None = None, retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+class PortInUseError(Exception):
+    """The operator must choose another port, or stop who has it."""
+
+
+def bad_field(param: str, message: str) -> ApiError:
+    """The client must change one field; the message opens with its name."""
+    return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
+
+
+def too_large(bytes_max: int) -> ApiError:
+    return ApiError(413, f"body: larger than {bytes_max} bytes", param="body", code="body_too_large")
+
+
+def unknown_model(model: str, known: list[str]) -> ApiError:
+    served = ", ".join(known)
+    return ApiError(404, f"model: {model!r} is not served here, only {served}", param="model", code="model_not_found")
+
+
+def full(message: str) -> ApiError:
+    """Too much is under way; the same request may pass later."""
+    return ApiError(429, message, type="overloaded_error", code="full", retry_after_s=RETRY_AFTER_S)
+
+
+def unavailable(message: str, code: str = "no_pair") -> ApiError:
+    """Nobody here can serve this now."""
+    return ApiError(503, message, type="service_unavailable_error", code=code, retry_after_s=RETRY_AFTER_S)
+
+
+def out_of_time(message: str) -> ApiError:
+    return ApiError(504, message, type="timeout_error", code="deadline")
+
+
+def internal(message: str = "internal error; the log of this process has the trace") -> ApiError:
+    return ApiError(500, message, type="internal_error", code="internal")
+
+
+class _Fault(msgspec.Struct, frozen=True):
+    message: str = ""
+    type: str = ""
+    code: str | int | None = None
+    param: str | None = None
+
+
+class _FaultBody(msgspec.Struct, frozen=True):
+    error: _Fault | str | None = None
+    message: str = ""  # vLLM's older shape puts the fault at top level
+
+
+def read_error(status: int, data: bytes) -> ApiError:
+    """A worker's error body as a value; whatever it sent, the answer is an `ApiError` with a bounded message."""
+    try:
+        body = msgspec.json.decode(data, type=_FaultBody)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ApiError(status, data[:200].decode(errors="replace"), type="unknown_error")
+    fault = body.error if isinstance(body.error, _Fault) else _Fault(message=body.error or body.message)
+    code = None if fault.code is None else str(fault.code)
+    return ApiError(status, fault.message[:2000], type=fault.type or "unknown_error", code=code, param=fault.param)

@@ -1,0 +1,145 @@
+"""The aiohttp side of an OpenAI-compatible server: errors as JSON, streams that end explicitly, a port to listen on.
+
+Law: a client that goes away cancels its handler (aiohttp does so only when told): nothing is computed for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import re
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from kvbaton.router.api import sse
+from kvbaton.router.api.errors import ApiError, PortInUseError, internal, too_large
+
+log = logging.getLogger(__name__)
+
+KEEPALIVE_S = 75.0
+"""Longer than any client of ours keeps an idle connection (15 s), so that no request meets a closing one."""
+SHUTDOWN_S = 2.0
+BACKLOG = 1024
+REQUEST_ID = "X-Request-Id"
+
+_REQUEST_ID_FORM = re.compile(r"[\x21-\x7e]{1,256}")
+_encode = msgspec.json.Encoder().encode
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    body = _encode(value)
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+def error_response(error: ApiError) -> web.Response:
+    return json_response(error.body, error.status, error.headers)
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Whatever goes wrong before the first byte becomes OpenAI's error object."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return error_response(error)
+    except web.HTTPRequestEntityTooLarge:
+        return error_response(too_large(request.app[BODY_BYTES_MAX]))
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status)
+        return error_response(ApiError(error.status, f"{request.method} {request.path}: {error.reason}", code=code))
+    except ConnectionError:
+        raise
+    except Exception:
+        log.exception("%s %s", request.method, request.path)
+        return error_response(internal())
+
+
+BODY_BYTES_MAX: web.AppKey[int] = web.AppKey("body_bytes_max", int)
+
+
+def new_app(body_bytes_max: int) -> web.Application:
+    app = web.Application(middlewares=[errors_as_json], client_max_size=body_bytes_max)
+    app[BODY_BYTES_MAX] = body_bytes_max
+    return app
+
+
+def request_id(request: web.Request) -> str:
+    """The client's id for the request where it is printable and short, else a new one."""
+    given = request.headers.get(REQUEST_ID, "")
+    return given if _REQUEST_ID_FORM.fullmatch(given) else secrets.token_hex(16)
+
+
+async def send_events(
+    request: web.Request, events: AsyncGenerator[bytes, None], headers: Mapping[str, str], deadline: float | None = None
+) -> web.StreamResponse:
+    """Send `events` as they come. What fails before the first one is raised, what fails later is said in the stream.
+
+    `headers` may be filled until the first event has come. A client that has not read by the deadline is cut off.
+    """
+    async with contextlib.aclosing(events):
+        first = await anext(events, b"")
+        response = web.StreamResponse(headers={**headers, "Cache-Control": "no-cache"})
+        response.content_type = sse.CONTENT_TYPE
+        await response.prepare(request)
+        await _write(response, first, deadline)
+        try:
+            async for data in events:
+                await _write(response, data, deadline)
+        except ApiError as error:
+            await _write(response, sse.error_event(error), deadline)
+        except ConnectionError:
+            raise  # the client is gone; there is nobody to tell
+        except Exception:
+            log.exception("%s %s: in mid-stream", request.method, request.path)
+            await _write(response, sse.error_event(internal()), deadline)
+        await response.write_eof()
+        return response
+
+
+async def _write(response: web.StreamResponse, data: bytes, deadline: float | None) -> None:
+    try:
+        async with asyncio.timeout_at(deadline):
+            await response.write(data)
+    except TimeoutError:
+        raise ConnectionAbortedError("the client did not read its stream in time") from None
+
+
+@contextlib.asynccontextmanager
+async def serving(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
+    """Listen while the context lasts; gives the URL (port 0 takes a free one). `PortInUseError` if it is taken."""
+    runner = web.AppRunner(
+        app, access_log=None, handler_cancellation=True, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=SHUTDOWN_S
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port, backlog=BACKLOG)
+        try:
+            await site.start()
+        except OSError as error:
+            raise _port_error(host, port, error) from None
+        yield f"http://{_bound_address(runner)}"
+    finally:
+        await runner.cleanup()
+
+
+def _port_error(host: str, port: int, error: OSError) -> Exception:
+    if error.errno == errno.EADDRINUSE:
+        return PortInUseError(f"port {port} on {host} is in use")
+    return PortInUseError(f"cannot listen on {host} port {port}: {error.strerror or error}")
+
+
+def _bound_address(runner: web.AppRunner) -> str:
+    address = runner.addresses[0]
+    if isinstance(address, tuple):
+        return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
+    return str(address)
+

@@ -1,0 +1,103 @@
+"""One body that asks for several answers is several requests to an engine; this splits it and joins the answers.
+
+Law: each (prompt, choice) is its own request, with its own handoff; the client sees one answer with OpenAI's indexes
+(prompt times n plus choice), one id and one usage, in which each prompt counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvbaton.router.api.bodies import Body, Kind
+
+_SEED_BITS = 63
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One request to an engine."""
+
+    index: int
+    prompt_index: int
+    choice: int
+    fields: Mapping[str, Any]
+
+
+def split(body: Body) -> tuple[Part, ...]:
+    """The requests that `body` stands for, in the order of their indexes; one alone keeps its fields as they came."""
+    if body.parts == 1:
+        return (Part(0, 0, 0, body.fields),)
+    parts: list[Part] = []
+    for prompt_index in range(max(len(body.prompts), 1)):
+        for choice in range(body.n):
+            fields = {name: value for name, value in body.fields.items() if name not in ("n", "best_of")}
+            if body.kind is Kind.COMPLETION:
+                fields["prompt"] = body.prompts[prompt_index]
+            if choice and fields.get("seed") is not None:
+                fields["seed"] = _next_seed(fields["seed"], choice)
+            parts.append(Part(len(parts), prompt_index, choice, fields))
+    return tuple(parts)
+
+
+def _next_seed(seed: int, choice: int) -> int:
+    """Choices of one seeded request must differ, and as vLLM's do: it adds the choice's number."""
+    return (seed + choice) % (1 << _SEED_BITS) if seed >= 0 else seed + choice
+
+
+def join(parts: Sequence[Part], answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One whole answer out of the parts', in order. One alone stays as it is."""
+    if len(parts) == 1:
+        return answers[0]
+    joiner = Joiner()
+    choices = [choice for part, answer in zip(parts, answers, strict=True) for choice in joiner.take(part, answer)]
+    return {**joiner.head, "choices": choices, "usage": joiner.usage}
+
+
+class Joiner:
+    """Joins what arrives part by part: answers, or chunks of streams in any order."""
+
+    def __init__(self) -> None:
+        self.head: dict[str, Any] = {}  # id, object, created, model: those of whoever spoke first
+        self._usages: dict[int, tuple[Part, dict[str, Any]]] = {}
+
+    def take(self, part: Part, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The choices within an answer or chunk of `part`, under the index that the client knows."""
+        if not self.head:
+            self.head = {
+                name: value
+                for name, value in answer.items()
+                if name not in ("choices", "usage", "kv_transfer_params", "error")
+            }
+        if answer.get("usage"):
+            self._usages[part.index] = (part, answer["usage"])
+        return [{**choice, "index": part.index} for choice in answer.get("choices") or ()]
+
+    def chunk(self, part: Part, chunk: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A stream's chunk as the client shall see it; None where it held only usage, which comes once, at the end."""
+        choices = self.take(part, chunk)
+        return {**self.head, "choices": choices} if choices else None
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return {**self.head, "choices": [], "usage": self.usage}
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Tokens of all parts; a prompt with several choices counts once."""
+        prompt = completion = cached = 0
+        told_cached = False
+        for part, usage in self._usages.values():
+            completion += usage.get("completion_tokens") or 0
+            if part.choice == 0:
+                prompt += usage.get("prompt_tokens") or 0
+                details = usage.get("prompt_tokens_details")
+                if details:
+                    told_cached = True
+                    cached += details.get("cached_tokens") or 0
+        total: dict[str, Any] = {
+            "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+        }
+        if told_cached:
+            total["prompt_tokens_details"] = {"cached_tokens": cached}
+        return total

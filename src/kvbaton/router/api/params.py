@@ -1,0 +1,71 @@
+"""`kv_transfer_params`: how a router tells a worker what becomes of a prompt's KV. Parsed once, at the door.
+
+Law: no address and no block id is read from them; a ticket is all that can name another worker's memory.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from kvbaton.protocol.ticket import TICKET_CHARS_MAX
+from kvbaton.router.api.errors import bad_field
+
+FIELD = "kv_transfer_params"
+
+
+class Mode(enum.StrEnum):
+    """How KV goes from P to D."""
+
+    PULL = "pull"  # P, then D, which reads what P keeps
+    STREAM = "stream"  # both at once, D reads behind P
+    PUSH = "push"  # both at once, P writes into what D reserved
+
+
+class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a worker is to do with the KV of one prompt. Fields of other systems pass unread."""
+
+    do_remote_decode: bool = False  # compute the prompt and let D have its KV
+    do_remote_prefill: bool = False  # P has, or will have, the prompt's KV
+    mode: Mode = Mode.PULL
+    ticket: str | None = None
+    remote_engine_id: str | None = None
+
+    @classmethod
+    def parse(cls, value: Any) -> TransferParams | None:
+        """The typed form, None where nothing is handed over; `ApiError` naming the field that is wrong."""
+        if value is None:
+            return None
+        try:
+            params = msgspec.convert(value, cls)
+        except msgspec.ValidationError as error:
+            raise bad_field(FIELD, str(error)) from None
+        if params.do_remote_decode and params.do_remote_prefill:
+            raise bad_field(FIELD, "do_remote_decode and do_remote_prefill exclude each other")
+        if not (params.do_remote_decode or params.do_remote_prefill):
+            return None
+        params._check_ticket()
+        return params
+
+    def _check_ticket(self) -> None:
+        needs_ticket = self.do_remote_prefill or self.mode is not Mode.PULL
+        if needs_ticket and not self.ticket:
+            raise bad_field(f"{FIELD}.ticket", "missing; the router or the prefill worker gives one")
+        if self.ticket is not None and len(self.ticket) > TICKET_CHARS_MAX:
+            raise bad_field(f"{FIELD}.ticket", f"{len(self.ticket)} characters, at most {TICKET_CHARS_MAX}")
+
+
+LEASE_FOR_PULL: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, "mode": "pull"}
+"""Asks P to compute a prompt and to keep its KV for whoever brings the ticket it answers with."""
+
+
+def source_params(mode: Mode, ticket: str) -> dict[str, Any]:
+    """Asks P to let the holder of `ticket` have the KV while it is computed."""
+    return {"do_remote_decode": True, "do_remote_prefill": False, "mode": str(mode), "ticket": ticket}
+
+
+def target_params(mode: Mode, ticket: str) -> dict[str, Any]:
+    """Tells D that P has begun, or will begin, and under which ticket."""
+    return {"do_remote_prefill": True, "do_remote_decode": False, "mode": str(mode), "ticket": ticket}

@@ -1,0 +1,96 @@
+"""Who could serve: workers as the router sees them, from a registry or from a list.
+
+Law: an address comes from here and from nowhere else; no request and no answer can add one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+from kvbaton.router.api.params import Mode
+
+ALL_MODES: tuple[Mode, ...] = tuple(Mode)
+
+
+class State(enum.StrEnum):
+    """What is known of a worker's health."""
+
+    SERVING = "serving"
+    SUSPECT = "suspect"  # missed pings or failed a request: asked only when nobody else is there
+    DRAINING = "draining"  # never asked
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """One worker in one of its lives."""
+
+    name: WorkerId
+    role: Literal["prefill", "decode", "both"]
+    url: str  # http://host:port
+    incarnation: Incarnation = Incarnation(0)
+    modes: tuple[Mode, ...] = ALL_MODES
+    transports: tuple[str, ...] = ()  # none named: unknown, so not compared
+    compat: str = ""  # digest of what shapes the KV; "" is unknown
+    state: State = State.SERVING
+
+    @property
+    def peer(self) -> PeerId:
+        return PeerId(self.name, self.incarnation)
+
+    @property
+    def prefills(self) -> bool:
+        return self.role != "decode"
+
+    @property
+    def decodes(self) -> bool:
+        return self.role != "prefill"
+
+
+class WorkerDirectory(Protocol):
+    """Where the router learns of workers. Never blocks."""
+
+    def snapshot(self) -> Sequence[Worker]:
+        """All that are known now, in a stable order."""
+
+
+class StaticDirectory:
+    """A list that was given at the start."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._workers = tuple(workers)
+
+    def snapshot(self) -> Sequence[Worker]:
+        return self._workers
+
+
+class Roster:
+    """A directory that remembers for a while who failed: requests notice a death seconds before a registry does."""
+
+    def __init__(self, directory: WorkerDirectory, suspect_s: float) -> None:
+        self._directory = directory
+        self._suspect_s = suspect_s
+        self._until: dict[PeerId, float] = {}
+
+    def failed(self, worker: Worker, now: float) -> bool:
+        """Nothing was heard of a worker; True if that is news."""
+        news = self._until.get(worker.peer, now) <= now
+        self._until[worker.peer] = now + self._suspect_s
+        return news
+
+    def workers(self, now: float) -> list[Worker]:
+        """The directory's workers, those that failed a moment ago as suspect."""
+        found = list(self._directory.snapshot())
+        if not self._until:
+            return found
+        known = {worker.peer for worker in found}
+        self._until = {peer: until for peer, until in self._until.items() if until > now and peer in known}
+        return [
+            msgspec.structs.replace(worker, state=State.SUSPECT)
+            if worker.peer in self._until and worker.state is State.SERVING
+            else worker
+            for worker in found
+        ]

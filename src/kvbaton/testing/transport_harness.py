@@ -1,0 +1,160 @@
+"""What the transport contract needs from whoever wants a transport checked.
+
+A harness wires two transports of one kind together, `near` (under test, in this process) and `far` (here or elsewhere),
+and lets time pass. One on virtual time pumps its world in `wait`; one on real time polls. Whatever a harness does not
+offer (killing or pausing the far side, idling in real time) it leaves out of `offers`; cases that need it are skipped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
+from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Transport, TransportEvent
+
+DEADLINE_S = 30.0
+POLL_S = 0.001
+
+
+class Drives(Protocol):
+    """The part of `Transport` that cases use once two sides are connected; the far side may be a proxy."""
+
+    def endpoint(self, peer: PeerId) -> bytes: ...
+    def connect(self, peer: PeerId, endpoint: bytes) -> None: ...
+    def disconnect(self, peer: PeerId) -> None: ...
+    def submit(self, copy: Copy) -> bool: ...
+    def cancel(self, job: JobId) -> None: ...
+    def fence(self, peer: PeerId) -> None: ...
+    def drain(self) -> Sequence[TransportEvent]: ...
+    def set_waker(self, waker: Callable[[], None]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Side(msgspec.Struct):
+    """One transport, and the memory that it has registered as region 0 (readable here even if its process stops)."""
+
+    peer: PeerId
+    transport: Drives
+    memory: memoryview
+
+
+class Pair(msgspec.Struct):
+    """Two sides that have exchanged endpoints."""
+
+    near: Side
+    far: Side
+
+
+class TransportHarness(Protocol):
+    """What a third party implements; `InProcessHarness` does it for any transport with real threads or sockets."""
+
+    capabilities: Capabilities
+    offers: frozenset[str]  # of "kill", "pause", "idle"
+
+    def pair(self, near_bytes: int, far_bytes: int) -> Pair:
+        """Two fresh sides, connected both ways, each with that much memory."""
+
+    def wait(self, predicate: Callable[[], bool], deadline_s: float) -> bool:
+        """Let time pass until `predicate` holds; False at the deadline."""
+
+    def kill(self, side: Side) -> None:
+        """End the far side without a word, as SIGKILL does."""
+
+    def pause(self, side: Side) -> None:
+        """Stop the far side as SIGSTOP does: it is there, and does nothing."""
+
+    def resume(self, side: Side) -> None: ...
+
+    def reset(self) -> None:
+        """Close every pair."""
+
+
+class Log:
+    """Everything that one side reported, collected while waiting."""
+
+    def __init__(self, harness: TransportHarness, side: Side) -> None:
+        self._harness = harness
+        self._side = side
+        self.events: list[TransportEvent] = []
+
+    def ends(self, job: int) -> list[CopyEnded]:
+        return [event for event in self.events if isinstance(event, CopyEnded) and event.job == job]
+
+    def rested(self, job: int) -> bool:
+        """Whether the job can touch no memory any more."""
+        return any(end.at_rest for end in self.ends(job)) or CopyRested(JobId(job)) in self.events
+
+    def wait(self, predicate: Callable[[], bool], deadline_s: float = DEADLINE_S) -> bool:
+        def drained() -> bool:
+            self.events.extend(self._side.transport.drain())
+            return predicate()
+
+        return self._harness.wait(drained, deadline_s)
+
+    def end(self, job: int) -> CopyEnded:
+        """The end of `job`; AssertionError when there is none in time."""
+        assert self.wait(lambda: bool(self.ends(job))), f"job {job} did not end within {DEADLINE_S} s: {self.events}"
+        return self.ends(job)[0]
+
+    def rest(self, job: int) -> CopyEnded:
+        """The end of `job`, once it can touch no memory any more."""
+        end = self.end(job)
+        assert self.wait(lambda: self.rested(job)), f"job {job} did not come to rest: {self.events}"
+        return end
+
+
+class InProcessHarness:
+    """Two transports of real threads or sockets in this process."""
+
+    offers = frozenset({"idle"})
+
+    def __init__(
+        self, make: Callable[[PeerId], Transport], allocate: Callable[[int], memoryview], capabilities: Capabilities
+    ) -> None:
+        self.capabilities = capabilities
+        self._make = make
+        self._allocate = allocate
+        self._transports: list[Transport] = []
+
+    def pair(self, near_bytes: int, far_bytes: int) -> Pair:
+        number = len(self._transports)
+        sides = []
+        for name, size in (("near", near_bytes), ("far", far_bytes)):
+            peer = PeerId(WorkerId(name), Incarnation(number + 1))
+            transport = self._make(peer)
+            self._transports.append(transport)
+            memory = self._allocate(size)
+            transport.register(0, memory)
+            sides.append(Side(peer, transport, memory))
+        near, far = sides
+        near.transport.connect(far.peer, far.transport.endpoint(near.peer))
+        far.transport.connect(near.peer, near.transport.endpoint(far.peer))
+        return Pair(near, far)
+
+    def wait(self, predicate: Callable[[], bool], deadline_s: float) -> bool:
+        return poll(predicate, deadline_s)
+
+    def kill(self, side: Side) -> None:
+        raise NotImplementedError("one process cannot lose half of itself")
+
+    pause = resume = kill
+
+    def reset(self) -> None:
+        for transport in self._transports:
+            transport.close()
+        self._transports.clear()
+
+
+def poll(predicate: Callable[[], bool], deadline_s: float) -> bool:
+    """Ask until the answer is yes; False after `deadline_s`."""
+    deadline = time.monotonic() + deadline_s
+    while not predicate():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True

@@ -1,0 +1,193 @@
+"""Accepted copies: counts them, ends each exactly once, and keeps the news until it is drained.
+
+Law: an accepted copy ends when none of its parts is left to begin and none is under way, by one `CopyEnded`. Only
+`abandon` ends it earlier, with `at_rest=False`; then one `CopyRested` follows when its last part has come to rest, or
+none at all when that could not be proven. The waker is called without the lock, when the news was empty before.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.transports.base import Copy, CopyEnded, CopyRested, DeviceEvent, Spans, TransportEvent
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One accepted copy."""
+
+    copy: Copy
+    parts: deque[Spans] = field(default_factory=deque)  # not begun
+    live: int = 0  # begun and not at rest
+    reason: Reason | None = None
+    detail: str = ""
+    ended: bool = False
+    lost: bool = False  # the rest of some part cannot be proven
+    halt: bytearray = field(default_factory=lambda: bytearray(1))  # read by movers while they copy
+
+
+class Jobs:
+    """The accepted copies of one transport. `with jobs:` holds its lock, which may be nested."""
+
+    def __init__(self, copies_max: int) -> None:
+        self._copies_max = copies_max
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._open = 0  # accepted, and the end not yet drained: bounds the news as well
+        self._jobs: dict[JobId, Job] = {}
+        self._news: list[TransportEvent] = []
+        self._ring = False
+        self._closed = False
+        self._waker: Callable[[], None] | None = None
+
+    def __enter__(self) -> Jobs:
+        self._lock.acquire()
+        self._depth += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        ring = self._ring and not self._depth
+        if ring:
+            self._ring = False
+        waker = self._waker
+        self._lock.release()
+        if ring and waker is not None:
+            try:
+                waker()
+            except Exception:
+                log.warning("the waker raised", exc_info=True)
+
+    def accept(self, copy: Copy) -> Job | None:
+        """A new job, or None at the bound."""
+        with self:
+            if copy.job in self._jobs:
+                raise ValueError(f"job {copy.job} is already under way")
+            if self._open >= self._copies_max or self._closed:
+                return None
+            self._open += 1
+            job = self._jobs[copy.job] = Job(copy)
+            return job
+
+    def find(self, job: JobId) -> Job | None:
+        return self._jobs.get(job)
+
+    def of_peer(self, peer: PeerId | None = None) -> list[Job]:
+        """Jobs that have not ended: of one peer, or all."""
+        with self:
+            return [job for job in self._jobs.values() if peer is None or job.copy.peer == peer]
+
+    def begin(self, job: Job) -> Spans | None:
+        """The next part, now under way; None when none is left."""
+        with self:
+            if not job.parts:
+                return None
+            job.live += 1
+            return job.parts.popleft()
+
+    def part_ended(self, job: Job, reason: Reason | None = None, detail: str = "", rested: bool = True) -> None:
+        """One begun part is over; a reason fails the whole job. `rested` False: bytes may land for ever."""
+        with self:
+            job.live -= 1
+            job.lost |= not rested
+            if reason is not None:
+                self._stop(job, reason, detail)
+            self.settle(job)
+
+    def fail(self, job: Job, reason: Reason, detail: str = "") -> None:
+        """The one way to fail: begin no further part; ends when none is under way."""
+        with self:
+            if not job.ended:
+                self._stop(job, reason, detail)
+                self.settle(job)
+
+    def abandon(self, job: Job, reason: Reason, detail: str = "") -> None:
+        """Fail, and end now even if parts are under way: `at_rest` is then False."""
+        with self:
+            if job.ended:
+                return
+            self._stop(job, reason, detail)
+            self._end(job, at_rest=not job.live and not job.lost)
+
+    def settle(self, job: Job) -> None:
+        """End `job` if nothing of it is left."""
+        with self:
+            if job.parts or job.live:
+                return
+            if not job.ended:
+                self._end(job, at_rest=not job.lost)
+            elif not job.lost:
+                self.post(CopyRested(job.copy.job))
+
+    def post(self, event: TransportEvent) -> None:
+        with self:
+            self._ring |= not self._news
+            self._news.append(event)
+
+    def drain(self) -> list[TransportEvent]:
+        with self:
+            news, self._news = self._news, []
+            self._open -= sum(isinstance(event, CopyEnded) for event in news)
+            return news
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        with self:
+            self._waker = waker
+            self._ring |= bool(self._news)
+
+    def close(self) -> bool:
+        """Accept nothing more; True the first time."""
+        with self:
+            first, self._closed = not self._closed, True
+            return first
+
+    def _stop(self, job: Job, reason: Reason, detail: str) -> None:
+        if job.reason is None:
+            job.reason, job.detail = reason, detail
+        job.parts.clear()
+        job.halt[0] = 1
+
+    def _end(self, job: Job, at_rest: bool) -> None:
+        job.ended = True
+        self._jobs.pop(job.copy.job, None)
+        self.post(CopyEnded(job.copy.job, job.reason, at_rest, job.detail))
+
+
+class Gate:
+    """Waits for device events on a thread of its own, started by the first, so that no mover ever waits for one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[tuple[DeviceEvent, Callable[[str], None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def wait(self, event: DeviceEvent, then: Callable[[str], None]) -> None:
+        """Call `then` with "" once the device is done, or with what went wrong."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._queue.put((event, then))
+
+    def close(self, join_s: float) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(join_s)  # bounded: a device that hangs keeps a daemon thread, nothing else
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            event, then = item
+            try:
+                event.synchronize()
+            except Exception as error:  # noqa: BLE001 - a device library's own errors; they fail one copy
+                then(f"the device event failed: {error!r}")
+            else:
+                then("")

@@ -1,0 +1,92 @@
+"""P's side of shm: a UNIX socket that passes the descriptors of regions to proven peers.
+
+Law: a descriptor goes only to a process of the same user that has proven the secret minted for it, and only sealed: it
+cannot be written through (P is safe from D) and cannot shrink (D is safe from P: truncation would be SIGBUS there).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+
+import msgspec
+
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.ids import PeerId
+from kvbaton.transports.auth import Admitted, Keyring
+from kvbaton.transports.loop import Loop
+from kvbaton.transports.memory import Region
+from kvbaton.transports.reception import BACKLOG, Reception
+
+STRANGERS_MAX = 32
+NAME_PREFIX = "\0kvbaton-"  # abstract: nothing in the file system to clean up
+
+LENGTH = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+
+
+class ShmEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="shm1"):
+    """What a peer needs to reach a door."""
+
+    owner: PeerId
+    host: str
+    name: str
+    secret: bytes
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """A region within the descriptor that is passed with it."""
+
+    region: int
+    offset: int
+    size: int
+
+
+def host_identity() -> str:
+    """The same for processes that can reach each other's abstract sockets: one boot, one network namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+class Door:
+    """One listening socket, and the regions that go with a welcome."""
+
+    def __init__(self, me: PeerId, loop: Loop, handshake_s: float) -> None:
+        self._name = NAME_PREFIX + secrets.token_hex(16)
+        self._places: list[tuple[Place, Region]] = []
+        self._reception = Reception(me, loop, same_user, self._welcome, STRANGERS_MAX, handshake_s)
+
+    @property
+    def keyring(self) -> Keyring:
+        return self._reception.keyring
+
+    def add(self, region: int, offset: int, size: int, backing: Region) -> None:
+        backing.seal_writes()
+        self._places.append((Place(region, offset, size), backing))
+
+    def listen(self) -> str:
+        """Accept from now on; the name to dial."""
+        self._reception.listen(self._create)
+        return self._name[1:]
+
+    def _create(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(self._name)
+        listener.listen(BACKLOG)
+        return listener
+
+    def _welcome(self, admitted: Admitted, sock: socket.socket) -> None:
+        table = msgspec.msgpack.encode([place for place, _ in self._places])
+        with sock, contextlib.suppress(OSError):  # who left meanwhile, left
+            if self.keyring.still_admits(admitted):
+                socket.send_fds(sock, [LENGTH.pack(len(table)) + table], [backing.fd for _, backing in self._places])
+
+
+def same_user(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    _pid, uid, _gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if uid != os.geteuid():
+        raise ProtocolError(Reason.BAD_MESSAGE, f"the other end belongs to user {uid}, not {os.geteuid()}")

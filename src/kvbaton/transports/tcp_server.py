@@ -1,0 +1,124 @@
+"""The serving side of tcp: carries out the reads and writes of admitted peers on registered memory.
+
+Law: no byte moves before every span of its request was checked against the memory here. After `shut_out(peer)` has run
+on every loop, with the peer's secret revoked before, no byte of that peer lands any more.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from functools import partial
+
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.ids import PeerId
+from kvbaton.transports.auth import Admitted, Keyring
+from kvbaton.transports.base import Spans
+from kvbaton.transports.loop import Loop
+from kvbaton.transports.memory import Registered
+from kvbaton.transports.mover import Mover
+from kvbaton.transports.reception import BACKLOG, Reception
+from kvbaton.transports.spans import from_wire
+from kvbaton.transports.tcp_frames import FRAME_BYTES, WINDOW_MAX, Frame, Kind, Status, parse
+from kvbaton.transports.wire import Bytes, Script, Sink, Skip, Strip, Wire, take
+
+STREAMS_PER_PEER_MAX = 16
+
+
+class TcpServer:
+    """Hears strangers on the first loop, serves stream n of a peer on loop n modulo the number of loops."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        loops: Sequence[Loop],
+        memory: Registered,
+        mover: Mover,
+        strangers_max: int,
+        handshake_s: float,
+    ) -> None:
+        self._loops = loops
+        self._memory = memory
+        self._mover = mover
+        self._reception = Reception(me, loops[0], prepare, self._welcome, strangers_max, handshake_s)
+        self._served: list[dict[tuple[PeerId, int], Wire]] = [{} for _ in loops]  # each touched by its loop only
+
+    @property
+    def keyring(self) -> Keyring:
+        return self._reception.keyring
+
+    def listen(self, host: str, port: int) -> int:
+        """Accept from now on; the port."""
+        create = partial(socket.create_server, (host, port), family=family_of(host), backlog=BACKLOG)
+        return int(self._reception.listen(create).getsockname()[1])
+
+    def shut_out(self, peer: PeerId, index: int) -> None:
+        """On loop `index`: close what is served there to `peer`."""
+        for key, wire in list(self._served[index].items()):
+            if key[0] == peer:
+                wire.close("shut out")
+
+    def _welcome(self, admitted: Admitted, sock: socket.socket) -> None:
+        index = admitted.stream % len(self._loops)
+        if not self._loops[index].call(lambda: self._adopt(index, admitted, sock)):
+            sock.close()
+
+    def _adopt(self, index: int, admitted: Admitted, sock: socket.socket) -> None:
+        """On loop `index`. The secret is looked at again: a fence may have come between."""
+        if not self.keyring.still_admits(admitted) or admitted.stream >= STREAMS_PER_PEER_MAX:
+            sock.close()
+            return
+        served, key = self._served[index], (admitted.peer, admitted.stream)
+        if key in served:
+            served[key].close("replaced by a newer connection")
+
+        def closed(_detail: str, _by_peer: bool) -> None:
+            del served[key]
+
+        served[key] = wire = Wire(self._loops[index], sock, closed)
+        wire.open(self._serve(wire))
+
+    def _serve(self, wire: Wire) -> Script:
+        while True:
+            frame = parse((yield from take(FRAME_BYTES)), Kind.READ, Kind.WRITE)
+            pairs = from_wire((yield from take(frame.table_bytes)))
+            if len(wire.out) > 2 * WINDOW_MAX:  # an answer is a head and perhaps a payload
+                raise ProtocolError(Reason.BAD_MESSAGE, f"more than {WINDOW_MAX} requests at once")
+            strip = self._strip(frame, pairs)
+            status = Status.BAD_SPAN if strip is None else Status.OK
+            if frame.kind is Kind.WRITE:
+                sink: Sink = strip or Skip(frame.payload_bytes)
+                if sink.left:
+                    yield sink
+                wire.out.append(Bytes(Frame(Kind.DONE, frame.tag, status=status).pack()))
+            elif strip is None:
+                wire.out.append(Bytes(Frame(Kind.DATA, frame.tag, status=status).pack()))
+            else:
+                head = Frame(Kind.DATA, frame.tag, frame.payload_bytes)
+                wire.out.extend((Bytes(head.pack(), more=strip.left > 0), strip))
+
+    def _strip(self, frame: Frame, pairs: Spans) -> Strip | None:
+        """The memory that a request names, or None when any of it lies outside."""
+        memory = self._memory.get(frame.region)
+        if memory is None:
+            return None
+        try:
+            total = self._mover.check_spans(pairs, 2, memory.nbytes, 0)
+        except ValueError:
+            return None
+        if total != frame.payload_bytes:
+            raise ProtocolError(Reason.BAD_MESSAGE, f"spans of {total} bytes, payload of {frame.payload_bytes}")
+        return Strip(self._mover, memory, pairs, 2, total)
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def prepare(sock: socket.socket) -> None:
+    """Non-blocking, without delay, and closed by the kernel when the other host is gone for a minute."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,0 +1,147 @@
+"""The command line: what an operator gets wrong is said in one line, with the next step and status 2."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbaton.cli import main as cli
+from kvbaton.control import keys
+
+WORKER = ["worker", "--name", "p0", "--role", "prefill", "--keys", "/nowhere", "--registry", "tcp://127.0.0.1:1"]
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    try:
+        status = cli.main(words)
+    except SystemExit as error:
+        status = int(error.code or 0)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give a command: up, router"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["up", "--prefil", "2"], "unknown flag --prefil, is --prefill meant?"),
+        (["worker", "--nam", "p0"], "unknown flag --nam, is --name meant?"),
+        (["worker", "--name", "p0"], "required: --role, --keys, --registry"),
+        (["up", "--prefill", "0"], "argument --prefill: got 0, expected 1 to 16"),
+        (["up", "--prefill", "two"], "argument --prefill: got 'two', expected a whole number"),
+        (["up", "--mode", "smoke"], "argument --mode: invalid choice: 'smoke'"),
+        (["up", "--transport", "pigeon"], "argument --transport: invalid choice"),
+        (["up", "--port", "70000"], "argument --port: got 70000, expected 0 to 65535"),
+        (["up", "--lease-s", "-1"], "argument --lease-s: got -1, expected seconds above 0"),
+        (["up", "--lease-s", "nan"], "argument --lease-s: got nan"),
+        ([*WORKER, "--modes", "pull,smoke"], "argument --modes: got 'smoke'"),
+        ([*WORKER, "--tp", "65"], "argument --tp: got 65, expected 1 to 64"),
+        ([*WORKER, "--name", "a b"], "argument --name: got 'a b'"),
+        ([*WORKER, "--registry", "here"], "argument --registry: got 'here', expected an endpoint such as tcp://"),
+        (["router"], "give either --keys DIR, or --prefill-url and --decode-url"),
+        (["router", "--prefill-url", "p:1"], "argument --prefill-url: got 'p:1', expected http://host:port"),
+        (["router", "--keys", "/nowhere"], "/nowhere: no key directory"),
+        (["keys", "new", "/tmp", "p0"], "/tmp exists"),
+        (["keys", "burn", "x", "y"], "invalid choice: 'burn'"),
+    ],
+)
+def test_a_bad_command_line_is_one_line_on_stderr_and_status_2(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = call(capsys, *words)
+    assert (status, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+    assert err.startswith("kvbaton")
+
+
+def test_help_fits_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["up"], ["worker"], ["router"], ["keys"]):
+        status, out, _ = call(capsys, *words, "--help")
+        assert status == 0
+        assert len(out.splitlines()) <= 40, words
+        assert "None" not in out
+
+
+def test_a_missing_key_file_is_named_with_the_next_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    directory = str(tmp_path / "keys")
+    assert call(capsys, "keys", "new", directory, "p0")[0] == 0
+    os.remove(tmp_path / "keys" / "secret" / "router.json")
+    status, _, err = call(capsys, "router", "--keys", directory, "--port", "0", "--registry-port", "0")
+    assert status == 2
+    assert "secret/router.json is missing; add that identity" in err
+
+
+def test_a_port_in_use_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    call(capsys, "keys", "new", str(tmp_path / "keys"), "p0")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for words in (
+            ["router", "--keys", str(tmp_path / "keys"), "--registry-port", "0", "--port", port],
+            ["router", "--keys", str(tmp_path / "keys"), "--registry-port", port, "--port", "0"],
+            ["router", "--prefill-url", "http://x", "--decode-url", "http://x", "--port", port],
+            ["up", "--port", port],
+        ):
+            status, out, err = call(capsys, *words)
+            assert (status, out) == (2, ""), words
+            assert port in err
+            assert err.count("\n") == 1
+
+
+def test_keys_are_minted_with_a_router_and_added_to(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    directory = str(tmp_path / "keys")
+    status, out, _ = call(capsys, "keys", "new", directory, "p0", "d0")
+    assert status == 0
+    assert "minted router, p0, d0" in out
+    assert call(capsys, "keys", "add", directory, "d1")[0] == 0
+    assert sorted(keys.load(directory, "d1").peers) == ["d0", "d1", "p0", "router"]
+    status, _, err = call(capsys, "keys", "add", directory, "d1")
+    assert (status, "there is a d1 already" in err) == (2, True)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> int:
+        raise RuntimeError("a bug")
+
+    module: Any = types.ModuleType("kvbaton.cli.bench")
+    module.add_arguments = lambda _: None
+    module.run = fail
+    monkeypatch.setitem(sys.modules, "kvbaton.cli.bench", module)
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_bug_is_one_line_and_a_trace_only_with_debug(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = call(capsys, "bench")
+    assert (status, err.count("\n")) == (1, 1)
+    assert "RuntimeError: a bug; this is a bug, run again with --debug" in err
+    for words in (["bench", "--debug"], ["--debug", "bench"]):
+        status, _, err = call(capsys, *words)
+        assert status == 1
+        assert "Traceback" in err
+
+
+def test_a_command_that_is_not_there_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "nothing", "is not there")  # type: ignore[misc]
+    status, _, err = call(capsys, "nothing")
+    assert (status, err) == (2, "kvbaton nothing: nothing is not part of this build\n")
+
+
+def test_the_program_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvbaton.cli.main", "up", "--bogus"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "kvbaton up: unknown flag --bogus; see: kvbaton up --help\n"

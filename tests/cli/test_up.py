@@ -1,0 +1,162 @@
+"""`kvbaton up` with real processes: it serves, tells of deaths, and leaves nothing behind however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbaton.cli import check as checking
+from kvbaton.cli import main as cli
+
+UP = [sys.executable, "-m", "kvbaton.cli.main", "up", "--port", "0", "--json"]
+pytestmark = pytest.mark.slow
+
+
+def until(condition: Callable[[], Any], within_s: float = 20.0) -> Any:
+    """Poll until `condition` gives something true."""
+    deadline = time.monotonic() + within_s
+    while True:
+        with contextlib.suppress(OSError):
+            found = condition()
+            if found:
+                return found
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return json.loads(response.read())
+
+
+def ask(url: str, prompt: str = "hello there") -> str:
+    body = json.dumps({"prompt": prompt, "max_tokens": 5, "temperature": 0}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return str(json.loads(response.read())["choices"][0]["text"])
+
+
+def is_alive(pid: int) -> bool:
+    """Not ended, nor waiting to be buried by its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def up(tmp_path: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any], Path]]:
+    """A cluster that serves: its process, what it said as JSON, and the file of what it says on stderr."""
+    said = tmp_path / "stderr"
+    with said.open("w") as stderr:
+        process = subprocess.Popen([*UP, *words], stdout=subprocess.PIPE, stderr=stderr, text=True)
+    try:
+        assert process.stdout is not None
+        facts = json.loads(process.stdout.readline() or "{}")
+        assert facts, said.read_text()
+        yield process, facts, said
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def test_it_serves_until_it_is_told_to_stop_and_leaves_nothing(tmp_path: Path) -> None:
+    with up(tmp_path, "--decode", "2") as (process, facts, _):
+        pids = [worker["pid"] for worker in facts["workers"]]
+        assert [worker["name"] for worker in facts["workers"]] == ["p0", "d0", "d1"]
+        assert len(ask(facts["url"])) > 0
+        assert get(f"{facts['url']}/health")["pairs"]["push"] == 2
+        assert all(map(is_alive, pids))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+        assert not any(map(is_alive, pids))
+        assert not Path(facts["dir"]).exists()
+
+
+def test_a_death_is_told_with_the_command_that_starts_the_worker_again(tmp_path: Path) -> None:
+    with up(tmp_path) as (_, facts, said):
+        first = ask(facts["url"])
+        victim = facts["workers"][1]
+        os.kill(victim["pid"], signal.SIGKILL)
+        until(lambda: f"worker d0 (pid {victim['pid']}) was ended by SIGKILL" in said.read_text())
+        assert victim["command"] in said.read_text()
+        again = subprocess.Popen(shlex.split(victim["command"]), stdout=subprocess.DEVNULL)
+        try:
+            until(lambda: "worker d0 has joined" in said.read_text())
+            assert ask(facts["url"]) == first
+        finally:
+            again.terminate()
+            assert again.wait(20) == 0
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    with up(tmp_path) as (process, facts, _):
+        process.kill()
+        process.wait(20)
+        until(lambda: not any(is_alive(worker["pid"]) for worker in facts["workers"]))
+
+
+def test_a_router_of_its_own_serves_workers_that_register(tmp_path: Path) -> None:
+    keys = str(tmp_path / "keys")
+    assert cli.main(["keys", "new", keys, "p0", "d0"]) == 0
+    program = [sys.executable, "-m", "kvbaton.cli.main"]
+    ports = ["--port", "0", "--registry-port", "0"]
+    router = subprocess.Popen([*program, "router", "--keys", keys, *ports], stdout=subprocess.PIPE, text=True)
+    started = [router]
+    try:
+        assert router.stdout is not None
+        url, registry = re.findall(r"\S+://[^/,\s]+", router.stdout.readline())
+        for name, role in (("p0", "prefill"), ("d0", "decode")):
+            words = ["worker", "--keys", keys, "--registry", registry, "--name", name, "--role", role]
+            started.append(subprocess.Popen([*program, *words], stdout=subprocess.DEVNULL, text=True))
+        until(lambda: get(f"{url}/health")["status"] == "ok")
+        assert len(ask(url)) > 0
+    finally:
+        for process in reversed(started):
+            process.terminate()
+            assert process.wait(20) == 0
+
+
+def test_the_check_passes_and_says_so_in_one_object() -> None:
+    words = [*UP, "--check", "--mode", "push", "--transport", "tcp", "--tp-prefill", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    verdict = json.loads(done.stdout)
+    assert (verdict["ok"], verdict["pins"], len(verdict["rows"])) == (True, 0, 1)
+    assert verdict["identical"] == verdict["requests"] > 20
+
+
+def test_the_check_fails_when_one_answer_differs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = checking._reference
+
+    def almost_right(texts: list[str], seed: int) -> list[str]:
+        first, *rest = right(texts, seed)
+        return [f"{first[:-1]}\x7f", *rest]
+
+    monkeypatch.setattr(checking, "_reference", almost_right)
+    assert cli.main(["up", "--check", "--mode", "pull", "--transport", "shm", "--port", "0"]) == 1
+    out = capsys.readouterr().out
+    assert "differs: " in out
+    assert out.splitlines()[-1] == "verdict: NOT ok"
+
+
+def test_a_worker_that_cannot_start_ends_the_command_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["up", "--port", "0", "--block-tokens", "7"]) == 2
+    _, err = capsys.readouterr()
+    assert "ended with status" in err
+    assert "block_tokens" in err.splitlines()[-1]

@@ -1,0 +1,147 @@
+"""A worker's side of discovery on virtual time."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvbaton.control.registry import DirectoryEntry, MemberState, Registration, RegistrySettings
+from kvbaton.control.registry import messages as m
+from kvbaton.control.registry.member import Member
+from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+
+from ..rig import cluster
+
+KEY = cluster("x")["x"].public
+ME = Registration(WorkerId("d0"), Incarnation(1), "decode", "127.0.0.1:80", "tcp://127.0.0.1:5000")
+
+
+def entry(worker: str, incarnation: int = 1, port: int = 6000) -> DirectoryEntry:
+    return DirectoryEntry(WorkerId(worker), Incarnation(incarnation), "prefill", f"tcp://127.0.0.1:{port}", KEY)
+
+
+def peer(worker: str, incarnation: int = 1) -> PeerId:
+    return PeerId(WorkerId(worker), Incarnation(incarnation))
+
+
+def directory(
+    version: int, *entries: DirectoryEntry, complete: bool = True, registry: int = 9, gone: tuple[PeerId, ...] = ()
+) -> m.Directory:
+    return m.Directory(m.Seen(registry, version), complete, entries, gone)
+
+
+@pytest.fixture
+def member() -> Member:
+    return Member(ME, RegistrySettings(), 0.0)
+
+
+@pytest.fixture
+def listed(member: Member) -> Member:
+    member.on_time(0.0)
+    member.on_message(m.Registered(ME.incarnation), 0.0)
+    return member
+
+
+def test_it_registers_until_it_is_answered_and_pings_from_then_on(member: Member) -> None:
+    assert [member.on_time(t) for t in (0.0, 0.5, 1.0)] == [m.Register(ME), None, m.Register(ME)]
+    member.on_message(m.Registered(ME.incarnation), 1.2)
+    assert member.state is MemberState.LISTED
+    assert member.on_time(1.9) is None and member.next_deadline() == 2.0
+    assert member.on_time(2.0) == m.Ping(ME.incarnation, m.Seen())
+
+
+def test_a_ping_tells_which_directory_it_has(listed: Member) -> None:
+    listed.on_message(directory(4, entry("p0")), 0.5)
+    assert listed.on_time(1.0) == m.Ping(ME.incarnation, m.Seen(9, 4))
+
+
+def test_a_registry_that_does_not_know_it_is_told_at_once(listed: Member) -> None:
+    listed.on_message(m.Unknown(ME.incarnation), 0.3)
+    assert listed.state is MemberState.JOINING
+    assert listed.on_time(0.3) == m.Register(ME)
+    assert listed.on_time(0.4) is None
+
+
+def test_answers_to_an_earlier_life_mean_nothing(listed: Member) -> None:
+    for answer in (m.Unknown(Incarnation(5)), m.Superseded(Incarnation(5)), m.Registered(Incarnation(5))):
+        listed.on_message(answer, 0.3)
+        assert listed.state is MemberState.LISTED
+
+
+def test_one_that_was_superseded_does_not_fight_but_returns_when_the_other_is_gone(listed: Member) -> None:
+    listed.on_message(m.Superseded(ME.incarnation), 0.3)
+    assert listed.state is MemberState.SUPERSEDED
+    assert isinstance(listed.on_time(1.0), m.Ping)
+    listed.on_message(m.Unknown(ME.incarnation), 1.1)
+    assert listed.on_time(1.1) == m.Register(ME)
+
+
+def test_one_that_was_refused_knows_why_and_tries_again(member: Member) -> None:
+    member.on_time(0.0)
+    member.on_message(m.Refused("role: no"), 0.1)
+    assert (member.state, member.detail) == (MemberState.REFUSED, "role: no")
+    assert member.on_time(0.5) is None and member.on_time(1.0) == m.Register(ME)
+
+
+def test_a_new_life_is_presented_at_once(listed: Member) -> None:
+    reborn = msgspec.structs.replace(ME, incarnation=Incarnation(2))
+    listed.present(reborn, 0.3)
+    assert listed.on_time(0.3) == m.Register(reborn)
+    listed.on_message(m.Registered(Incarnation(1)), 0.4)
+    assert listed.state is MemberState.JOINING
+
+
+def test_the_first_directory_is_news_without_departures_and_without_itself(listed: Member) -> None:
+    news = listed.on_message(directory(1, entry("p1"), entry("d0"), entry("p0")), 0.1)
+    assert news is not None
+    assert news.entries == (entry("p0"), entry("p1")) and news.departed == ()
+
+
+def test_a_directory_it_has_or_an_older_one_is_no_news(listed: Member) -> None:
+    listed.on_message(directory(2, entry("p0")), 0.1)
+    assert listed.on_message(directory(2, entry("p0")), 0.2) is None
+    assert listed.on_message(directory(1), 0.2) is None
+    assert listed.on_message(directory(3, entry("p0")), 0.2) is None
+
+
+def test_a_peer_that_is_no_longer_listed_has_departed(listed: Member) -> None:
+    listed.on_message(directory(1, entry("p0"), entry("p1")), 0.1)
+    news = listed.on_message(directory(2, entry("p1")), 0.2)
+    assert news is not None
+    assert news.entries == (entry("p1"),) and news.departed == (peer("p0"),)
+
+
+def test_a_peer_in_another_life_has_departed_in_the_old_one(listed: Member) -> None:
+    listed.on_message(directory(1, entry("p0", 1)), 0.1)
+    news = listed.on_message(directory(2, entry("p0", 2)), 0.2)
+    assert news is not None
+    assert news.entries == (entry("p0", 2),) and news.departed == (peer("p0", 1),)
+
+
+def test_a_peer_that_only_moved_has_not_departed(listed: Member) -> None:
+    listed.on_message(directory(1, entry("p0", port=1)), 0.1)
+    news = listed.on_message(directory(2, entry("p0", port=2)), 0.2)
+    assert news is not None
+    assert news.entries == (entry("p0", port=2),) and news.departed == ()
+
+
+def test_a_young_registry_adds_and_replaces_but_removes_nobody(listed: Member) -> None:
+    listed.on_message(directory(50, entry("p0"), entry("p1"), registry=1), 0.1)
+    assert listed.on_message(directory(1, complete=False, registry=2), 0.2) is None
+    news = listed.on_message(directory(2, entry("p1", 2), entry("p2"), complete=False, registry=2), 0.3)
+    assert news is not None
+    assert news.entries == (entry("p0"), entry("p1", 2), entry("p2")) and news.departed == (peer("p1", 1),)
+    news = listed.on_message(directory(3, entry("p1", 2), entry("p2"), registry=2), 0.4)
+    assert news is not None and news.departed == (peer("p0"),)
+
+
+def test_a_young_registry_can_name_who_left(listed: Member) -> None:
+    listed.on_message(directory(1, entry("p0"), entry("p1"), complete=False), 0.1)
+    news = listed.on_message(directory(2, entry("p1"), complete=False, gone=(peer("p0"), peer("p1", 7))), 0.2)
+    assert news is not None
+    assert news.entries == (entry("p1"),) and news.departed == (peer("p0"),)
+
+
+def test_a_registration_that_would_be_refused_is_refused_here() -> None:
+    with pytest.raises(m.RegistryFault, match="control_endpoint"):
+        Member(msgspec.structs.replace(ME, control_endpoint="tcp://*:1"), RegistrySettings(), 0.0)

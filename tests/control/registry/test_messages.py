@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from contextlib import suppress
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbaton.control.registry import DirectoryEntry, Registration, addresses
+from kvbaton.control.registry import messages as m
+from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+
+from ..rig import cluster
+
+KEY = cluster("p0")["p0"].public
+LIFE = Incarnation(2**64 - 1)
+GOOD = Registration(
+    WorkerId("p0"), LIFE, "prefill", "127.0.0.1:8000", "tcp://127.0.0.1:5000", ("pull",), ("shm",), "ab", 2
+)
+ENTRY = DirectoryEntry(WorkerId("p0"), Incarnation(7), "both", "tcp://[::1]:5", KEY)
+
+
+def _changed(**fields: object) -> bytes:
+    """A Register frame with some fields replaced, as any program could send it."""
+    body = msgspec.to_builtins(m.Register(GOOD))
+    body["registration"].update(fields)
+    return msgspec.msgpack.encode((m.VERSION, body))
+
+
+@pytest.mark.parametrize("message", [m.Register(GOOD), m.Ping(LIFE, m.Seen(3, 4)), m.Deregister(LIFE)])
+def test_what_a_worker_says_arrives_as_it_was(message: m.FromWorker) -> None:
+    assert m.decode_from_worker(m.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Registered(Incarnation(1)),
+        m.Unknown(Incarnation(1)),
+        m.Superseded(Incarnation(1)),
+        m.Refused("why"),
+        m.Deregistered(Incarnation(1)),
+        m.Directory(m.Seen(1, 2), False, (ENTRY,), (PeerId(WorkerId("d0"), Incarnation(3)),)),
+    ],
+)
+def test_what_the_registry_says_arrives_as_it_was(message: m.FromRegistry) -> None:
+    assert m.decode_from_registry(m.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("worker", "../p0"),
+        ("worker", 7),
+        ("worker", "x" * 65),
+        ("incarnation", 0),
+        ("incarnation", -1),
+        ("incarnation", "1"),
+        ("role", "P"),
+        ("http_address", "http://127.0.0.1:8000"),
+        ("http_address", "x" * 300),
+        ("http_address", None),
+        ("control_endpoint", "tcp://*:5000"),
+        ("control_endpoint", "tcp://0.0.0.0:5000"),
+        ("control_endpoint", "ipc:///tmp/socket"),
+        ("control_endpoint", "tcp://some-host:5000"),
+        ("modes", ["pull"] * 17),
+        ("modes", "pull"),
+        ("transports", ["x" * 65]),
+        ("compat_digest", "x" * 65),
+        ("tp_size", 0),
+        ("tp_size", 4096),
+        ("model", "x" * 257),
+    ],
+)
+def test_a_field_out_of_bounds_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(m.RegistryFault, match=field):
+        m.decode_from_worker(_changed(**{field: value}))
+
+
+def test_a_field_that_this_version_does_not_know_passes() -> None:
+    message = m.decode_from_worker(_changed(colour="blue"))
+    assert message == m.Register(GOOD)
+
+
+def test_another_version_is_refused_by_name() -> None:
+    with pytest.raises(m.RegistryFault, match="version: got 2"):
+        m.decode_from_worker(msgspec.msgpack.encode((2, {})))
+
+
+@pytest.mark.parametrize("field", ["worker", "incarnation", "control_endpoint", "public_key"])
+def test_a_worker_checks_what_the_registry_says_too(field: str) -> None:
+    body = msgspec.to_builtins(m.Directory(m.Seen(1, 2), True, (ENTRY,)))
+    body["entries"][0][field] = 0 if field == "incarnation" else "no good"
+    with pytest.raises(m.RegistryFault, match=field):
+        m.decode_from_registry(msgspec.msgpack.encode((m.VERSION, body)))
+
+
+@given(st.binary(max_size=300))
+def test_whatever_the_bytes_decoding_fails_in_one_way_only(frame: bytes) -> None:
+    for decode in (m.decode_from_worker, m.decode_from_registry):
+        with suppress(m.RegistryFault):
+            decode(frame)
+
+
+@given(st.data())
+def test_a_damaged_registration_is_refused_or_within_bounds(data: st.DataObject) -> None:
+    frame = bytearray(m.encode(m.Register(GOOD)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        message = m.decode_from_worker(bytes(frame))
+    except m.RegistryFault:
+        return
+    if isinstance(message, m.Register):
+        m.validate(message.registration)
+
+
+def test_a_directory_becomes_addresses_to_dial() -> None:
+    assert addresses([ENTRY]) == {"p0": ("tcp://[::1]:5", KEY)}

@@ -1,0 +1,206 @@
+"""Connections that this side opens: attributed by key, bounded, and never lost for good."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from kvbaton.control.base import Limits
+from kvbaton.protocol.ids import WorkerId
+
+from .rig import Post, cluster, exchange, posted, until
+
+RINGS = cluster("p0", "p1", "p2", "d0")
+P0 = WorkerId("p0")
+
+
+def _silent_port() -> str:
+    """An endpoint that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextmanager
+def _relay(target: str) -> Iterator[tuple[str, threading.Event]]:
+    """Forwards bytes to `target` until told to go dark: connections then stay open, and nothing passes."""
+    dark, done = threading.Event(), threading.Event()
+    host, port = target.removeprefix("tcp://").rsplit(":", 1)
+    listener = socket.create_server(("127.0.0.1", 0))
+    held: list[socket.socket] = []
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                if not dark.is_set():
+                    sink.sendall(data)
+        except OSError:
+            pass
+
+    def serve() -> None:
+        while not done.is_set():
+            try:
+                near, _ = listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection((host, int(port)))
+            held.extend((near, far))
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=pump, args=pair, daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}", dark
+    finally:
+        done.set()
+        for each in (listener, *held):
+            each.close()
+
+
+def test_a_worker_that_is_in_no_directory_is_unknown() -> None:
+    with posted(d0 := Post(RINGS["d0"])):
+        assert d0.control.send(P0, b"x") is False
+
+
+def test_what_comes_back_on_a_line_is_from_whom_it_was_dialled_to() -> None:
+    with posted(p0 := Post(RINGS["p0"]), d0 := Post(RINGS["d0"], bind=None)):
+        d0.knows(p0)
+        exchange(d0, p0, answer=b"I am p1")
+        assert d0.inbox == [("p0", b"I am p1")]
+
+
+def test_an_impostor_at_a_peers_address_hears_and_says_nothing() -> None:
+    with posted(p1 := Post(RINGS["p1"]), d0 := Post(RINGS["d0"])):
+        d0.control.set_directory({P0: (p1.control.endpoint, RINGS["p0"].public)})
+        assert d0.control.send(P0, b"for p0 only")
+        until(lambda: p1.control.strangers >= 1, p1, d0)
+        assert p1.inbox == [] and d0.inbox == []
+
+
+def test_a_directory_entry_under_another_key_than_ours_is_not_dialled() -> None:
+    with posted(p1 := Post(RINGS["p1"]), d0 := Post(RINGS["d0"])):
+        d0.control.set_directory({P0: p1.address})
+        assert d0.control.send(P0, b"x") is False
+        assert d0.control.counters["mismatched"] == 1
+
+
+def test_a_peer_restarted_at_the_same_endpoint_is_reached_again() -> None:
+    p0, d0 = Post(RINGS["p0"]), Post(RINGS["d0"])
+    d0.knows(p0)
+    with posted(d0):
+        exchange(d0, p0)
+        endpoint = p0.control.endpoint
+        p0.control.close()
+        with posted(again := Post(RINGS["p0"], bind=endpoint)):
+            exchange(d0, again)
+
+
+def test_a_peer_that_moved_is_reached_at_its_new_endpoint() -> None:
+    with posted(old := Post(RINGS["p0"]), new := Post(RINGS["p0"]), d0 := Post(RINGS["d0"])):
+        d0.knows(old)
+        exchange(d0, old)
+        d0.knows(new)
+        exchange(d0, new)
+        until(lambda: not old.send(d0, b"?"), old)  # the old line was closed
+
+
+def test_a_way_back_ends_when_the_directory_says_that_the_worker_moved() -> None:
+    with posted(p0 := Post(RINGS["p0"]), old := Post(RINGS["d0"]), new := Post(RINGS["d0"])):
+        old.knows(p0)
+        p0.knows(old)
+        exchange(old, p0)
+        p0.knows(new)
+        assert p0.send(new, b"at your new place")
+        until(lambda: new.inbox, new, p0)
+        assert new.inbox == [("p0", b"at your new place")]
+
+
+def test_an_address_that_another_program_held_for_a_while_is_dialled_again() -> None:
+    limits = Limits(redial_s=0.05)
+    with posted(d0 := Post(RINGS["d0"], limits=limits)):
+        with socket.create_server(("127.0.0.1", 0)) as squatter:
+            endpoint = f"tcp://127.0.0.1:{squatter.getsockname()[1]}"
+            d0.control.set_directory({P0: (endpoint, RINGS["p0"].public)})
+            assert d0.control.send(P0, b"x")
+            squatter.settimeout(5)
+            near, _ = squatter.accept()
+            with near:
+                near.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 20)
+                until(lambda: d0.control.send(P0, b"x") and d0.control.counters["redialled"], d0)
+        with posted(p0 := Post(RINGS["p0"], bind=endpoint)):
+            until(lambda: d0.control.send(P0, b"at last") and p0.inbox, p0, d0)
+
+
+def test_frames_for_a_peer_that_is_away_are_bounded_and_the_rest_counted_as_lost() -> None:
+    limits = Limits(frames_queued_max=16, linger_s=0.0)
+    with posted(d0 := Post(RINGS["d0"], limits=limits)):
+        d0.control.set_directory({P0: (_silent_port(), RINGS["p0"].public)})
+        assert all(d0.control.send(P0, b"x") for _ in range(100))
+        assert d0.control.counters["lost"] == 84
+        assert d0.control.counters["frames_out"] == 16
+
+
+def test_frames_above_the_bound_are_not_sent() -> None:
+    with posted(p0 := Post(RINGS["p0"]), d0 := Post(RINGS["d0"], limits=Limits(frame_bytes_max=1000))):
+        d0.knows(p0)
+        assert d0.send(p0, b"x" * 1001) and d0.send(p0, b"")
+        assert d0.control.counters["lost"] == 2
+        exchange(d0, p0, said=b"x" * 1000)
+
+
+def test_dialled_peers_are_bounded_by_hanging_up_on_the_one_used_least_recently() -> None:
+    sources = [Post(RINGS[name]) for name in ("p0", "p1", "p2")]
+    d0 = Post(RINGS["d0"], limits=Limits(peers_dialled_max=2))
+    d0.knows(*sources)
+    with posted(d0, *sources):
+        for source in (*sources, *sources):
+            exchange(d0, source)
+        assert d0.control.counters["hung_up"] == 4
+        until(lambda: not sources[0].send(d0, b"?"), *sources)
+        assert sources[2].send(d0, b"?")
+
+
+def test_a_peer_that_vanished_without_a_word_is_noticed_by_its_heartbeat() -> None:
+    limits = Limits(heartbeat_s=0.05)
+    p0, d0 = Post(RINGS["p0"], limits=limits), Post(RINGS["d0"], limits=limits)
+    with posted(p0, d0), _relay(p0.control.endpoint) as (endpoint, dark):
+        d0.control.set_directory({P0: (endpoint, RINGS["p0"].public)})
+        exchange(d0, p0)
+        dark.set()
+        until(lambda: not p0.send(d0, b"are you there?"), p0, d0)
+        dark.clear()
+        until(lambda: d0.send(p0, b"back") and ("d0", b"back") in p0.inbox, p0, d0)  # what went into the dark is lost
+        exchange(d0, p0)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "key", "part"),
+    [("tcp://127.0.0.1:0", None, "port 0"), ("nonsense", None, "not tcp"), ("tcp://127.0.0.1:5", "short", "Z85")],
+)
+def test_a_directory_with_a_bad_field_is_refused_where_it_is_set(endpoint: str, key: str | None, part: str) -> None:
+    with posted(d0 := Post(RINGS["d0"])), pytest.raises(ValueError, match=part):
+        d0.control.set_directory({P0: (endpoint, key or RINGS["p0"].public)})
+
+
+def test_an_odd_message_from_a_server_is_dropped() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context.socket(zmq.ROUTER) as router, posted(d0 := Post(RINGS["d0"])):
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.CURVE_SERVER, 1)
+        router.setsockopt(zmq.CURVE_PUBLICKEY, RINGS["p0"].public.encode())
+        router.setsockopt(zmq.CURVE_SECRETKEY, RINGS["p0"].secret.encode())
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        d0.control.set_directory({P0: (f"tcp://127.0.0.1:{port}", RINGS["p0"].public)})
+        assert d0.control.send(P0, b"hello")
+        assert router.poll(5000)
+        route, _ = router.recv_multipart()
+        for parts in ([b""], [b"a", b"b"], [b"good"]):
+            router.send_multipart([route, *parts])
+        until(lambda: d0.inbox, d0)
+        assert d0.inbox == [("p0", b"good")]
+        assert d0.control.counters["malformed"] == 2
+    context.term()

@@ -1,0 +1,62 @@
+"""Bodies at the door: what passes, and that nothing a client sends raises anything but a refusal."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from kvbaton.router.api.bodies import PARTS_MAX, Kind, parse
+from kvbaton.router.api.errors import ApiError
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("", ("",)),
+        ("a", ("a",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ([1, 2],)),
+        ([[1, 2], [3]], ([1, 2], [3])),
+    ],
+)
+def test_a_prompt_comes_in_four_shapes(prompt: Any, prompts: Any) -> None:
+    assert parse(Kind.COMPLETION, json.dumps({"prompt": prompt}).encode()).prompts == prompts
+
+
+def test_null_counts_as_absent_and_unknown_fields_pass() -> None:
+    fields = {"prompt": "a", "n": None, "stream": None, "max_tokens": None, "temperature": None, "odd": {"x": [1]}}
+    body = parse(Kind.COMPLETION, json.dumps(fields).encode())
+    assert (body.n, body.stream, body.parts, body.fields) == (1, False, 1, fields)
+
+
+def test_prompts_times_choices_are_bounded() -> None:
+    with pytest.raises(ApiError, match="256 together"):
+        parse(Kind.COMPLETION, json.dumps({"prompt": ["a"] * (PARTS_MAX + 1)}).encode())
+
+
+def test_deep_nesting_and_huge_numbers_are_refused_or_pass_but_never_raise_otherwise() -> None:
+    for data in (b"[" * 100_000, b'{"prompt":' * 5000, b'{"prompt": "a", "seed": 1e400}', b'{"prompt": "", "n": 1e99}'):
+        with pytest.raises(ApiError):
+            parse(Kind.COMPLETION, data)
+
+
+def test_ten_thousand_damaged_bodies_are_refused_or_pass() -> None:
+    rng = random.Random(5)
+    good = json.dumps({"prompt": ["a", "b"], "n": 2, "stop": ["x"], "stream_options": {"include_usage": True}}).encode()
+    chat = json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "n": 2}).encode()
+    refused = 0
+    for kind, source in ((Kind.COMPLETION, good), (Kind.CHAT, chat)):
+        for _ in range(5000):
+            data = bytearray(source)
+            for _ in range(rng.randint(1, 4)):
+                data[rng.randrange(len(data))] = rng.choice(b'{}[]",:0123456789truefalsn\x00\xff')
+            try:
+                parse(kind, bytes(data))
+            except ApiError as error:
+                assert error.status == 400
+                assert error.param
+                refused += 1
+    assert refused > 5000

@@ -1,0 +1,186 @@
+"""A harness whose far side is another process, so that it can be stopped (SIGSTOP) and killed (SIGKILL).
+
+The process is kept from pair to pair and replaced only when it was killed. The far side's memory is a memfd of this
+process, so it can be looked at whatever state the other process is in.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
+from kvbaton.testing import Pair, Side
+from kvbaton.testing.transport_harness import DEADLINE_S, poll
+from kvbaton.transports import shm, tcp
+from kvbaton.transports.base import Copy, FenceEnded, Transport, TransportEvent
+from kvbaton.transports.memory import Region, allocate
+
+from .peer_process import (
+    Answer,
+    Calls,
+    Cancel,
+    Close,
+    Connect,
+    Disconnect,
+    Drain,
+    Endpoint,
+    Fence,
+    Kind,
+    Open,
+    Submit,
+    make,
+)
+
+CAPABILITIES = {"shm": shm.CAPABILITIES, "tcp": tcp.CAPABILITIES}
+
+
+class PeerProcess:
+    """Calls into `peer_process.py`, each with a deadline."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("peer_process.py")
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        self.process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+            bufsize=0,
+        )
+        self._read = b""
+
+    def call(self, call: Calls) -> Answer:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(msgspec.json.encode(call) + b"\n")
+        deadline = time.monotonic() + DEADLINE_S
+        while b"\n" not in self._read:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            data = os.read(self.process.stdout.fileno(), 1 << 16) if ready else b""
+            if not data:
+                raise RuntimeError(f"the peer process did not answer {call}")
+            self._read += data
+        line, _, self._read = self._read.partition(b"\n")
+        return msgspec.json.decode(line, type=Answer)
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class FarTransport:
+    """A transport in the peer process."""
+
+    def __init__(self, process: PeerProcess, me: PeerId, kind: Kind, memory: Region) -> None:
+        self._process = process
+        self._me = me
+        process.call(Open(me, kind, f"/proc/{os.getpid()}/fd/{memory.fd}", len(memory.view)))
+
+    def endpoint(self, peer: PeerId) -> bytes:
+        return self._process.call(Endpoint(self._me, peer)).endpoint
+
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        self._process.call(Connect(self._me, peer, endpoint))
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._process.call(Disconnect(self._me, peer))
+
+    def submit(self, copy: Copy) -> bool:
+        place = copy.direction, copy.local_region, copy.remote_region
+        return self._process.call(Submit(self._me, copy.job, copy.peer, *place, copy.spans.tolist())).accepted
+
+    def cancel(self, job: JobId) -> None:
+        self._process.call(Cancel(self._me, job))
+
+    def fence(self, peer: PeerId) -> None:
+        self._process.call(Fence(self._me, peer))
+
+    def drain(self) -> Sequence[TransportEvent]:
+        answer = self._process.call(Drain(self._me))
+        return [*answer.ended, *answer.rested, *(FenceEnded(peer) for peer in answer.fenced)]
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        raise NotImplementedError("the far side is polled")
+
+    def close(self) -> None:
+        if self._process.alive():
+            self._process.call(Close(self._me))
+
+
+class ProcessHarness:
+    """`near` here, `far` in another process. Close it when done."""
+
+    offers = frozenset({"idle", "kill", "pause"})
+
+    def __init__(self, kind: Kind, dial_deadline_s: float = 5.0) -> None:
+        self.capabilities = CAPABILITIES[kind]
+        self._kind: Kind = kind
+        self._dial_deadline_s = dial_deadline_s
+        self._process: PeerProcess | None = None
+        self._sides: list[Side] = []
+        self._regions: list[Region] = []
+        self._count = 0
+
+    def pair(self, near_bytes: int, far_bytes: int) -> Pair:
+        if self._process is None or not self._process.alive():
+            self._process = PeerProcess()
+        self._count += 1
+        here, there = allocate(near_bytes), allocate(far_bytes)
+        near_id, far_id = (PeerId(WorkerId(name), Incarnation(self._count)) for name in ("near", "far"))
+        transport: Transport = make(self._kind, near_id, self._dial_deadline_s)
+        transport.register(0, here.view)
+        near = Side(near_id, transport, here.view)
+        far = Side(far_id, FarTransport(self._process, far_id, self._kind, there), there.view)
+        near.transport.connect(far_id, far.transport.endpoint(near_id))
+        far.transport.connect(near_id, near.transport.endpoint(far_id))
+        self._sides += [near, far]
+        self._regions += [here, there]
+        return Pair(near, far)
+
+    def wait(self, predicate: Callable[[], bool], deadline_s: float) -> bool:
+        return poll(predicate, deadline_s)
+
+    def kill(self, side: Side) -> None:
+        assert self._process is not None
+        self._process.kill()
+
+    def pause(self, side: Side) -> None:
+        assert self._process is not None
+        self._process.pause()
+
+    def resume(self, side: Side) -> None:
+        assert self._process is not None
+        self._process.resume()
+
+    def reset(self) -> None:
+        if self._process is not None and self._process.alive():
+            self._process.resume()
+        for side in self._sides:
+            side.transport.close()
+        for region in self._regions:
+            region.close()
+        self._sides.clear()
+        self._regions.clear()
+
+    def close(self) -> None:
+        self.reset()
+        if self._process is not None:
+            self._process.kill()

@@ -1,0 +1,73 @@
+"""shm and tcp keep the contract of `Transport`, within one process and across two, with both movers."""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvbaton.protocol.ids import PeerId
+from kvbaton.testing import Case, InProcessHarness, TransportHarness, check_transport
+from kvbaton.transports import shm, tcp
+from kvbaton.transports.base import Transport
+from kvbaton.transports.memory import Region, allocate
+from kvbaton.transports.shm import ShmConfig, ShmTransport
+from kvbaton.transports.tcp import TcpConfig, TcpTransport
+
+from .process_harness import ProcessHarness
+
+MAKE: dict[str, Callable[[PeerId], Transport]] = {
+    "shm": ShmTransport,
+    "shm_pure_python": lambda peer: ShmTransport(peer, ShmConfig(pure_python=True, threads=1)),
+    "tcp": TcpTransport,
+    "tcp_pure_python": lambda peer: TcpTransport(peer, TcpConfig(pure_python=True)),
+    "tcp_one_stream_many_threads": lambda peer: TcpTransport(peer, TcpConfig(streams=1, threads=3)),
+    "tcp_over_ipv6": lambda peer: TcpTransport(peer, TcpConfig(host="::1", streams=3)),
+}
+APART = [case for case in check_transport.cases if case.needs & {"kill", "pause"}]
+TOGETHER = [case for case in check_transport.cases if not case.needs & {"kill", "pause"}]
+
+
+@pytest.fixture(params=MAKE)
+def here(request: pytest.FixtureRequest) -> Iterator[TransportHarness]:
+    regions: list[Region] = []
+
+    def allocated(size: int) -> memoryview:
+        regions.append(allocate(size))
+        return regions[-1].view
+
+    capabilities = shm.CAPABILITIES if request.param.startswith("shm") else tcp.CAPABILITIES
+    harness = InProcessHarness(MAKE[request.param], allocated, capabilities)
+    if request.param not in {"shm", "tcp"}:
+        harness.offers = frozenset()  # a second each; their idling is the same code
+    yield harness
+    for region in regions:
+        region.close()
+
+
+@pytest.mark.parametrize("case", TOGETHER, ids=str)
+def test_within_one_process_the_contract_is_kept(case: Case, here: TransportHarness) -> None:
+    case(here)
+
+
+@pytest.mark.parametrize("case", APART, ids=str)
+def test_a_shm_peer_in_another_process_keeps_the_contract(case: Case, shm_processes: ProcessHarness) -> None:
+    case(shm_processes)
+
+
+@pytest.mark.parametrize("case", APART, ids=str)
+def test_a_tcp_peer_in_another_process_keeps_the_contract(case: Case, tcp_processes: ProcessHarness) -> None:
+    case(tcp_processes)
+
+
+def test_the_suite_runs_as_a_whole_and_says_what_it_skipped(shm_processes: ProcessHarness) -> None:
+    skipped = check_transport(shm_processes)
+    assert "a_fenced_writer_cannot_land_a_byte" in skipped
+    assert "scattered_spans_arrive_exactly" not in skipped
+
+
+def test_a_case_that_needs_more_than_is_offered_is_skipped() -> None:
+    case = next(case for case in check_transport.cases if "kill" in case.needs)
+    with pytest.raises(unittest.SkipTest, match="kill"):
+        case(InProcessHarness(TcpTransport, lambda size: memoryview(bytearray(size)), tcp.CAPABILITIES))

@@ -1,0 +1,209 @@
+"""Both movers keep one contract: exact bytes, every span checked before anything is touched, prompt cancellation."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from array import array
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbaton.transports.mover import Mover, NativeMover, PythonMover, choose_mover
+
+MOVERS: list[Mover] = [PythonMover()]
+try:
+    MOVERS.append(NativeMover())
+except ImportError:
+    pass
+both = pytest.mark.parametrize("mover", MOVERS, ids=lambda mover: type(mover).__name__)
+GO = bytearray(1)
+SIZE = 4096
+
+BAD_TRIPLES = [
+    (-1, 0, 1),
+    (0, -1, 1),
+    (0, 0, -1),
+    (SIZE, 0, 1),
+    (0, SIZE, 1),
+    (1, 0, SIZE),
+    (0, 1, SIZE),
+    (2**63 - 1, 0, 1),
+    (0, 2**63 - 1, 2**63 - 1),
+    (1, 1, 2**63 - 1),
+    (-(2**63), 0, 8),
+    (0, 0, -(2**63)),
+]
+
+
+@pytest.fixture
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    left, right = socket.socketpair()
+    left.setblocking(False)
+    right.setblocking(False)
+    with left, right:
+        yield left, right
+
+
+def test_the_extension_is_chosen_where_it_exists_and_python_when_asked() -> None:
+    assert choose_mover().native is (len(MOVERS) == 2)
+    assert not choose_mover(pure_python=True).native
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE), st.integers(0, 300)), max_size=30),
+    st.booleans(),
+)
+def test_copies_are_exact(rows: list[tuple[int, int, int]], swap: bool) -> None:
+    rows = [(local, remote, min(size, SIZE - max(local, remote))) for local, remote, size in rows]
+    source = random.Random(1).randbytes(SIZE)
+    expected = bytearray(SIZE)
+    for local, remote, size in rows:
+        to, at = (remote, local) if swap else (local, remote)
+        expected[to : to + size] = source[at : at + size]
+    spans = array("q", [number for row in rows for number in row])
+    for mover in MOVERS:
+        target = bytearray(SIZE)
+        assert mover.copy_spans(target, memoryview(source), spans, swap, 0, len(rows), GO) == len(rows)
+        assert target == expected
+        assert mover.check_spans(spans, 3, SIZE, SIZE) == sum(size for *_, size in rows)
+
+
+@both
+def test_only_the_named_rows_are_copied(mover: Mover) -> None:
+    target, source = bytearray(4), bytearray(b"abcd")
+    spans = array("q", [0, 0, 1, 1, 1, 1, 2, 2, 1, 3, 3, 1])
+    assert mover.copy_spans(target, source, spans, False, 1, 2, GO) == 2
+    assert target == b"\0bc\0"
+
+
+@both
+@pytest.mark.parametrize("bad", BAD_TRIPLES)
+def test_a_bad_span_is_named_and_nothing_is_touched(mover: Mover, bad: tuple[int, int, int]) -> None:
+    target, source = bytearray(SIZE), bytearray(b"x" * SIZE)
+    spans = array("q", [0, 0, 64, *bad])
+    with pytest.raises(ValueError, match="span 1 "):
+        mover.copy_spans(target, source, spans, False, 0, 2, GO)
+    with pytest.raises(ValueError, match="span 1 "):
+        mover.check_spans(spans, 3, SIZE, SIZE)
+    assert target == bytes(SIZE)
+
+
+@both
+@pytest.mark.parametrize(("start", "count"), [(-1, 1), (0, -1), (0, 3), (2, 1), (3, 0), (2**62, 2**62)])
+def test_rows_that_are_not_there_are_refused(mover: Mover, start: int, count: int) -> None:
+    with pytest.raises(ValueError):
+        mover.copy_spans(bytearray(9), bytearray(9), array("q", [0, 0, 1] * 2), False, start, count, GO)
+
+
+@both
+def test_tables_and_memory_of_the_wrong_kind_are_refused(mover: Mover) -> None:
+    with pytest.raises(ValueError):
+        mover.check_spans(array("q", [0, 0]), 3, 9, 9)
+    with pytest.raises(ValueError):
+        mover.check_spans(array("q", [0, 0]), 1, 9, 9)
+    with pytest.raises(ValueError):
+        mover.copy_spans(bytearray(9), bytearray(9), array("q", [0, 0, 1]), False, 0, 1, bytearray(2))
+    with pytest.raises(BufferError):
+        mover.copy_spans(memoryview(bytes(9)), bytearray(9), array("q", [0, 0, 1]), False, 0, 1, GO)
+
+
+@both
+def test_a_sum_of_sizes_cannot_wrap(mover: Mover) -> None:
+    with pytest.raises(ValueError):
+        mover.check_spans(array("q", [0, 2**62] * 5), 2, 2**62, 0)
+
+
+@both
+def test_a_cancelled_copy_stops_before_the_next_piece(mover: Mover) -> None:
+    target = bytearray(4)
+    assert mover.copy_spans(target, bytearray(b"abcd"), array("q", [0, 0, 4]), False, 0, 1, bytearray(b"\1")) == 0
+    assert target == bytes(4)
+
+
+@both
+def test_a_copy_under_way_is_cancelled_from_another_thread(mover: Mover) -> None:
+    size = 4 << 20
+    target, source, cancel = bytearray(size), bytearray(b"x" * size), bytearray(1)
+    spans = array("q", [0, 0, size] * 4000)  # 16 GB: seconds, if it were not cancelled
+    done: list[int] = []
+    thread = threading.Thread(
+        target=lambda: done.append(mover.copy_spans(target, source, spans, False, 0, 4000, cancel))
+    )
+    thread.start()
+    cancel[0] = 1
+    thread.join(20)
+    assert done and done[0] < 4000
+
+
+@both
+@pytest.mark.parametrize("width", [2, 3])
+def test_spans_cross_a_socket_exactly_whatever_the_room(
+    mover: Mover, width: int, sockets: tuple[socket.socket, socket.socket]
+) -> None:
+    rng = random.Random(width)
+    sizes = [rng.choice([0, 1, 7, 300, 5000]) for _ in range(900)]
+    source = bytearray(rng.randbytes(sum(sizes)))
+    target = bytearray(len(source))
+    offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+    order = rng.sample(range(len(sizes)), len(sizes))
+    middle = [0] * (width - 2)
+    out = array("q", [n for i in order for n in (offsets[i], *middle, sizes[i])])
+    place, landed = {True: (0, 0), False: (0, 0)}, 0
+    while landed < len(source):
+        for sock, memory, sending in ((sockets[0], source, True), (sockets[1], target, False)):
+            room = rng.choice([1, 100, 70000])
+            try:
+                index, skip, moved = mover.stream_spans(sock, memory, out, width, *place[sending], room, sending)
+            except BlockingIOError:
+                continue
+            assert moved <= room
+            place[sending] = index, skip
+            landed += moved * (not sending)
+    assert target == source
+
+
+@both
+def test_a_socket_without_bytes_or_room_says_so(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
+    memory, spans = bytearray(1 << 20), array("q", [0, 1 << 20])
+    with pytest.raises(BlockingIOError):
+        mover.stream_spans(sockets[0], memory, spans, 2, 0, 0, 1 << 20, False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            mover.stream_spans(sockets[0], memory, spans, 2, 0, 0, 1 << 20, True)
+    sockets[1].close()
+    with pytest.raises(BrokenPipeError):
+        mover.stream_spans(sockets[0], memory, spans, 2, 0, 0, 1 << 20, True)
+
+
+@both
+def test_the_end_of_a_stream_is_zero_bytes(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
+    sockets[1].close()
+    assert mover.stream_spans(sockets[0], bytearray(8), array("q", [0, 8]), 2, 0, 0, 8, False) == (0, 0, 0)
+
+
+@both
+@pytest.mark.parametrize("bad", [(-1, 4), (0, -4), (5, 4), (2**63 - 1, 1), (0, 2**63 - 1)])
+@pytest.mark.parametrize("sending", [True, False])
+def test_a_bad_span_never_reaches_a_socket(
+    mover: Mover, bad: tuple[int, int], sending: bool, sockets: tuple[socket.socket, socket.socket]
+) -> None:
+    memory = bytearray(8)
+    sockets[1].send(b"12345678")
+    with pytest.raises(ValueError):
+        mover.stream_spans(sockets[0], memory, array("q", [0, 2, *bad]), 2, 0, 0, 8, sending)
+    with pytest.raises(ValueError):
+        mover.stream_spans(sockets[0], memory, array("q", [0, 2]), 2, 0, 3, 8, sending)
+    assert memory == bytes(8)
+    with pytest.raises(BlockingIOError):
+        sockets[1].recv(8)
+
+
+@both
+def test_a_place_that_cannot_be_is_refused(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
+    for place in ((-1, 0, 8), (0, -1, 8), (0, 0, -8)):
+        with pytest.raises(ValueError):
+            mover.stream_spans(sockets[0], bytearray(8), array("q", [0, 8]), 2, *place, True)
