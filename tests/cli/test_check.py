@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvbaton.cli.check import Row, _line, _summary, _verdict, prompts
-from kvbaton.router.api.params import Mode
+from kvbaton.api.params import Mode
 
 GOOD: dict[str, Any] = {
     "mode": "pull", "transport": "shm", "requests": 24, "identical": 24, "handoffs": 20, "handoffs_needed": 20,

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from kvbaton.router.api.params import Mode, TransferParams, source_params, target_params
+from kvbaton.api.params import Mode, TransferParams, source_params, target_params
 from kvbaton.control import keys
 from kvbaton.engine import tokenizer
 from kvbaton.engine.config import EngineConfig
@@ -42,7 +42,9 @@ class Pair:
         ticket = self.ticket()
         source = TransferParams.parse(source_params(Mode(mode), ticket))
         target = TransferParams.parse(target_params(Mode(mode), ticket))
-        _, text = await asyncio.gather(generate(self.p, prompt, 1, source), generate(self.d, prompt, max_tokens, target))
+        _, text = await asyncio.gather(
+            generate(self.p, prompt, 1, source), generate(self.d, prompt, max_tokens, target)
+        )
         return text[0]
 
     async def prefill(self, prompt: str) -> TransferParams:
@@ -78,8 +80,12 @@ def idle(worker: Worker) -> bool:
 
 @contextlib.asynccontextmanager
 async def pair(
-    tmp_path: object, *, transport: str = "auto", configs: Sequence[EngineConfig | None] = (None, None),
-    p: dict[str, object] | None = None, d: dict[str, object] | None = None,
+    tmp_path: object,
+    *,
+    transport: str = "auto",
+    configs: Sequence[EngineConfig | None] = (None, None),
+    p: dict[str, object] | None = None,
+    d: dict[str, object] | None = None,
 ) -> AsyncIterator[Pair]:
     directory = f"{tmp_path}/keys"
     keys.mint(directory, ["p0", "d0"])

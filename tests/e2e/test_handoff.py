@@ -221,7 +221,7 @@ def test_a_prefiller_that_never_begins_costs_the_deadline_and_nothing_else(tmp_p
 
     async def scenario() -> None:
         async with pair(tmp_path, d={"defer_timeout": 0.5}, p={"defer_timeout": 0.5}) as two:
-            from kvbaton.router.api.params import Mode, TransferParams, target_params
+            from kvbaton.api.params import Mode, TransferParams, target_params
 
             params = TransferParams.parse(target_params(Mode(mode), two.ticket()))
             assert await two.decode(prompt, params) == reference_answers([prompt], 12)[0]

@@ -12,8 +12,8 @@ import aiohttp
 from aiohttp import web
 
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.router.api.http import serving
-from kvbaton.router.api.params import Mode
+from kvbaton.api.http import serving
+from kvbaton.api.params import Mode
 from kvbaton.router.app import router_app
 from kvbaton.router.directory import ALL_MODES, StaticDirectory, Worker
 from kvbaton.router.settings import RouterSettings

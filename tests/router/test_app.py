@@ -14,9 +14,9 @@ import openai
 import pytest
 from fake_workers import QUICK, FakeWorker, cluster, hang, only_first, refuse, run, say, speak, until
 
-from kvbaton.router.api.errors import PortInUseError
-from kvbaton.router.api.http import serving
-from kvbaton.router.api.params import Mode
+from kvbaton.api.errors import PortInUseError
+from kvbaton.api.http import serving
+from kvbaton.api.params import Mode
 
 BODY = {"prompt": "abc", "max_tokens": 4}
 MODES = ("pull", "stream", "push")

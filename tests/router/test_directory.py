@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvbaton.control.registry import Entry, Registration, WorkerState
 from kvbaton.protocol.ids import Incarnation, WorkerId
-from kvbaton.router.api.params import Mode
+from kvbaton.api.params import Mode
 from kvbaton.router.directory import Roster, State, StaticDirectory, Worker
 from kvbaton.router.registered import RegistryDirectory
 

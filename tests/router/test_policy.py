@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.router.api.params import Mode
+from kvbaton.api.params import Mode
 from kvbaton.router.directory import State, Worker
 from kvbaton.router.policy import choose, common_mode, explain, mismatch, pairs
 

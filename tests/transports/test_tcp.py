@@ -177,9 +177,7 @@ def test_a_peer_that_cannot_even_be_dialled_fails_the_copy(
 ) -> None:
     p, d = make(P), make(D)
     d.connect(P, p.endpoint(D))
-    monkeypatch.setattr(
-        "kvbaton.transports.tcp_client.socket.socket.connect_ex", lambda *_: 101, raising=False
-    )
+    monkeypatch.setattr("kvbaton.transports.tcp_client.socket.socket.connect_ex", lambda *_: 101, raising=False)
     assert d.submit(read())
     end = ends(d)[0]
     assert end.reason is Reason.TRANSFER_FAILED and "unreachable" in end.detail
@@ -217,7 +215,7 @@ class Liar:
             self._held.append(sock)
             sock.settimeout(20)
             try:
-                play(sock, lambda wire: admit(wire, self._keyring, P))  # noqa: B023 - called at once
+                play(sock, lambda wire: admit(wire, self._keyring, P))
                 self._say(sock)
             except OSError:
                 continue

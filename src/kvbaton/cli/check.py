@@ -17,11 +17,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from kvbaton.api import sse
+from kvbaton.api.bodies import Kind
+from kvbaton.api.params import Mode
 from kvbaton.cli.arguments import CommandError, StoppedError
 from kvbaton.cli.cluster import Cluster, Plan, running
-from kvbaton.router.api import sse
-from kvbaton.router.api.bodies import Kind
-from kvbaton.router.api.params import Mode
 from kvbaton.router.app import MODE_HEADER
 
 MAX_TOKENS = 12
@@ -135,9 +135,7 @@ async def _unless_stopped(work: Any, stop: asyncio.Event) -> Row:
         stopped.cancel()
 
 
-async def _row(
-    cluster: Cluster, transport: str, mode: Mode, asked: Sequence[Prompt], expected: Sequence[str]
-) -> Row:
+async def _row(cluster: Cluster, transport: str, mode: Mode, asked: Sequence[Prompt], expected: Sequence[str]) -> Row:
     salt = f"check-{transport}-{mode}"  # keeps what an earlier row left in the caches out of this one
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(ROW_S)) as session:
@@ -160,9 +158,7 @@ async def _row(
     )  # fmt: skip
 
 
-async def _ask(
-    session: aiohttp.ClientSession, url: str, prompt: str, mode: Mode, salt: str, stream: bool
-) -> str:
+async def _ask(session: aiohttp.ClientSession, url: str, prompt: str, mode: Mode, salt: str, stream: bool) -> str:
     """The answer's text, or what went wrong as a text that no answer can be."""
     body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "cache_salt": salt, "stream": stream}
     try:

@@ -123,8 +123,13 @@ async def _start(cluster: Cluster, options: WorkerOptions) -> Child:
     log = cluster.directory / f"{options.name}.log"
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            *COMMAND, "worker", *argv_of(options), "--stop-on-eof",
-            stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output,
+            *COMMAND,
+            "worker",
+            *argv_of(options),
+            "--stop-on-eof",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=output,
+            stderr=output,
             start_new_session=True,  # Ctrl-C is for the parent alone, which then ends its children in order
         )
     child = Child(options, process, log)

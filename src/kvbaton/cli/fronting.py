@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 
+from kvbaton.api.http import serving
 from kvbaton.control.keys import Keyring
 from kvbaton.control.registry import RegistryServer
-from kvbaton.router.api.http import serving
 from kvbaton.router.app import router_app
 from kvbaton.router.directory import WorkerDirectory
 from kvbaton.router.registered import RegistryDirectory

@@ -55,7 +55,9 @@ def _run(words: list[str], command: str | None) -> int:
 def build_parser(command: str | None, module: ModuleType | None) -> Parser:
     """The parser of `kvbaton`, complete for one command, with a line of help for the others."""
     parser = Parser(
-        prog="kvbaton", allow_abbrev=False, formatter_class=HelpFormatter,
+        prog="kvbaton",
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
         description="Hands the KV cache of a prompt from a prefill engine to a decode engine.",
         epilog="Start here: kvbaton up --check, then kvbaton up. Each command has its own --help.",
     )
@@ -63,7 +65,10 @@ def build_parser(command: str | None, module: ModuleType | None) -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name, help_text in COMMANDS.items():
         one = commands.add_parser(
-            name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".", allow_abbrev=False,
+            name,
+            help=help_text,
+            description=help_text[0].upper() + help_text[1:] + ".",
+            allow_abbrev=False,
             formatter_class=HelpFormatter,
         )
         one.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -85,8 +90,8 @@ def _module(command: str | None) -> ModuleType:
 
 
 def _operator_errors() -> tuple[type[Exception], ...]:
+    from kvbaton.api.errors import PortInUseError
     from kvbaton.control.base import ControlError
-    from kvbaton.router.api.errors import PortInUseError
 
     return CommandError, ControlError, PortInUseError
 

@@ -7,13 +7,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+from kvbaton.api.http import serving
+from kvbaton.api.params import Mode
 from kvbaton.cli.arguments import CommandError, port, seconds, whole
 from kvbaton.cli.fronting import fronted, told_to_stop
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.control import keys
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.router.api.http import serving
-from kvbaton.router.api.params import Mode
 from kvbaton.router.app import router_app
 from kvbaton.router.directory import StaticDirectory, Worker
 from kvbaton.router.settings import RouterSettings
@@ -50,7 +50,10 @@ def settings_of(args: argparse.Namespace) -> RouterSettings:
     mode = Mode(args.mode)
     allowed = (mode,) if args.only_mode else tuple(Mode)
     return RouterSettings(
-        mode=mode, modes_allowed=allowed, deadline_s=args.deadline_s, first_byte_s=args.first_byte_s,
+        mode=mode,
+        modes_allowed=allowed,
+        deadline_s=args.deadline_s,
+        first_byte_s=args.first_byte_s,
         in_flight_max=args.in_flight_max,
     )
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.api.params import Mode
 from kvbaton.cli.arguments import CommandError, port, seconds, whole
 from kvbaton.cli.check import check
 from kvbaton.cli.cluster import Cluster, Plan, how_it_ended, running
 from kvbaton.cli.fronting import told_to_stop
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.engine.options import POLICIES, TRANSPORTS, WorkerOptions
-from kvbaton.router.api.params import Mode
 from kvbaton.router.settings import RouterSettings
 
 _WORKER = WorkerOptions(name="p0", role="prefill", keys="-", registry="tcp://-:1")

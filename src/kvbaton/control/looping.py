@@ -35,7 +35,11 @@ class LoopThread:
     """Runs `turn(now)`, which answers when it is next due (None: not before something comes), until stopped."""
 
     def __init__(
-        self, name: str, sleeper: Sleeper, turn: Callable[[float], float | None], finish: Callable[[], None],
+        self,
+        name: str,
+        sleeper: Sleeper,
+        turn: Callable[[float], float | None],
+        finish: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.faults = 0

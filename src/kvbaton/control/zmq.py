@@ -37,7 +37,10 @@ class ZmqControl:
     """One process's control plane. `bind=None` makes one that only dials."""
 
     def __init__(
-        self, keyring: Keyring, bind: str | None = LOOPBACK, limits: Limits | None = None,
+        self,
+        keyring: Keyring,
+        bind: str | None = LOOPBACK,
+        limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plane = Plane(keyring, limits or Limits(), clock)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvbaton.api.params import Mode, TransferParams
 from kvbaton.engine.cache import NULL_BLOCK, BlockPool
 from kvbaton.engine.config import FailurePolicy, KvGroup
 from kvbaton.engine.hooks import BlockIds, Chunk, Load, LoadReport, Match, Nothing, NotYet
 from kvbaton.engine.kv_layout import content_digest
 from kvbaton.engine.request import EngineRequest, Status
-from kvbaton.router.api.params import Mode, TransferParams
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import NO_BLOCK
@@ -37,8 +37,13 @@ class BatonConnector:
     """Hands KV over for one engine, in both roles."""
 
     def __init__(
-        self, doorway: Doorway, groups: Sequence[KvGroup], block_tokens: int, policy: FailurePolicy,
-        *, layerwise: bool = True,
+        self,
+        doorway: Doorway,
+        groups: Sequence[KvGroup],
+        block_tokens: int,
+        policy: FailurePolicy,
+        *,
+        layerwise: bool = True,
     ) -> None:
         self.wants_layers = layerwise
         self._door = doorway
@@ -130,7 +135,12 @@ class BatonConnector:
     def _begin(self, request: EngineRequest) -> None:
         """P starts to compute a prompt that is read behind it, or written from it."""
         params = _params(request)
-        if params is None or not params.do_remote_decode or params.mode is Mode.PULL or request.request_id in self._begun:
+        if (
+            params is None
+            or not params.do_remote_decode
+            or params.mode is Mode.PULL
+            or request.request_id in self._begun
+        ):
             return
         assert params.ticket is not None
         try:
@@ -138,7 +148,10 @@ class BatonConnector:
         except ProtocolError:
             return  # D's own copy of the ticket fails as well: it computes the prompt itself
         lease = self._door.begin(
-            ticket.handoff, content_digest(request), len(request.prompt), target=ticket.target,
+            ticket.handoff,
+            content_digest(request),
+            len(request.prompt),
+            target=ticket.target,
             max_readers=ticket.max_readers,
         )
         self._begun.add(request.request_id)
@@ -183,7 +196,12 @@ class BatonConnector:
         if params is None or not params.do_remote_decode or status not in (Status.LENGTH, Status.STOPPED):
             return None
         if params.mode is not Mode.PULL:
-            return {"do_remote_prefill": True, "do_remote_decode": False, "mode": str(params.mode), "ticket": params.ticket}
+            return {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "mode": str(params.mode),
+                "ticket": params.ticket,
+            }
         needed = -(-len(request.prompt) // self._block_tokens)
         leased = tuple(_without_null(ids[:needed]) for ids in blocks)
         ticket, pinned = self._door.grant(content_digest(request), len(request.prompt), leased)
@@ -208,7 +226,9 @@ class BatonConnector:
             return
         final = upto * self._block_tokens >= len(request.prompt)
         fresh = tuple(
-            (_without_null(ids[:upto]) if final else ()) if group.window_tokens else _without_null(ids[outgoing.pinned : upto])
+            (_without_null(ids[:upto]) if final else ())
+            if group.window_tokens
+            else _without_null(ids[outgoing.pinned : upto])
             for group, ids in zip(self._groups, blocks, strict=True)
         )
         self.pool.touch(self._door.pin(outgoing.lease, fresh))

@@ -13,17 +13,17 @@ from typing import Any, Literal, Protocol
 import msgspec
 from aiohttp import web
 
+from kvbaton.api import answers, prometheus, sse
+from kvbaton.api.answers import Token
+from kvbaton.api.bodies import Body, Kind, parse
+from kvbaton.api.errors import RETRY_AFTER_S, ApiError
+from kvbaton.api.gather import all_of, interleave
+from kvbaton.api.http import REQUEST_ID, json_response, new_app, request_id, send_events
+from kvbaton.api.merge import Joiner, join
+from kvbaton.api.params import TransferParams
+from kvbaton.api.stops import StopFilter
 from kvbaton.engine.server_plan import GenerateRequest, Job, ModelCard, plan
 from kvbaton.protocol.errors import MEANING, Blame
-from kvbaton.router.api import answers, prometheus, sse
-from kvbaton.router.api.answers import Token
-from kvbaton.router.api.bodies import Body, Kind, parse
-from kvbaton.router.api.errors import RETRY_AFTER_S, ApiError
-from kvbaton.router.api.gather import all_of, interleave
-from kvbaton.router.api.http import REQUEST_ID, json_response, new_app, request_id, send_events
-from kvbaton.router.api.merge import Joiner, join
-from kvbaton.router.api.params import TransferParams
-from kvbaton.router.api.stops import StopFilter
 
 __all__ = [
     "Backend", "Finished", "GenerateRequest", "ModelCard", "RefusedError", "Token", "TransferParams", "worker_app",
@@ -78,7 +78,7 @@ class Backend(Protocol):
 
 
 def worker_app(backend: Backend, body_bytes_max: int = BODY_BYTES_MAX) -> web.Application:
-    """The application that serves `backend`; listen with `kvbaton.router.api.http.serving`."""
+    """The application that serves `backend`; listen with `kvbaton.api.http.serving`."""
     server = _Server(backend)
     app = new_app(body_bytes_max)
     app.add_routes(

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.api.answers import Shape
+from kvbaton.api.bodies import Body, Kind
+from kvbaton.api.errors import bad_field, unknown_model
+from kvbaton.api.merge import Part, split
+from kvbaton.api.params import TransferParams
 from kvbaton.engine import tokenizer
-from kvbaton.router.api.answers import Shape
-from kvbaton.router.api.bodies import Body, Kind
-from kvbaton.router.api.errors import bad_field, unknown_model
-from kvbaton.router.api.merge import Part, split
-from kvbaton.router.api.params import TransferParams
 
 MAX_TOKENS_DEFAULT = {Kind.COMPLETION: 16, Kind.CHAT: 128}
 

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import kvbaton
+from kvbaton.api.http import serving
 from kvbaton.control.keys import Keyring, load
 from kvbaton.control.registry.client import RegistryClient
 from kvbaton.control.registry.messages import DirectoryEntry, Registration
 from kvbaton.control.zmq import ZmqControl
+from kvbaton.engine import tokenizer
 from kvbaton.engine.backend import MODEL_NAME, EngineBackend, EngineThread
 from kvbaton.engine.config import CacheConfig, EngineConfig, ModelConfig
 from kvbaton.engine.connector import BatonConnector
@@ -31,14 +33,12 @@ from kvbaton.engine.memory import KvGeometry
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.engine.request import EngineRequest, Sampling
 from kvbaton.engine.server import worker_app
-from kvbaton.engine import tokenizer
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.events import Departed
 from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId, rank_peer
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.settings import Settings
-from kvbaton.router.api.http import serving
 from kvbaton.runtime.doorway import Doorway, DoorwayConfig
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.loop import NodeLoop
@@ -263,5 +263,3 @@ def _host() -> str:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-

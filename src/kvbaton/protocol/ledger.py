@@ -169,6 +169,8 @@ class Ledger:
 
     def _on_departed(self, event: ev.Departed, now: float) -> None:
         self.sessions.end_worker(event.worker, event.incarnation, now)
+        if event.reason is Reason.PEER_GONE:
+            self.producer.on_departed(event.worker, now)
         self.consumer.links.lose_worker(event.worker, event.incarnation, event.reason, now)
 
     def _on_reborn(self, event: ev.Reborn, now: float) -> None:

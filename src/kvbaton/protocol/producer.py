@@ -14,7 +14,7 @@ from kvbaton.protocol.desk import Desk
 from kvbaton.protocol.effects import Unpin
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import LeaseBegun, LeaseCompleted, LeaseExtended, LeaseProgressed, SourceEnded
-from kvbaton.protocol.ids import HandoffId, LeaseId, PeerId, Reader
+from kvbaton.protocol.ids import HandoffId, LeaseId, PeerId, Reader, WorkerId
 from kvbaton.protocol.lease import (
     LEASE,
     READER,
@@ -191,6 +191,13 @@ class Producer:
                 if seat.session == session.number:
                     self.leave(lease, reader, ReaderEvent.LEFT, now)
         self.writer.on_session_ended(session, now)
+
+    def on_departed(self, worker: WorkerId, now: float) -> None:
+        """What was meant for that worker alone, and is not being read, will not be read."""
+        for lease in list(self.leases.values()):
+            live = any(seat.state is ReaderState.LIVE for seat in lease.seats.values())
+            if lease.target == worker and not live:
+                self.close(lease, Reason.PEER_GONE, now)
 
     def leave(self, lease: Lease, reader: Reader, event: ReaderEvent, now: float) -> None:
         """A reader's seat changes; when nobody is left to come or to sit, the lease is over."""

@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from kvbaton.api import prometheus, sse
+from kvbaton.api.bodies import Body, Kind, parse
+from kvbaton.api.errors import ApiError, bad_field, full, read_error, unavailable
+from kvbaton.api.gather import all_of, interleave
+from kvbaton.api.http import REQUEST_ID, json_response, new_app, request_id, send_events
+from kvbaton.api.merge import Joiner, Part, join, split
+from kvbaton.api.params import FIELD, Mode
 from kvbaton.router import policy
-from kvbaton.router.api import prometheus, sse
-from kvbaton.router.api.bodies import Body, Kind, parse
-from kvbaton.router.api.errors import ApiError, bad_field, full, read_error, unavailable
-from kvbaton.router.api.gather import all_of, interleave
-from kvbaton.router.api.http import REQUEST_ID, json_response, new_app, request_id, send_events
-from kvbaton.router.api.merge import Joiner, Part, join, split
-from kvbaton.router.api.params import FIELD, Mode
 from kvbaton.router.asking import TicketMinter
 from kvbaton.router.directory import Roster, Worker, WorkerDirectory
 from kvbaton.router.flow import Call, Flow

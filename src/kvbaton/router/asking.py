@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.api.params import FIELD
 from kvbaton.protocol.ids import TransferId, handoff_id
 from kvbaton.protocol.ticket import Ticket, seal
-from kvbaton.router.api.params import FIELD
 from kvbaton.router.policy import Pair
 
 _encode = msgspec.json.Encoder().encode
@@ -53,7 +53,11 @@ class TicketMinter:
     """Signs the tickets of handoffs that begin on both sides at once."""
 
     def __init__(
-        self, key: bytes, ttl_s: float, *, wall: Callable[[], float] = time.time,
+        self,
+        key: bytes,
+        ttl_s: float,
+        *,
+        wall: Callable[[], float] = time.time,
         new_id: Callable[[], TransferId] = random_transfer_id,
     ) -> None:
         self._key = key

@@ -11,8 +11,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.router.api.params import Mode
 
 ALL_MODES: tuple[Mode, ...] = tuple(Mode)
 

@@ -26,12 +26,12 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.api.bodies import Kind
+from kvbaton.api.errors import out_of_time, unavailable
+from kvbaton.api.gather import cancel
+from kvbaton.api.params import FIELD, LEASE_FOR_PULL, Mode, source_params, target_params
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router import policy
-from kvbaton.router.api.bodies import Kind
-from kvbaton.router.api.errors import out_of_time, unavailable
-from kvbaton.router.api.gather import cancel
-from kvbaton.router.api.params import FIELD, LEASE_FOR_PULL, Mode, source_params, target_params
 from kvbaton.router.asking import TicketMinter, decode_body, prefill_body, without_params
 from kvbaton.router.directory import Roster
 from kvbaton.router.legs import EventStream, Leg, LegError, Legs, decoded
@@ -230,4 +230,3 @@ def _close(decoding: bytes | EventStream) -> None:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-

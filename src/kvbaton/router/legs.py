@@ -14,8 +14,8 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-from kvbaton.router.api import sse
-from kvbaton.router.api.errors import RETRY_AFTER_S, ApiError, out_of_time, read_error
+from kvbaton.api import sse
+from kvbaton.api.errors import RETRY_AFTER_S, ApiError, out_of_time, read_error
 from kvbaton.router.directory import Worker
 from kvbaton.router.settings import RouterSettings
 
@@ -205,8 +205,11 @@ def _refusal(leg: Leg, status: int, data: bytes, retry_after: str | None) -> Leg
     known = fault.type not in ("unknown_error", "")
     message = f"{leg.side} worker {leg.worker.name} answered {status}: {fault.message}"
     told = ApiError(
-        status if busy else 502, message, type=fault.type if known else "worker_error",
-        code=fault.code or "worker_failed", retry_after_s=fault.retry_after_s,
+        status if busy else 502,
+        message,
+        type=fault.type if known else "worker_error",
+        code=fault.code or "worker_failed",
+        retry_after_s=fault.retry_after_s,
     )
     return LegError(leg.side, leg.worker, told)
 

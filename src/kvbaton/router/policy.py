@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router.api.params import Mode
 from kvbaton.router.directory import State, Worker
 
 
@@ -55,16 +55,20 @@ def pairs(workers: Sequence[Worker], mode: Mode) -> list[Pair]:
 
 
 def choose(
-    workers: Sequence[Worker], mode: Mode, turn: int, *, avoid: Collection[PeerId] = (),
-    shun: Collection[PeerId] = (), tried: Collection[Pair] = (),
+    workers: Sequence[Worker],
+    mode: Mode,
+    turn: int,
+    *,
+    avoid: Collection[PeerId] = (),
+    shun: Collection[PeerId] = (),
+    tried: Collection[Pair] = (),
 ) -> Pair | None:
     """The pair for this turn: none of `tried`, nobody of `avoid`, and as few suspect or shunned workers as can be."""
     spent = {(pair.prefill.peer, pair.decode.peer) for pair in tried}
     able = [
         pair
         for pair in pairs(workers, mode)
-        if not {pair.prefill.peer, pair.decode.peer} & set(avoid)
-        and (pair.prefill.peer, pair.decode.peer) not in spent
+        if not {pair.prefill.peer, pair.decode.peer} & set(avoid) and (pair.prefill.peer, pair.decode.peer) not in spent
     ]
     if not able:
         return None
@@ -93,9 +97,6 @@ def explain(workers: Sequence[Worker], mode: Mode) -> str:
         if all(worker.state is State.DRAINING for worker in candidates):
             return f"every {role} worker is draining; start one with: kvbaton worker --role {role} …"
     reasons = [
-        reason
-        for prefill in prefills
-        for decode in decodes
-        if (reason := mismatch(prefill, decode, mode)) is not None
+        reason for prefill in prefills for decode in decodes if (reason := mismatch(prefill, decode, mode)) is not None
     ]
     return reasons[0] if reasons else f"no pair is left for mode {mode}"

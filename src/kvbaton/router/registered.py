@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvbaton.api.params import Mode
 from kvbaton.control.registry import Entry, WorkerState
-from kvbaton.router.api.params import Mode
 from kvbaton.router.directory import ALL_MODES, State, Worker
 
 

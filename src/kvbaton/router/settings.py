@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from kvbaton.router.api.params import Mode
+from kvbaton.api.params import Mode
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):

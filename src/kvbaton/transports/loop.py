@@ -109,16 +109,20 @@ class Loop:
     def _run(self) -> None:
         while not self._stopping:
             for fd, events in self._epoll.poll(self._timeout(), EVENTS_MAX):
-                if fd == self._wake_fd:
-                    os.eventfd_read(fd)
-                elif (watcher := self._watched.get(fd)) is not None:
-                    self._guard(watcher.ready, events)
+                self._tell(fd, events)
             self._run_timers()
             self._run_calls()
         self._run_calls()
         for watcher in list(self._watched.values()):
             self._guard(watcher.close, "closing")
         self._release()
+
+    def _tell(self, fd: int, events: int) -> None:
+        """A method of its own: a sleeping loop must not hold on to the last it told, and to the memory behind it."""
+        if fd == self._wake_fd:
+            os.eventfd_read(fd)
+        elif (watcher := self._watched.get(fd)) is not None:
+            self._guard(watcher.ready, events)
 
     def _run_timers(self) -> None:
         while self._timers and self._timers[0][0] <= time.monotonic():
@@ -144,5 +148,6 @@ class Loop:
             log.exception("a callback failed on %s", self._thread.name)
 
     def _release(self) -> None:
-        self._epoll.close()
-        os.close(self._wake_fd)
+        with self._lock:  # whoever is about to wake us has done so, or has seen that we are stopping
+            self._epoll.close()
+            os.close(self._wake_fd)

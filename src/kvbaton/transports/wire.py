@@ -146,7 +146,7 @@ class Wire:
         self._script = _to_the_end()
         self._want: Sink = Take(0)
         self._events = IN
-        self._enough = 1  # bytes that wake us
+        self._enough = 0  # bytes that wake us; not known yet, the socket may come from another wire
         self._on_close = on_close
 
     def open(self, script: Script) -> None:
@@ -207,6 +207,7 @@ class Wire:
             if events & ~OUT:  # readable, or an error or hang-up that reading will name
                 self._read()
             if not self.closed:
+                self._doze()
                 self.flush()
         except Exception as error:
             log.exception("a connection's script failed")
@@ -228,8 +229,6 @@ class Wire:
             pass
         except OSError as error:
             self._broke(error)
-        if not self.closed:
-            self._doze()
 
     def _doze(self) -> None:
         enough = min(self._want.left, DOZE_BYTES)

@@ -55,6 +55,14 @@ def test_a_worker_that_leaves_is_gone_for_all_at_once(town: Town) -> None:
     assert set(town.listed()) == {"d0"}
 
 
+def test_a_worker_that_leaves_before_it_was_answered_is_not_listed_for_long(town: Town) -> None:
+    for _ in range(5):
+        p0 = town.worker(reg("p0"))
+        until(lambda: town.changes and town.changes[-1])
+        assert p0.client.close()
+        until(lambda: town.listed() == {})
+
+
 def test_a_worker_that_restarts_replaces_its_old_life_at_once(town: Town) -> None:
     old, d0 = town.worker(reg("p0", 11)), town.worker(reg("d0"))
     until(lambda: d0.sees() == {"p0": 11})

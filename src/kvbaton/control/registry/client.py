@@ -36,8 +36,14 @@ class RegistryClient:
     """Keeps one worker listed, and its owner informed about the others."""
 
     def __init__(
-        self, keyring: Keyring, registry: tuple[WorkerId, str], registration: m.Registration, *,
-        on_directory: OnDirectory, on_departed: OnDeparted, settings: RegistrySettings | None = None,
+        self,
+        keyring: Keyring,
+        registry: tuple[WorkerId, str],
+        registration: m.Registration,
+        *,
+        on_directory: OnDirectory,
+        on_departed: OnDeparted,
+        settings: RegistrySettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`registry` is the registry's name in the key directory and its endpoint."""
@@ -117,7 +123,7 @@ class RegistryClient:
 
     def _finish(self) -> None:
         try:
-            if self._member.state is MemberState.LISTED:
+            if self._member.has_spoken and self._member.state is not MemberState.SUPERSEDED:
                 self._say(m.Deregister(self._member.registration.incarnation))
                 self._await_goodbye(self._clock() + GOODBYE_S)
         finally:

@@ -37,6 +37,7 @@ class Member:
         self.registration = m.validate(registration)
         self.state = MemberState.JOINING
         self.detail = ""  # why, when refused
+        self.has_spoken = False  # the registry may list it, even if no answer has come
         self._ping_s = settings.ping_s
         self._speak_at = now
         self._seen = m.Seen()
@@ -47,6 +48,7 @@ class Member:
         if now < self._speak_at:
             return None
         self._speak_at = now + self._ping_s
+        self.has_spoken = True
         if self.state in (MemberState.JOINING, MemberState.REFUSED):
             return m.Register(self.registration)
         return m.Ping(self.registration.incarnation, self._seen)
@@ -82,9 +84,11 @@ class Member:
         self._seen = message.seen
         listed = {entry.worker: entry for entry in message.entries if entry.worker != self.registration.worker}
         gone = set(message.gone)
-        kept = {} if message.complete else {
-            worker: entry for worker, entry in self._known.items() if entry.peer not in gone
-        }
+        kept = (
+            {}
+            if message.complete
+            else {worker: entry for worker, entry in self._known.items() if entry.peer not in gone}
+        )
         before, self._known = self._known, {**kept, **listed}
         if before == self._known:
             return None

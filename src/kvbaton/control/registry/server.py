@@ -38,8 +38,13 @@ class RegistryServer:
     """Binds at once (`ControlError` if it cannot), serves from `start` on."""
 
     def __init__(
-        self, keyring: Keyring, bind: str = LOOPBACK, *, settings: RegistrySettings | None = None,
-        on_change: Callable[[Workers], None] = _ignore, limits: Limits | None = None,
+        self,
+        keyring: Keyring,
+        bind: str = LOOPBACK,
+        *,
+        settings: RegistrySettings | None = None,
+        on_change: Callable[[Workers], None] = _ignore,
+        limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvbaton.router.api.answers import Shape, Token
-from kvbaton.router.api.bodies import Kind
+from kvbaton.api.answers import Shape, Token
+from kvbaton.api.bodies import Kind
 
 
 def test_log_probabilities_are_written_without_exponents() -> None:

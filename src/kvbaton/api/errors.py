@@ -16,8 +16,14 @@ class ApiError(Exception):
     """One refusal, ready to be sent: as a response before the first byte, as an event after it."""
 
     def __init__(
-        self, status: int, message: str, *, type: str = "invalid_request_error", code: str | None = None,
-        param: str | None = None, retry_after_s: int | None = None,
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.router.api.errors import ApiError
+from kvbaton.api.errors import ApiError
 
 EVENT_BYTES_MAX = 1 << 20
 DONE = b"data: [DONE]\n\n"

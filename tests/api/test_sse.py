@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.router.api.sse import EVENT_BYTES_MAX, Relay, TooLongError, payloads
+from kvbaton.api.sse import EVENT_BYTES_MAX, Relay, TooLongError, payloads
 
 
 @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])

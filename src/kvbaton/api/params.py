@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.api.errors import bad_field
 from kvbaton.protocol.ticket import TICKET_CHARS_MAX
-from kvbaton.router.api.errors import bad_field
 
 FIELD = "kv_transfer_params"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvbaton.router.api.errors import ApiError
-from kvbaton.router.api.params import Mode, TransferParams
+from kvbaton.api.errors import ApiError
+from kvbaton.api.params import Mode, TransferParams
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvbaton.router.api.bodies import PARTS_MAX, Kind, parse
-from kvbaton.router.api.errors import ApiError
+from kvbaton.api.bodies import PARTS_MAX, Kind, parse
+from kvbaton.api.errors import ApiError
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.router.api.errors import ApiError, bad_field
+from kvbaton.api.errors import ApiError, bad_field
 
 CHOICES_MAX = 128
 PARTS_MAX = 256

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvbaton.router.api.bodies import Body, Kind, parse
-from kvbaton.router.api.merge import Joiner, join, split
+from kvbaton.api.bodies import Body, Kind, parse
+from kvbaton.api.merge import Joiner, join, split
 
 
 def body(kind: Kind = Kind.COMPLETION, **fields: Any) -> Body:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbaton.router.api import prometheus
+from kvbaton.api import prometheus
 
 
 def test_numbers_become_metrics_and_texts_do_not() -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvbaton.router.api import sse
-from kvbaton.router.api.errors import ApiError, PortInUseError, internal, too_large
+from kvbaton.api import sse
+from kvbaton.api.errors import ApiError, PortInUseError, internal, too_large
 
 log = logging.getLogger(__name__)
 
@@ -142,4 +142,3 @@ def _bound_address(runner: web.AppRunner) -> str:
     if isinstance(address, tuple):
         return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
     return str(address)
-

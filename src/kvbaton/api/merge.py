@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.router.api.bodies import Body, Kind
+from kvbaton.api.bodies import Body, Kind
 
 _SEED_BITS = 63
 
@@ -96,7 +96,9 @@ class Joiner:
                     told_cached = True
                     cached += details.get("cached_tokens") or 0
         total: dict[str, Any] = {
-            "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
         }
         if told_cached:
             total["prompt_tokens_details"] = {"cached_tokens": cached}

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.router.api.bodies import Kind
+from kvbaton.api.bodies import Kind
 
 _DECIMALS = 4  # 0.0001 is the smallest that Python writes without an exponent
 
@@ -28,7 +28,13 @@ class Shape:
     """Builds the answers and chunks of one choice."""
 
     def __init__(
-        self, kind: Kind, *, model: str, request_id: str, created_unix_s: int, token_text: Callable[[int], str],
+        self,
+        kind: Kind,
+        *,
+        model: str,
+        request_id: str,
+        created_unix_s: int,
+        token_text: Callable[[int], str],
         top: int | None = None,
     ) -> None:
         self._kind = kind

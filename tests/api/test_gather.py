@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from kvbaton.router.api.errors import ApiError
-from kvbaton.router.api.gather import all_of, interleave
+from kvbaton.api.errors import ApiError
+from kvbaton.api.gather import all_of, interleave
 
 
 async def numbers(count: int, closed: list[int], fail_at: int = -1) -> AsyncGenerator[int, None]:

@@ -1,0 +1,49 @@
+"""`kvbaton bench`: what the data planes and the whole stack reach on this machine, beside what the machine can do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import msgspec
+
+from kvbaton.bench import handoff, transfer
+from kvbaton.cli.arguments import CommandError
+
+HELP = "measure transfers"
+SHM_TARGET, TCP_TARGET = 0.9, 0.9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=["transfer"], help="transfer: segments of 4 to 256 KiB, then whole handoffs")
+    parser.add_argument("--repetitions", type=int, default=11, metavar="N", help="of each size (default: 11)")
+    parser.add_argument("--json", action="store_true", help="print one object with the figures")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.repetitions < 1:
+        raise CommandError(f"--repetitions: got {args.repetitions}, expected a number above 0")
+    report = transfer.measure(repetitions=args.repetitions)
+    stack = []
+    for name in ("shm", "tcp"):
+        print(f"handoffs over {name} …", file=sys.stderr, flush=True)
+        stack.append(handoff.measure(name))
+    report["handoffs"] = msgspec.to_builtins(stack)
+    correct = all(each.delivered == each.handoffs for each in stack)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        print(transfer.table(report))
+        print(_table(stack))
+    return 0 if correct else 1
+
+
+def _table(stack: list[handoff.HandoffResult]) -> str:
+    lines = ["one-block handoffs through the whole stack: p50, p99 alone; rate with 64 at once; delivered"]
+    lines += [
+        f"{each.transport:>6}  {each.p50_ms:7.3f} ms {each.p99_ms:7.3f} ms {each.handoffs_per_s:9.0f}/s   "
+        f"{each.delivered} of {each.handoffs}"
+        for each in stack
+    ]
+    return "\n".join(lines)
