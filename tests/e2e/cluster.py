@@ -58,7 +58,6 @@ class Up:
         command = re.search(rf"^  {worker}  (.+)$", self.text(), re.MULTILINE)
         assert command is not None, self.text()
         words = shlex.split(command[1])
-        words[:1] = [sys.executable, "-m", "kvbaton.cli.main"]
         self.started.append(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True))
 
 

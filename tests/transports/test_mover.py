@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import threading
@@ -9,16 +10,14 @@ from array import array
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.transports.mover import Mover, NativeMover, PythonMover, choose_mover
 
 MOVERS: list[Mover] = [PythonMover()]
-try:
+with contextlib.suppress(ImportError):
     MOVERS.append(NativeMover())
-except ImportError:
-    pass
 both = pytest.mark.parametrize("mover", MOVERS, ids=lambda mover: type(mover).__name__)
 GO = bytearray(1)
 SIZE = 4096
@@ -53,6 +52,7 @@ def test_the_extension_is_chosen_where_it_exists_and_python_when_asked() -> None
     assert not choose_mover(pure_python=True).native
 
 
+@settings(deadline=None)  # a busy machine is not a failure
 @given(
     st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE), st.integers(0, 300)), max_size=30),
     st.booleans(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 from collections.abc import Callable, Iterator
@@ -71,8 +72,9 @@ def test_a_proven_peer_is_passed_on_with_its_stream(make: Callable[..., Rig]) ->
 def test_garbage_is_dropped_and_others_are_heard(make: Callable[..., Rig], garbage: bytes) -> None:
     rig = make()
     with rig.dial() as stranger:
-        stranger.sendall(garbage)
-        stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # it may be dropped while it still talks
+            stranger.sendall(garbage)
+            stranger.shutdown(socket.SHUT_WR)
         assert is_closed(stranger)
     assert rig.admits() and len(rig.welcomed) == 1
 

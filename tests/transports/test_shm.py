@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import mmap
 import os
@@ -169,16 +170,19 @@ class Liar:
         self.endpoint = msgspec.msgpack.encode(ShmEndpoint(P, shm_door.host_identity(), name, keyring.mint(D)))
 
         def serve() -> None:
-            sock, _ = self._listener.accept()
-            with sock:
-                sock.settimeout(20)
-                play(sock, lambda wire: admit(wire, keyring, P))
-                socket.send_fds(sock, [LENGTH.pack(len(table)) + table], fds)
+            with contextlib.suppress(OSError):  # until it is shut down
+                while True:
+                    sock, _ = self._listener.accept()
+                    with sock, contextlib.suppress(OSError):
+                        sock.settimeout(20)
+                        play(sock, lambda wire: admit(wire, keyring, P))
+                        socket.send_fds(sock, [LENGTH.pack(len(table)) + table], fds)
 
         self._thread = threading.Thread(target=serve, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(20)
         self._listener.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.transports.base import Spans
@@ -29,16 +29,18 @@ def stretches(parts: list[Spans]) -> list[tuple[int, int, int]]:
     return merged
 
 
-@given(TRIPLES, st.integers(1, 4), st.integers(1, 3000), st.integers(0, 20000), st.integers(1, 50))
+@settings(deadline=None)  # a busy machine is not a failure
+@given(TRIPLES, st.integers(1, 4), st.integers(20, 3000), st.integers(0, 20000), st.integers(1, 50))
 def test_parts_cover_the_copy_exactly(spans: Spans, hands: int, low: int, more: int, rows_max: int) -> None:
     parts = list(cut(spans, size_of(spans), hands, range(low, low + more + 1), rows_max))
     assert stretches(parts) == stretches([spans])
     assert all(0 < len(part) <= 3 * rows_max and size_of(part) > 0 for part in parts)
 
 
-@given(TRIPLES, st.integers(1, 4), st.integers(1, 3000))
+@settings(deadline=None)  # a busy machine is not a failure
+@given(TRIPLES, st.integers(1, 4), st.integers(20, 3000))
 def test_no_part_is_larger_than_two_of_the_largest(spans: Spans, hands: int, largest: int) -> None:
-    parts = cut(spans, size_of(spans), hands, range(1, largest), 1000)
+    parts = cut(spans, size_of(spans), hands, range(20, largest + 1), 1000)
     assert all(size_of(part) <= 2 * largest for part in parts)
 
 
@@ -58,6 +60,7 @@ def test_nothing_has_no_parts() -> None:
     assert not cut(array("q", [5, 5, 0]), 0, 2, range(1000, 2000), 10)
 
 
+@settings(deadline=None)  # a busy machine is not a failure
 @given(TRIPLES)
 def test_the_remote_half_survives_the_wire(spans: Spans) -> None:
     table = to_wire(spans)

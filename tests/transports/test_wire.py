@@ -31,7 +31,8 @@ class Rig:
 
     def on_loop(self, action: Callable[[], None]) -> None:
         done = threading.Event()
-        self.loop.call(lambda: (action(), done.set()) and None)
+        self.loop.call(action)
+        self.loop.call(done.set)
         assert done.wait(20)
 
 
@@ -153,7 +154,7 @@ def test_a_lingering_wire_sends_and_lands_nothing_and_waits_for_the_end(rig: Rig
         yield strip(memory, 0, 8)
 
     rig.loop.call(lambda: rig.wire.open(script()))
-    rig.on_loop(lambda: rig.wire.linger())
+    rig.on_loop(rig.wire.linger)
     assert rig.far.recv(10) == b""  # half closed
     rig.far.sendall(b"x" * 100)
     rig.on_loop(lambda: None)

@@ -1,8 +1,8 @@
 """The engine's thread, seen from the event loop: requests in, tokens out, aborts by closing the iterator.
 
-Laws: only the engine's thread touches the engine; the loop leaves notes and gets called back once per step. With nothing
-to compute the thread sleeps until a note, or news at the door, wakes it. Every iterator ends: by `Finished`, by
-`RefusedError`, or because the thread stopped.
+Laws: only the engine's thread touches the engine; the loop leaves notes and gets called back once per step. With
+nothing to compute the thread sleeps until a note, or news at the door, wakes it. Every iterator ends: by `Finished`,
+by `RefusedError`, or because the thread stopped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The embedded engine's connector: its hooks on one side, the `Doorway` on the other. The vLLM adapter's small brother.
 
-Laws: every hook runs on the engine's thread and none raises for what a client or a peer did. A request that was matched,
-or failed to match, once is never matched again. Blocks are touched in the same hook that tells the door of them.
+Laws: every hook runs on the engine's thread and none raises for what a client or a peer did. A request that was
+matched, or failed to match, once is never matched again. Blocks are touched in the hook that tells the door of them.
 """
 
 from __future__ import annotations

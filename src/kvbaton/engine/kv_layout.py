@@ -56,7 +56,7 @@ def compat_key(model: ModelConfig, version: str) -> dict[str, str]:
     return {
         "model": "kvbaton-tiny",
         "weights": f"seed {model.seed}",
-        "shape": f"{model.layers} layers, {model.d_model} wide, {model.heads}/{model.kv_heads} heads of {model.head_dim}",
+        "shape": f"{model.layers} layers of {model.d_model}, {model.heads}/{model.kv_heads} heads of {model.head_dim}",
         "sliding": f"{model.sliding_layers} of {model.window_tokens}" if model.sliding_layers else "none",
         "dtype": "float32",
         "numerics": f"numpy {np.__version__} on {platform.machine()}",  # other versions give other bits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import unittest
 from array import array
@@ -69,9 +70,14 @@ def directions(harness: TransportHarness) -> tuple[Direction, ...]:
 
 def fill(memory: memoryview, seed: int) -> bytes:
     """Random bytes, so that nothing is right by chance; a copy of them."""
-    data = random.Random(seed).randbytes(len(memory))
+    data = noise(len(memory), seed)
     memory[:] = data
     return data
+
+
+@functools.cache  # a mark must be quick, or what it should catch is over before it is made
+def noise(size: int, seed: int) -> bytes:
+    return random.Random(seed).randbytes(size)
 
 
 def copy(job: int, to: Side, direction: Direction, spans: Places, region: int = 0) -> Copy:
