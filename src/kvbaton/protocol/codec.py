@@ -5,6 +5,7 @@ Law: `decode` raises `ProtocolError` and nothing else, whatever the bytes; sizes
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from array import array
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, is_worker_id
-from kvbaton.protocol.messages import PROTOCOL_VERSION, Message
+from kvbaton.protocol.messages import PROTOCOL_VERSION, Hello, Message
 
 FRAME_BYTES_MAX = 8 << 20
 
@@ -58,6 +59,16 @@ def decode(frame: bytes) -> tuple[Envelope, Message]:
     if not is_worker_id(envelope.worker):
         raise ProtocolError(Reason.BAD_MESSAGE, "worker: letters, digits, '.', '_' and '-' only, at most 64")
     return envelope, message
+
+
+def greeting_of_another_version(frame: bytes) -> tuple[Envelope, Hello] | None:
+    """The Hello in a frame of a version that we do not speak, if that much of it can be read: it deserves an answer."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError):
+        envelope = _envelopes.decode(frame)
+        message = _messages.decode(envelope.body)
+        if isinstance(message, Hello) and is_worker_id(envelope.worker):
+            return envelope, message
+    return None
 
 
 def pack_blocks(blocks: Sequence[int]) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvbaton.protocol.codec import pack_blocks, unpack_blocks
 from kvbaton.protocol.desk import Desk, Parts
 from kvbaton.protocol.effects import DropHold, End, MatchFailed, MatchFound, Report
-from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import Allocated, CopyEnded, GaveUp, NotNeeded, Wanted
 from kvbaton.protocol.ids import HandoffId, RequestId, ReservationId
 from kvbaton.protocol.intake import INTAKE, WAITED_FOR, Intake, IntakeEvent, IntakeState, Source
@@ -64,12 +64,12 @@ class Consumer:
     def on_wanted(self, event: Wanted, now: float) -> None:
         try:
             self._check_room(event)
+            link = self.links.need(event.source, now)
         except ProtocolError as error:
             self.desk.count(f"ends.{error.reason}")
             self.desk.emit(MatchFailed(event.request, End(error.reason, error.detail)))
             return
         self._last_attempt += 1
-        link = self.links.need(event.source, now)
         parts = Parts(None)
         intake = Intake(event, self._last_attempt, link, parts)
         parts.owner = intake
@@ -112,7 +112,7 @@ class Consumer:
 
     def on_link_down(self, link: Link, reason: Reason, detail: str, now: float) -> None:
         for intake in [i for i in self.by_handoff.values() if i.link is link]:
-            if reason is Reason.WRONG_INCARNATION and intake.state is _S.CLAIMING:
+            if reason is Reason.WRONG_INCARNATION and intake.state in (_S.GREETING, _S.CLAIMING):
                 # Nothing was granted yet: greet whoever is there now; the ticket decides whether it will do.
                 self._step(intake, _E.UNLINKED)
                 intake.link = self.links.need(link.worker, now)
@@ -124,6 +124,10 @@ class Consumer:
     def on_link_fenced(self, link: Link, now: float) -> None:
         for intake in [i for i in self.by_handoff.values() if i.link is link and i.state is _S.REVOKING]:
             self._quiesced(intake, now)
+
+    def is_idle(self, link: Link) -> bool:
+        """Nothing is being taken over this link."""
+        return not any(intake.link is link for intake in self.by_handoff.values())
 
     # --- messages
 
@@ -137,16 +141,17 @@ class Consumer:
         assert link.plan is not None
         try:
             blocks = tuple(list(unpack_blocks(ids)) for ids in message.blocks)
-            if not len(blocks) == len(message.progress) == len(link.plan.source.groups):
-                raise ProtocolError(Reason.BAD_MESSAGE, "blocks: not one list per group of the source")
             if message.tokens != intake.wanted.tokens:
                 raise ProtocolError(Reason.CONTENT_MISMATCH, f"tokens: {message.tokens} at the source")
+            source = Source(message.lease, message.tokens, blocks, message.progress, message.final)
+            source.check(link.plan.source.groups)
         except ProtocolError as error:
             self.fail(intake, error.reason, error.detail, now)
             return
-        intake.source = Source(message.lease, message.tokens, blocks, message.progress, message.final)
+        intake.source = source
+        self._remember_ttl(source, message.ttl_s)
         self._wait(intake, self.desk.settings.defer_timeout, now)
-        self._pulse(intake, message.ttl_s / 3, now)
+        self._pulse(intake, source.ttl_s / 3, now)
         self.desk.emit(MatchFound(intake.wanted.request))
 
     def on_claim_refused(self, link: Link, message: ClaimRefused, now: float) -> None:
@@ -154,7 +159,7 @@ class Consumer:
         if intake is None or intake.state is not _S.CLAIMING:
             self.desk.count("late.claim_refused")
             return
-        self.fail(intake, message.reason, message.detail, now)
+        self.fail(intake, reason_of(message.reason), message.detail, now)
 
     def on_ready(self, link: Link, message: Ready, now: float) -> None:
         intake = self._reading(link, message.attempt)
@@ -162,7 +167,7 @@ class Consumer:
             self.desk.count("late.ready")
             return
         try:
-            if self._learn(intake.source, message):
+            if self._learn(link, intake.source, message):
                 self._progressed(intake, now)
                 if intake.state is _S.COPYING:
                     self._read_on(intake, now)
@@ -173,15 +178,18 @@ class Consumer:
         intake = self._reading(link, message.attempt)
         if intake is None or intake.source is None:
             return
+        self._remember_ttl(intake.source, message.ttl_s)
         if message.work > intake.source.work:
             intake.source.work = message.work
             self._progressed(intake, now)
 
     def on_renew_refused(self, link: Link, message: RenewRefused, now: float) -> None:
-        intake = self._of(link, message.attempt)
-        # A copy under way goes on: its commit will be judged by the epochs, not by the lease.
-        if intake is not None and intake.state is _S.GRANTED:
-            self.fail(intake, message.reason, "the lease ran out while waiting for blocks", now)
+        intake = self._reading(link, message.attempt)
+        if intake is None or intake.source is None:
+            return
+        # A copy of what is all there goes on: its commit will be judged by the epochs, not by the lease.
+        if intake.state is not _S.COPYING or not intake.source.final:
+            self.fail(intake, reason_of(message.reason), f"the lease ended while {intake.state.value}", now)
 
     def on_committed(self, link: Link, message: Committed, now: float) -> None:
         intake = self._of(link, message.attempt)
@@ -204,7 +212,7 @@ class Consumer:
     def on_source_lost(self, link: Link, message: SourceLost, now: float) -> None:
         intake = self._reading(link, message.attempt)
         if intake is not None:
-            self.fail(intake, message.reason, "the source's request ended early", now)
+            self.fail(intake, reason_of(message.reason), "the source's request ended early", now)
 
     def on_accepted(self, link: Link, message: Accepted, now: float) -> None:
         intake = self.by_reservation.get(message.reservation)
@@ -229,9 +237,11 @@ class Consumer:
         if intake is None or intake.link is not link:
             self.desk.count("late.quiesced")
             return
+        reason = Reason.SOURCE_ABORTED if message.reason is None else reason_of(message.reason)
         if intake.end is None:
-            self.fail(intake, message.reason or Reason.SOURCE_ABORTED, "the source stopped writing", now)
+            self.fail(intake, reason, "the source stopped writing", now)
         self._quiesced(intake, now)
+        self._heal(link, reason, now)
 
     # --- copies
 
@@ -242,6 +252,13 @@ class Consumer:
             self._progressed(intake, now)
             self._commit_if_copied(intake, now)
         self._rest(intake, now)
+        if event.reason is not None:
+            self._heal(intake.link, event.reason, now)
+
+    def _heal(self, link: Link, reason: Reason, now: float) -> None:
+        """The data planes no longer know each other (one side was fenced or closed): pair anew at the next need."""
+        if reason is Reason.PEER_UNKNOWN:
+            self.links.lose(link, Reason.PEER_GONE, "the data planes no longer know each other", now)
 
     def on_rest(self, intake: Intake, now: float) -> None:
         self._rest(intake, now)
@@ -372,7 +389,7 @@ class Consumer:
         self.links.send(intake.link, Renew(source.lease, intake.attempt, have, final))
         settings = self.desk.settings
         eager = not source.final or (intake.state is _S.OFFERED and not intake.accepted)
-        self._pulse(intake, settings.retry_s if eager else settings.lease_s / 3, now)
+        self._pulse(intake, min(settings.retry_s, source.ttl_s / 3) if eager else source.ttl_s / 3, now)
 
     def _pull(self, intake: Intake, now: float) -> None:
         if self._step(intake, _E.PULL_BEGUN):
@@ -409,7 +426,12 @@ class Consumer:
         self.links.send(intake.link, Commit(intake.source.lease, intake.attempt))
         self._pulse(intake, self.desk.settings.retry_s, now)
 
-    def _learn(self, source: Source, message: Ready) -> bool:
+    def _remember_ttl(self, source: Source, ttl_s: float) -> None:
+        """How long P keeps the lease without a sign of us; P's settings may differ from ours."""
+        longest = self.desk.settings.lease_s
+        source.ttl_s = min(ttl_s, longest) if ttl_s > 0 else longest  # false for NaN as well
+
+    def _learn(self, link: Link, source: Source, message: Ready) -> bool:
         """Take over what a Ready adds; False when it adds nothing or comes after one that was lost."""
         if not len(message.start) == len(message.blocks) == len(message.progress) == len(source.blocks):
             raise ProtocolError(Reason.BAD_MESSAGE, "ready: not one entry per group of the source")
@@ -425,6 +447,8 @@ class Consumer:
         for mine, ids in zip(source.blocks, fresh, strict=True):
             mine.extend(ids)
         source.progress, source.final = message.progress, source.final or message.final
+        assert link.plan is not None
+        source.check(link.plan.source.groups)
         return changed
 
     def _offer(self, intake: Intake, now: float) -> None:

@@ -34,6 +34,7 @@ class Identity:
     transports: tuple[Capabilities, ...]  # best first
     ticket_keys: tuple[bytes, ...]
     wall_offset_s: float = 0.0  # wall clock = node clock + this
+    exact_epochs: bool = True  # the engine's pool tells before it reuses a block
     required: int = 0
     optional: int = int(ALL_FEATURES)
 

@@ -64,6 +64,7 @@ class Invitation(msgspec.Struct, frozen=True):
     peer: PeerId
     transport: str
     ranks: int
+    holder: Holder
 
 
 class Send(_Effect, frozen=True):
@@ -94,6 +95,10 @@ class StartFence(_Effect, frozen=True):
     peer: PeerId
 
 
+Holder = tuple[str, int]
+"""Which link or session a data connection is held for; the last one to let go closes it."""
+
+
 class Connect(_Effect, frozen=True):
     """Our rank `r` reaches the peer's rank `s` by `endpoints[s * ours + r]`."""
 
@@ -101,12 +106,16 @@ class Connect(_Effect, frozen=True):
     transport: str
     ranks: int  # the peer's
     endpoints: tuple[bytes, ...]
+    holder: Holder
 
 
 class Disconnect(_Effect, frozen=True):
+    """This holder needs the connection, and the admission that went with it, no longer."""
+
     peer: PeerId
     transport: str
     ranks: int
+    holder: Holder
 
 
 class Unpin(_Effect, frozen=True):

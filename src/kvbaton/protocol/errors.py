@@ -34,6 +34,7 @@ class Reason(enum.StrEnum):
     INCOMPATIBLE = "incompatible"
     LEASE_EXPIRED = "lease_expired"
     NO_TRANSPORT = "no_transport"
+    OTHER = "other"
     PEER_GONE = "peer_gone"
     PEER_UNKNOWN = "peer_unknown"
     QUARANTINE_FULL = "quarantine_full"
@@ -66,6 +67,7 @@ MEANING: dict[Reason, tuple[Blame, str]] = {
     Reason.INCOMPATIBLE: (Blame.OPERATOR, "P and D differ in a field that shapes the KV; the detail names it."),
     Reason.LEASE_EXPIRED: (Blame.OPERATOR, "The lease ran out before D could read."),
     Reason.NO_TRANSPORT: (Blame.OPERATOR, "P and D have no data plane in common."),
+    Reason.OTHER: (Blame.PEER, "The peer gave a reason that this version does not know."),
     Reason.PEER_GONE: (Blame.PEER, "The peer said goodbye or was replaced by a new incarnation."),
     Reason.PEER_UNKNOWN: (Blame.CALLER, "No registered peer has that name."),
     Reason.QUARANTINE_FULL: (Blame.OPERATOR, "Too many blocks wait for transfers that are not at rest."),
@@ -82,6 +84,14 @@ MEANING: dict[Reason, tuple[Blame, str]] = {
     Reason.WRONG_INCARNATION: (Blame.PEER, "The message or ticket belongs to an earlier life of this worker."),
     Reason.WRONG_VERSION: (Blame.OPERATOR, "The peer requires a protocol feature that this side lacks."),
 }
+
+
+def reason_of(text: str) -> Reason:
+    """The reason that a peer named; a newer peer may know more of them."""
+    try:
+        return Reason(text)
+    except ValueError:
+        return Reason.OTHER
 
 
 class ProtocolError(Exception):

@@ -155,12 +155,6 @@ class Departed(_Event, frozen=True):
     reason: Reason = Reason.PEER_GONE
 
 
-class Reborn(_Event, frozen=True):
-    """The engine's cache or weights were replaced: everything promised under the old incarnation is void."""
-
-    incarnation: Incarnation
-
-
 class DrainStarted(_Event, frozen=True):
     """Take no new handoffs; finish what there is."""
 
@@ -181,6 +175,5 @@ Event = (
     | PutWanted
     | StoreEnded
     | Departed
-    | Reborn
     | DrainStarted
 )

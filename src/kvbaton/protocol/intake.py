@@ -7,13 +7,15 @@ and nowhere else, and DONE is entered only when no copy into them, ours or the p
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbaton.protocol.desk import Parts
 from kvbaton.protocol.effects import End
-from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import Allocated, Wanted
 from kvbaton.protocol.ids import LeaseId, ReservationId
+from kvbaton.protocol.layout import Group
 from kvbaton.protocol.peer import Link
 from kvbaton.protocol.progress import Progress
 from kvbaton.protocol.table import Table, pairs
@@ -94,6 +96,24 @@ class Source:
     progress: Progress
     final: bool
     work: int = 0
+    ttl_s: float = 0.0
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """Refuse what cannot be this prompt: too many blocks, more ready than listed, or less than all when final."""
+        if not len(groups) == len(self.blocks) == len(self.progress):
+            raise ProtocolError(Reason.BAD_MESSAGE, "blocks: not one list and one progress per group of the source")
+        for group, ids, ready in zip(groups, self.blocks, self.progress, strict=True):
+            _, needed = group.needed(self.tokens)
+            if len(ids) > needed:
+                raise ProtocolError(
+                    Reason.BAD_MESSAGE, f"blocks: {len(ids)} of {group.name!r}, {needed} make the prompt"
+                )
+            if max(ready.blocks_done, ready.blocks_ahead) > len(ids):
+                raise ProtocolError(Reason.BAD_MESSAGE, f"progress: more of {group.name!r} is ready than is listed")
+            if self.final and ready.blocks_done < needed:
+                raise ProtocolError(
+                    Reason.BAD_MESSAGE, f"final: {ready.blocks_done} of {needed} blocks of {group.name!r}"
+                )
 
 
 @dataclass(slots=True)

@@ -102,6 +102,7 @@ class Lease:
     max_readers: int
     target: WorkerId  # "" = any
     hold_until: float
+    claimable_until: float
     blocks: tuple[list[int], ...]
     epochs: tuple[list[int], ...]
     ranks: list[Progress]
@@ -148,6 +149,7 @@ def new_lease(
         tokens,
         max_readers,
         target,
+        hold_until,
         hold_until,
         empty,
         tuple([] for _ in range(groups)),

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvbaton.protocol import events as ev
 from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import Envelope, decode
+from kvbaton.protocol.codec import Envelope, decode, greeting_of_another_version
 from kvbaton.protocol.consumer import Consumer
 from kvbaton.protocol.desk import Desk, Identity
 from kvbaton.protocol.effects import Effect
@@ -33,7 +33,7 @@ class Ledger:
     def __init__(self, identity: Identity, settings: Settings, epoch_of: Callable[[int], int]) -> None:
         self.desk = Desk(identity, settings, epoch_of)
         self.producer = Producer(self.desk)
-        self.sessions = Sessions(self.desk, self.producer.on_session_ended)
+        self.sessions = Sessions(self.desk, self.producer.on_session_ended, self.producer.is_idle)
         self.consumer = Consumer(self.desk)
         self.puts = Puts(self.desk)
         self._on_event = self._event_handlers()
@@ -54,6 +54,8 @@ class Ledger:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"worker: {worker} speaks as {envelope.worker}")
         except ProtocolError as error:
             self.desk.count(f"frames_refused.{error.reason}")
+            if error.reason is Reason.WRONG_VERSION:
+                self._refuse_version(worker, frame, error.detail)
             return
         self.desk.count("frames")
         self._on_message(envelope, message, now)
@@ -74,8 +76,9 @@ class Ledger:
         return effects
 
     def leave(self, now: float) -> None:
-        """Say goodbye to everybody: nothing new will be answered."""
+        """This life is over (shutdown, or the cache was replaced): give everything back, say goodbye to everybody."""
         self.consumer.void(now)
+        self.producer.void(now)
         self.consumer.links.say_goodbye(now)
         self.sessions.say_goodbye(now)
 
@@ -85,6 +88,13 @@ class Ledger:
         return not held and not self.consumer.links.fencing and not self.producer.parked
 
     # --- messages
+
+    def _refuse_version(self, worker: WorkerId, frame: bytes, detail: str) -> None:
+        """A Hello that can be read although its version is another gets its answer, so that D need not time out."""
+        found = greeting_of_another_version(frame)
+        if found is not None and found[0].worker == worker:
+            refusal = m.HelloRefused(found[1].nonce, Reason.WRONG_VERSION, detail)
+            self.desk.send(worker, found[0].incarnation, 0, refusal)
 
     def _on_message(self, envelope: Envelope, message: m.Message, now: float) -> None:
         sender, kind = envelope.sender, type(message)
@@ -169,15 +179,10 @@ class Ledger:
 
     def _on_departed(self, event: ev.Departed, now: float) -> None:
         self.sessions.end_worker(event.worker, event.incarnation, now)
-        if event.reason is Reason.PEER_GONE:
+        lives = any(s.joined and s.peer.worker == event.worker for s in self.sessions.by_number.values())
+        if event.reason is Reason.PEER_GONE and not lives:
             self.producer.on_departed(event.worker, now)
         self.consumer.links.lose_worker(event.worker, event.incarnation, event.reason, now)
-
-    def _on_reborn(self, event: ev.Reborn, now: float) -> None:
-        self.leave(now)
-        self.producer.void(now)
-        identity = self.desk.identity
-        identity.me = PeerId(identity.me.worker, event.incarnation)
 
     def _on_drain(self, event: ev.DrainStarted, now: float) -> None:
         self.producer.draining = True
@@ -217,7 +222,6 @@ class Ledger:
             ev.PutWanted: self.puts.on_wanted,
             ev.StoreEnded: self.puts.on_ended,
             ev.Departed: self._on_departed,
-            ev.Reborn: self._on_reborn,
             ev.DrainStarted: self._on_drain,
         }
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvbaton.protocol.desk import Desk
-from kvbaton.protocol.effects import Connect, Disconnect, Invitation, Send, StartFence
-from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.effects import Connect, Disconnect, Holder, Invitation, Send, StartFence
+from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.messages import Goodbye, Hello, HelloRefused, Joined, Message, Welcome
 from kvbaton.protocol.peer import LINK, Link, LinkEvent, LinkState, pair_as_target
@@ -22,6 +22,7 @@ class LinkWatcher(Protocol):
     def on_link_up(self, link: Link, now: float) -> None: ...
     def on_link_down(self, link: Link, reason: Reason, detail: str, now: float) -> None: ...
     def on_link_fenced(self, link: Link, now: float) -> None: ...
+    def is_idle(self, link: Link) -> bool: ...
 
 
 class Links:
@@ -38,11 +39,22 @@ class Links:
         """The link to that worker, greeting it if there is none."""
         link = self.by_worker.get(worker)
         if link is None:
+            if len(self.by_worker) >= self.desk.settings.sessions_max:
+                self._let_one_go(now)
             self._last_nonce += 1
             link = Link(worker, self._last_nonce, now + self.desk.settings.claim_timeout)
             self.by_worker[worker] = link
             self._say(link, now)
         return link
+
+    def _let_one_go(self, now: float) -> None:
+        """Make room: say goodbye to a source that nothing is being taken from."""
+        idle = next((each for each in self.by_worker.values() if self._watcher.is_idle(each)), None)
+        if idle is None:
+            raise ProtocolError(Reason.BUSY, f"sessions_max: {len(self.by_worker)} links are in use")
+        if idle.peer is not None:
+            self.send(idle, Goodbye())
+        self.lose(idle, Reason.PEER_GONE, "made room for another source", now)
 
     def send(self, link: Link, message: Message) -> None:
         assert link.peer is not None
@@ -72,7 +84,7 @@ class Links:
             return
         link.state, link.peer, link.session = LinkState.JOINING, sender, session
         link.features = message.card.optional
-        self.desk.emit(Connect(sender, link.transport.name, ranks, message.endpoints))
+        self.desk.emit(Connect(sender, link.transport.name, ranks, message.endpoints, _holder(link)))
         self._say(link, now)
 
     def on_linked(self, link: Link, now: float) -> None:
@@ -89,7 +101,7 @@ class Links:
         if link is None or link.nonce != message.nonce or link.state is not LinkState.GREETING:
             self.desk.count("late.hello_refused")
             return
-        self.lose(link, message.reason, message.detail, now)
+        self.lose(link, reason_of(message.reason), message.detail, now)
 
     def lose(self, link: Link, reason: Reason, detail: str, now: float) -> None:
         """The link is down: whoever depends on it hears so. Its data connections stay until they are at rest."""
@@ -100,11 +112,14 @@ class Links:
         self.desk.timers.clear(("link", link.worker))
         self._watcher.on_link_down(link, reason, detail, now)
         if link.peer is not None and link.transport is not None and link.plan is not None:
-            self.desk.emit(Disconnect(link.peer, link.transport.name, len(link.plan.source.ranks)))
+            self.desk.emit(Disconnect(link.peer, link.transport.name, len(link.plan.source.ranks), _holder(link)))
 
     def lose_worker(self, worker: WorkerId, incarnation: Incarnation, reason: Reason, now: float) -> None:
         link = self.by_worker.get(worker)
-        if link is not None and (incarnation == 0 or link.peer is None or link.peer.incarnation == incarnation):
+        if link is None:
+            return
+        # A link that is still greeting does not know yet whom: news of an earlier life say nothing about it.
+        if incarnation == 0 or (link.peer is not None and link.peer.incarnation == incarnation):
             self.lose(link, reason, f"worker {worker} has left or is not registered", now)
 
     def fence(self, link: Link, now: float) -> None:
@@ -122,11 +137,15 @@ class Links:
         self.lose(link, Reason.PEER_GONE, "fenced after it did not confirm that it had stopped writing", now)
 
     def on_fenced(self, rank: int, peer: PeerId, now: float) -> None:
-        for link in list(self.fencing):
-            link.fencing.discard((rank, peer))
-            if not link.fencing:
-                self.fencing.remove(link)
-                self._watcher.on_link_fenced(link, now)
+        """One fence has ended: the oldest that waits for this rank and peer, never a later one of the same pair."""
+        link = next((each for each in self.fencing if (rank, peer) in each.fencing), None)
+        if link is None:
+            self.desk.count("late.fence")
+            return
+        link.fencing.discard((rank, peer))
+        if not link.fencing:
+            self.fencing.remove(link)
+            self._watcher.on_link_fenced(link, now)
 
     def on_timer(self, worker: WorkerId, now: float) -> None:
         link = self.by_worker[worker]
@@ -146,8 +165,12 @@ class Links:
             self.desk.send(link.worker, Incarnation(0), 0, Hello(link.nonce, self.desk.identity.card()))
         else:
             assert link.peer is not None and link.plan is not None and link.transport is not None
-            invitation = Invitation(link.peer, link.transport.name, len(link.plan.source.ranks))
+            invitation = Invitation(link.peer, link.transport.name, len(link.plan.source.ranks), _holder(link))
             message = Joined(())
             self.desk.emit(Send(link.worker, link.peer.incarnation, link.session, message, invitation))
         at = min(now + self.desk.settings.retry_s, link.deadline)
         self.desk.timers.set(("link", link.worker), at)
+
+
+def _holder(link: Link) -> Holder:
+    return ("link", link.nonce)

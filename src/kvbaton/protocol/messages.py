@@ -13,7 +13,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import HandoffId, LeaseId, ReservationId
 from kvbaton.protocol.layout import EngineLayout
 from kvbaton.protocol.progress import Progress
@@ -22,7 +21,7 @@ from kvbaton.protocol.ticket import TICKET_CHARS_MAX
 PROTOCOL_VERSION = 1
 GROUPS_MAX = 64
 BLOCKS_MAX = 1 << 20
-RANKS_MAX = 1024
+RANK_PAIRS_MAX = 4096
 DETAIL_CHARS_MAX = 512
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -33,7 +32,9 @@ Blocks = Annotated[bytes, Meta(max_length=4 * BLOCKS_MAX)]
 GroupBlocks = Annotated[tuple[Blocks, ...], Meta(max_length=GROUPS_MAX)]
 Counts = Annotated[tuple[Number, ...], Meta(max_length=GROUPS_MAX)]
 Name = Annotated[str, Meta(max_length=64)]
-Endpoints = Annotated[tuple[Annotated[bytes, Meta(max_length=4096)], ...], Meta(max_length=RANKS_MAX)]
+WireReason = Annotated[str, Meta(max_length=64)]
+"""A `Reason`, or one that only newer versions know; read it with `reason_of`."""
+Endpoints = Annotated[tuple[Annotated[bytes, Meta(max_length=1024)], ...], Meta(max_length=RANK_PAIRS_MAX)]
 
 
 class Feature(enum.IntFlag):
@@ -88,7 +89,7 @@ class Welcome(_Message, frozen=True, array_like=True, tag=2):
 
 class HelloRefused(_Message, frozen=True, array_like=True, tag=3):
     nonce: Number
-    reason: Reason
+    reason: WireReason
     detail: Detail
 
 
@@ -137,7 +138,7 @@ class Granted(_Message, frozen=True, array_like=True, tag=11):
 class ClaimRefused(_Message, frozen=True, array_like=True, tag=12):
     handoff: HandoffId
     attempt: Number
-    reason: Reason
+    reason: WireReason
     detail: Detail
 
 
@@ -162,7 +163,7 @@ class Renewed(_Message, frozen=True, array_like=True, tag=14):
 class RenewRefused(_Message, frozen=True, array_like=True, tag=15):
     lease: LeaseId
     attempt: Number
-    reason: Reason
+    reason: WireReason
 
 
 class Ready(_Message, frozen=True, array_like=True, tag=16):
@@ -208,7 +209,7 @@ class SourceLost(_Message, frozen=True, array_like=True, tag=21):
 
     lease: LeaseId
     attempt: Number
-    reason: Reason
+    reason: WireReason
 
 
 # --- push
@@ -254,7 +255,7 @@ class Quiesced(_Message, frozen=True, array_like=True, tag=35):
     """Nothing of P's will land in this reservation any more; `reason` if P ended it of its own accord."""
 
     reservation: ReservationId
-    reason: Reason | None
+    reason: WireReason | None
 
 
 Message = (

@@ -17,7 +17,7 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry import Plan, plan
 from kvbaton.protocol.ids import PeerId, WorkerId
 from kvbaton.protocol.layout import validate
-from kvbaton.protocol.messages import Card, feature_names
+from kvbaton.protocol.messages import RANK_PAIRS_MAX, Card, feature_names
 from kvbaton.protocol.table import Table, pairs
 
 
@@ -95,10 +95,18 @@ def check_card(identity: Identity, card: Card) -> None:
         raise ProtocolError(Reason.INCOMPATIBLE, f"compat.{found}")
 
 
+def check_ranks(identity: Identity, card: Card) -> None:
+    """Every rank may have to reach every rank of the other side, and all their endpoints must fit one message."""
+    ours, theirs = len(identity.layout.ranks), len(card.layout.ranks)
+    if ours * theirs > RANK_PAIRS_MAX:
+        raise ProtocolError(Reason.INCOMPATIBLE, f"ranks: {ours} here, {theirs} there; at most {RANK_PAIRS_MAX} pairs")
+
+
 def pair_as_source(identity: Identity, card: Card) -> tuple[Plan, Capabilities]:
     """P's view of a pairing: the plan towards that D and the best data plane that both have."""
     check_card(identity, card)
     mapping = plan(identity.layout, validate(card.layout))
+    check_ranks(identity, card)
     for transport in identity.transports:
         if transport.name in card.transports and (not transport.same_host or identity.host == card.host):
             return mapping, transport

@@ -92,7 +92,8 @@ class Producer:
         )
         self.leases[lease.id] = self.by_handoff[lease.handoff] = lease
         first_s = settings.defer_timeout if event.deferred else settings.lease_s
-        self.desk.timers.set(("lease", lease.id), min(now + first_s, lease.hold_until))
+        lease.claimable_until = min(now + first_s, lease.hold_until)
+        self.desk.timers.set(("lease", lease.id), lease.claimable_until)
         self.desk.count("leases")
         for reader in [reader for reader, waiting in self.parked.items() if waiting.claim.handoff == lease.handoff]:
             self._answer_parked(reader, lease, now)
@@ -123,7 +124,7 @@ class Producer:
 
     def on_source_ended(self, event: SourceEnded, now: float) -> None:
         lease = self.leases.get(event.lease)
-        if lease is None or lease.state is not LeaseState.GROWING:
+        if lease is None or lease.final or lease.state is LeaseState.CLOSING:
             return
         for reader, seat in lease.seats.items():
             if seat.state is ReaderState.LIVE:
@@ -166,7 +167,7 @@ class Producer:
             self._send(session, Stale(message.lease, message.attempt, ()))
             return
         if seat.state in (ReaderState.LIVE, ReaderState.GONE):
-            proven, seat.good = judge(lease, self.desk.epoch_of)
+            proven, seat.good = self._judge(lease)
             self.leave(lease, reader, ReaderEvent.PROVEN if proven else ReaderEvent.DISPROVEN, now)
             self.desk.count("commits.good" if proven else "commits.stale")
         if seat.state is ReaderState.COMMITTED:
@@ -191,6 +192,22 @@ class Producer:
                 if seat.session == session.number:
                     self.leave(lease, reader, ReaderEvent.LEFT, now)
         self.writer.on_session_ended(session, now)
+
+    def is_idle(self, session: Session) -> bool:
+        """Nobody reads, waits or is written to in that session."""
+        if any(waiting.session is session for waiting in self.parked.values()):
+            return False
+        return not any(
+            seat.session == session.number and seat.state is ReaderState.LIVE
+            for lease in self.leases.values()
+            for seat in lease.seats.values()
+        )
+
+    @property
+    def restless_blocks(self) -> int:
+        """Blocks of leases that are over, but that something may still be sent from."""
+        over = (lease for lease in self.leases.values() if lease.state is LeaseState.CLOSING)
+        return sum(len(ids) for lease in over for ids in lease.blocks)
 
     def on_departed(self, worker: WorkerId, now: float) -> None:
         """What was meant for that worker alone, and is not being read, will not be read."""
@@ -254,6 +271,12 @@ class Producer:
 
     def tell(self, peer: PeerId, seat: Seat, message: Message) -> None:
         self.desk.send(peer.worker, peer.incarnation, seat.session, message)
+
+    def _judge(self, lease: Lease) -> tuple[bool, tuple[int, ...]]:
+        """By the epochs; without a watcher that raises them (rule 7), nothing is known once the pins are gone."""
+        if lease.state is LeaseState.RELEASED and not self.desk.identity.exact_epochs:
+            return False, ()
+        return judge(lease, self.desk.epoch_of)
 
     def _step(self, lease: Lease, event: LeaseEvent) -> LeaseState | None:
         state = LEASE.step(lease.state, event)
@@ -321,7 +344,10 @@ class Producer:
         )
 
     def _extend(self, lease: Lease, now: float) -> float:
-        expires_at = min(now + self.desk.settings.lease_s, lease.hold_until)
+        expires_at = now + self.desk.settings.lease_s
+        if lease.has_room():  # others may still come, for as long as was promised at first
+            expires_at = max(expires_at, lease.claimable_until)
+        expires_at = min(expires_at, lease.hold_until)
         self.desk.timers.set(("lease", lease.id), expires_at)
         return expires_at - now
 

@@ -1,6 +1,7 @@
 """P's book of sessions: answers greetings, confirms sessions, ends the ones that they replace.
 
-Bound: `sessions_max` in all; unconfirmed ones give way first, and when all are confirmed a new D is told BUSY.
+Bound: `sessions_max` in all; unconfirmed ones give way first, then idle ones (their D greets again when it
+has need), and when all are in use a new D is told BUSY.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvbaton.protocol.desk import Desk
-from kvbaton.protocol.effects import Connect, Disconnect, Invitation, Send
+from kvbaton.protocol.effects import Connect, Disconnect, Holder, Invitation, Send
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.messages import DETAIL_CHARS_MAX, Goodbye, Hello, HelloRefused, Joined, Linked, Welcome
@@ -18,11 +19,14 @@ from kvbaton.protocol.peer import Session, pair_as_source
 class Sessions:
     """Sessions granted by this node, by number; at most one per worker is confirmed."""
 
-    def __init__(self, desk: Desk, on_ended: Callable[[Session, float], None]) -> None:
+    def __init__(
+        self, desk: Desk, on_ended: Callable[[Session, float], None], is_idle: Callable[[Session], bool]
+    ) -> None:
         self.desk = desk
         self.by_number: dict[int, Session] = {}
         self._last = 0
         self._on_ended = on_ended
+        self._is_idle = is_idle
 
     def joined(self, number: int, sender: PeerId) -> Session | None:
         """The confirmed session of that number, if it is the sender's."""
@@ -32,7 +36,7 @@ class Sessions:
     def on_hello(self, sender: PeerId, hello: Hello, now: float) -> None:
         known = next((s for s in self.by_number.values() if s.peer == sender and s.nonce == hello.nonce), None)
         try:
-            session = known or self._open(sender, hello)
+            session = known or self._open(sender, hello, now)
         except ProtocolError as error:
             self.desk.count(f"hello_refused.{error.reason}")
             refusal = HelloRefused(hello.nonce, error.reason, error.detail[:DETAIL_CHARS_MAX])
@@ -40,27 +44,32 @@ class Sessions:
             return
         card = self.desk.identity.card()
         welcome = Welcome(hello.nonce, card, session.transport.name, ())
-        ranks = len(session.plan.target.ranks)
-        invitation = Invitation(sender, session.transport.name, ranks)
+        invitation = Invitation(sender, session.transport.name, *_held(session))
         self.desk.emit(Send(sender.worker, sender.incarnation, session.number, welcome, invitation))
 
     def on_joined(self, session: Session, message: Joined, now: float) -> None:
         if not session.joined:
-            ranks = len(session.plan.target.ranks)
+            ranks, holder = _held(session)
             if len(message.endpoints) != ranks * len(self.desk.identity.layout.ranks):
                 self.desk.count("illegal.joined")
                 return
-            self._end_earlier(session, now)
+            if self._is_overtaken(session):
+                self.desk.count("late.joined")
+                self.end(session, now)
+                return
             session.joined = True
-            self.desk.emit(Connect(session.peer, session.transport.name, ranks, message.endpoints))
+            # What P still wrote under an earlier session has been told to stop before the new one is connected; the
+            # earlier one's hold is dropped after it, so that a re-greeting of the same life revokes nothing it needs.
+            earlier = self._end_earlier(session, now)
+            self.desk.emit(Connect(session.peer, session.transport.name, ranks, message.endpoints, holder))
+            for other in earlier:
+                self._disconnect(other)
         self.desk.send(session.peer.worker, session.peer.incarnation, session.number, Linked())
 
     def end(self, session: Session, now: float) -> None:
         """Everything held for that peer in that session ends; its data connections are closed."""
-        if self.by_number.pop(session.number, None) is not None and session.joined:
-            self._on_ended(session, now)
-            ranks = len(session.plan.target.ranks)
-            self.desk.emit(Disconnect(session.peer, session.transport.name, ranks))
+        self._end(session, now)
+        self._disconnect(session)
 
     def end_worker(self, worker: WorkerId, incarnation: Incarnation, now: float) -> None:
         for session in list(self.by_number.values()):
@@ -72,19 +81,42 @@ class Sessions:
             self.desk.send(session.peer.worker, session.peer.incarnation, session.number, Goodbye())
             self.end(session, now)
 
-    def _end_earlier(self, session: Session, now: float) -> None:
-        """Whatever that worker had before, in this or an earlier life, is over."""
-        for other in [s for s in self.by_number.values() if s.joined and s.peer.worker == session.peer.worker]:
-            self.end(other, now)
+    def _end(self, session: Session, now: float) -> None:
+        if self.by_number.pop(session.number, None) is not None and session.joined:
+            self._on_ended(session, now)
 
-    def _open(self, sender: PeerId, hello: Hello) -> Session:
+    def _disconnect(self, session: Session) -> None:
+        self.desk.emit(Disconnect(session.peer, session.transport.name, *_held(session)))
+
+    def _is_overtaken(self, session: Session) -> bool:
+        """A Joined that comes after a later session of its worker was confirmed is of a life, or link, long over."""
+        return any(
+            other.joined and other.peer.worker == session.peer.worker and other.number > session.number
+            for other in self.by_number.values()
+        )
+
+    def _end_earlier(self, session: Session, now: float) -> list[Session]:
+        """Whatever that worker had before, in this or an earlier life, is over."""
+        worker, number = session.peer.worker, session.number
+        earlier = [s for s in self.by_number.values() if s.peer.worker == worker and s.number < number]
+        for other in earlier:
+            self._end(other, now)
+        return earlier
+
+    def _open(self, sender: PeerId, hello: Hello, now: float) -> Session:
         if len(self.by_number) >= self.desk.settings.sessions_max:
             oldest = next((s for s in self.by_number.values() if not s.joined), None)
+            oldest = oldest or next((s for s in self.by_number.values() if self._is_idle(s)), None)
             if oldest is None:
                 raise ProtocolError(Reason.BUSY, f"sessions_max: {len(self.by_number)} sessions are open")
-            del self.by_number[oldest.number]
+            self.end(oldest, now)
         mapping, transport = pair_as_source(self.desk.identity, hello.card)
         self._last += 1
         session = Session(self._last, sender, hello.nonce, mapping, transport)
         self.by_number[session.number] = session
         return session
+
+
+def _held(session: Session) -> tuple[int, Holder]:
+    """How many ranks the peer has, and in whose name its data connections are held."""
+    return len(session.plan.target.ranks), ("session", session.number)

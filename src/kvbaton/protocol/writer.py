@@ -33,6 +33,9 @@ class Leases(Protocol):
 
     leases: dict[LeaseId, Lease]
 
+    @property
+    def restless_blocks(self) -> int: ...
+
     def leave(self, lease: Lease, reader: Reader, event: ReaderEvent, now: float) -> None: ...
     def release_if_at_rest(self, lease: Lease, now: float) -> None: ...
 
@@ -72,10 +75,10 @@ class Writer:
     def on_offer(self, session: Session, offer: Offer, now: float) -> None:
         self.sessions[session.number] = session
         key = (session.number, offer.reservation)
-        if self._revocations(session.number).cover(offer.reservation):
+        if key in self.outlets:
+            self._repeat(key, self.outlets[key])  # silent while stopping: Quiesced follows when it is at rest
+        elif self._revocations(session.number).cover(offer.reservation):
             self._send(key, Quiesced(offer.reservation, None))
-        elif key in self.outlets:
-            self._repeat(key, self.outlets[key])
         else:
             try:
                 self._open(session, offer, now)
@@ -206,6 +209,8 @@ class Writer:
             raise ProtocolError(Reason.DUPLICATE, "reservation: this reader has offered another one")
         if len(offer.blocks) != len(session.plan.target.groups):
             raise ProtocolError(Reason.BAD_SPAN, "blocks: not one list per group of the target")
+        if self._leases.restless_blocks >= self.desk.settings.quarantine_blocks_max:
+            raise ProtocolError(Reason.QUARANTINE_FULL, "quarantine_blocks_max: too many writes are not at rest")
         if not (session.transport.can_write and session.transport.can_fence):
             raise ProtocolError(Reason.NO_TRANSPORT, f"transport: {session.transport.name} does not take writes")
         parts = Parts(None)

@@ -166,6 +166,8 @@ class Doorway:
     def want(self, request: RequestId, ticket: str, digest: bytes, tokens: int, *, push: bool = False) -> None:
         """A request came whose prompt KV a ticket promises."""
         try:
+            if request in self._holds:
+                raise ProtocolError(Reason.DUPLICATE, "request: its blocks of an earlier handoff are not at rest")
             opened = self.open_ticket(ticket)
             if opened.digest not in (b"", digest):
                 raise ProtocolError(Reason.CONTENT_MISMATCH, "ticket: it is for another prompt than this request's")
@@ -180,6 +182,8 @@ class Doorway:
 
     def open_ticket(self, ticket: str) -> Ticket:
         """The ticket's content; ProtocolError when it is not one of this cluster's."""
+        if not isinstance(ticket, str):
+            raise ProtocolError(Reason.TICKET_FORGED, f"ticket: got {type(ticket).__name__}, expected text")
         return unseal(ticket, self.config.ticket_keys, self.config.wall())
 
     def match(self, request: RequestId) -> Match:

@@ -10,13 +10,13 @@ from __future__ import annotations
 class EpochTable:
     """Epochs of one block pool; grows to the highest block it has seen."""
 
-    __slots__ = ("_epochs",)
-
     def __init__(self, blocks: int) -> None:
         self._epochs = [0] * blocks
 
     def raise_epoch(self, block: int) -> None:
         """The callback for the pool; must not raise, whatever the block (it runs inside the engine's step)."""
+        if block < 0:
+            return
         if block >= len(self._epochs):
             self._epochs.extend([0] * (block + 1 - len(self._epochs)))
         self._epochs[block] += 1

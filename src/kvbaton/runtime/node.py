@@ -7,8 +7,10 @@ port costs the copy, put or frame concerned, and is counted; it never leaves `st
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -23,10 +25,21 @@ from kvbaton.runtime.doorway import Doorway
 from kvbaton.runtime.ports import ControlPort, StorePort
 from kvbaton.transports.base import FenceEnded, Transport
 
+log = logging.getLogger(__name__)
+
+FAULTS_LOGGED_MAX = 5
+"""Of each kind; all are counted."""
+
 Rank = Mapping[str, Transport]
 """One rank's data planes by name."""
 
 _ENGINE_EFFECTS = (fx.Unpin, fx.UnpinPut, fx.MatchFound, fx.MatchFailed, fx.Report, fx.DropHold)
+
+
+def log_fault(what: str, count: int, error: Exception) -> None:
+    """Say what a port threw, the first few times."""
+    if count <= FAULTS_LOGGED_MAX:
+        log.error("a port failed (%s, %d so far)", what, count, exc_info=error)
 
 
 class Node:
@@ -39,6 +52,7 @@ class Node:
         ranks: Sequence[Rank],
         doorway: Doorway,
         store: StorePort | None = None,
+        report_fault: Callable[[str, int, Exception], None] | None = None,
     ) -> None:
         self.ledger = ledger
         self.control = control
@@ -48,21 +62,21 @@ class Node:
         self.faults: Counter[str] = Counter()
         self._backlog: dict[tuple[int, str], deque[fx.Copy]] = {}
         self._next_events: deque[Event] = deque()
+        self._holders: dict[tuple[PeerId, str], set[fx.Holder]] = {}
+        self._report_fault = report_fault or log_fault
 
     def step(self, now: float) -> None:
         """Take in all that has happened, decide, and do what follows."""
         frames = self.control.receive()
-        for event in self.doorway.take_events():
-            self._handle(event, now)
-        for event in self._port_events():
-            self._handle(event, now)
+        self._next_events.extend(self.doorway.take_events())
+        self._next_events.extend(self._port_events())
+        self._handle_events(now)
         for worker, frame in frames:
             self.ledger.on_frame(worker, frame, now)
-            self._carry_out(now)
+            self._carry_out()
         self.ledger.on_time(now)
-        self._carry_out(now)
-        while self._next_events:
-            self._handle(self._next_events.popleft(), now)
+        self._carry_out()
+        self._handle_events(now)
         self._submit_backlog()
 
     def next_deadline(self) -> float | None:
@@ -75,35 +89,49 @@ class Node:
     def close(self, now: float) -> None:
         """Say goodbye and shut the data planes."""
         self.ledger.leave(now)
-        self._carry_out(now)
+        self._carry_out()
         for rank in self.ranks:
-            for transport in rank.values():
-                transport.close()
+            for name, transport in rank.items():
+                with self._guarded(f"close.{name}"):
+                    transport.close()
 
     # --- inputs
 
-    def _handle(self, event: Event, now: float) -> None:
-        self.ledger.on_event(event, now)
-        self._carry_out(now)
+    def _handle_events(self, now: float) -> None:
+        while self._next_events:
+            self.ledger.on_event(self._next_events.popleft(), now)
+            self._carry_out()
 
     def _port_events(self) -> list[Event]:
         found: list[Event] = []
         for index, rank in enumerate(self.ranks):
-            for transport in rank.values():
-                for event in transport.drain():
-                    found.append(RankFenced(index, event.peer) if isinstance(event, FenceEnded) else event)
+            for name, transport in rank.items():
+                with self._guarded(f"drain.{name}"):
+                    for event in transport.drain():
+                        found.append(RankFenced(index, event.peer) if isinstance(event, FenceEnded) else event)
         if self.store is not None:
-            found.extend(self.store.drain())
+            with self._guarded("drain.store"):
+                found.extend(self.store.drain())
         return found
 
     # --- effects
 
-    def _carry_out(self, now: float) -> None:
+    def _carry_out(self) -> None:
         while effects := self.ledger.take_effects():
             for effect in effects:
-                self._do(effect, now)
+                with self._guarded(type(effect).__name__):
+                    self._do(effect)
 
-    def _do(self, effect: fx.Effect, now: float) -> None:
+    @contextlib.contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """A port that throws costs what it was asked to do, never the step: deadlines and the other inputs go on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - an adapter may throw anything
+            self.faults[what] += 1
+            self._report_fault(what, self.faults[what], error)
+
+    def _do(self, effect: fx.Effect) -> None:
         if isinstance(effect, _ENGINE_EFFECTS):
             self.doorway.hand_in(effect)
         elif isinstance(effect, fx.Send):
@@ -118,9 +146,7 @@ class Node:
         elif isinstance(effect, fx.Connect):
             self._connect(effect)
         elif isinstance(effect, fx.Disconnect):
-            for rank in self.ranks:
-                for remote in range(effect.ranks):
-                    rank[effect.transport].disconnect(rank_peer(effect.peer, remote))
+            self._disconnect(effect)
         else:
             self._store(effect)
 
@@ -133,6 +159,7 @@ class Node:
             self._next_events.append(Departed(effect.worker, reason=Reason.PEER_UNKNOWN))
 
     def _endpoints(self, invitation: fx.Invitation) -> tuple[bytes, ...]:
+        self._holders.setdefault((invitation.peer, invitation.transport), set()).add(invitation.holder)
         return tuple(
             rank[invitation.transport].endpoint(rank_peer(invitation.peer, remote))
             for rank in self.ranks
@@ -141,15 +168,27 @@ class Node:
 
     def _connect(self, effect: fx.Connect) -> None:
         ours = len(self.ranks)
-        for remote in range(effect.ranks):
-            for index, rank in enumerate(self.ranks):
-                peer = rank_peer(effect.peer, remote)
-                endpoint = effect.endpoints[remote * ours + index]
-                try:
-                    rank[effect.transport].connect(peer, endpoint)
-                except ValueError:
-                    self.faults["connect"] += 1
-                    self._next_events.append(Departed(effect.peer.worker, effect.peer.incarnation, Reason.NO_TRANSPORT))
+        self._holders.setdefault((effect.peer, effect.transport), set()).add(effect.holder)
+        try:
+            for remote in range(effect.ranks):
+                for index, rank in enumerate(self.ranks):
+                    endpoint = effect.endpoints[remote * ours + index]
+                    rank[effect.transport].connect(rank_peer(effect.peer, remote), endpoint)
+        except Exception:  # whatever it was, nothing can be moved between the two
+            self._next_events.append(Departed(effect.peer.worker, effect.peer.incarnation, Reason.NO_TRANSPORT))
+            raise
+
+    def _disconnect(self, effect: fx.Disconnect) -> None:
+        """Both roles of a pair share one data connection: the last holder to let go closes it."""
+        key = (effect.peer, effect.transport)
+        holders = self._holders.get(key, set())
+        holders.discard(effect.holder)
+        if holders:
+            return
+        self._holders.pop(key, None)
+        for rank in self.ranks:
+            for remote in range(effect.ranks):
+                rank[effect.transport].disconnect(rank_peer(effect.peer, remote))
 
     def _submit(self, rank: int, name: str) -> None:
         """Hand over as much of the backlog as the data plane takes."""
@@ -158,7 +197,7 @@ class Node:
         while backlog:
             try:
                 accepted = transport.submit(backlog[0])
-            except Exception as error:  # noqa: BLE001 - a broken adapter must cost the copy, not the node
+            except Exception as error:  # noqa: BLE001 - a copy that could not be started has ended
                 self.faults["submit"] += 1
                 detail = f"{type(error).__name__}: {error}"[:200]
                 self._next_events.append(CopyEnded(backlog.popleft().job, Reason.TRANSFER_FAILED, detail=detail))
@@ -188,11 +227,8 @@ class Node:
                 return
             try:
                 self.store.put(effect.put, effect.blocks, effect.keys)
-            except Exception:  # noqa: BLE001 - seed 003: a store that raises must not keep the pin
-                self.faults["put"] += 1
+            except Exception:  # seed 003: a store that raises must not keep the pin
                 self._next_events.append(StoreEnded(effect.put, Reason.STORE_FAILED))
+                raise
         elif isinstance(effect, fx.CancelPut) and self.store is not None:
             self.store.cancel(effect.put)
-
-    def peer(self) -> PeerId:
-        return self.ledger.desk.identity.me

@@ -22,8 +22,8 @@ from kvbaton.sim.memory import Shape, page_stamp
 from kvbaton.sim.world import World
 
 
-class Broken(Exception):
-    """A promise was broken; the simulator stops this world and reports it."""
+class Broken(BaseException):
+    """A promise was broken; the simulator stops this world and reports it. No `except Exception` swallows it."""
 
     def __init__(self, promise: str, what: str) -> None:
         super().__init__(f"{promise}: {what}")

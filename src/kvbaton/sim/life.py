@@ -26,7 +26,7 @@ from kvbaton.sim.engine import DEATH, HANG, LEAK, Broken, Phase, SimEngine
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import Network, SimControl
 from kvbaton.sim.transport import KINDS, Fabric, SimTransport
-from kvbaton.sim.world import World
+from kvbaton.sim.world import InjectedFault, World
 
 TICKET_KEY = b"simulated cluster key 0123456789"
 
@@ -62,7 +62,7 @@ class SimStore:
         kind = self.world.rng.random()
         if kind < self.fails / 3:
             self.world.faults["store_threw"] += 1
-            raise RuntimeError("the simulated store threw")
+            raise InjectedFault("the simulated store threw")
         self.open.add(put)
         if kind < self.fails * 2 / 3:
             self.world.faults["store_stalled"] += 1
@@ -160,8 +160,6 @@ class Life:
         self._node_due = False
         try:
             self.node.step(self.clock())
-        except Broken:
-            raise
         except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
             raise Broken(DEATH, f"{self.character.name}: the node raised\n{traceback.format_exc()}") from None
         self._check_node()
@@ -174,8 +172,6 @@ class Life:
         before = self.engine.pool.total
         try:
             self.engine.step()
-        except Broken:
-            raise
         except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
             raise Broken(DEATH, f"{self.character.name}: the engine died\n{traceback.format_exc()}") from None
         self._check_pins()
@@ -274,7 +270,12 @@ class Life:
         store = SimStore(self.world, character.store_fails)
         store.set_waker(self.wake)
         ledger = Ledger(identity, character.settings, self.doorway.epochs.of)
-        return Node(ledger, self.control, self.transports, self.doorway, store)
+        return Node(ledger, self.control, self.transports, self.doorway, store, self._port_failed)
+
+    def _port_failed(self, what: str, count: int, error: Exception) -> None:
+        if not isinstance(error, InjectedFault):
+            trace = "".join(traceback.format_exception(error))
+            raise Broken(DEATH, f"{self.character.name}: {what} raised\n{trace}")
 
 
 def request_name(life: Life, index: int, leg: str) -> RequestId:

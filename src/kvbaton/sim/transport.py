@@ -15,7 +15,7 @@ from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.sim.world import World
+from kvbaton.sim.world import InjectedFault, World
 from kvbaton.transports.base import FenceEnded, TransportEvent
 
 SHM = Capabilities("shm", one_sided=True, can_write=False, can_fence=False, cancels=True, same_host=True)
@@ -123,7 +123,7 @@ class SimTransport:
             return False
         if world.chance(faults.broken):
             world.faults["broken_submit"] += 1
-            raise RuntimeError("the simulated library threw")
+            raise InjectedFault("the simulated library threw")
         link = self._links.get(copy.peer)
         remote = self.fabric.by_address.get(link[0]) if link else None
         if link is None or remote is None:

@@ -14,6 +14,10 @@ from collections.abc import Callable
 STORY_LINES_MAX = 400
 
 
+class InjectedFault(RuntimeError):
+    """Thrown by simulated ports on purpose; any other exception in a node is a bug."""
+
+
 class World:
     """A heap of things to happen, a generator seeded once, and a running hash of what did happen."""
 

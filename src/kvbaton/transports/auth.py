@@ -79,7 +79,7 @@ def greet(wire: Wire, secret: bytes, me: PeerId, server: PeerId, stream: int) ->
     wire.out.append(Bytes(said))
     said += yield from take(NONCE_BYTES)
     if not hmac.compare_digest((yield from take(PROOF_BYTES)), _proof(secret, b"server", server, said)):
-        raise ProtocolError(Reason.TRANSFER_FAILED, f"{server} does not hold our secret; pair with it again")
+        raise ProtocolError(Reason.PEER_UNKNOWN, f"{server} does not hold our secret; pair with it again")
     wire.out.append(Bytes(_proof(secret, b"client", server, said)))
 
 
