@@ -9,9 +9,8 @@ import pytest
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Direction
-from kvbaton.transports.jobs import Gate, Job, Jobs
+from kvbaton.transports.jobs import Job, Jobs
 
 PEER = PeerId(WorkerId("p"), Incarnation(1))
 
@@ -134,28 +133,3 @@ def test_a_waker_set_late_hears_of_old_news_and_one_that_raises_hurts_nobody() -
     calls: list[int] = []
     jobs.set_waker(waker)
     assert calls == [1]
-
-
-class Event:
-    def __init__(self, error: Exception | None = None) -> None:
-        self.done = threading.Event()
-        self._error = error
-
-    def synchronize(self) -> None:
-        self.done.wait(20)
-        if self._error:
-            raise self._error
-
-
-def test_a_gate_waits_for_devices_in_order_and_reports_what_went_wrong() -> None:
-    gate = Gate("gate")
-    said: list[tuple[int, str]] = []
-    events = [Event(), Event(RuntimeError("device lost"))]
-    for index, event in enumerate(events):
-        gate.wait(event, lambda problem, index=index: said.append((index, problem)))  # type: ignore[misc]
-    assert said == []
-    for event in events:
-        event.done.set()
-    assert poll(lambda: len(said) == 2, 20)
-    assert said[0] == (0, "") and "device lost" in said[1][1]
-    gate.close(5)

@@ -28,7 +28,7 @@ from kvbaton.transports.shm_door import LENGTH, Place, ShmEndpoint
 
 from .blocking import D, P, is_closed, play
 from .process_harness import ProcessHarness
-from .test_jobs import Event
+from .test_gate import Event
 
 SIZE = 1 << 20
 
@@ -87,6 +87,23 @@ def test_a_slice_of_a_region_is_shared_as_that_slice(rig: Rig) -> None:
     assert d.submit(read(size=1000, region=1)) and end(d).reason is None
     assert bytes(rig.regions[1].view[:1000]) == bytes(backing.view[5000:6000])
     assert d.submit(read(size=1001, region=1)) and end(d).reason is Reason.BAD_SPAN
+
+
+def test_many_regions_of_one_allocation_take_one_descriptor(rig: Rig) -> None:
+    p, d = rig.make(P), rig.make(D)
+    backing = rig.memory(255 * 64)
+    for region in range(1, 256):
+        p.register(region, backing.view[(region - 1) * 64 : region * 64])
+    d.connect(P, p.endpoint(D))
+    for region in (1, 100, 255):
+        assert d.submit(read(region, region=region)) and end(d).reason is None
+        assert bytes(rig.regions[1].view[:64]) == bytes(backing.view[(region - 1) * 64 : region * 64])
+
+
+def test_more_allocations_than_descriptors_can_be_passed_are_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_door, "DESCRIPTORS_MAX", 1)
+    with pytest.raises(ValueError, match="let regions share one"):
+        rig.make(P).register(1, rig.memory(64).view)
 
 
 def test_registered_memory_cannot_be_mapped_for_writing_any_more(rig: Rig) -> None:
@@ -196,13 +213,13 @@ def sealed(rig: Rig) -> Region:
 @pytest.mark.parametrize(
     "places",
     [
-        [Place(0, 0, SIZE + 4096)],
-        [Place(0, SIZE, 1)],
-        [Place(0, -1, 10)],
-        [Place(0, 0, -1)],
-        [Place(0, 2**63 - 1, 2**63 - 1)],
-        [Place(0, 0, 10), Place(1, 0, 10)],
-        [],
+        [Place(0, 0, 0, SIZE + 4096)],
+        [Place(0, 0, SIZE, 1)],
+        [Place(0, 0, -1, 10)],
+        [Place(0, 0, 0, -1)],
+        [Place(0, 0, 2**63 - 1, 2**63 - 1)],
+        [Place(0, 0, 0, 10), Place(1, 1, 0, 10)],
+        [Place(0, -1, 0, 10)],
     ],
 )
 def test_a_table_that_does_not_fit_its_descriptors_is_refused(rig: Rig, places: list[Place]) -> None:
@@ -218,7 +235,7 @@ def test_a_table_that_does_not_fit_its_descriptors_is_refused(rig: Rig, places: 
 def test_memory_that_could_shrink_under_us_is_refused(rig: Rig) -> None:
     fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, SIZE)
-    liar = Liar(msgspec.msgpack.encode([Place(0, 0, SIZE)]), [fd])
+    liar = Liar(msgspec.msgpack.encode([Place(0, 0, 0, SIZE)]), [fd])
     d = rig.make(D)
     d.connect(P, liar.endpoint)
     assert d.submit(read())

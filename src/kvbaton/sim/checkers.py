@@ -46,9 +46,20 @@ def _check_life(life: Life) -> None:
         raise Broken(LEAK, f"{name}: leases {list(ledger.producer.leases)} and puts {list(ledger.puts.states)} at rest")
     if not ledger.is_idle():
         raise Broken(HANG, f"{name}: intakes {list(ledger.consumer.by_handoff)} at rest")
-    waiting = ledger.consumer.by_request, ledger.producer.writer.outlets, ledger.desk.owners
+    consumer, writer = ledger.consumer, ledger.producer.writer
+    backlog = [copy for queue in life.node._backlog.values() for copy in queue]
+    waiting = (
+        consumer.by_request, consumer.by_attempt, consumer.by_reservation, writer.outlets, writer.by_reader,
+        ledger.desk.owners, backlog, set(writer.revoked) - set(ledger.sessions.by_number),
+    )  # fmt: skip
     if any(waiting):
         raise Broken(LEAK, f"{name}: still remembered at rest: {[list(each)[:3] for each in waiting]}")
+    held = {holder for holders in life.node._holders.values() for holder in holders}
+    known = {("session", n) for n in ledger.sessions.by_number} | {
+        ("link", k.nonce) for k in consumer.links.by_worker.values()
+    }
+    if held - known:
+        raise Broken(LEAK, f"{name}: data connections held for nobody at rest: {sorted(held - known)}")
     joined = [session.peer.worker for session in ledger.sessions.by_number.values() if session.joined]
     if len(joined) != len(set(joined)):
         raise Broken(LEAK, f"{name}: more than one session with the same worker at rest: {sorted(joined)}")

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvbaton.protocol.events import Departed
+from kvbaton.protocol.effects import Copy
+from kvbaton.protocol.events import Departed, DrainStarted
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
+from kvbaton.protocol.intake import Intake
+from kvbaton.protocol.outlet import Outlet
 from kvbaton.protocol.ticket import Ticket, seal
 from kvbaton.sim.engine import WRONG, Broken, SimRequest
 from kvbaton.sim.life import TICKET_KEY, Character, Life, request_name
@@ -44,7 +47,7 @@ class Cluster:
         self.owner: dict[int, Life] = {}  # transport address -> life
         self.legs: list[Leg] = []
         self.outcomes: Counter[str] = Counter()
-        for character in (*plan.prefill, *plan.decode):
+        for character in {each.name: each for each in (*plan.prefill, *plan.decode)}.values():
             self.network.names.add(character.name)
             self.start(character)
         for index in range(plan.requests):
@@ -74,9 +77,41 @@ class Cluster:
         for leg in [leg for leg in self.legs if leg.life is life and not leg.ends]:
             self._end_leg(leg, "error", "the worker died")
         if rng.random() < 0.5:
-            for other in list(self.lives.values()):
-                self.world.after(rng.uniform(0.05, 1.0), self._later(self._departed, other, life))
+            self._spread_word(life)
         self.world.after(rng.uniform(0.05, 3.0), self._later(self._restart, life.character))
+
+    def _spread_word(self, life: Life) -> None:
+        """The registry tells the others, each in its own time, that this life is gone. It may be wrong."""
+        for other in list(self.lives.values()):
+            self.world.after(self.world.rng.uniform(0.05, 1.0), self._later(self._departed, other, life))
+
+    def _flap(self) -> None:
+        life = self.lives[self.world.rng.choice(sorted(self.lives))]
+        self.world.faults["registry_flaps"] += 1
+        self.world.tell(f"{life.peer} is said to have departed")
+        self._spread_word(life)
+
+    def _retire(self) -> None:
+        """A worker drains, leaves with a goodbye, and comes back as another life (also: its cache was replaced)."""
+        life = self.lives[self.world.rng.choice(sorted(self.lives))]
+        if life.alive and not life.paused:
+            self.world.faults["retired"] += 1
+            self.world.tell(f"{life.peer} drains")
+            life.node.tell(DrainStarted())
+            life.wake()
+            self.world.after(self.world.rng.uniform(0, 2.0), self._later(self._leave, life))
+
+    def _leave(self, life: Life) -> None:
+        if not life.alive:
+            return
+        if life.paused:
+            self.world.after(0.5, self._later(self._leave, life))
+            return
+        self.world.tell(f"{life.peer} leaves")
+        life.leave()
+        for leg in [leg for leg in self.legs if leg.life is life and not leg.ends]:
+            self._end_leg(leg, "error", "the worker left")
+        self.world.after(self.world.rng.uniform(0.05, 1.0), self._later(self._restart, life.character))
 
     def _restart(self, character: Character) -> None:
         if not self.lives[character.name].alive:  # healing may have been faster
@@ -92,15 +127,16 @@ class Cluster:
         life = self.lives[rng.choice(sorted(self.lives))]
         if not life.alive or life.paused:
             return
-        self.world.faults["paused"] += 1
-        self.world.tell(f"{life.peer} pauses")
-        life.pause(True)
+        what = rng.choice(("process", "process", "loop", "engine"))
+        self.world.faults[f"paused_{what}"] += 1
+        self.world.tell(f"{life.peer} pauses: {what}")
+        life.pause(what)
         self.world.after(rng.choice((0.3, 1.0, 5.0, 15.0)), self._later(self._resume, life))
 
     def _resume(self, life: Life) -> None:
         if life.alive and life.paused:
             self.world.tell(f"{life.peer} resumes")
-            life.pause(False)
+            life.resume()
 
     def _partition(self) -> None:
         rng = self.world.rng
@@ -116,6 +152,8 @@ class Cluster:
         for count, act in (
             (self.plan.crashes, self._crash),
             (self.plan.pauses, self._pause),
+            (self.plan.flaps, self._flap),
+            (self.plan.retires, self._retire),
             (self.plan.partitions, self._partition),
         ):
             for _ in range(count):
@@ -145,7 +183,7 @@ class Cluster:
         count = 0
         for source in self.plan.prefill:
             for target in self.plan.decode:
-                if source.required or target.required:
+                if source.required or target.required or source.name == target.name:
                     continue
                 for mode in ("pull", "stream", "push"):
                     count += 1
@@ -163,8 +201,9 @@ class Cluster:
     def _new_request(self, index: int) -> None:
         rng = self.world.rng
         source = self.lives[rng.choice([character.name for character in self.plan.prefill])]
-        target = self.lives[rng.choice([character.name for character in self.plan.decode])]
-        mode = rng.choice(("pull", "pull", "stream", "push", "push"))
+        others = [character.name for character in self.plan.decode if character.name != source.peer.worker]
+        target = self.lives[rng.choice(others)]
+        mode = "push" if rng.random() < self.plan.push else rng.choice(("pull", "pull", "stream"))
         content, tokens = index + 1, rng.randint(1, 12)
         if rng.random() < 0.15:
             content = rng.randint(1, index + 1)
@@ -176,7 +215,8 @@ class Cluster:
     def _pull(self, index: int, source: Life, target: Life, content: int, tokens: int, alone: bool = False) -> None:
         targets = [target]
         if len(self.plan.decode) > 1 and not alone and self.world.rng.random() < 0.3:
-            targets = [self.lives[character.name] for character in self.plan.decode]
+            names = [character.name for character in self.plan.decode if character.name != source.peer.worker]
+            targets = [self.lives[name] for name in names]
 
         def prefilled(how: str, ticket: str) -> None:
             if how != "prefilled":
@@ -295,15 +335,36 @@ class Cluster:
         if life.alive:
             life.receive(source, frame)
 
-    def _landing(self, transport: SimTransport, region: int, offset: int, size: int) -> None:
-        """Bytes are about to land: only in blocks that D holds for a handoff, never in anybody else's."""
-        life = self.owner[transport.address]
+    def _landing(self, transport: SimTransport, driver: SimTransport, copy: Copy, offset: int, size: int) -> None:
+        """Bytes are about to land: only in blocks that D holds for this very handoff, never in anybody else's."""
+        life, name = self.owner[transport.address], transport.me.worker
         shape = life.character.shape
-        for block in range(shape.block_at(offset), shape.block_at(offset + size - 1) + 1) if size else ():
+        blocks = range(shape.block_at(offset), shape.block_at(offset + size - 1) + 1)
+        for block in blocks:
             if not life.engine.pool.held[block]:
-                raise Broken(WRONG, f"{life.peer.worker}: bytes land in block {block}, which no handoff holds")
+                raise Broken(WRONG, f"{name}: bytes land in block {block}, which no handoff holds")
+        wanted = self._handoff_of(life, driver, copy)
+        if wanted is not None and not set(blocks) <= wanted:
+            raise Broken(WRONG, f"{name}: bytes of one handoff land in blocks of another")
 
-    def _leaving(self, transport: SimTransport, region: int, offset: int, size: int) -> None:
+    def _handoff_of(self, life: Life, driver: SimTransport, copy: Copy) -> set[int] | None:
+        """D's blocks of the handoff that a copy belongs to; None when its driver is dead and cannot be asked."""
+        author = self.owner[driver.address]
+        if not author.alive:
+            return None
+        parts = author.node.ledger.desk.owners.get(copy.job)
+        if parts is None:
+            raise Broken(WRONG, f"{author.peer.worker}: bytes of a copy move that its ledger has forgotten")
+        if isinstance(parts.owner, Outlet):
+            intake = life.node.ledger.consumer.by_reservation.get(parts.owner.reservation)
+            if intake is None:
+                raise Broken(WRONG, f"{life.peer.worker}: bytes land for a reservation that D has let go")
+        else:
+            assert isinstance(parts.owner, Intake)
+            intake = parts.owner
+        return {block for group in intake.target.blocks for block in group} if intake.target is not None else set()
+
+    def _leaving(self, transport: SimTransport, offset: int) -> None:
         """P writes from its own blocks: they must still be held by somebody."""
         life = self.owner[transport.address]
         block = life.character.shape.block_at(offset)

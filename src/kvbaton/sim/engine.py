@@ -168,6 +168,13 @@ class SimEngine:
                 self._advance(request)
         self._do_duties()
 
+    def step_down(self) -> None:
+        """The engine gives up every request before its process ends; what the door still holds comes back first."""
+        for request in list(self.requests.values()):
+            request.on_end = _nobody
+            self.doorway.gave_up(request.id)
+        self._do_duties()
+
     @property
     def busy(self) -> bool:
         return bool(self.requests) or self.doorway.busy
@@ -426,7 +433,7 @@ class SimEngine:
 
     def _start_decoding(self, request: SimRequest) -> None:
         request.phase = Phase.DECODING
-        request.decode_left = self.world.rng.randrange(1, 4)
+        request.decode_left = self.world.rng.choice((1, 2, 3, 12))
 
     def _decode(self, request: SimRequest) -> None:
         request.decode_left -= 1
@@ -491,6 +498,10 @@ def same_tokens(shape: Shape, page: bytes | bytearray, expected: bytes, valid: i
             if page[cell : cell + 4] != expected[cell : cell + 4]:
                 return False
     return True
+
+
+def _nobody(how: str, detail: str) -> None:
+    """The worker leaves; its clients have been told."""
 
 
 def digest_of(request: SimRequest) -> bytes:

@@ -31,6 +31,10 @@ from kvbaton.sim.world import InjectedFault, World
 TICKET_KEY = b"simulated cluster key 0123456789"
 
 
+_STOPS_NODE = ("process", "loop")
+_STOPS_ENGINE = ("process", "engine")
+
+
 class Character(msgspec.Struct, frozen=True):
     """What stays the same over a worker's lives."""
 
@@ -46,6 +50,7 @@ class Character(msgspec.Struct, frozen=True):
     features: int = int(ALL_FEATURES)
     required: int = 0
     store_fails: float = 0.0
+    wall_skew_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -94,7 +99,7 @@ class Life:
         self.world = world
         self.character = character
         self.alive = True
-        self.paused = False
+        self.paused = ""  # "", "process", "loop" or "engine"
         self._node_due = False
         self._engine_due = False
         self._timer_at = float("inf")
@@ -120,12 +125,13 @@ class Life:
     # --- being
 
     def wake(self) -> None:
-        if not self._node_due and self.alive and not self.paused:
+        if not self._node_due and self.alive and self.paused not in _STOPS_NODE:
             self._node_due = True
-            self.world.after(self.world.rng.uniform(0, 0.001), self._step_node)
+            busy_s = self.world.rng.choice((0.001, 0.001, 0.001, 0.03))
+            self.world.after(busy_s * self.world.rng.random(), self._step_node)
 
     def wake_engine(self) -> None:
-        if not self._engine_due and self.alive and not self.paused:
+        if not self._engine_due and self.alive and self.paused not in _STOPS_ENGINE:
             self._engine_due = True
             self.world.after(self.world.rng.uniform(0.001, 0.01), self._step_engine)
 
@@ -141,21 +147,31 @@ class Life:
             for transport in rank.values():
                 transport.alive = False
 
-    def pause(self, paused: bool) -> None:
-        self.paused = paused
+    def leave(self) -> None:
+        """Go in peace: everything is given back and everybody told; the process ends."""
+        self.node.close(self.clock())
+        self.engine.step_down()
+        self._check_pins()
+        self.crash()
+
+    def pause(self, what: str) -> None:
+        """Stop the whole process, or only its node's loop, or only its engine's thread."""
+        self.paused = what
         for rank in self.transports:
             for transport in rank.values():
-                transport.paused = paused
-        if not paused:
-            self._node_due = self._engine_due = False
-            self._timer_at = float("inf")
-            self.wake()
-            self.wake_engine()
+                transport.paused = what == "process"
+
+    def resume(self) -> None:
+        self.pause("")
+        self._node_due = self._engine_due = False
+        self._timer_at = float("inf")
+        self.wake()
+        self.wake_engine()
 
     # --- stepping
 
     def _step_node(self) -> None:
-        if not self.alive or self.paused:
+        if not self.alive or self.paused in _STOPS_NODE:
             return
         self._node_due = False
         try:
@@ -166,7 +182,7 @@ class Life:
         self._set_timer()
 
     def _step_engine(self) -> None:
-        if not self.alive or self.paused:
+        if not self.alive or self.paused in _STOPS_ENGINE:
             return
         self._engine_due = False
         before = self.engine.pool.total
@@ -189,7 +205,7 @@ class Life:
             self.world.after(at - self.world.now + 1e-6, self._timer)
 
     def _timer(self) -> None:
-        if self.world.now >= self._timer_at and self.alive and not self.paused:
+        if self.world.now >= self._timer_at and self.alive and self.paused not in _STOPS_NODE:
             self._timer_at = float("inf")
             self.wake()
 
@@ -247,7 +263,7 @@ class Life:
             ticket_keys=(TICKET_KEY,),
             ticket_ttl_s=5.0,
             mint=lambda: TransferId(f"{rng.getrandbits(128):032x}"),
-            wall=lambda: self.world.now,
+            wall=lambda: self.world.now + self.character.wall_skew_s,
         )
         doorway = Doorway(config, EpochTable(shape.blocks))
         doorway.wake_node = self.wake
@@ -263,7 +279,7 @@ class Life:
             layout=character.shape.layout(),
             transports=tuple(KINDS[name] for name in character.transports),
             ticket_keys=(TICKET_KEY,),
-            wall_offset_s=self.world.now - self.clock(),
+            wall_offset_s=self.world.now + character.wall_skew_s - self.clock(),
             required=character.required,
             optional=character.features,
         )

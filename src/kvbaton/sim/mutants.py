@@ -82,16 +82,13 @@ def _final_without_completion(original: Any) -> Any:
 def _readers_by_message(original: Any) -> Any:
     def on_commit(self: Any, session: Any, message: m.Commit, now: float) -> None:
         original(self, session, message, now)
-        counts = _commits.setdefault(id(self), {})
+        counts = self.__dict__.setdefault("_commits", {})
         counts[message.lease] = counts.get(message.lease, 0) + 1
         held = self.leases.get(message.lease)
         if held is not None and counts[message.lease] >= held.max_readers:
             self.close(held, Reason.TICKET_SPENT, now)
 
     return on_commit
-
-
-_commits: dict[int, dict[int, int]] = {}
 
 
 def _no_deadline_for_deferred(original: Any) -> Any:
@@ -388,7 +385,7 @@ def _release_without_watcher(original: Any) -> Any:
 
 def _watcher_per_lease(original: Any) -> Any:
     def raise_epoch(self: Any, block: int) -> None:
-        seen = _raised.setdefault(id(self), {})
+        seen = self.__dict__.setdefault("_raised", {})
         seen[block] = seen.get(block, 0) + 1
         if seen[block] <= 2:  # the slot was taken by an earlier lease's closure: later reuses reach nobody
             original(self, block)
@@ -396,18 +393,92 @@ def _watcher_per_lease(original: Any) -> Any:
     return raise_epoch
 
 
-_raised: dict[int, dict[int, int]] = {}
-
-
 def _matches_again(original: Any) -> Any:
-    def match(self: Any, request: Any) -> Any:
-        found = original(self, request)
-        if found.state is doorway.MatchState.FAILED:
-            self._wants[request] = found
-            return doorway.Match(doorway.MatchState.NOT_YET)
-        return found
+    def hand_in(self: Any, effect: fx.Effect) -> None:
+        """Ask for the same again instead of saying that it failed."""
+        wanted = self.__dict__.setdefault("_asked", {})
+        if isinstance(effect, fx.MatchFailed) and effect.request in wanted:
+            self._post(wanted[effect.request])
+        else:
+            original(self, effect)
 
-    return match
+    return hand_in
+
+
+def _asks_remembered(original: Any) -> Any:
+    def take_events(self: Any) -> Any:
+        events = original(self)
+        for event in events:
+            if isinstance(event, ev.Wanted):
+                self.__dict__.setdefault("_asked", {})[event.request] = event
+        return events
+
+    return take_events
+
+
+def _both(*switches: Switch) -> Switch:
+    @contextlib.contextmanager
+    def switch() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for each in switches:
+                stack.enter_context(each())
+            yield
+
+    return switch
+
+
+def _offer_of_a_stopping_outlet(original: Any) -> Any:
+    def on_offer(self: Any, session: Any, offer: m.Offer, now: float) -> None:
+        self.sessions[session.number] = session
+        if self._revocations(session.number).cover(offer.reservation):
+            self._send((session.number, offer.reservation), m.Quiesced(offer.reservation, None))
+        else:
+            original(self, session, offer, now)
+
+    return on_offer
+
+
+def _any_fence_counts(original: Any) -> Any:
+    def on_fenced(self: Any, rank: int, peer: Any, now: float) -> None:
+        for link in list(self.fencing):
+            link.fencing.discard((rank, peer))
+            if not link.fencing:
+                self.fencing.remove(link)
+                self._watcher.on_link_fenced(link, now)
+
+    return on_fenced
+
+
+def _first_rank_fences_for_all(original: Any) -> Any:
+    def on_fenced(self: Any, rank: int, peer: Any, now: float) -> None:
+        link = next((each for each in self.fencing if (rank, peer) in each.fencing), None)
+        if link is not None:
+            link.fencing = {(rank, peer)}
+        original(self, rank, peer, now)
+
+    return on_fenced
+
+
+def _stale_but_all_good(original: Any) -> Any:
+    return lambda lease, epoch_of: (original(lease, epoch_of)[0], tuple(len(ids) for ids in lease.blocks))
+
+
+def _disconnects_for_everybody(original: Any) -> Any:
+    def disconnect(self: Any, effect: fx.Disconnect) -> None:
+        self._holders.pop((effect.peer, effect.transport), None)
+        original(self, effect)
+
+    return disconnect
+
+
+def _frames_before_events(original: Any) -> Any:
+    def step(self: Any, now: float) -> None:
+        for worker, frame in self.control.receive():
+            self.ledger.on_frame(worker, frame, now)
+            self._carry_out()
+        original(self, now)
+
+    return step
 
 
 def _partial_blocks_ready(original: Any) -> Any:
@@ -556,7 +627,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "matches_again_after_failure",
         "17",
         "vLLM: 12 loads in 12 steps",
-        _swap(doorway.Doorway, "match", _matches_again),
+        _both(
+            _swap(doorway.Doorway, "hand_in", _matches_again), _swap(doorway.Doorway, "take_events", _asks_remembered)
+        ),
     ),
     Mutant(
         "ticket_without_content",
@@ -645,6 +718,42 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "cancelled_backlog_lost", "17", "a copy that never started never ends", _swap(Node, "_cancel", _backlog_lost)
+    ),
+    Mutant(
+        "offer_doubled_while_stopping",
+        "13",
+        "found in review: a doubled Offer gets Quiesced while P still writes",
+        _swap(writer.Writer, "on_offer", _offer_of_a_stopping_outlet),
+    ),
+    Mutant(
+        "any_fence_counts",
+        "14",
+        "found in review: the end of an earlier fence is taken for the later one's",
+        _swap(links.Links, "on_fenced", _any_fence_counts),
+    ),
+    Mutant(
+        "first_rank_fences_for_all",
+        "14, 20",
+        "one rank's fence is taken for all",
+        _swap(links.Links, "on_fenced", _first_rank_fences_for_all),
+    ),
+    Mutant(
+        "stale_but_all_good",
+        "6",
+        "a stale commit that vouches for every block",
+        _swap(producer.__dict__, "judge", _stale_but_all_good),
+    ),
+    Mutant(
+        "disconnects_for_everybody",
+        "3",
+        "found in review: a re-greeting revokes the secret it has just been given",
+        _swap(Node, "_disconnect", _disconnects_for_everybody),
+    ),
+    Mutant(
+        "frames_before_events",
+        "8",
+        "a claim overtakes the lease that it is for",
+        _swap(Node, "step", _frames_before_events),
     ),
 )
 """Every mutant must be caught by the simulator; the clean tree by none of the same seeds."""

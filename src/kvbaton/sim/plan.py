@@ -20,7 +20,8 @@ REST_S = 60.0
 PROBE_S = 30.0
 
 PROFILES = (
-    "healthy", "healthy", "expiry", "network", "copies", "crashes", "pauses", "engines", "strangers", "all", "all",
+    "healthy", "healthy", "expiry", "expiry", "writes", "writes", "network", "copies", "crashes", "pauses", "engines",
+    "strangers", "all", "all",
 )  # fmt: skip
 """`healthy`: frames may double and overtake each other, nothing else is wrong, so every handoff must be delivered."""
 
@@ -37,9 +38,12 @@ class Plan(msgspec.Struct, frozen=True):
     crashes: int
     pauses: int
     partitions: int
+    flaps: int  # a living worker is said to have departed
+    retires: int  # drain, goodbye, another life
     abort: float  # share of requests that clients give up
     bad_ticket: float
     late_ticket: float  # share of tickets that reach D long after P wrote them
+    push: float  # share of requests that are pushed
 
 
 HEALTHY = Settings(
@@ -80,14 +84,19 @@ def draw(rng: random.Random) -> Plan:
 
     times = settings(rng, profile)
     healthy, expiry = profile == "healthy", profile == "expiry"
+    writes = profile == "writes"
     transports = rng.choice((("shm", "tcp"), ("tcp",), ("rdma",), ("rdma", "tcp"), ("cma", "tcp"), ("cma",)))
+    if writes:  # one-sided hardware, clients that leave, frames that double and overtake: what push must survive
+        transports = rng.choice((("tcp",), ("rdma",), ("rdma",)))
     groups = rng.choice(((2,), (2,), (1, 1), (2, 1)))
     strange, engines = when("strangers", 1.0), when("engines", 1.0)
     mixed = strange and rng.random() < 0.3
 
     def character(name: str, ranks: int, block_tokens: int) -> Character:
+        own = times if healthy else msgspec.structs.replace(times, lease_s=times.lease_s * rng.choice((0.5, 1.0)))
         return Character(
             name=WorkerId(name),
+            wall_skew_s=0.0 if healthy else rng.uniform(-0.5, 0.5),
             shape=Shape(
                 ranks=ranks,
                 blocks=(96 if healthy else rng.choice((12, 16, 24))) * len(groups) * 2 // block_tokens + 4,
@@ -97,7 +106,7 @@ def draw(rng: random.Random) -> Plan:
                 order=rng.choice(("HNP", "HNP", "NHP")),
             ),
             transports=transports,
-            settings=times,
+            settings=own,
             policy=rng.choice(("recompute", "recompute", "fail")),
             drift=rng.uniform(-0.05, 0.05),
             layerwise=rng.random() < 0.4,
@@ -110,23 +119,27 @@ def draw(rng: random.Random) -> Plan:
 
     p_ranks, d_ranks = rng.choice(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 2)))
     p_tokens, d_tokens = rng.choice(((2, 2), (2, 2), (2, 4), (4, 2)))
+    prefill = tuple(character(f"p{n}", p_ranks, p_tokens) for n in range(rng.randint(1, 2)))
+    decode = tuple(character(f"d{n}", d_ranks, d_tokens) for n in range(rng.randint(1, 2)))
+    if rng.random() < 0.15:  # workers of both roles, who hand over to each other
+        prefill = decode = tuple(character(f"b{n}", p_ranks, p_tokens) for n in range(2))
     return Plan(
         profile=profile,
-        prefill=tuple(character(f"p{n}", p_ranks, p_tokens) for n in range(rng.randint(1, 2))),
-        decode=tuple(character(f"d{n}", d_ranks, d_tokens) for n in range(rng.randint(1, 2))),
+        prefill=prefill,
+        decode=decode,
         requests=rng.randint(16, 40) * (2 if expiry else 1),
         network=NetworkFaults(
             loss=when("network", rng.uniform(0, 0.1)) or expiry * rng.uniform(0.2, 0.5),
-            double=when("network", 0.05) or healthy * 0.2,
-            slow=when("network", 0.15) or healthy * 0.1,
-            slow_s=0.1 if healthy else 2.0,
+            double=when("network", 0.05) or healthy * 0.2 or writes * 0.3,
+            slow=when("network", 0.15) or healthy * 0.1 or writes * 0.3,
+            slow_s=0.1 if healthy else rng.choice((2.0, 2.0, 8.0)),
             garble=when("network", 0.02) or strange * 0.05,
         ),
         copies=TransportFaults(
             fail=when("copies", 0.08),
             stall=when("copies", 0.08),
-            slow=when("copies", 0.2) or when("pauses", 0.4) or when("crashes", 0.2) or expiry * 0.7,
-            slow_s=1.0 if expiry else 5.0,
+            slow=when("copies", 0.2) or when("pauses", 0.4) or when("crashes", 0.2) or expiry * 0.7 or writes * 0.6,
+            slow_s=1.0 if expiry or writes else 5.0,
             refuse=when("copies", 0.5),
             queue_max=rng.choice((1, 4, 64)),
             broken=when("copies", 0.01),
@@ -134,7 +147,12 @@ def draw(rng: random.Random) -> Plan:
         crashes=int(when("crashes", rng.randint(1, 4))),
         pauses=int(when("pauses", rng.randint(1, 4))),
         partitions=int(when("network", rng.randint(0, 3))),
-        abort=(engines and 0.2) or when("network", 0.3) or when("copies", 0.1),
+        flaps=int(
+            when("crashes", rng.randint(0, 2)) or when("strangers", rng.randint(0, 2)) or writes * rng.randint(0, 6)
+        ),
+        retires=int(when("crashes", rng.randint(0, 2)) or when("engines", rng.randint(0, 1))),
+        abort=(engines and 0.2) or when("network", 0.3) or when("copies", 0.1) or writes * 0.4,
         bad_ticket=strange * 0.3,
+        push=1.0 if writes else 0.4,
         late_ticket=0.0 if healthy else rng.choice((0.0, 0.2)),
     )

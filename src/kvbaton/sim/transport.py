@@ -56,8 +56,8 @@ class Fabric:
         self.world = world
         self.faults = faults
         self.by_address: dict[int, SimTransport] = {}
-        self.on_landing: Callable[[SimTransport, int, int, int], None] | None = None
-        self.on_leaving: Callable[[SimTransport, int, int, int], None] | None = None
+        self.on_landing: Callable[[SimTransport, SimTransport, Copy, int, int], None] | None = None
+        self.on_leaving: Callable[[SimTransport, int], None] | None = None
 
     def add(self, transport: SimTransport) -> int:
         self.by_address[len(self.by_address) + 1] = transport
@@ -95,6 +95,7 @@ class SimTransport:
         self.regions[region] = memory.obj  # type: ignore[assignment]
 
     def endpoint(self, peer: PeerId) -> bytes:
+        self._maybe_throw()
         if peer not in self._invited:
             self._generations += 1
             self._invited[peer] = self._generations
@@ -105,7 +106,11 @@ class SimTransport:
         address, _, generation = endpoint.partition(b":")
         if not (address.isdigit() and generation.isdigit()):
             raise ValueError(f"endpoint {endpoint!r} is not one of this data plane")
-        self._links[peer] = int(address), int(generation)
+        self._maybe_throw()
+        there = int(address), int(generation)
+        if self._links.get(peer, there) != there:  # a new endpoint replaces the old, and ends what was under way on it
+            self._end_copies(peer)
+        self._links[peer] = there
 
     def disconnect(self, peer: PeerId) -> None:
         """Forgets at once; what the peer has under way is cut a little later, and by hardware not at all."""
@@ -114,16 +119,22 @@ class SimTransport:
         if self.kind.cancels:
             admitted = self._admitted.get(peer, set())
             self.fabric.world.after(self.fabric.world.rng.uniform(0, 0.5), lambda: admitted.discard(generation))
+        self._end_copies(peer)
+
+    def _end_copies(self, peer: PeerId) -> None:
         for job in [job for job in self._jobs.values() if job.copy.peer == peer]:
             self._give_up(job, Reason.TRANSFER_FAILED)
+
+    def _maybe_throw(self) -> None:
+        if self.fabric.world.chance(self.fabric.faults.broken):
+            self.fabric.world.faults["port_threw"] += 1
+            raise InjectedFault("the simulated library threw")
 
     def submit(self, copy: Copy) -> bool:
         faults, world = self.fabric.faults, self.fabric.world
         if len(self._jobs) >= faults.queue_max or world.chance(faults.refuse):
             return False
-        if world.chance(faults.broken):
-            world.faults["broken_submit"] += 1
-            raise InjectedFault("the simulated library threw")
+        self._maybe_throw()
         link = self._links.get(copy.peer)
         remote = self.fabric.by_address.get(link[0]) if link else None
         if link is None or remote is None:
@@ -143,9 +154,16 @@ class SimTransport:
             self._give_up(self._jobs[job], Reason.CANCELLED)
 
     def fence(self, peer: PeerId) -> None:
+        """Takes effect when it ends, not when it is asked for; what was admitted since is not touched."""
         self._invited.pop(peer, None)
-        self._admitted.pop(peer, None)
-        self.fabric.world.after(self.fabric.world.rng.uniform(0, 0.01), lambda: self._note(FenceEnded(peer)))
+        condemned = set(self._admitted.get(peer, ()))
+        world = self.fabric.world
+        takes_s = world.rng.uniform(0.01, 1.5) if world.chance(self.fabric.faults.slow) else world.rng.uniform(0, 0.01)
+        world.after(takes_s, lambda: self._fenced(peer, condemned))
+
+    def _fenced(self, peer: PeerId, condemned: set[int]) -> None:
+        self._admitted.get(peer, set()).difference_update(condemned)
+        self._note(FenceEnded(peer))
 
     def drain(self) -> Sequence[TransportEvent]:
         events, self._events = self._events, []
@@ -186,7 +204,11 @@ class SimTransport:
                 return
             if (self.paused and not self._posted(job)) or (job.remote.paused and not self.kind.one_sided):
                 self._move(job, batches, 0.25, fate)  # nobody home: try again
-            elif not self._reachable(job) or (fate == "fail" and job.moved * 2 >= len(job.spans)):
+            elif not (job.remote.alive or self.kind.same_host):
+                self._end(job, Reason.TRANSFER_FAILED)
+            elif not self._admitted_by(job):
+                self._end(job, Reason.PEER_UNKNOWN)
+            elif fate == "fail" and job.moved * 2 >= len(job.spans):
                 self._end(job, Reason.TRANSFER_FAILED)
             elif fate == "stall" and job.moved * 2 >= len(job.spans):
                 if not self.kind.cancels:  # it lands in the end, long after everybody gave up on it
@@ -204,29 +226,29 @@ class SimTransport:
         """Hardware goes on writing what a process had posted, whether that process is stopped or dead."""
         return self.kind.one_sided and not self.kind.cancels and job.copy.direction is Direction.WRITE
 
-    def _reachable(self, job: _Job) -> bool:
-        if job.copy.direction is Direction.WRITE:
-            return job.remote.alive and job.generation in job.remote._admitted.get(self.me, ())
-        return job.remote.alive or self.kind.same_host
+    def _admitted_by(self, job: _Job) -> bool:
+        """What is mapped stays mapped; all else needs the peer's leave at every access."""
+        if job.copy.direction is Direction.READ and self.kind.same_host:
+            return True
+        return job.generation in job.remote._admitted.get(self.me, ())
 
     def _land(self, job: _Job, count: int) -> None:
         copy = job.copy
         ours, theirs = self.regions[copy.local_region], job.remote.regions[copy.remote_region]
+        fabric = self.fabric
         for local, remote, size in job.spans[job.moved : job.moved + count]:
             if copy.direction is Direction.READ:
-                self._landing(self, copy.local_region, local, size)
+                if fabric.on_landing is not None:
+                    fabric.on_landing(self, self, copy, local, size)
                 ours[local : local + size] = theirs[remote : remote + size]
             else:
-                self._landing(job.remote, copy.remote_region, remote, size)
-                if self.fabric.on_leaving is not None and self.alive:
-                    self.fabric.on_leaving(self, copy.local_region, local, size)
+                if fabric.on_landing is not None:
+                    fabric.on_landing(job.remote, self, copy, remote, size)
+                if fabric.on_leaving is not None and self.alive:
+                    fabric.on_leaving(self, local)
                 theirs[remote : remote + size] = ours[local : local + size]
             self.bytes_moved += size
         job.moved += count
-
-    def _landing(self, target: SimTransport, region: int, offset: int, size: int) -> None:
-        if self.fabric.on_landing is not None:
-            self.fabric.on_landing(target, region, offset, size)
 
     def _in_range(self, job: _Job) -> bool:
         copy = job.copy

@@ -8,7 +8,6 @@ none at all when that could not be proven. The waker is called without the lock,
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested, DeviceEvent, Spans, TransportEvent
+from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Spans, TransportEvent
 
 log = logging.getLogger(__name__)
 
@@ -160,34 +159,3 @@ class Jobs:
         job.ended = True
         self._jobs.pop(job.copy.job, None)
         self.post(CopyEnded(job.copy.job, job.reason, at_rest, job.detail))
-
-
-class Gate:
-    """Waits for device events on a thread of its own, started by the first, so that no mover ever waits for one."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._queue: queue.SimpleQueue[tuple[DeviceEvent, Callable[[str], None]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def wait(self, event: DeviceEvent, then: Callable[[str], None]) -> None:
-        """Call `then` with "" once the device is done, or with what went wrong."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._queue.put((event, then))
-
-    def close(self, join_s: float) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(join_s)  # bounded: a device that hangs keeps a daemon thread, nothing else
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            event, then = item
-            try:
-                event.synchronize()
-            except Exception as error:  # noqa: BLE001 - a device library's own errors; they fail one copy
-                then(f"the device event failed: {error!r}")
-            else:
-                then("")

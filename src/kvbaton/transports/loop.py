@@ -92,7 +92,7 @@ class Loop:
                 self._epoll.unregister(fd)
 
     def stop(self, join_s: float) -> bool:
-        """Close all that is watched and end the thread; False if that took longer than `join_s`. Idempotent."""
+        """Close all that is watched and end the thread; False if that is not done after `join_s`. Idempotent."""
         with self._lock:
             first, self._stopping = not self._stopping, True
             if first:
@@ -102,7 +102,7 @@ class Loop:
                 self._release()
             return True
         if threading.current_thread() is self._thread:
-            return True  # as soon as the caller returns
+            return False  # not before the caller returns
         self._thread.join(join_s)
         return not self._thread.is_alive()
 

@@ -14,7 +14,7 @@ import mmap
 import os
 
 HUGE_PAGE_BYTES = 2 << 20
-REGIONS_MAX = 128
+REGIONS_MAX = 256  # one per layer and tensor, of a large model
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 F_SEAL_FUTURE_WRITE = 0x10  # not named by Python 3.11; Linux 5.1

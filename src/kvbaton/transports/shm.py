@@ -18,7 +18,8 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.transports.auth import SECRET_BYTES
 from kvbaton.transports.base import Capabilities, Copy, Direction, TransportEvent
-from kvbaton.transports.jobs import Gate, Job, Jobs
+from kvbaton.transports.gate import Gate
+from kvbaton.transports.jobs import Job, Jobs
 from kvbaton.transports.loop import Loop
 from kvbaton.transports.memory import Registered, region_of
 from kvbaton.transports.mover import choose_mover

@@ -23,7 +23,7 @@ from kvbaton.transports.auth import greet
 from kvbaton.transports.jobs import Job, Jobs
 from kvbaton.transports.loop import Loop
 from kvbaton.transports.memory import F_SEAL_FUTURE_WRITE, REGIONS_MAX
-from kvbaton.transports.shm_door import LENGTH, Place, ShmEndpoint, same_user
+from kvbaton.transports.shm_door import DESCRIPTORS_MAX, LENGTH, Place, ShmEndpoint, same_user
 from kvbaton.transports.wire import Script, Wire, take
 
 _SEALS = fcntl.F_SEAL_SHRINK | F_SEAL_FUTURE_WRITE
@@ -86,8 +86,8 @@ class Attachment:
             table = yield from take(min(LENGTH.unpack(head.data)[0], TABLE_BYTES_MAX))
             try:
                 places = msgspec.msgpack.decode(table, type=list[Place])
-                mapped = {place.region: _map(place, fd) for place, fd in zip(places, head.descriptors, strict=True)}
-            except (msgspec.MsgspecError, OSError, ValueError) as error:
+                mapped = _map(places, head.descriptors)
+            except (msgspec.MsgspecError, OSError, ValueError, IndexError) as error:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"regions that cannot be mapped: {error}") from None
         finally:
             for fd in head.descriptors:
@@ -134,7 +134,7 @@ class TakeDescriptors:
 
     def pull(self, sock: socket.socket, room: int) -> int:
         ints = array.array("i")
-        space = socket.CMSG_SPACE(REGIONS_MAX * ints.itemsize)
+        space = socket.CMSG_SPACE(DESCRIPTORS_MAX * ints.itemsize)
         data, ancillary, _flags, _address = sock.recvmsg(self.left, space, socket.MSG_CMSG_CLOEXEC)
         for level, kind, body in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -145,11 +145,20 @@ class TakeDescriptors:
         return len(data)
 
 
-def _map(place: Place, fd: int) -> memoryview:
+def _map(places: list[Place], descriptors: list[int]) -> Mapped:
+    """Each descriptor is mapped once, whole; a region is a view of it."""
+    wholes = [_map_whole(fd) for fd in descriptors]
+    mapped: Mapped = {}
+    for place in places:
+        whole = wholes[place.descriptor] if place.descriptor >= 0 else memoryview(b"")
+        if not 0 <= place.offset <= whole.nbytes - place.size or place.size < 0:
+            raise ValueError(f"region {place.region} is not inside its descriptor")
+        mapped[place.region] = whole[place.offset : place.offset + place.size]
+    return mapped
+
+
+def _map_whole(fd: int) -> memoryview:
     seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     if seals & _SEALS != _SEALS:
-        raise ValueError("a region is not sealed against shrinking and writing")
-    size = os.fstat(fd).st_size
-    if not 0 <= place.offset <= size - place.size or place.size < 0:
-        raise ValueError(f"region {place.region} is not inside its descriptor")
-    return memoryview(mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ))[place.offset : place.offset + place.size]
+        raise ValueError("a descriptor is not sealed against shrinking and writing")
+    return memoryview(mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ))

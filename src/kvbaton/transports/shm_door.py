@@ -22,6 +22,7 @@ from kvbaton.transports.memory import Region
 from kvbaton.transports.reception import BACKLOG, Reception
 
 STRANGERS_MAX = 32
+DESCRIPTORS_MAX = 250  # the kernel passes 253 at once
 NAME_PREFIX = "\0kvbaton-"  # abstract: nothing in the file system to clean up
 
 LENGTH = struct.Struct("<I")
@@ -38,9 +39,10 @@ class ShmEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="shm1"):
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """A region within the descriptor that is passed with it."""
+    """A region within one of the descriptors that are passed with it."""
 
     region: int
+    descriptor: int  # which of them
     offset: int
     size: int
 
@@ -56,7 +58,8 @@ class Door:
 
     def __init__(self, me: PeerId, loop: Loop, handshake_s: float) -> None:
         self._name = NAME_PREFIX + secrets.token_hex(16)
-        self._places: list[tuple[Place, Region]] = []
+        self._places: list[Place] = []
+        self._backings: list[Region] = []
         self._reception = Reception(me, loop, same_user, self._welcome, STRANGERS_MAX, handshake_s)
 
     @property
@@ -64,8 +67,13 @@ class Door:
         return self._reception.keyring
 
     def add(self, region: int, offset: int, size: int, backing: Region) -> None:
+        """Pass `region` out from now on, and let nobody map it for writing any more."""
+        if backing not in self._backings:
+            if len(self._backings) >= DESCRIPTORS_MAX:
+                raise ValueError(f"region {region}: more than {DESCRIPTORS_MAX} allocations; let regions share one")
+            self._backings.append(backing)
         backing.seal_writes()
-        self._places.append((Place(region, offset, size), backing))
+        self._places.append(Place(region, self._backings.index(backing), offset, size))
 
     def listen(self) -> str:
         """Accept from now on; the name to dial."""
@@ -79,10 +87,10 @@ class Door:
         return listener
 
     def _welcome(self, admitted: Admitted, sock: socket.socket) -> None:
-        table = msgspec.msgpack.encode([place for place, _ in self._places])
+        table = msgspec.msgpack.encode(self._places)
         with sock, contextlib.suppress(OSError):  # who left meanwhile, left
             if self.keyring.still_admits(admitted):
-                socket.send_fds(sock, [LENGTH.pack(len(table)) + table], [backing.fd for _, backing in self._places])
+                socket.send_fds(sock, [LENGTH.pack(len(table)) + table], [backing.fd for backing in self._backings])
 
 
 def same_user(sock: socket.socket) -> None:

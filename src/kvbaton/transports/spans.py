@@ -6,6 +6,7 @@ Law: the parts of a copy cover exactly its bytes, once, in order. Tables are `ar
 
 from __future__ import annotations
 
+import itertools
 import sys
 from array import array
 from collections import deque
@@ -30,18 +31,19 @@ def cut(spans: Spans, total_bytes: int, hands: int, part_bytes: range, rows_max:
     if total_bytes <= size and len(spans) <= 3 * rows_max:
         return deque([spans] if total_bytes else [])
     rows: Rows = np.frombuffer(spans, np.int64).reshape(-1, 3)
-    rows = _divided(rows[rows[:, 2] > 0], part_bytes.start)
-    starts = np.cumsum(rows[:, 2]) - rows[:, 2]
-    edges = np.searchsorted(starts, np.arange(size, total_bytes, size))
+    if rows[:, 2].max() > part_bytes.start or not rows[:, 2].all():
+        spans = _as_spans(_divided(rows[rows[:, 2] > 0], part_bytes.start))
+        rows = np.frombuffer(spans, np.int64).reshape(-1, 3)
+    ends = np.cumsum(rows[:, 2])
+    edges = np.searchsorted(ends, np.arange(size, total_bytes, size), side="left") + 1
     edges = np.union1d(edges, np.arange(rows_max, len(rows), rows_max))
-    return deque(_as_spans(part) for part in np.split(rows, edges) if len(part))
+    bounds = [0, *edges.tolist(), len(rows)]
+    return deque(spans[3 * low : 3 * high] for low, high in itertools.pairwise(bounds) if low < high)
 
 
 def _divided(rows: Rows, piece_bytes: int) -> Rows:
     """No row larger than `piece_bytes`."""
     pieces = -(-rows[:, 2] // piece_bytes)
-    if (pieces <= 1).all():
-        return rows
     owner = np.repeat(np.arange(len(rows)), pieces)
     offset = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * piece_bytes
     sizes = np.minimum(rows[owner, 2] - offset, piece_bytes)

@@ -5,7 +5,9 @@ Closing a socket, on the one thread that uses it, is both the cancel and the fen
 payload is gathered and scattered by sendmsg and recvmsg straight from and into registered memory.
 
 Law: `fence` and `disconnect` revoke the peer's secret before they close its sockets, so that incarnation cannot come
-back until `endpoint(peer)` is asked for again, which mints a new one.
+back until `endpoint(peer)` is asked for again, which mints a new one. That a WRITE has come to rest is known from the
+peer's answer or from its closing the connection (a reset counts: a kernel sends one when it closes with bytes unread);
+a connection that merely timed out proves nothing, and such a WRITE never claims rest.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.transports.auth import SECRET_BYTES
 from kvbaton.transports.base import Capabilities, Copy, Direction, FenceEnded, Spans, TransportEvent
-from kvbaton.transports.jobs import Gate, Job, Jobs
+from kvbaton.transports.gate import Gate
+from kvbaton.transports.jobs import Job, Jobs
 from kvbaton.transports.loop import Loop
 from kvbaton.transports.memory import Registered
 from kvbaton.transports.mover import choose_mover
