@@ -30,8 +30,10 @@ class Pair:
     p: Worker
     d: Worker
     key: bytes
+    names: tuple[str, str] = ("p0", "d0")
 
-    def ticket(self, source: str = "p0", target: str = "d0") -> str:
+    def ticket(self) -> str:
+        source, target = self.names
         handoff = handoff_id(TransferId(secrets.token_hex(16)))
         return seal(Ticket(handoff, WorkerId(source), time.time() + 60, target=WorkerId(target)), self.key)
 
@@ -93,7 +95,7 @@ async def pair(
     workers = []
     for ring, role, options, config in zip(rings, ("prefill", "decode"), (p or {}, d or {}), configs, strict=True):
         base = {"registry": "tcp://127.0.0.1:1", "transport": transport, "keys": directory, "name": ring.name}
-        workers.append(Worker(WorkerOptions(role=role, **{**base, **options}), ring, config))
+        workers.append(Worker(WorkerOptions(**{**base, "role": role, **options}), ring, config))
     try:
         for worker in workers:
             worker.start()

@@ -9,6 +9,7 @@ import pytest
 from kvbaton.engine.config import CacheConfig, EngineConfig, ModelConfig
 from kvbaton.engine.server import RefusedError
 from kvbaton.engine.worker import reference_answers
+from kvbaton.protocol.events import Departed
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.ticket import Ticket, seal
 from kvbaton.transports.base import CopyEnded
@@ -247,5 +248,43 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(tmp_path, mode):
             kept = [text for n, text in enumerate(done) if not n % 2]
             assert kept == reference_answers(asked[::2], 12)
             await two.at_rest()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_workers_that_lost_sight_of_each_other_pair_again(tmp_path, transport):
+    """Promise 2: a registry that flaps, several times, costs at most the handoffs under way."""
+
+    async def scenario() -> None:
+        async with pair(tmp_path, transport=transport) as two:
+            for turn in range(3):
+                for mode in ("pull", "stream", "push"):
+                    prompt = f"{turn} {mode} after every flap we hand over again " * 2
+                    assert await two.answer(prompt, mode) == reference_answers([prompt], 12)[0]
+                two.d.loop.tell(Departed(two.p.peer.worker, two.p.peer.incarnation))
+                two.p.loop.tell(Departed(two.d.peer.worker, two.d.peer.incarnation))
+                await two.at_rest()
+            assert two.ends() == {"delivered": 9}
+
+    asyncio.run(scenario())
+
+
+def test_two_workers_of_both_roles_hand_over_to_each_other(tmp_path):
+    """One data connection serves both directions; giving one up does not take the other along."""
+
+    async def scenario() -> None:
+        async with pair(tmp_path, transport="tcp", p={"role": "both"}, d={"role": "both"}) as two:
+            back = Pair(two.d, two.p, two.key)
+            for turn in range(2):
+                for mode in ("pull", "push"):
+                    for way, (there, names) in enumerate([(two, ("p0", "d0")), (back, ("d0", "p0"))]):
+                        prompt = f"{turn}{way} {mode} there and back again, with the same two workers " * 2
+                        there.names = names
+                        assert await there.answer(prompt, mode) == reference_answers([prompt], 12)[0]
+                two.d.loop.tell(Departed(two.p.peer.worker, two.p.peer.incarnation))
+                await two.at_rest()
+            assert two.ends() == {"delivered": 4}
+            assert back.ends() == {"delivered": 4}
 
     asyncio.run(scenario())

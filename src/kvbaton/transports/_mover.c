@@ -8,6 +8,7 @@
 #include <Python.h>
 #include <errno.h>
 #include <stdint.h>
+#include <poll.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -171,7 +172,7 @@ static void advance(struct cursor *at, int64_t bytes)
 }
 
 /* Until the room is used, the spans are done, or the socket has no more; -1 with errno (ERANGE: a bad span). */
-static int64_t stream_rows(int fd, char *base, struct cursor *at, int64_t room, int sending)
+static int64_t stream_rows(int fd, char *base, struct cursor *at, int64_t room, int sending, int wake_fd, int wait_ms)
 {
     struct iovec vectors[IOVECS_MAX];
     int64_t moved = 0, wanted;
@@ -188,12 +189,21 @@ static int64_t stream_rows(int fd, char *base, struct cursor *at, int64_t room, 
                               : recvmsg(fd, &message, MSG_DONTWAIT);
         if (got < 0 && errno == EINTR)
             continue;
-        if (got <= 0)
+        if (got == 0 || (got < 0 && errno != EAGAIN))
             return moved ? moved : got;
-        moved += got;
-        advance(at, got);
-        if (got < wanted)
-            break; /* the socket is drained (or full); asking again would only cost a call */
+        if (got > 0) {
+            moved += got;
+            advance(at, got);
+            if (got == wanted)
+                continue;
+        }
+        if (moved >= room)
+            break;
+        struct pollfd fds[2] = {{fd, sending ? POLLOUT : POLLIN, 0}, {wake_fd, POLLIN, 0}};
+        if (wait_ms <= 0 || poll(fds, 2, wait_ms) <= 0 || fds[1].revents || !fds[0].revents) {
+            if (moved == 0) { errno = EAGAIN; return -1; }
+            break;
+        }
     }
     return moved;
 }
@@ -203,8 +213,9 @@ static PyObject *stream_spans(PyObject *self, PyObject *const *args, Py_ssize_t 
 {
     Py_buffer memory = {0}, table = {0};
     PyObject *result = NULL;
-    if (nargs != 8)
-        return PyErr_Format(PyExc_TypeError, "stream_spans takes 8 arguments, got %zd", nargs);
+    if (nargs != 10)
+        return PyErr_Format(PyExc_TypeError, "stream_spans takes 10 arguments, got %zd", nargs);
+    int wake_fd = (int)PyLong_AsLong(args[8]), wait_ms = (int)PyLong_AsLong(args[9]);
     int fd = (int)PyLong_AsLong(args[0]), sending = PyObject_IsTrue(args[7]), saved;
     struct cursor at = {.width = PyLong_AsSsize_t(args[3]), .index = PyLong_AsSsize_t(args[4]),
                         .skip = PyLong_AsLongLong(args[5])};
@@ -223,7 +234,7 @@ static PyObject *stream_spans(PyObject *self, PyObject *const *args, Py_ssize_t 
         goto out;
     }
     Py_BEGIN_ALLOW_THREADS
-    moved = stream_rows(fd, memory.buf, &at, room, sending);
+    moved = stream_rows(fd, memory.buf, &at, room, sending, wake_fd, wait_ms);
     saved = errno;
     Py_END_ALLOW_THREADS
     errno = saved;

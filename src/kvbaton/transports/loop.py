@@ -21,6 +21,7 @@ from typing import Protocol
 log = logging.getLogger(__name__)
 
 EVENTS_MAX = 64
+WAITMS = int(os.environ.get("WAITMS","0"))
 IN, OUT = select.EPOLLIN, select.EPOLLOUT
 
 
@@ -108,8 +109,12 @@ class Loop:
 
     def _run(self) -> None:
         while not self._stopping:
-            for fd, events in self._epoll.poll(self._timeout(), EVENTS_MAX):
+            evs=self._epoll.poll(self._timeout(), EVENTS_MAX)
+            from kvbaton.transports.mover import PAT
+            PAT.v = (self._wake_fd, WAITMS if len(evs)==1 and not self._calls else 0)
+            for fd, events in evs:
                 self._tell(fd, events)
+            PAT.v = (-1,0)
             self._run_timers()
             self._run_calls()
         self._run_calls()

@@ -25,6 +25,11 @@ PIECE_BYTES = 1 << 20
 """How much is copied between two looks at a cancel flag."""
 
 IOVECS_MAX = 256
+import threading
+class _P(threading.local):
+    def __init__(self): self.v=(-1,0)
+    def __getitem__(self,i): return self.v[i]
+PAT=_P()
 SPAN_BAD = "span {} is outside its memory"
 
 
@@ -149,7 +154,7 @@ class NativeMover:
         sending: bool,
     ) -> tuple[int, int, int]:
         moved: tuple[int, int, int] = self._stream_spans(
-            sock.fileno(), memory, spans, width, index, skip, room, sending
+            sock.fileno(), memory, spans, width, index, skip, room, sending, PAT[0], PAT[1]
         )
         return moved
 
