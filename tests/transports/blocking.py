@@ -12,6 +12,7 @@ import msgspec
 
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.transports.auth import greet
+from kvbaton.transports.mover import NO_WAIT
 from kvbaton.transports.spans import to_wire
 from kvbaton.transports.tcp import TcpEndpoint
 from kvbaton.transports.tcp_frames import FRAME_BYTES, Frame, Kind, parse
@@ -38,7 +39,7 @@ def play(sock: socket.socket, script: Callable[[Wire], Generator[Sink, None, Res
             want = next(steps)
             flush(sock, box)
             while want.left:
-                if not want.pull(sock, want.left):
+                if not want.pull(sock, want.left, NO_WAIT):
                     raise ConnectionResetError("closed by the other end")
     except StopIteration as stop:
         flush(sock, box)
@@ -47,7 +48,7 @@ def play(sock: socket.socket, script: Callable[[Wire], Generator[Sink, None, Res
 
 def flush(sock: socket.socket, box: Outbox) -> None:
     while box.out:
-        box.out[0].push(sock, 1 << 30)
+        box.out[0].push(sock, 1 << 30, NO_WAIT)
         if not box.out[0].left:
             box.out.popleft()
 

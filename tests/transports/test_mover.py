@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import select
 import socket
 import threading
 from array import array
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.transports.mover import Mover, NativeMover, PythonMover, choose_mover
+from kvbaton.transports.mover import NO_WAIT, Mover, NativeMover, PythonMover, choose_mover
 
 MOVERS: list[Mover] = [PythonMover()]
 with contextlib.suppress(ImportError):
@@ -157,7 +159,9 @@ def test_spans_cross_a_socket_exactly_whatever_the_room(
         for sock, memory, sending in ((sockets[0], source, True), (sockets[1], target, False)):
             room = rng.choice([1, 100, 70000])
             try:
-                index, skip, moved = mover.stream_spans(sock, memory, out, width, *place[sending], room, sending)
+                index, skip, moved = mover.stream_spans(
+                    sock, memory, out, width, *place[sending], room, sending, NO_WAIT
+                )
             except BlockingIOError:
                 continue
             assert moved <= room
@@ -170,19 +174,43 @@ def test_spans_cross_a_socket_exactly_whatever_the_room(
 def test_a_socket_without_bytes_or_room_says_so(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
     memory, spans = bytearray(1 << 20), array("q", [0, 1 << 20])
     with pytest.raises(BlockingIOError):
-        mover.stream_spans(sockets[0], memory, spans, 2, 0, 0, 1 << 20, False)
+        mover.stream_spans(sockets[0], memory, spans, 2, 0, 0, 1 << 20, False, NO_WAIT)
     with pytest.raises(BlockingIOError):
         while True:
-            mover.stream_spans(sockets[0], memory, spans, 2, 0, 0, 1 << 20, True)
+            mover.stream_spans(sockets[0], memory, spans, 2, 0, 0, 1 << 20, True, NO_WAIT)
     sockets[1].close()
     with pytest.raises(BrokenPipeError):
-        mover.stream_spans(sockets[0], memory, spans, 2, 0, 0, 1 << 20, True)
+        mover.stream_spans(sockets[0], memory, spans, 2, 0, 0, 1 << 20, True, NO_WAIT)
+
+
+@both
+def test_a_mover_may_wait_for_more_but_not_when_others_are_due(
+    mover: Mover, sockets: tuple[socket.socket, socket.socket]
+) -> None:
+    memory, spans = bytearray(8), array("q", [0, 8])
+    with select.epoll() as loop:
+        fd = os.eventfd(1)
+        loop.register(fd, select.EPOLLIN)
+        with pytest.raises(BlockingIOError):  # at once: the eventfd is due
+            mover.stream_spans(sockets[0], memory, spans, 2, 0, 0, 8, False, (loop.fileno(), 60_000))
+        os.eventfd_read(fd)
+        sockets[1].send(b"1234")
+        thread = threading.Thread(target=lambda: sockets[1].send(b"5678"))
+        thread.start()
+        place = mover.stream_spans(sockets[0], memory, spans, 2, 0, 0, 8, False, (loop.fileno(), 20_000))
+        thread.join()
+        assert place == (1, 0, 8) or not mover.native
+        assert memory[: place[2]] == b"12345678"[: place[2]]
+        if place[2] == 8:
+            with pytest.raises(BlockingIOError):  # when the time is over
+                mover.stream_spans(sockets[0], memory, spans, 2, 0, 0, 8, False, (loop.fileno(), 1))
+        os.close(fd)
 
 
 @both
 def test_the_end_of_a_stream_is_zero_bytes(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
     sockets[1].close()
-    assert mover.stream_spans(sockets[0], bytearray(8), array("q", [0, 8]), 2, 0, 0, 8, False) == (0, 0, 0)
+    assert mover.stream_spans(sockets[0], bytearray(8), array("q", [0, 8]), 2, 0, 0, 8, False, NO_WAIT) == (0, 0, 0)
 
 
 @both
@@ -194,9 +222,9 @@ def test_a_bad_span_never_reaches_a_socket(
     memory = bytearray(8)
     sockets[1].send(b"12345678")
     with pytest.raises(ValueError):
-        mover.stream_spans(sockets[0], memory, array("q", [0, 2, *bad]), 2, 0, 0, 8, sending)
+        mover.stream_spans(sockets[0], memory, array("q", [0, 2, *bad]), 2, 0, 0, 8, sending, NO_WAIT)
     with pytest.raises(ValueError):
-        mover.stream_spans(sockets[0], memory, array("q", [0, 2]), 2, 0, 3, 8, sending)
+        mover.stream_spans(sockets[0], memory, array("q", [0, 2]), 2, 0, 3, 8, sending, NO_WAIT)
     assert memory == bytes(8)
     with pytest.raises(BlockingIOError):
         sockets[1].recv(8)
@@ -206,4 +234,4 @@ def test_a_bad_span_never_reaches_a_socket(
 def test_a_place_that_cannot_be_is_refused(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
     for place in ((-1, 0, 8), (0, -1, 8), (0, 0, -8)):
         with pytest.raises(ValueError):
-            mover.stream_spans(sockets[0], bytearray(8), array("q", [0, 8]), 2, *place, True)
+            mover.stream_spans(sockets[0], bytearray(8), array("q", [0, 8]), 2, *place, True, NO_WAIT)

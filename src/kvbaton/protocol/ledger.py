@@ -35,6 +35,8 @@ class Ledger:
         self.producer = Producer(self.desk)
         self.sessions = Sessions(self.desk, self.producer.on_session_ended, self.producer.is_idle)
         self.consumer = Consumer(self.desk)
+        # A fence shuts a peer out of our memory in both roles: if it reads from us as well, it must pair anew.
+        self.consumer.links.on_fence = lambda peer, now: self.sessions.end_worker(peer.worker, peer.incarnation, now)
         self.puts = Puts(self.desk)
         self._on_event = self._event_handlers()
         self._of_target = self._target_messages()

@@ -5,6 +5,7 @@ A link that is down is forgotten; the next need greets anew. Who waits for a lin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from kvbaton.protocol.desk import Desk
@@ -32,6 +33,7 @@ class Links:
         self.desk = desk
         self.by_worker: dict[WorkerId, Link] = {}
         self.fencing: list[Link] = []
+        self.on_fence: Callable[[PeerId, float], None] = _ignored
         self._watcher = watcher
         self._last_nonce = 0
 
@@ -134,6 +136,7 @@ class Links:
         self.desk.count("fences")
         for rank, source in sorted(link.fencing):
             self.desk.emit(StartFence(rank, link.transport.name, source))
+        self.on_fence(link.peer, now)
         self.lose(link, Reason.PEER_GONE, "fenced after it did not confirm that it had stopped writing", now)
 
     def on_fenced(self, rank: int, peer: PeerId, now: float) -> None:
@@ -170,6 +173,10 @@ class Links:
             self.desk.emit(Send(link.worker, link.peer.incarnation, link.session, message, invitation))
         at = min(now + self.desk.settings.retry_s, link.deadline)
         self.desk.timers.set(("link", link.worker), at)
+
+
+def _ignored(peer: PeerId, now: float) -> None:
+    """Nobody else has to do with that peer."""
 
 
 def _holder(link: Link) -> Holder:

@@ -60,7 +60,7 @@ def settings(rng: random.Random, profile: str) -> Settings:
         transfer_timeout=rng.uniform(1.0, 3.0),
         defer_timeout=rng.uniform(2.0, 4.0),
         claim_timeout=rng.uniform(0.8, 2.0),
-        lease_s=rng.uniform(0.1, 0.3) if profile == "expiry" else rng.uniform(0.3, 1.5),
+        lease_s=rng.uniform(0.2, 0.4) if profile == "expiry" else rng.uniform(0.3, 1.5),
         max_hold_s=rng.choice((rng.uniform(1.5, 3.0), rng.uniform(5.0, 8.0))),
         retry_s=rng.uniform(0.15, 0.4),
         revoke_timeout=rng.uniform(0.3, 1.0),
@@ -93,7 +93,11 @@ def draw(rng: random.Random) -> Plan:
     mixed = strange and rng.random() < 0.3
 
     def character(name: str, ranks: int, block_tokens: int) -> Character:
-        own = times if healthy else msgspec.structs.replace(times, lease_s=times.lease_s * rng.choice((0.5, 1.0)))
+        own = (
+            times
+            if healthy
+            else msgspec.structs.replace(times, lease_s=max(0.2, times.lease_s * rng.choice((0.5, 1.0))))
+        )
         return Character(
             name=WorkerId(name),
             wall_skew_s=0.0 if healthy else rng.uniform(-0.5, 0.5),
