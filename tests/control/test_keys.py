@@ -4,6 +4,7 @@ import json
 import os
 import stat
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -93,8 +94,16 @@ def test_adding_a_name_that_exists_is_refused(minted: Path) -> None:
     assert keys.load(minted, "p0") == before
 
 
-def test_of_many_who_add_one_name_at_once_one_succeeds(minted: Path) -> None:
+def test_of_many_who_add_one_name_at_once_one_succeeds(minted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes: list[str] = []
+    together, keypair = threading.Barrier(8), zmq.curve_keypair
+
+    def keypair_when_all_are_here() -> tuple[bytes, bytes]:
+        with suppress(threading.BrokenBarrierError):  # as it should be: one at a time gets here
+            together.wait(0.1)
+        return keypair()
+
+    monkeypatch.setattr(zmq, "curve_keypair", keypair_when_all_are_here)
 
     def attempt() -> None:
         try:
@@ -110,6 +119,15 @@ def test_of_many_who_add_one_name_at_once_one_succeeds(minted: Path) -> None:
         thread.join()
     assert sorted(outcomes) == ["added"] + ["refused"] * 7
     assert keys.load(minted, "d9").name == "d9"
+
+
+def test_a_file_that_exists_is_never_overwritten(minted: Path) -> None:
+    path = minted / "public" / "p0.json"
+    before = path.read_bytes()
+    with pytest.raises(FileExistsError):
+        keys._write(path, keys._Public("p0", "x" * 40))
+    assert path.read_bytes() == before
+    assert sorted(file.name for file in path.parent.iterdir()) == ["d0.json", "p0.json", "router.json"]
 
 
 def test_an_interrupted_add_can_be_repeated(minted: Path) -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import os
 import select
 import threading
 from collections import deque
+
+import pytest
 
 from kvbaton.control.waker import Waker
 
@@ -34,6 +37,21 @@ def test_a_wake_after_closing_is_harmless() -> None:
     waker = Waker()
     waker.close()
     waker.wake()
+    waker.close()
+
+
+def test_a_wake_in_the_middle_of_clearing_does_not_silence_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waker, read = Waker(), os.eventfd_read
+
+    def read_late(fd: int) -> int:
+        waker.wake()
+        return read(fd)
+
+    waker.wake()
+    monkeypatch.setattr(os, "eventfd_read", read_late)
+    waker.clear()
+    waker.wake()
+    assert _readable(waker)
     waker.close()
 
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbaton.transports import mover as mover_module
 from kvbaton.transports.mover import NO_WAIT, Mover, NativeMover, PythonMover, choose_mover
 
 MOVERS: list[Mover] = [PythonMover()]
@@ -52,6 +53,11 @@ def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
 def test_the_extension_is_chosen_where_it_exists_and_python_when_asked() -> None:
     assert choose_mover().native is (len(MOVERS) == 2)
     assert not choose_mover(pure_python=True).native
+
+
+def test_an_extension_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover_module, "CONTRACT", -1)
+    assert not choose_mover().native
 
 
 @settings(deadline=None)  # a busy machine is not a failure

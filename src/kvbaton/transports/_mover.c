@@ -7,12 +7,14 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <errno.h>
-#include <stdint.h>
 #include <poll.h>
+#include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
+#include <time.h>
 
+#define CONTRACT 1            /* raise with every change of a signature, together with mover.CONTRACT */
 #define PIECE_BYTES (1 << 20) /* the cancel flag is looked at this often: about 70 us of copying */
 #define IOVECS_MAX 512        /* per system call; the kernel takes 1024, 256 is already as fast */
 
@@ -171,11 +173,26 @@ static void advance(struct cursor *at, int64_t bytes)
     }
 }
 
-/* Until the room is used, the spans are done, or the socket has no more; -1 with errno (ERANGE: a bad span). */
-static int64_t stream_rows(int fd, char *base, struct cursor *at, int64_t room, int sending, int wake_fd, int wait_ms)
+static int64_t now_ms(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+/* Whether the socket can go on within the time, and nothing else on the loop (its epoll descriptor) is due first. */
+static int may_go_on(int fd, int sending, int loop_fd, int64_t left_ms)
+{
+    struct pollfd polled[2] = {{fd, sending ? POLLOUT : POLLIN, 0}, {loop_fd, POLLIN, 0}};
+    return left_ms > 0 && poll(polled, 2, (int)left_ms) > 0 && polled[0].revents;
+}
+
+/* Until the room or the time is used, the spans are done, or the socket has no more and others are due.
+ * The bytes moved; 0 at end of stream; -1 with errno (ERANGE: a bad span). */
+static int64_t stream_rows(int fd, char *base, struct cursor *at, int64_t room, int sending, int loop_fd, int wait_ms)
 {
     struct iovec vectors[IOVECS_MAX];
-    int64_t moved = 0, wanted;
+    int64_t moved = 0, wanted, end_ms = wait_ms > 0 ? now_ms() + wait_ms : 0;
     while (moved < room) {
         int used = gather(at, base, room - moved, vectors, &wanted);
         if (used < 0) {
@@ -194,29 +211,27 @@ static int64_t stream_rows(int fd, char *base, struct cursor *at, int64_t room, 
         if (got > 0) {
             moved += got;
             advance(at, got);
-            if (got == wanted)
-                continue;
         }
-        if (moved >= room)
+        int64_t left_ms = end_ms ? end_ms - now_ms() : 0;
+        if (got == wanted ? end_ms && left_ms <= 0 : moved >= room || !may_go_on(fd, sending, loop_fd, left_ms))
             break;
-        struct pollfd fds[2] = {{fd, sending ? POLLOUT : POLLIN, 0}, {wake_fd, POLLIN, 0}};
-        if (wait_ms <= 0 || poll(fds, 2, wait_ms) <= 0 || fds[1].revents || !fds[0].revents) {
-            if (moved == 0) { errno = EAGAIN; return -1; }
-            break;
-        }
+    }
+    if (moved == 0 && room > 0 && at->index < at->count) {
+        errno = EAGAIN;
+        return -1;
     }
     return moved;
 }
 
-/* stream_spans(fd, memory, spans, width, index, skip, room, sending) -> (index, skip, bytes moved) */
+/* stream_spans(fd, memory, spans, width, index, skip, room, sending, loop_fd, wait_ms) -> (index, skip, bytes moved) */
 static PyObject *stream_spans(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     Py_buffer memory = {0}, table = {0};
     PyObject *result = NULL;
     if (nargs != 10)
         return PyErr_Format(PyExc_TypeError, "stream_spans takes 10 arguments, got %zd", nargs);
-    int wake_fd = (int)PyLong_AsLong(args[8]), wait_ms = (int)PyLong_AsLong(args[9]);
     int fd = (int)PyLong_AsLong(args[0]), sending = PyObject_IsTrue(args[7]), saved;
+    int loop_fd = (int)PyLong_AsLong(args[8]), wait_ms = (int)PyLong_AsLong(args[9]);
     struct cursor at = {.width = PyLong_AsSsize_t(args[3]), .index = PyLong_AsSsize_t(args[4]),
                         .skip = PyLong_AsLongLong(args[5])};
     int64_t room = PyLong_AsLongLong(args[6]), moved;
@@ -234,7 +249,7 @@ static PyObject *stream_spans(PyObject *self, PyObject *const *args, Py_ssize_t 
         goto out;
     }
     Py_BEGIN_ALLOW_THREADS
-    moved = stream_rows(fd, memory.buf, &at, room, sending, wake_fd, wait_ms);
+    moved = stream_rows(fd, memory.buf, &at, room, sending, loop_fd, wait_ms);
     saved = errno;
     Py_END_ALLOW_THREADS
     errno = saved;
@@ -262,5 +277,8 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_mover", "See the he
 
 PyMODINIT_FUNC PyInit__mover(void)
 {
-    return PyModule_Create(&module);
+    PyObject *made = PyModule_Create(&module);
+    if (made && PyModule_AddIntConstant(made, "CONTRACT", CONTRACT) < 0)
+        Py_CLEAR(made);
+    return made;
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 import socket
 from array import array
 from collections.abc import Iterator
@@ -19,17 +20,21 @@ from typing import Protocol
 
 import numpy as np
 
+log = logging.getLogger(__name__)
+
 Memory = memoryview | bytearray
 
+Wait = tuple[int, int]
+"""The epoll descriptor of a loop, and for how many milliseconds at most it has nothing better to do."""
+
+CONTRACT = 1
+"""Which signatures the extension must have; an extension left over from another version is not used."""
+
+NO_WAIT: Wait = (-1, 0)
 PIECE_BYTES = 1 << 20
 """How much is copied between two looks at a cancel flag."""
 
 IOVECS_MAX = 256
-import threading
-class _P(threading.local):
-    def __init__(self): self.v=(-1,0)
-    def __getitem__(self,i): return self.v[i]
-PAT=_P()
 SPAN_BAD = "span {} is outside its memory"
 
 
@@ -64,9 +69,11 @@ class Mover(Protocol):
         skip: int,
         room: int,
         sending: bool,
+        wait: Wait,
     ) -> tuple[int, int, int]:
-        """Send or receive from row `index`, byte `skip` on, at most `room` bytes, without blocking: the new place and
-        the bytes moved. BlockingIOError when nothing could move; 0 bytes from a live place means end of stream."""
+        """Send or receive from row `index`, byte `skip` on, at most `room` bytes: the new place and the bytes moved.
+        BlockingIOError when nothing could move; 0 bytes from a live place means end of stream. It may `wait` for the
+        socket, as long as nothing else on the loop is due, but need not."""
 
 
 class PythonMover:
@@ -116,6 +123,7 @@ class PythonMover:
         skip: int,
         room: int,
         sending: bool,
+        wait: Wait,
     ) -> tuple[int, int, int]:
         _rows(spans, width)
         if index < 0 or skip < 0 or room < 0:
@@ -138,6 +146,8 @@ class NativeMover:
 
     def __init__(self) -> None:
         _mover = importlib.import_module("kvbaton.transports._mover")
+        if getattr(_mover, "CONTRACT", None) != CONTRACT:
+            raise ImportError("the block mover was built from another version: install the package again")
         self.check_spans = _mover.check_spans
         self.copy_spans = _mover.copy_spans
         self._stream_spans = _mover.stream_spans
@@ -152,9 +162,10 @@ class NativeMover:
         skip: int,
         room: int,
         sending: bool,
+        wait: Wait,
     ) -> tuple[int, int, int]:
         moved: tuple[int, int, int] = self._stream_spans(
-            sock.fileno(), memory, spans, width, index, skip, room, sending, PAT[0], PAT[1]
+            sock.fileno(), memory, spans, width, index, skip, room, sending, *wait
         )
         return moved
 
@@ -164,8 +175,8 @@ def choose_mover(pure_python: bool = False) -> Mover:
     if not pure_python:
         try:
             return NativeMover()
-        except ImportError:
-            pass
+        except ImportError as error:
+            log.info("moving blocks in pure Python: %s", error)
     return PythonMover()
 
 

@@ -23,6 +23,7 @@ from kvbaton.transports.auth import greet
 from kvbaton.transports.jobs import Job, Jobs
 from kvbaton.transports.loop import Loop
 from kvbaton.transports.memory import F_SEAL_FUTURE_WRITE, REGIONS_MAX
+from kvbaton.transports.mover import Wait
 from kvbaton.transports.shm_door import DESCRIPTORS_MAX, LENGTH, Place, ShmEndpoint, same_user
 from kvbaton.transports.wire import Script, Wire, take
 
@@ -132,7 +133,7 @@ class TakeDescriptors:
         self.left = size
         self.descriptors: list[int] = []
 
-    def pull(self, sock: socket.socket, room: int) -> int:
+    def pull(self, sock: socket.socket, room: int, wait: Wait) -> int:
         ints = array.array("i")
         space = socket.CMSG_SPACE(DESCRIPTORS_MAX * ints.itemsize)
         data, ancillary, _flags, _address = sock.recvmsg(self.left, space, socket.MSG_CMSG_CLOEXEC)

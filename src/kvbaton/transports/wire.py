@@ -19,12 +19,12 @@ from typing import Protocol, TypeAlias
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.transports.base import Spans
 from kvbaton.transports.loop import IN, OUT, Loop
-from kvbaton.transports.mover import Mover
+from kvbaton.transports.mover import Mover, Wait
 
 log = logging.getLogger(__name__)
 
-TURN_BYTES = 4 << 20
-"""What one socket may move before others, and calls such as a cancel, get their turn: one or two milliseconds."""
+TURN_BYTES = 16 << 20
+"""What one socket may move before others, and calls such as a cancel, get their turn: a few milliseconds."""
 
 DOZE_BYTES = 256 << 10
 """A receiver is not woken for less, unless less is left: halves the wake-ups of a large copy."""
@@ -38,7 +38,7 @@ class Sink(Protocol):
 
     left: int
 
-    def pull(self, sock: socket.socket, room: int) -> int:
+    def pull(self, sock: socket.socket, room: int, wait: Wait) -> int:
         """Receive at most `room` bytes; 0 at end of stream, BlockingIOError when there are none now."""
 
 
@@ -47,7 +47,7 @@ class Source(Protocol):
 
     left: int
 
-    def push(self, sock: socket.socket, room: int) -> int:
+    def push(self, sock: socket.socket, room: int, wait: Wait) -> int:
         """Send at most `room` bytes; BlockingIOError when none can go now."""
 
 
@@ -63,7 +63,7 @@ class Take:
         self.data = bytearray(size)
         self.left = size
 
-    def pull(self, sock: socket.socket, room: int) -> int:
+    def pull(self, sock: socket.socket, room: int, wait: Wait) -> int:
         moved = sock.recv_into(memoryview(self.data)[-self.left :])
         self.left -= moved
         return moved
@@ -86,7 +86,7 @@ class Skip:
         self.left = size
         self._scratch = memoryview(bytearray(min(size, SCRATCH_BYTES)))
 
-    def pull(self, sock: socket.socket, room: int) -> int:
+    def pull(self, sock: socket.socket, room: int, wait: Wait) -> int:
         moved = sock.recv_into(self._scratch[: min(self.left, room)])
         self.left -= moved
         return moved
@@ -102,7 +102,7 @@ class Bytes:
         self._flags = socket.MSG_MORE if more else 0
         self.left = len(data)
 
-    def push(self, sock: socket.socket, room: int) -> int:
+    def push(self, sock: socket.socket, room: int, wait: Wait) -> int:
         moved = sock.send(self._data[-self.left :], self._flags | socket.MSG_NOSIGNAL)
         self.left -= moved
         return moved
@@ -121,15 +121,15 @@ class Strip:
         self._at = self._skip = 0
         self.left = size
 
-    def pull(self, sock: socket.socket, room: int) -> int:
-        return self._stream(sock, room, False)
+    def pull(self, sock: socket.socket, room: int, wait: Wait) -> int:
+        return self._stream(sock, room, False, wait)
 
-    def push(self, sock: socket.socket, room: int) -> int:
-        return self._stream(sock, room, True)
+    def push(self, sock: socket.socket, room: int, wait: Wait) -> int:
+        return self._stream(sock, room, True, wait)
 
-    def _stream(self, sock: socket.socket, room: int, sending: bool) -> int:
+    def _stream(self, sock: socket.socket, room: int, sending: bool, wait: Wait) -> int:
         self._at, self._skip, moved = self._mover.stream_spans(
-            sock, self._memory, self._spans, self._width, self._at, self._skip, min(room, self.left), sending
+            sock, self._memory, self._spans, self._width, self._at, self._skip, min(room, self.left), sending, wait
         )
         self.left -= moved
         return moved
@@ -165,7 +165,7 @@ class Wire:
         room = TURN_BYTES
         try:
             while self.out and room > 0:
-                room -= self.out[0].push(self.sock, room)
+                room -= self.out[0].push(self.sock, room, self._loop.wait)
                 if not self.out[0].left:
                     self.out.popleft()
                 elif room > 0:
@@ -217,7 +217,7 @@ class Wire:
         room = TURN_BYTES
         try:
             while room > 0 and not self.closed:
-                moved = self._want.pull(self.sock, room)
+                moved = self._want.pull(self.sock, room, self._loop.wait)
                 if not moved:
                     self.close("the peer closed the connection", by_peer=True)
                     return

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import gc
+
+import zmq
+
+from kvbaton.control.base import Limits
+from kvbaton.control.sockets import Plane
+
+from .rig import cluster
+
+RINGS = cluster("p0", "d0")
+
+
+def test_one_that_is_dropped_in_a_cycle_hangs_nobody() -> None:
+    for _ in range(3):
+        plane = Plane(RINGS["p0"])
+        cycle: list[object] = [plane, plane.server(ipv6=False), plane.client(RINGS["d0"].public, ipv6=False)]
+        cycle.append(cycle)
+        del plane, cycle
+        gc.collect()
+
+
+def test_every_bound_is_on_both_kinds_of_socket() -> None:
+    limits = Limits(frame_bytes_max=1000, frames_queued_max=7, heartbeat_s=0.5, handshake_s=2.0, linger_s=0.1)
+    plane = Plane(RINGS["p0"], limits)
+    for socket in (plane.server(ipv6=True), plane.client(RINGS["d0"].public, ipv6=True)):
+        with socket:
+            found = {
+                option: socket.getsockopt(option)
+                for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT, zmq.LINGER, zmq.IPV6)
+            }
+            assert list(found.values()) == [7, 7, 500, 1500, 100, 1]
+            assert socket.getsockopt(zmq.HANDSHAKE_IVL) == 2000 and socket.getsockopt(zmq.TCP_KEEPALIVE) == 1
+            assert 1000 < int(socket.getsockopt(zmq.MAXMSGSIZE)) < 1100
+            assert socket.getsockopt(zmq.MECHANISM) == zmq.CURVE
+    plane.context.term()

@@ -1,0 +1,8 @@
+"""Scenarios run on the harness of the protocol's own tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "protocol"))

@@ -1,0 +1,220 @@
+"""The commands of a scenario: who does what, what is lost or delayed, and how time passes.
+
+A scenario is a text file of steps: a command, `----`, and what follows from it, up to an empty line. Lines that begin
+with `#` are for the reader. Everything is delivered and done at once, unless the script says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pair import Pair
+from party import Party, Source
+from transcript import lines
+
+from kvbaton.protocol import events as ev
+from kvbaton.protocol import messages as m
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import WorkerId
+from kvbaton.protocol.progress import GroupProgress
+from kvbaton.protocol.settings import Settings
+from kvbaton.sim.memory import Shape
+from kvbaton.sim.transport import KINDS
+
+HABITS = {"copies": "copies", "fences": "fences", "blocks": "allocates", "store": "store"}
+
+
+class Script:
+    """One scenario being played."""
+
+    def __init__(self) -> None:
+        self.pair = Pair()
+        self.sources: dict[tuple[str, int], Source] = {}
+
+    def play(self, command: str) -> str:
+        """Do one command; what was said and done because of it."""
+        verb, *words = command.split()
+        flags = {word for word in words if "=" not in word}
+        options = dict(word.split("=", 1) for word in words if "=" in word)
+        plain = [word for word in words if "=" not in word]
+        if verb == "workers":
+            self._workers(plain, options)
+            return ""
+        begin = len(self.pair.log)
+        ending = getattr(self, "do_" + verb.replace("-", "_"))(plain, options, flags)
+        self.pair.settle()
+        return "\n".join([*lines(self.pair, begin), *([ending] if ending else [])])
+
+    def _workers(self, names: list[str], options: dict[str, str]) -> None:
+        """`workers p d lease_s=3 d.model=other p.ranks=2`."""
+        first, *others = names
+        self.pair = Pair(first, **worker(self._options_of(first, options)))
+        self.pair.options = {}  # those were the first one's alone
+        for name in others:
+            self.pair.add(name, **worker(self._options_of(name, options)))
+
+    def _options_of(self, name: str, options: dict[str, str]) -> dict[str, str]:
+        mine = {key.removeprefix(f"{name}."): value for key, value in options.items()}
+        return {key: value for key, value in mine.items() if "." not in key}
+
+    # --- P
+
+    def do_prefill(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        """`prefill p 1 tokens=5 readers=2`: a prompt is finished and leased (pull)."""
+        self._begin(words, options, deferred=False)
+        source, p = self._source(words), self._party(words)
+        p.chunk(source, -(-source.tokens // p.shape.block_tokens))
+        p.complete(source)
+
+    def do_begin(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        """`begin p 1 tokens=5 target=d`: a prompt that the router has announced is scheduled."""
+        self._begin(words, options, deferred=True)
+
+    def _begin(self, words: list[str], options: dict[str, str], deferred: bool) -> None:
+        self.sources[words[0], int(words[1])] = self._party(words).begin(
+            int(words[1]),
+            int(options.get("tokens", 5)),
+            max_readers=int(options.get("readers", 1)),
+            target=options.get("target", ""),
+            deferred=deferred,
+        )
+
+    def do_chunk(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        """`chunk p 1 blocks=2`: computed and ready; `computing`: pinned, but not ready yet."""
+        ready = "computing" not in flags
+        self._party(words).chunk(self._source(words), int(options.get("blocks", 1)), ready=ready)
+
+    def do_ready(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        """`ready p 1 done=0 ahead=2 layers=1 rank=0`."""
+        numbers = (int(options.get(name, 0)) for name in ("done", "ahead", "layers"))
+        rank = int(options["rank"]) if "rank" in options else None
+        self._party(words).progress(self._source(words), (GroupProgress(*numbers),), rank)
+
+    def do_complete(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        self._party(words).complete(self._source(words))
+
+    def do_preempt(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        self._party(words).tell(ev.SourceEnded(self._source(words).lease, Reason.SOURCE_PREEMPTED))
+
+    def do_reuse(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        """`reuse p 2 3`: the pool hands blocks out again."""
+        self._party(words).reuse(*map(int, words[1:]))
+
+    # --- D
+
+    def do_want(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        """`want d r 1 [push] [prompt=9] [from=p]`: a request with the ticket of handoff 1."""
+        number, source = int(words[2]), options.get("from", "p")
+        leased = self.sources.get((source, number))
+        p = self.pair.parties.get(WorkerId(source))
+        pulled = leased is not None and "push" not in flags and "stream" not in flags and p is not None
+        ticket = p.ticket(leased) if pulled else self.pair.router_ticket(number, source=source)  # type: ignore[union-attr]
+        self._party(words).want(
+            words[1],
+            ticket,
+            number,
+            int(options.get("tokens", 5)),
+            content=int(options.get("prompt", number)),
+            push="push" in flags,
+            source=source,
+        )
+
+    def do_allocate(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        self._party(words).allocate(words[1], int(options.get("first_token", 0)))
+
+    def do_give_up(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        self._party(words).give_up(words[1])
+
+    # --- ranks
+
+    def do_hold(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        """`hold d copies|fences|blocks` or `hold Offer`: until told otherwise."""
+        if len(words) > 1 and words[1] in HABITS:
+            setattr(self._party(words).habits, HABITS[words[1]], False)
+        else:
+            self.pair.hold(kind(words[0]), float(options.get("times", 1)))
+
+    def do_go(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        setattr(self._party(words).habits, HABITS[words[1]], True)
+
+    def do_copy(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        """`copy d 1 arrives|fails|restless|rests`."""
+        party, job, how = self._party(words), int(words[1]), words[2]
+        if how == "rests":
+            party.rest(job)
+        else:
+            reason = None if how == "arrives" else Reason.TRANSFER_FAILED
+            party.finish(job, reason, at_rest=how != "restless")
+
+    def do_put(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        self._party(words).put(int(words[1]))
+
+    # --- the wire and the world
+
+    def do_lose(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        self.pair.lose(kind(words[0]), float(options.get("times", 1)))
+
+    def do_double(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        self.pair.double(kind(words[0]), float(options.get("times", 1)))
+
+    def do_release(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        self.pair.release(kind(words[0]))
+
+    def do_silence(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        """`silence p`: nothing that it says arrives."""
+        self.pair.cut(words[0])
+
+    def do_heal(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        self.pair.heal()
+
+    def do_wait(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        self.pair.run(float(words[0]))
+
+    def do_restart(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        self.pair.restart(words[0])
+
+    def do_leave(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        self._party(words).leave()
+
+    def do_drain(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        self._party(words).tell(ev.DrainStarted())
+
+    def do_departed(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        """`departed d p`: d hears that p is gone."""
+        self._party(words).tell(ev.Departed(WorkerId(words[1])))
+
+    def do_rest(self, words: list[str], options: dict[str, str], flags: set[str]) -> str:
+        """Let everything come to rest and check all promises; must be the last step."""
+        self.pair.finish()
+        return "everything is at rest"
+
+    # --- helpers
+
+    def _party(self, words: list[str]) -> Party:
+        return self.pair.parties[WorkerId(words[0])]
+
+    def _source(self, words: list[str]) -> Source:
+        return self.sources[words[0], int(words[1])]
+
+
+def kind(name: str) -> type:
+    found: type = getattr(m, name)
+    return found
+
+
+def worker(options: dict[str, str]) -> dict[str, Any]:
+    """A worker's options as `Party` takes them."""
+    found: dict[str, Any] = {}
+    times = {field.name for field in msgspec.structs.fields(Settings)}
+    given = {key: float(value) if "." in value else int(value) for key, value in options.items() if key in times}
+    if given:
+        found["settings"] = Settings(**given)  # type: ignore[arg-type]
+    if "model" in options:
+        found["compat"] = {"model": options["model"]}
+    if "transport" in options:
+        found["transports"] = (KINDS[options["transport"]],)
+    sizes = {key: int(options[key]) for key in ("ranks", "block_tokens", "heads") if key in options}
+    if sizes:
+        found["shape"] = Shape(**sizes)  # type: ignore[arg-type]
+    return found
