@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvbaton.cli.check import Row, _line, _summary, _verdict, prompts
 from kvbaton.api.params import Mode
+from kvbaton.cli.check import Row, _line, _summary, _verdict, prompts
 
 GOOD: dict[str, Any] = {
     "mode": "pull", "transport": "shm", "requests": 24, "identical": 24, "handoffs": 20, "handoffs_needed": 20,
@@ -35,9 +35,7 @@ def test_a_prompt_that_must_move_is_asked_once_more_only_as_one_that_need_not() 
     assert len(moving) == len(set(moving)) >= 14
 
 
-@pytest.mark.parametrize(
-    "change", [{"identical": 23}, {"handoffs": 19}, {"bytes_moved": 0}, {"pins": 1}]
-)
+@pytest.mark.parametrize("change", [{"identical": 23}, {"handoffs": 19}, {"bytes_moved": 0}, {"pins": 1}])
 def test_one_thing_amiss_in_one_row_is_not_ok(change: dict[str, Any]) -> None:
     good, bad = Row(**GOOD), Row(**{**GOOD, **change})
     assert _verdict([good, good], 1.0)["ok"]

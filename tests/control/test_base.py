@@ -5,7 +5,9 @@ import pytest
 from kvbaton.control.base import check_authority, check_bind, check_endpoint, worth_saying
 
 
-@pytest.mark.parametrize("text", ["tcp://127.0.0.1:5000", "tcp://[::1]:5000", "tcp://10.1.2.3:65535", "tcp://[fd00::1:2]:1"])
+@pytest.mark.parametrize(
+    "text", ["tcp://127.0.0.1:5000", "tcp://[::1]:5000", "tcp://10.1.2.3:65535", "tcp://[fd00::1:2]:1"]
+)
 def test_a_numeric_endpoint_can_be_advertised(text: str) -> None:
     assert check_endpoint(text) == text
 

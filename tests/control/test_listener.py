@@ -24,7 +24,6 @@ def p0() -> Iterator[Post]:
         yield post
 
 
-
 def test_a_frame_is_from_the_holder_of_the_key_whatever_it_says(p0: Post) -> None:
     with raw_client(p0.control.endpoint, RINGS["p0"], RINGS["d1"].public, RINGS["d1"].secret) as d1:
         d1.send(b"I am d0")
@@ -103,9 +102,10 @@ def test_a_frame_above_the_bound_costs_its_sender_the_connection_and_nobody_else
 
 
 def test_a_peer_that_never_reads_loses_frames_and_blocks_nobody(p0: Post) -> None:
-    with posted(d0 := Post(RINGS["d0"])), raw_client(
-        p0.control.endpoint, RINGS["p0"], RINGS["d1"].public, RINGS["d1"].secret
-    ) as d1:
+    with (
+        posted(d0 := Post(RINGS["d0"])),
+        raw_client(p0.control.endpoint, RINGS["p0"], RINGS["d1"].public, RINGS["d1"].secret) as d1,
+    ):
         d0.knows(p0)
         d1.setsockopt(zmq.RCVHWM, 1)
         d1.send(b"I will not listen")

@@ -12,9 +12,9 @@ import aiohttp
 import openai
 import pytest
 
+from kvbaton.api.http import serving
 from kvbaton.engine import tokenizer
 from kvbaton.engine.server import Finished, GenerateRequest, ModelCard, RefusedError, Token, worker_app
-from kvbaton.api.http import serving
 
 CARD = ModelCard("tiny", 64)
 BODY = {"model": "tiny", "prompt": "ab", "max_tokens": 3, "temperature": 0}

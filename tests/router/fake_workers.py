@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvbaton.protocol.ids import WorkerId
 from kvbaton.api.http import serving
 from kvbaton.api.params import Mode
+from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.app import router_app
 from kvbaton.router.directory import ALL_MODES, StaticDirectory, Worker
 from kvbaton.router.settings import RouterSettings
@@ -218,8 +218,12 @@ def payloads(data: bytes) -> list[Any]:
 
 @contextlib.asynccontextmanager
 async def cluster(
-    prefills: int | list[Script] = 1, decodes: int | list[Script] = 1, *, settings: RouterSettings = QUICK,
-    key: bytes | None = KEY, modes: tuple[Mode, ...] = ALL_MODES,
+    prefills: int | list[Script] = 1,
+    decodes: int | list[Script] = 1,
+    *,
+    settings: RouterSettings = QUICK,
+    key: bytes | None = KEY,
+    modes: tuple[Mode, ...] = ALL_MODES,
 ) -> AsyncIterator[Cluster]:
     """`prefills` and `decodes`: how many well-behaved workers, or the script of each."""
     p_scripts = [lease] * prefills if isinstance(prefills, int) else prefills

@@ -211,9 +211,10 @@ def test_one_part_that_breaks_in_mid_stream_ends_the_joined_stream_with_an_error
                 return await speak(worker, request, body)
             return await say(b"data: {odd}\n\ndata: [DONE]\n\n", "text/event-stream")(worker, request, body)
 
-        async with cluster(1, [garbage]) as c, c.session.post(
-            f"{c.url}/v1/completions", json={"prompt": ["a", "b"], "stream": True}
-        ) as response:
+        async with (
+            cluster(1, [garbage]) as c,
+            c.session.post(f"{c.url}/v1/completions", json={"prompt": ["a", "b"], "stream": True}) as response,
+        ):
             text = await response.text()
             assert "not JSON" in text
             assert "[DONE]" not in text

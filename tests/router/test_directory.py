@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvbaton.api.params import Mode
 from kvbaton.control.registry import Entry, Registration, WorkerState
 from kvbaton.protocol.ids import Incarnation, WorkerId
-from kvbaton.api.params import Mode
 from kvbaton.router.directory import Roster, State, StaticDirectory, Worker
 from kvbaton.router.registered import RegistryDirectory
 

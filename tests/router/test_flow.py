@@ -25,9 +25,9 @@ from fake_workers import (
     until,
 )
 
+from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import is_handoff_id
 from kvbaton.protocol.ticket import unseal
-from kvbaton.api.params import Mode
 
 BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4, "temperature": 0}
 TOGETHER = ("stream", "push")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.api.params import Mode
+from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.router.directory import State, Worker
 from kvbaton.router.policy import choose, common_mode, explain, mismatch, pairs
 

@@ -9,9 +9,10 @@ import pytest
 from kvbaton.bench import transfer
 
 
-def test_a_small_run_reports_every_way_and_ratio(capsys: pytest.CaptureFixture[str]) -> None:
-    report = transfer.run(json=True, repetitions=1, region_bytes=2 << 20, moved_bytes=1 << 20, segments=(4096, 65536))
-    assert json.loads(capsys.readouterr().out) == report
+def test_a_small_run_reports_every_way_and_ratio() -> None:
+    report = transfer.measure(repetitions=1, region_bytes=2 << 20, moved_bytes=1 << 20, segments=(4096, 65536))
+    assert json.loads(json.dumps(report)) == report
+    assert "64 KiB" in transfer.table(report)
     segments = report["segments"]
     assert isinstance(segments, list)
     assert [segment["segment_bytes"] for segment in segments] == [4096, 65536]
@@ -24,4 +25,4 @@ def test_a_small_run_reports_every_way_and_ratio(capsys: pytest.CaptureFixture[s
 def test_wrong_bytes_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer.Bench, "_memcpy", lambda self, spans: None)
     with pytest.raises(RuntimeError, match="memcpy delivered wrong bytes"):
-        transfer.run(repetitions=1, region_bytes=2 << 20, moved_bytes=1 << 20, segments=(4096,))
+        transfer.measure(repetitions=1, region_bytes=2 << 20, moved_bytes=1 << 20, segments=(4096,))

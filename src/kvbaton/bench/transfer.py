@@ -9,7 +9,6 @@ process of its own (`python -m kvbaton.bench.transfer --peer`), and every mechan
 from __future__ import annotations
 
 import contextlib
-import json as json_format
 import socket
 import statistics
 import subprocess
@@ -17,7 +16,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO
 
 import msgspec
@@ -242,14 +241,13 @@ def _peer_process() -> Iterator[subprocess.Popen[str]]:
             peer.kill()
 
 
-def run(
-    json: bool = False,
+def measure(
     repetitions: int = 11,
     region_bytes: int = REGION_BYTES,
     moved_bytes: int = MOVED_BYTES,
     segments: tuple[int, ...] = SEGMENT_BYTES,
 ) -> dict[str, object]:
-    """Measure, print a table (or JSON) on standard output, and return the same as plain values."""
+    """Everything, as plain values; progress on standard error."""
     results: list[Result] = []
     with _peer_process() as peer:
         bench = Bench(peer, region_bytes, moved_bytes)
@@ -260,14 +258,17 @@ def run(
                 results.append(bench.measure(segment_bytes, repetitions, seed))
         finally:
             bench.close()
-    report: dict[str, object] = {
+    return {
         "moved_bytes": moved_bytes,
         "repetitions": repetitions,
         "native_mover": choose_mover().native,
         "segments": msgspec.to_builtins(results),
     }
-    print(json_format.dumps(report, indent=2) if json else _table(results))
-    return report
+
+
+def table(report: Mapping[str, object]) -> str:
+    """The same for reading."""
+    return _table(msgspec.convert(report["segments"], list[Result]))
 
 
 def _table(results: list[Result]) -> str:
@@ -286,5 +287,3 @@ def _table(results: list[Result]) -> str:
 if __name__ == "__main__":
     if "--peer" in sys.argv:
         serve()
-    else:
-        run(json="--json" in sys.argv)

@@ -28,9 +28,6 @@ class Remembered(Generic[K, V]):
     def get(self, key: K) -> V | None:
         return self._items.get(key)
 
-    def pop(self, key: K) -> V | None:
-        return self._items.pop(key, None)
-
     def __contains__(self, key: K) -> bool:
         return key in self._items
 

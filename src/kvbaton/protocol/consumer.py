@@ -227,10 +227,10 @@ class Consumer:
             return
         if intake.end is None and message.digest != intake.wanted.digest:
             self.fail(intake, Reason.CONTENT_MISMATCH, "digest: the source wrote another prompt", now)
-        if self._step(intake, _E.WRITTEN):
-            if intake.end is None:
-                self._finish(intake, End(), now)
-            self._rest(intake, now)
+        self._step(intake, _E.WRITTEN)
+        if intake.end is None:
+            self._finish(intake, End(), now)
+        self._rest(intake, now)
 
     def on_quiesced(self, link: Link, message: Quiesced, now: float) -> None:
         intake = self.by_reservation.get(message.reservation)
@@ -370,8 +370,8 @@ class Consumer:
 
     def _claim(self, intake: Intake, now: float) -> None:
         # The ticket may be of another life of the source than the link: only the source can tell which is the newer.
-        if self._step(intake, _E.LINKED):
-            self._send_claim(intake, now)
+        self._step(intake, _E.LINKED)
+        self._send_claim(intake, now)
 
     def _send_claim(self, intake: Intake, now: float) -> None:
         wanted = intake.wanted
@@ -415,9 +415,9 @@ class Consumer:
 
     def _commit_if_copied(self, intake: Intake, now: float) -> None:
         source = intake.source
-        if source is None or not source.final or intake.copied != source.progress or not intake.parts.at_rest:
-            return
-        if intake.state is _S.COPYING and self._step(intake, _E.COPIED):
+        assert source is not None
+        if source.final and intake.copied == source.progress and intake.parts.at_rest:
+            self._step(intake, _E.COPIED)
             self._wait(intake, self.desk.settings.claim_timeout, now)
             self._send_commit(intake, now)
 
@@ -480,8 +480,8 @@ class Consumer:
             self._pulse(intake, self.desk.settings.retry_s, now)
 
     def _quiesced(self, intake: Intake, now: float) -> None:
-        if self._step(intake, _E.QUIESCED):
-            self._rest(intake, now)
+        self._step(intake, _E.QUIESCED)
+        self._rest(intake, now)
 
     def _finish(self, intake: Intake, end: End, now: float) -> None:
         intake.end = end

@@ -165,7 +165,8 @@ class Ledger:
             del self.desk.owners[event.job]
         if isinstance(parts.owner, Intake):
             self.consumer.on_copy_ended(parts.owner, event, now)
-        elif isinstance(parts.owner, Outlet):
+        else:
+            assert isinstance(parts.owner, Outlet)
             self.producer.writer.on_copy_ended(parts.owner, event, now)
 
     def _on_copy_rested(self, event: ev.CopyRested, now: float) -> None:
@@ -176,7 +177,8 @@ class Ledger:
         parts.rested(event.job)
         if isinstance(parts.owner, Intake):
             self.consumer.on_rest(parts.owner, now)
-        elif isinstance(parts.owner, Outlet):
+        else:
+            assert isinstance(parts.owner, Outlet)
             self.producer.writer.on_rest(parts.owner, now)
 
     def _on_departed(self, event: ev.Departed, now: float) -> None:

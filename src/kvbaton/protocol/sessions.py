@@ -53,10 +53,6 @@ class Sessions:
             if len(message.endpoints) != ranks * len(self.desk.identity.layout.ranks):
                 self.desk.count("illegal.joined")
                 return
-            if self._is_overtaken(session):
-                self.desk.count("late.joined")
-                self.end(session, now)
-                return
             session.joined = True
             # What P still wrote under an earlier session has been told to stop before the new one is connected; the
             # earlier one's hold is dropped after it, so that a re-greeting of the same life revokes nothing it needs.
@@ -88,15 +84,11 @@ class Sessions:
     def _disconnect(self, session: Session) -> None:
         self.desk.emit(Disconnect(session.peer, session.transport.name, *_held(session)))
 
-    def _is_overtaken(self, session: Session) -> bool:
-        """A Joined that comes after a later session of its worker was confirmed is of a life, or link, long over."""
-        return any(
-            other.joined and other.peer.worker == session.peer.worker and other.number > session.number
-            for other in self.by_number.values()
-        )
-
     def _end_earlier(self, session: Session, now: float) -> list[Session]:
-        """Whatever that worker had before, in this or an earlier life, is over."""
+        """Whatever that worker had before, in this or an earlier life, is over; also what it never confirmed.
+
+        So a Joined that was held up and comes after a later session was confirmed finds no session.
+        """
         worker, number = session.peer.worker, session.number
         earlier = [s for s in self.by_number.values() if s.peer.worker == worker and s.number < number]
         for other in earlier:

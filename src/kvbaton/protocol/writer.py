@@ -108,9 +108,7 @@ class Writer:
             self.desk.count("late.ack")
             return
         self._close(key, outlet, now)
-        lease = self._leases.leases.get(outlet.lease)
-        if lease is not None:
-            self._leases.leave(lease, outlet.reader, ReaderEvent.PROVEN, now)
+        self._leases.leave(self._leases.leases[outlet.lease], outlet.reader, ReaderEvent.PROVEN, now)
 
     # --- progress
 
@@ -242,7 +240,8 @@ class Writer:
         proven, _ = judge(lease, self.desk.epoch_of)
         if not proven:
             self._stop(key, outlet, Reason.STALE, now)
-        elif self._step(outlet, OutletEvent.FLUSHED):
+        else:
+            self._step(outlet, OutletEvent.FLUSHED)
             self._repeat(key, outlet)
 
     def _repeat(self, key: Key, outlet: Outlet) -> None:
@@ -252,10 +251,10 @@ class Writer:
             self._send(key, Accepted(outlet.reservation))
 
     def _stop(self, key: Key, outlet: Outlet, reason: Reason | None, now: float) -> None:
-        if self._step(outlet, OutletEvent.STOPPED):
-            outlet.reason = reason
-            self.desk.cancel(outlet.parts)
-            self.on_rest(outlet, now)
+        self._step(outlet, OutletEvent.STOPPED)
+        outlet.reason = reason
+        self.desk.cancel(outlet.parts)
+        self.on_rest(outlet, now)
 
     def _close(self, key: Key, outlet: Outlet, now: float) -> None:
         self._revocations(key[0]).add(outlet.reservation)

@@ -129,8 +129,11 @@ def test_closing_a_client_is_bounded_when_the_registry_is_away(town: Town) -> No
 def test_a_client_with_the_wrong_name_key_or_address_says_so_at_once() -> None:
     def make(ring: str, registry: tuple[str, str], registration: Registration) -> None:
         RegistryClient(
-            RINGS[ring], (WorkerId(registry[0]), registry[1]), registration,
-            on_directory=lambda entries: None, on_departed=lambda worker, incarnation: None,
+            RINGS[ring],
+            (WorkerId(registry[0]), registry[1]),
+            registration,
+            on_directory=lambda entries: None,
+            on_departed=lambda worker, incarnation: None,
         )
 
     good = ("router", "tcp://127.0.0.1:5")

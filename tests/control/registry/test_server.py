@@ -53,7 +53,9 @@ def test_a_worker_cannot_register_under_another_name(town: Town) -> None:
 
 def test_bad_messages_are_counted_answered_with_the_field_and_skipped(town: Town) -> None:
     bad = [
-        b"\xc1", b"GET / HTTP/1.1", m.encode(m.Registered(Incarnation(1))),
+        b"\xc1",
+        b"GET / HTTP/1.1",
+        m.encode(m.Registered(Incarnation(1))),
         m.encode(m.Register(msgspec.structs.replace(reg("d1"), control_endpoint="tcp://*:1"))),
         m.encode(m.Register(msgspec.structs.replace(reg("d1"), http_address="http://x:1"))),
     ]
@@ -106,8 +108,12 @@ def test_an_identity_added_to_the_cluster_can_join_a_running_registry(town: Town
     newcomer = msgspec.structs.replace(rings["d9"], peers={**RINGS["router"].peers, **rings["d9"].peers})
     town.server.set_peers(newcomer.peers)
     client = RegistryClient(
-        newcomer, (ROUTER, town.server.endpoint), reg("d9", 99), settings=CALM,
-        on_directory=lambda entries: None, on_departed=lambda worker, incarnation: None,
+        newcomer,
+        (ROUTER, town.server.endpoint),
+        reg("d9", 99),
+        settings=CALM,
+        on_directory=lambda entries: None,
+        on_departed=lambda worker, incarnation: None,
     )
     client.start()
     town.stack.callback(client.close)

@@ -37,8 +37,11 @@ class Worker:
         self.departed: list[tuple[str, int]] = []
         self.registration = registration
         self.client = RegistryClient(
-            RINGS[registration.worker], (ROUTER, endpoint), registration,
-            on_directory=self.directories.append, settings=settings,
+            RINGS[registration.worker],
+            (ROUTER, endpoint),
+            registration,
+            on_directory=self.directories.append,
+            settings=settings,
             on_departed=lambda worker, incarnation: self.departed.append((worker, incarnation)),
         )
         self.client.start()
