@@ -16,10 +16,10 @@ demo: $(VENV)/.serve
 
 test: check e2e mutants
 
-check: $(VENV)/.dev lint types layers coverage sim
+check: $(VENV)/.dev lint types layers coverage unit sim
 
 e2e: $(VENV)/.dev
-	$(BIN)/pytest -n 2 tests/engine tests/transports tests/control tests/router tests/cli tests/e2e
+	$(BIN)/pytest -n 2 tests/engine tests/transports tests/control tests/api tests/router tests/cli tests/e2e
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check src tests tools
@@ -32,11 +32,11 @@ layers: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 
 unit: $(VENV)/.dev
-	$(BIN)/pytest -n 2 tests/protocol tests/scenarios tests/runtime tests/sim
+	$(BIN)/pytest -n 2 tests/runtime tests/sim
 
 # Branch coverage of the protocol, by its own tests alone: 100 % or the build fails.
 coverage: $(VENV)/.dev
-	$(BIN)/coverage run -m pytest tests/protocol tests/scenarios tests/runtime tests/sim
+	$(BIN)/pytest -n 2 --cov --cov-report= tests/protocol tests/scenarios
 	$(BIN)/coverage report
 
 sim: $(VENV)/.dev

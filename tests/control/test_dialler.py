@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 import zmq
 
 from kvbaton.control.base import Limits
+from kvbaton.control.sockets import Plane
 from kvbaton.protocol.ids import WorkerId
 
 from .rig import Post, cluster, exchange, posted, until
@@ -142,6 +144,19 @@ def test_frames_for_a_peer_that_is_away_are_bounded_and_the_rest_counted_as_lost
         assert all(d0.control.send(P0, b"x") for _ in range(100))
         assert d0.control.counters["lost"] == 84
         assert d0.control.counters["frames_out"] == 16
+
+
+def test_a_process_without_descriptors_loses_the_frame_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with posted(p0 := Post(RINGS["p0"]), d0 := Post(RINGS["d0"])):
+        d0.knows(p0)
+        with monkeypatch.context() as patched:
+            patched.setattr(Plane, "client", fail)
+            assert d0.send(p0, b"x")
+            assert d0.control.counters["lost"] == 1
+        exchange(d0, p0)
 
 
 def test_frames_above_the_bound_are_not_sent() -> None:

@@ -383,6 +383,19 @@ class TestFence:
         pair.release(Quiesced)
         assert not load.drops and pair.d.counts["late.session"]
 
+    def test_a_fence_ends_both_roles_of_the_pair(self, pair: Pair) -> None:
+        """It shuts the peer out of our memory, which it may be reading from as well: that must be paired anew."""
+        pair.p.want("back", pair.d.grant(2), 2, source="d")
+        self.offered(pair)
+        assert [s.joined for s in pair.d.ledger.sessions.by_number.values()] == [True]
+        pair.d.tell(Departed(WorkerId("p"), Incarnation(12345)))
+        assert not pair.d.fences, "another life's departure"
+        pair.cut("p")
+        pair.d.give_up("r")
+        pair.run(6)
+        assert pair.d.fences and not pair.d.ledger.sessions.by_number
+        assert pair.p.me not in pair.d.holders
+
     def test_a_new_link_can_be_made_while_the_old_one_is_fenced(self, pair: Pair) -> None:
         old = self.offered(pair)
         pair.d.tell(Departed(pair.p.name))

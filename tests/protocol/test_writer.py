@@ -448,6 +448,16 @@ class TestRevocations:
         assert memory.cover(ReservationId(8)) and not memory.cover(ReservationId(10))
 
 
+def test_word_of_a_write_whose_outlet_is_closed_is_late(pair: Pair) -> None:
+    offered(pair)
+    writer = pair.p.ledger.producer.writer
+    (outlet,) = writer.outlets.values()
+    pair.p.finish()
+    pair.settle()
+    writer.on_copy_ended(outlet, ev.CopyEnded(1), pair.p.now)  # type: ignore[arg-type]
+    assert pair.p.counts["late.copy"] == 1 and not pair.p.ledger.take_effects()
+
+
 class TestSessionsAndReaders:
     def test_a_d_that_left_is_written_to_no_more(self, pair: Pair) -> None:
         offered(pair)

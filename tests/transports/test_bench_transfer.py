@@ -19,6 +19,7 @@ def test_a_small_run_reports_every_way_and_ratio() -> None:
     for segment in segments:
         assert set(segment["gb_s"]) == {"memcpy", "shm_1_thread", "shm_2_threads", "tcp", "raw_sockets"}
         assert set(segment["ratio"]) == {"shm_1_thread", "shm_2_threads", "tcp"}
+        assert segment["foreign_cores"] >= 0
         assert all(value > 0 for value in segment["gb_s"].values())
 
 

@@ -1,14 +1,15 @@
 """How fast shm and tcp move scattered segments, beside what the machine can do, in the same run.
 
 shm is held against a single-threaded C memcpy of the same blocks inside one process; tcp against a raw copy of as many
-bytes, contiguous, over as many sockets. Each repetition measures all of them one after the other, and ratios are taken
-within it, so a noisy machine disturbs both sides alike; the median of repetitions is reported. The prefill side is a
-process of its own (`python -m kvbaton.bench.transfer --peer`), and every mechanism's result is compared byte for byte.
+bytes, contiguous, over as many sockets. Each repetition measures all of them one after the other and ratios are taken
+within it; medians over the quieter half of the repetitions are reported, and how much of the machine others used even
+then. The prefill side is a process of its own (`--peer`), and every way's result is compared byte for byte.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import statistics
 import subprocess
@@ -22,6 +23,7 @@ from typing import IO
 import msgspec
 import numpy as np
 
+from kvbaton.bench.quiet import foreign_cpu_s
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.transports.base import Copy, CopyEnded, Direction, Spans, Transport
 from kvbaton.transports.memory import allocate
@@ -55,12 +57,20 @@ class Offer(msgspec.Struct, frozen=True):
     tcp: bytes
 
 
+class Round(msgspec.Struct, frozen=True):
+    """One repetition: how long each way took, and how many cores others kept busy."""
+
+    seconds: dict[str, float]
+    foreign_cores: float
+
+
 class Result(msgspec.Struct, frozen=True):
     """One segment size: GB/s of everything, and how the transports compare within the repetitions."""
 
     segment_bytes: int
     gb_s: dict[str, float]
     ratio: dict[str, float]
+    foreign_cores: float  # that others kept busy in the repetitions that count
 
 
 def pattern(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -162,13 +172,19 @@ class Bench:
             self._target.view[:] = bytes(len(self._target.view))
             way()
             self._verify(name, spans if name != "raw_sockets" else contiguous(self._moved_bytes))
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(repetitions):
-            for name, way in ways.items():
-                begun = time.perf_counter()
-                way()
-                seconds[name].append(time.perf_counter() - begun)
-        return _result(segment_bytes, self._moved_bytes, seconds)
+        rounds = [self._round(ways) for _ in range(repetitions)]
+        return _result(segment_bytes, self._moved_bytes, rounds)
+
+    def _round(self, ways: dict[str, Callable[[], None]]) -> Round:
+        """Every way once, and what others did to the machine meanwhile."""
+        pids = (os.getpid(), self._peer.pid)
+        seconds: dict[str, float] = {}
+        begun, before_s = time.perf_counter(), foreign_cpu_s(*pids)
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            seconds[name] = time.perf_counter() - start
+        return Round(seconds, max(0.0, foreign_cpu_s(*pids) - before_s) / (time.perf_counter() - begun))
 
     def _memcpy(self, spans: Spans) -> None:
         self._mover.copy_spans(self._target.view, self._local.view, spans, False, 0, len(spans) // 3, bytearray(1))
@@ -217,13 +233,19 @@ def contiguous(moved_bytes: int) -> Spans:
     return array("q", (0, 0, moved_bytes))
 
 
-def _result(segment_bytes: int, moved_bytes: int, seconds: dict[str, list[float]]) -> Result:
-    def ratio(name: str, limit: str) -> float:
-        return round(statistics.median(b / a for a, b in zip(seconds[name], seconds[limit], strict=True)), 3)
+def _result(segment_bytes: int, moved_bytes: int, rounds: list[Round]) -> Result:
+    """Medians over the quieter half of the rounds."""
+    quiet = sorted(rounds, key=lambda each: each.foreign_cores)[: -(-len(rounds) // 2)]
 
-    gb_s = {name: round(moved_bytes / statistics.median(each) / 1e9, 2) for name, each in seconds.items()}
-    ratios = {name: ratio(name, "memcpy") for name in seconds if name.startswith("shm")}
-    return Result(segment_bytes, gb_s, ratios | {"tcp": ratio("tcp", "raw_sockets")})
+    def ratio(name: str, limit: str) -> float:
+        return round(statistics.median(each.seconds[limit] / each.seconds[name] for each in quiet), 3)
+
+    names = list(rounds[0].seconds)
+    gb_s = {name: moved_bytes / 1e9 / statistics.median(each.seconds[name] for each in quiet) for name in names}
+    ratios = {name: ratio(name, "memcpy") for name in names if name.startswith("shm")}
+    ratios["tcp"] = ratio("tcp", "raw_sockets")
+    foreign = statistics.median(each.foreign_cores for each in quiet)
+    return Result(segment_bytes, {name: round(speed, 2) for name, speed in gb_s.items()}, ratios, round(foreign, 2))
 
 
 def _pipe(pipe: IO[str] | None) -> IO[str]:
@@ -242,7 +264,7 @@ def _peer_process() -> Iterator[subprocess.Popen[str]]:
 
 
 def measure(
-    repetitions: int = 11,
+    repetitions: int = 20,
     region_bytes: int = REGION_BYTES,
     moved_bytes: int = MOVED_BYTES,
     segments: tuple[int, ...] = SEGMENT_BYTES,
@@ -274,13 +296,14 @@ def table(report: Mapping[str, object]) -> str:
 def _table(results: list[Result]) -> str:
     names = list(results[0].gb_s)
     lines = ["GB/s, and the ratio to memcpy (shm) or to raw sockets (tcp)"]
-    lines.append("".join(f"{name:>22}" for name in ("segment", *names)))
+    lines.append("".join(f"{name:>20}" for name in ("segment", *names, "cores of others")))
     for result in results:
         cells = [f"{result.segment_bytes >> 10} KiB"]
         for name in names:
             ratio = f" ({result.ratio[name]:.2f})" if name in result.ratio else ""
             cells.append(f"{result.gb_s[name]:.2f}{ratio}")
-        lines.append("".join(f"{cell:>22}" for cell in cells))
+        cells.append(f"{result.foreign_cores:.2f}")
+        lines.append("".join(f"{cell:>20}" for cell in cells))
     return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from kvbaton.control.base import is_ipv6
+from kvbaton.control.base import is_ipv6, worth_saying
 from kvbaton.control.sockets import Plane, Socket
 from kvbaton.protocol.ids import WorkerId
 
@@ -62,13 +62,12 @@ class Dialler:
         address = self._address(worker)
         if address is None:
             return False
-        line = self._lines.get(worker) or self._dial(worker, address)
-        self._lines.move_to_end(worker)
-        queued = _queued(line.socket, frame)
-        if not queued and self._plane.clock() - line.quiet_since >= self._plane.limits.redial_s:
-            self._plane.counters["redialled"] += 1
-            self._hang_up(worker)
-            queued = _queued(self._dial(worker, address).socket, frame)
+        try:
+            queued = self._queue(worker, address, frame)
+        except zmq.ZMQError as error:  # such as: this process has no descriptors left
+            queued = False
+            if worth_saying(self._plane.counters["lost"] + 1):
+                log.error("%s cannot be dialled at %s: %s", worker, address[0], error)
         self._plane.counters["frames_out" if queued else "lost"] += 1
         return True
 
@@ -92,6 +91,18 @@ class Dialler:
     def close(self) -> None:
         for worker in list(self._lines):
             self._hang_up(worker, linger_s=self._plane.limits.linger_s)
+
+    def _queue(self, worker: WorkerId, address: Address, frame: bytes) -> bool:
+        """Whether the line to `worker` took the frame; the line may have to be dialled, or dialled again, for it."""
+        line = self._lines.get(worker) or self._dial(worker, address)
+        self._lines.move_to_end(worker)
+        if _queued(line.socket, frame):
+            return True
+        if self._plane.clock() - line.quiet_since < self._plane.limits.redial_s:
+            return False
+        self._plane.counters["redialled"] += 1
+        self._hang_up(worker)
+        return _queued(self._dial(worker, address).socket, frame)
 
     def _address(self, worker: WorkerId) -> Address | None:
         address = self._directory.get(worker)
