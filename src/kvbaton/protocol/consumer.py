@@ -289,9 +289,11 @@ class Consumer:
     # --- the one failure function
 
     def fail(self, intake: Intake, reason: Reason, detail: str, now: float, good_tokens: int = 0) -> None:
-        """End a living handoff as failed: tell the engine and the source, stop what moves, wait for rest."""
+        """End a handoff as failed: tell the engine and the source, stop what moves, wait for rest."""
         was = intake.state
-        self._step(intake, _E.FAILED)
+        if intake.end is not None or not self._step(intake, _E.FAILED):
+            self.desk.count("late.failure")
+            return
         intake.end = End(reason, detail, good_tokens)
         self._tell_end(intake, now)
         self.desk.cancel(intake.parts)
