@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py src/kvbaton/transports/_mover.c
 
-.PHONY: demo test check lint types layers unit coverage sim mutants bench docs clean
+.PHONY: demo test check lint types layers unit coverage runtime processes sim mutants bench docs clean
 
 demo: $(VENV)/.serve
 	@$(BIN)/kvbaton up --check
@@ -14,12 +14,11 @@ demo: $(VENV)/.serve
 	@echo "            $(BIN)/kvbaton sim --seeds 0..199      two hundred clusters under faults"
 	@echo "            make test                          everything this project claims, checked"
 
-test: check e2e mutants
+# Everything: about a quarter of an hour on two cores.
+test: lint types layers coverage runtime sim processes mutants
 
-check: $(VENV)/.dev lint types layers coverage unit sim
-
-e2e: $(VENV)/.dev
-	$(BIN)/pytest -n 2 tests/engine tests/transports tests/control tests/api tests/router tests/cli tests/e2e
+# Often: under two minutes.
+check: lint types layers unit sim
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check src tests tools
@@ -32,15 +31,23 @@ layers: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 
 unit: $(VENV)/.dev
-	$(BIN)/pytest -n 2 tests/runtime tests/sim
+	$(BIN)/pytest -n 2 tests/protocol tests/scenarios tests/runtime tests/sim
 
 # Branch coverage of the protocol, by its own tests alone: 100 % or the build fails.
 coverage: $(VENV)/.dev
 	$(BIN)/pytest -n 2 --cov --cov-report= tests/protocol tests/scenarios
 	$(BIN)/coverage report
 
+runtime: $(VENV)/.dev
+	$(BIN)/pytest -n 2 tests/runtime tests/sim
+
+# Real sockets, real processes, a real model.
+processes: $(VENV)/.dev
+	$(BIN)/pytest -n 2 tests/engine tests/transports tests/control tests/api tests/router tests/cli
+	$(BIN)/pytest tests/e2e
+
 sim: $(VENV)/.dev
-	$(BIN)/kvbaton sim --seeds 0..199
+	$(BIN)/kvbaton sim --seeds 0..149
 
 mutants: $(VENV)/.dev
 	$(BIN)/kvbaton sim --mutants

@@ -759,6 +759,20 @@ class TestPush:
         assert [message.reservation for message in pair.said(Offer)] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("wanted", [*LIVE, IntakeState.REVOKING, IntakeState.SETTLING])
+def test_the_one_failure_function_ends_a_handoff_once(pair: Pair, wanted: IntakeState) -> None:
+    """Rule 17, at the function itself: whoever comes second, in whatever state, changes nothing."""
+    load = at(pair, wanted)
+    consumer = pair.d.ledger.consumer
+    (intake,) = consumer.by_handoff.values()
+    for reason in (Reason.TRANSFER_FAILED, Reason.STALE):
+        consumer.fail(intake, reason, "", pair.d.now)
+        pair.d.carry_out()
+    assert why(load) is (Reason.TRANSFER_FAILED if wanted in LIVE else Reason.ABORTED)
+    assert len(pair.done(Report)) + len(pair.done(MatchFailed)) == 1
+    assert pair.d.counts["late.failure"] == (1 if wanted in LIVE else 2)
+
+
 def test_every_claim_is_a_new_reader(pair: Pair) -> None:
     """Rule 5: a reader id names one copy attempt."""
     for number in (1, 2, 3):

@@ -8,6 +8,8 @@ import pytest
 
 from kvbaton.bench import transfer
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_small_run_reports_every_way_and_ratio() -> None:
     report = transfer.measure(repetitions=1, region_bytes=2 << 20, moved_bytes=1 << 20, segments=(4096, 65536))

@@ -51,16 +51,19 @@ def test_within_one_process_the_contract_is_kept(case: Case, here: TransportHarn
     case(here)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", APART, ids=str)
 def test_a_shm_peer_in_another_process_keeps_the_contract(case: Case, shm_processes: ProcessHarness) -> None:
     case(shm_processes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", APART, ids=str)
 def test_a_tcp_peer_in_another_process_keeps_the_contract(case: Case, tcp_processes: ProcessHarness) -> None:
     case(tcp_processes)
 
 
+@pytest.mark.slow
 def test_the_suite_runs_as_a_whole_and_says_what_it_skipped(shm_processes: ProcessHarness) -> None:
     skipped = check_transport(shm_processes)
     assert "a_fenced_writer_cannot_land_a_byte" in skipped

@@ -261,6 +261,7 @@ def test_descriptors_that_were_refused_are_not_kept(rig: Rig) -> None:
 # --- the life of a mapping
 
 
+@pytest.mark.slow
 def test_a_peer_that_dies_can_still_be_read(shm_processes: ProcessHarness) -> None:
     pair = shm_processes.pair(SIZE, SIZE)
     log = Log(shm_processes, pair.near)
