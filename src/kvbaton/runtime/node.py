@@ -76,8 +76,8 @@ class Node:
             self._carry_out()
         self.ledger.on_time(now)
         self._carry_out()
-        self._handle_events(now)
         self._submit_backlog()
+        self._handle_events(now)
 
     def next_deadline(self) -> float | None:
         return self.ledger.next_deadline()
