@@ -41,7 +41,10 @@ class Up:
             listed = await get_json(session, f"{self.url}/workers")
             entries = listed["workers"] if isinstance(listed, dict) else listed
             addresses = [entry.get("http_address") or entry["url"] for entry in entries]
-            found = [await get_json(session, f"http://{a.removeprefix('http://')}/stats") for a in addresses]
+            found = []
+            for address in addresses:
+                with contextlib.suppress(aiohttp.ClientError):  # killed, and not yet struck off the list
+                    found.append(await get_json(session, f"http://{address.removeprefix('http://')}/stats"))
         return {stats["worker"]: stats for stats in found}
 
     def pid(self, worker: str) -> int:

@@ -13,6 +13,7 @@ from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import Allocated, CopyEnded, GaveUp, NotNeeded, Wanted
 from kvbaton.protocol.ids import HandoffId, RequestId, ReservationId
 from kvbaton.protocol.intake import INTAKE, WAITED_FOR, Intake, IntakeEvent, IntakeState, Source
+from kvbaton.protocol.layout import Kind
 from kvbaton.protocol.links import Links
 from kvbaton.protocol.messages import (
     Abandon,
@@ -151,7 +152,7 @@ class Consumer:
         intake.source = source
         self._remember_ttl(source, message.ttl_s)
         self._wait(intake, self.desk.settings.defer_timeout, now)
-        self._pulse(intake, source.ttl_s / 3, now)
+        self._pulse_renewal(intake, source, now)
         self.desk.emit(MatchFound(intake.wanted.request))
 
     def on_claim_refused(self, link: Link, message: ClaimRefused, now: float) -> None:
@@ -204,9 +205,12 @@ class Consumer:
             self.desk.count("late.stale")
             return
         assert link.plan is not None
-        good = 0
-        if len(message.good) == 1:  # with several groups nothing can be kept
-            good = min(message.good[0] * link.plan.source.groups[0].block_tokens, intake.wanted.tokens)
+        good, group = 0, link.plan.source.groups[0]
+        if len(message.good) == 1 and group.kind in (
+            Kind.FULL,
+            Kind.LATENT,
+        ):  # with several, or a window, none is whole
+            good = min(message.good[0] * group.block_tokens, intake.wanted.tokens)
         self.fail(intake, Reason.STALE, "the source's blocks were reused before the commit", now, good)
 
     def on_source_lost(self, link: Link, message: SourceLost, now: float) -> None:
@@ -387,9 +391,13 @@ class Consumer:
         have = tuple(len(ids) for ids in source.blocks)
         final = source.final or intake.state is _S.OFFERED
         self.links.send(intake.link, Renew(source.lease, intake.attempt, have, final))
-        settings = self.desk.settings
+        self._pulse_renewal(intake, source, now)
+
+    def _pulse_renewal(self, intake: Intake, source: Source, now: float) -> None:
+        """Well before the lease ends; sooner while there is something to hear that may have been lost."""
         eager = not source.final or (intake.state is _S.OFFERED and not intake.accepted)
-        self._pulse(intake, min(settings.retry_s, source.ttl_s / 3) if eager else source.ttl_s / 3, now)
+        third_s = source.ttl_s / 3
+        self._pulse(intake, min(self.desk.settings.retry_s, third_s) if eager else third_s, now)
 
     def _pull(self, intake: Intake, now: float) -> None:
         if self._step(intake, _E.PULL_BEGUN):
@@ -443,7 +451,7 @@ class Consumer:
             fresh.append(ids[len(mine) - begin :])
         if not covers(message.progress, source.progress):
             return False  # overtaken by a later one
-        changed = message.final != source.final or message.progress != source.progress or any(fresh)
+        changed = (message.final and not source.final) or message.progress != source.progress or any(fresh)
         for mine, ids in zip(source.blocks, fresh, strict=True):
             mine.extend(ids)
         source.progress, source.final = message.progress, source.final or message.final

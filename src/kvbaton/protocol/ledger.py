@@ -33,8 +33,11 @@ class Ledger:
     def __init__(self, identity: Identity, settings: Settings, epoch_of: Callable[[int], int]) -> None:
         self.desk = Desk(identity, settings, epoch_of)
         self.producer = Producer(self.desk)
-        self.sessions = Sessions(self.desk, self.producer.on_session_ended, self.producer.is_idle)
         self.consumer = Consumer(self.desk)
+        self.sessions = Sessions(
+            self.desk, self.producer.on_session_ended, self.producer.is_idle, self.consumer.links.session_with
+        )
+        self.consumer.links.on_pairing = self.sessions.end_unknown
         # A fence shuts a peer out of our memory in both roles: if it reads from us as well, it must pair anew.
         self.consumer.links.on_fence = lambda peer, now: self.sessions.end_worker(peer.worker, peer.incarnation, now)
         self.puts = Puts(self.desk)

@@ -34,6 +34,7 @@ class Links:
         self.by_worker: dict[WorkerId, Link] = {}
         self.fencing: list[Link] = []
         self.on_fence: Callable[[PeerId, float], None] = _ignored
+        self.on_pairing: Callable[[PeerId, int, float], None] = _also_ignored
         self._watcher = watcher
         self._last_nonce = 0
 
@@ -62,6 +63,11 @@ class Links:
         assert link.peer is not None
         self.desk.send(link.worker, link.peer.incarnation, link.session, message)
 
+    def session_with(self, peer: PeerId) -> int:
+        """The session in which we are linked to that peer; 0 when we are not."""
+        link = self.by_worker.get(peer.worker)
+        return link.session if link is not None and link.peer == peer else 0
+
     def current(self, sender: PeerId, session: int) -> Link | None:
         """The link that a message of this sender and session belongs to."""
         link = self.by_worker.get(sender.worker)
@@ -86,6 +92,7 @@ class Links:
             return
         link.state, link.peer, link.session = LinkState.JOINING, sender, session
         link.features = message.card.optional
+        self.on_pairing(sender, message.link_session, now)
         self.desk.emit(Connect(sender, link.transport.name, ranks, message.endpoints, _holder(link)))
         self._say(link, now)
 
@@ -177,6 +184,10 @@ class Links:
 
 def _ignored(peer: PeerId, now: float) -> None:
     """Nobody else has to do with that peer."""
+
+
+def _also_ignored(peer: PeerId, session: int, now: float) -> None:
+    """This node is nobody's source."""
 
 
 def _holder(link: Link) -> Holder:

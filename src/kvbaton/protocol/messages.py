@@ -81,10 +81,13 @@ class Hello(_Message, frozen=True, array_like=True, tag=1):
 
 
 class Welcome(_Message, frozen=True, array_like=True, tag=2):
+    """`link_session`: the session of the greeter's in which the sender is linked to it in turn; 0 if in none."""
+
     nonce: Number
     card: Card
     transport: Name
     endpoints: Endpoints
+    link_session: Number = 0
 
 
 class HelloRefused(_Message, frozen=True, array_like=True, tag=3):

@@ -332,7 +332,7 @@ class Producer:
         if reader not in lease.seats:
             if not lease.has_room():
                 raise ProtocolError(Reason.TICKET_SPENT, f"max_readers: all {lease.max_readers} have claimed it")
-            lease.seats[reader] = Seat(session.number)
+            lease.seats[reader] = Seat(session.number, told=tuple(len(ids) for ids in lease.blocks))
         elif lease.seats[reader].state is not ReaderState.LIVE:
             self.desk.count("late.claim")
             return

@@ -71,5 +71,7 @@ class Puts:
         self.desk.emit(UnpinPut(event.put))
 
     def on_timer(self, put: PutId, now: float) -> None:
-        self.states[put] = PutState.CANCELLING
+        after = PUT.step(self.states[put], PutEvent.TIMED_OUT)
+        assert after is PutState.CANCELLING  # the timer is cleared when a put is over, and fires once
+        self.states[put] = after
         self.desk.emit(CancelPut(put))

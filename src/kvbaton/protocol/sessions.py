@@ -20,13 +20,18 @@ class Sessions:
     """Sessions granted by this node, by number; at most one per worker is confirmed."""
 
     def __init__(
-        self, desk: Desk, on_ended: Callable[[Session, float], None], is_idle: Callable[[Session], bool]
+        self,
+        desk: Desk,
+        on_ended: Callable[[Session, float], None],
+        is_idle: Callable[[Session], bool],
+        link_session: Callable[[PeerId], int],
     ) -> None:
         self.desk = desk
         self.by_number: dict[int, Session] = {}
         self._last = 0
         self._on_ended = on_ended
         self._is_idle = is_idle
+        self._link_session = link_session
 
     def joined(self, number: int, sender: PeerId) -> Session | None:
         """The confirmed session of that number, if it is the sender's."""
@@ -43,7 +48,7 @@ class Sessions:
             self.desk.send(sender.worker, sender.incarnation, 0, refusal)
             return
         card = self.desk.identity.card()
-        welcome = Welcome(hello.nonce, card, session.transport.name, ())
+        welcome = Welcome(hello.nonce, card, session.transport.name, (), self._link_session(sender))
         invitation = Invitation(sender, session.transport.name, *_held(session))
         self.desk.emit(Send(sender.worker, sender.incarnation, session.number, welcome, invitation))
 
@@ -66,6 +71,16 @@ class Sessions:
         """Everything held for that peer in that session ends; its data connections are closed."""
         self._end(session, now)
         self._disconnect(session)
+
+    def end_unknown(self, peer: PeerId, session: int, now: float) -> None:
+        """That peer says in which session it is linked to us: whatever we still did for it in others must stop.
+
+        Without this a writer that was fenced, and has not noticed, would get back in by the admission that it is about
+        to be given in its other role.
+        """
+        for other in list(self.by_number.values()):
+            if other.joined and other.peer.worker == peer.worker and other.number != session:
+                self.end(other, now)
 
     def end_worker(self, worker: WorkerId, incarnation: Incarnation, now: float) -> None:
         for session in list(self.by_number.values()):
@@ -96,13 +111,13 @@ class Sessions:
         return earlier
 
     def _open(self, sender: PeerId, hello: Hello, now: float) -> Session:
+        mapping, transport = pair_as_source(self.desk.identity, hello.card)
         if len(self.by_number) >= self.desk.settings.sessions_max:
             oldest = next((s for s in self.by_number.values() if not s.joined), None)
             oldest = oldest or next((s for s in self.by_number.values() if self._is_idle(s)), None)
             if oldest is None:
                 raise ProtocolError(Reason.BUSY, f"sessions_max: {len(self.by_number)} sessions are open")
             self.end(oldest, now)
-        mapping, transport = pair_as_source(self.desk.identity, hello.card)
         self._last += 1
         session = Session(self._last, sender, hello.nonce, mapping, transport)
         self.by_number[session.number] = session

@@ -38,6 +38,7 @@ class MatchState(enum.Enum):
 class Match(msgspec.Struct, frozen=True):
     state: MatchState
     end: fx.End | None = None
+    asked: bool = True  # the node knows of it; false for what was refused at the door
 
 
 class UnpinBlocks(msgspec.Struct, frozen=True):
@@ -174,7 +175,7 @@ class Doorway:
             if opened.target not in ("", self.config.me.worker):
                 raise ProtocolError(Reason.TICKET_FORGED, f"ticket: it is for {opened.target}")
         except ProtocolError as error:
-            self._wants[request] = Match(MatchState.FAILED, fx.End(error.reason, error.detail))
+            self._wants[request] = Match(MatchState.FAILED, fx.End(error.reason, error.detail), asked=False)
             return
         self._wants[request] = Match(MatchState.NOT_YET)
         deferred = opened.lease == 0
@@ -191,7 +192,8 @@ class Doorway:
         found = self._wants.get(request, Match(MatchState.UNKNOWN))
         if found.state is MatchState.FAILED:
             del self._wants[request]
-            self._post(ev.NotNeeded(request))
+            if found.asked:
+                self._post(ev.NotNeeded(request))
         return found
 
     def allocated(self, request: RequestId, blocks: Groups, first_token: int) -> tuple[int, ...]:

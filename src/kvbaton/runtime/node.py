@@ -18,7 +18,7 @@ from kvbaton.protocol import effects as fx
 from kvbaton.protocol.codec import encode
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, Departed, Event, RankFenced, StoreEnded
-from kvbaton.protocol.ids import JobId, PeerId, rank_peer
+from kvbaton.protocol.ids import JobId, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.messages import Joined, Welcome
 from kvbaton.runtime.doorway import Doorway
@@ -67,7 +67,9 @@ class Node:
 
     def step(self, now: float) -> None:
         """Take in all that has happened, decide, and do what follows."""
-        frames = self.control.receive()
+        frames: Sequence[tuple[WorkerId, bytes]] = ()
+        with self._guarded("receive"):
+            frames = self.control.receive()
         self._next_events.extend(self.doorway.take_events())
         self._next_events.extend(self._port_events())
         self._handle_events(now)
@@ -188,7 +190,8 @@ class Node:
         self._holders.pop(key, None)
         for rank in self.ranks:
             for remote in range(effect.ranks):
-                rank[effect.transport].disconnect(rank_peer(effect.peer, remote))
+                with self._guarded(f"disconnect.{effect.transport}"):
+                    rank[effect.transport].disconnect(rank_peer(effect.peer, remote))
 
     def _submit(self, rank: int, name: str) -> None:
         """Hand over as much of the backlog as the data plane takes."""
