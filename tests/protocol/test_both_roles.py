@@ -8,7 +8,7 @@ from kvbaton.protocol.events import Departed
 
 
 def test_a_fenced_writer_does_not_get_back_in_by_its_other_role():
-    """Promise 1: P was fenced and has not noticed; as a reader of D it gets a new admission, but writes nothing more."""
+    """Promise 1: P was fenced unnoticed; as a reader of D it gets a new admission, but writes nothing more."""
     pair = Pair("p", "d")
     load = pair.d.want("r1", pair.router_ticket(1), 1, push=True)
     source = pair.p.begin(1)
