@@ -108,9 +108,11 @@ class Node:
         found: list[Event] = []
         for index, rank in enumerate(self.ranks):
             for name, transport in rank.items():
-                with self._guarded(f"drain.{name}"):
+                try:
                     for event in transport.drain():
                         found.append(RankFenced(index, event.peer) if isinstance(event, FenceEnded) else event)
+                except Exception as error:  # noqa: BLE001 - an adapter may throw anything
+                    self._fault(f"drain.{name}", error)
         if self.store is not None:
             with self._guarded("drain.store"):
                 found.extend(self.store.drain())
@@ -121,8 +123,10 @@ class Node:
     def _carry_out(self) -> None:
         while effects := self.ledger.take_effects():
             for effect in effects:
-                with self._guarded(type(effect).__name__):
+                try:
                     self._do(effect)
+                except Exception as error:  # noqa: BLE001 - an adapter may throw anything
+                    self._fault(type(effect).__name__, error)
 
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
@@ -130,8 +134,11 @@ class Node:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - an adapter may throw anything
-            self.faults[what] += 1
-            self._report_fault(what, self.faults[what], error)
+            self._fault(what, error)
+
+    def _fault(self, what: str, error: Exception) -> None:
+        self.faults[what] += 1
+        self._report_fault(what, self.faults[what], error)
 
     def _do(self, effect: fx.Effect) -> None:
         if isinstance(effect, _ENGINE_EFFECTS):

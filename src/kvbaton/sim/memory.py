@@ -15,7 +15,7 @@ from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Rank, Share
 CELL = Cell("kv", 4)
 
 
-class Shape(msgspec.Struct, frozen=True):
+class Shape(msgspec.Struct, frozen=True, dict=True):
     """How one simulated engine lays its KV out."""
 
     ranks: int = 1
@@ -26,19 +26,19 @@ class Shape(msgspec.Struct, frozen=True):
     blocks_first: bool = False
     order: str = "HNP"
 
-    @property
+    @functools.cached_property
     def layers(self) -> int:
         return sum(self.group_layers)
 
-    @property
+    @functools.cached_property
     def rank_heads(self) -> int:
         return max(1, self.heads // self.ranks)
 
-    @property
+    @functools.cached_property
     def page_bytes(self) -> int:
         return self.rank_heads * self.block_tokens * CELL.bytes
 
-    @property
+    @functools.cached_property
     def region_bytes(self) -> int:
         return self.layers * self.blocks * self.page_bytes
 
