@@ -14,7 +14,7 @@ import msgspec
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups, StoreEnded
-from kvbaton.protocol.ids import Incarnation, PeerId, PutId, RequestId, TransferId, WorkerId, rank_peer
+from kvbaton.protocol.ids import HandoffId, Incarnation, PeerId, PutId, RequestId, TransferId, WorkerId, rank_peer
 from kvbaton.protocol.lease import LeaseState
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.messages import ALL_FEATURES
@@ -100,6 +100,7 @@ class Life:
         self.character = character
         self.alive = True
         self.paused = ""  # "", "process", "loop" or "engine"
+        self._signs: dict[HandoffId, tuple[object, float]] = {}  # what was last seen of each handoff, and since when
         self._node_due = False
         self._engine_due = False
         self._timer_at = float("inf")
@@ -230,9 +231,26 @@ class Life:
         for lease in producer.leases.values():
             if lease.state is not LeaseState.CLOSING and now > lease.hold_until + 0.1:
                 raise Broken(LEAK, f"{self.character.name}: lease {lease.id} is held past max_hold_s")
-        for intake in consumer.by_handoff.values():
-            if intake.end is None and intake.deadline and now > intake.deadline + 0.1:
-                raise Broken(HANG, f"{self.character.name}: {intake.wanted.request} is past its deadline")
+        self._check_waits(now)
+
+    def _check_waits(self, now: float) -> None:
+        """No handoff of D's waits longer than its longest time-out without anything having happened to it."""
+        settings = self.character.settings
+        living: dict[HandoffId, tuple[object, float]] = {}
+        longest_s = max(settings.transfer_timeout, settings.defer_timeout, settings.claim_timeout) + 0.5
+        for handoff, intake in self.node.ledger.consumer.by_handoff.items():
+            if intake.end is not None:
+                continue
+            source = intake.source
+            heard = (source.work, source.progress, source.final) if source is not None else None
+            sign = (intake.state, heard, len(intake.parts.moving))
+            seen, since = self._signs.get(handoff, (sign, now))
+            living[handoff] = (sign, since if seen == sign else now)
+            if now - living[handoff][1] > longest_s:
+                raise Broken(
+                    HANG, f"{self.character.name}: {intake.wanted.request} waits, {intake.state.value}, for ever"
+                )
+        self._signs = living
 
     def _check_pins(self) -> None:
         """Every reference to a block is the engine's own or has an owner at the door."""
