@@ -8,14 +8,15 @@ by `RefusedError`, or because the thread stopped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from kvbaton.engine.engine import Engine
-from kvbaton.engine.request import EngineRequest, Output, RejectedError, Sampling, Status
+from kvbaton.engine.request import EngineRequest, FullError, Output, RejectedError, Sampling, Status
 from kvbaton.engine.server import Finished, RefusedError, Token
 from kvbaton.engine.server_plan import GenerateRequest, ModelCard
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -41,6 +42,8 @@ class EngineThread:
         self._notes: deque[tuple[str, Any]] = deque()
         self._news = threading.Event()
         self._stopping = False
+        self._ended: RefusedError | None = None  # why nobody will be answered any more; the event loop's
+        self.on_death: Callable[[], None] = lambda: None  # called on the event loop
         self._listeners: dict[RequestId, asyncio.Queue[Outcome]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="kvbaton-engine", daemon=True)
@@ -65,6 +68,8 @@ class EngineThread:
     def add(self, request: EngineRequest) -> asyncio.Queue[Outcome]:
         queue: asyncio.Queue[Outcome] = asyncio.Queue()
         self._listeners[request.request_id] = queue
+        if self._ended is not None:
+            queue.put_nowait(self._ended)
         self._note("add", request)
         return queue
 
@@ -83,22 +88,37 @@ class EngineThread:
             if queue is not None:
                 queue.put_nowait(outcome)
 
+    def _end_all(self, why: RefusedError, died: bool) -> None:
+        """Whoever listens, or will, is told: on the event loop, so that nobody slips in between."""
+        self._ended = why
+        for queue in self._listeners.values():
+            queue.put_nowait(why)
+        if died:
+            self.on_death()
+
     # --- the engine's thread
 
     def _run(self) -> None:
-        while not self._stopping:
-            self._news.clear()
-            try:
+        why, died = RefusedError("stopping", "this worker is stopping"), False
+        try:
+            while not self._stopping:
+                self._news.clear()
                 told = self._turn()
-            except Exception:  # an engine that raises is dead: say so to everybody and stop serving
-                self.faults += 1
-                log.exception("the engine died")
-                self._stopping = True
-                told = [(request, RefusedError("broken", "the engine died")) for request in list(self._listeners)]
-            if told and self._loop is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._tell, told)
-            if not told and self.engine.tokens_last_step == 0:
-                self._news.wait(SLEEP_S)
+                if told:
+                    self._on_loop(self._tell, told)
+                elif self.engine.tokens_last_step == 0:
+                    self._news.wait(SLEEP_S)
+        except Exception:  # an engine that raises is dead: say so to everybody and stop serving
+            self.faults += 1
+            self._stopping = died = True
+            why = RefusedError("broken", "the engine died")
+            log.exception("the engine died")
+        self._on_loop(self._end_all, why, died)
+
+    def _on_loop(self, act: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is nobody left to tell
+            self._loop.call_soon_threadsafe(act, *arguments)
 
     def _turn(self) -> list[tuple[RequestId, Outcome]]:
         told: list[tuple[RequestId, Outcome]] = []
@@ -110,7 +130,8 @@ class EngineThread:
             try:
                 self.engine.add_request(value)
             except RejectedError as error:
-                told.append((value.request_id, RefusedError("full" if "full" in str(error) else "invalid", str(error))))
+                refusal: Literal["full", "invalid"] = "full" if isinstance(error, FullError) else "invalid"
+                told.append((value.request_id, RefusedError(refusal, str(error))))
         if self.engine.has_work():
             told += [(output.request_id, output) for output in self.engine.step()]
         else:

@@ -107,6 +107,7 @@ class BatonConnector:
         failed = self._failed.pop(request.request_id, None)
         if failed is not None:
             self._report(request.request_id, failed)
+            self._door.wake_engine()  # this step has taken its reports already
             return
         first_token = len(request.prompt) - external_tokens
         first, last = first_token // self._block_tokens, -(-len(request.prompt) // self._block_tokens)

@@ -82,7 +82,7 @@ class Engine:
         return outputs
 
     def stats(self) -> EngineStats:
-        states = [sequence.state for sequence in self.scheduler.sequences.values()]
+        states = [sequence.state for sequence in list(self.scheduler.sequences.values())]
         loading = states.count(State.LOADING) + states.count(State.LEAVING)
         running = len(self.scheduler.running)
         waiting = len(states) - running - loading

@@ -83,7 +83,11 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class RejectedError(Exception):
-    """The engine cannot take this request; the caller must change it, or come back later."""
+    """The engine cannot take this request: the caller must change it."""
+
+
+class FullError(RejectedError):
+    """The engine cannot take this request now: the caller must come back later."""
 
 
 @dataclass(slots=True, eq=False)

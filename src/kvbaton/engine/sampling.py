@@ -16,6 +16,10 @@ from kvbaton.engine.tokenizer import EOS, SPEAKABLE
 _SPEAKABLE = np.array(SPEAKABLE)
 
 
+TEMPERATURE_MIN = 1e-6
+"""Below this the likeliest token is all there is, and dividing by it only overflows."""
+
+
 class Choice(msgspec.Struct, frozen=True):
     token: int
     logprobs: tuple[tuple[int, float], ...] = ()  # the chosen token first, then the likeliest
@@ -28,7 +32,7 @@ def choose(logits: Floats, sampling: Sampling, position: int, answer_tokens: int
         allowed = allowed[allowed != EOS]
     scores = logits[allowed]
     index = int(scores.argmax())
-    if sampling.temperature > 0:
+    if sampling.temperature > TEMPERATURE_MIN:
         index = _draw(scores / sampling.temperature, sampling.seed, position)
     token = int(allowed[index])
     if sampling.logprobs is None:

@@ -20,7 +20,7 @@ from kvbaton.engine import tokenizer
 from kvbaton.engine.cache import HashChain
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.hooks import Connector, Load, LoadReport, NotYet
-from kvbaton.engine.request import EngineRequest, Output, RejectedError, Sequence, State, Status
+from kvbaton.engine.request import EngineRequest, FullError, Output, RejectedError, Sequence, State, Status
 from kvbaton.engine.tables import Hit, KvCache
 from kvbaton.protocol.ids import RequestId
 
@@ -130,7 +130,7 @@ class Scheduler:
         if self.cache.blocks_for(tokens) > capacity:
             raise RejectedError(f"{self.cache.blocks_for(tokens)} blocks are needed, the cache has {capacity}")
         if len(self.waiting) >= self.config.waiting_max:
-            raise RejectedError(f"{len(self.waiting)} requests wait already; come back later")
+            raise FullError(f"{len(self.waiting)} requests wait already; come back later")
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
         """Grow a running request's tables; False if it had to give its own blocks back."""

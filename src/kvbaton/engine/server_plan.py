@@ -93,6 +93,8 @@ def plan(body: Body, name: str, cards: Sequence[ModelCard]) -> list[Job]:
             top=request.logprobs,
         )
         is_source = handoff is not None and handoff.do_remote_decode  # its one token is nobody's answer
+        if is_source and request.max_tokens > 1:
+            raise bad_field("max_tokens", "a prompt computed for another worker is computed for one token; give 1")
         jobs.append(Job(part, request, shape, () if is_source else _stops(part.fields)))
     return jobs
 

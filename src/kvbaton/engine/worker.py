@@ -203,8 +203,8 @@ async def _serve(options: WorkerOptions) -> int:
     async with _running(worker), serving(worker_app(worker.backend), options.http_host, options.http_port) as url:
         with _registered(worker, url):
             print(f"{options.name} {worker.peer.incarnation:016x} serves {url}", flush=True)
-            await _asked_to_stop()
-    return 0
+            await _asked_to_stop(worker)
+    return 1 if worker.thread.faults else 0
 
 
 @contextlib.asynccontextmanager
@@ -233,8 +233,10 @@ def _registered(worker: Worker, url: str) -> Iterator[None]:
         client.close()
 
 
-async def _asked_to_stop() -> None:
+async def _asked_to_stop(worker: Worker) -> None:
+    """Until a signal comes, or the engine dies: a worker that cannot answer must not stay on the list."""
     stopped = asyncio.Event()
+    worker.thread.on_death = stopped.set
     loop = asyncio.get_running_loop()
     for each in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(each, stopped.set)

@@ -317,7 +317,7 @@ class Consumer:
         """Blocks of ended handoffs that something may still write to."""
         return sum(
             sum(map(len, intake.target.blocks))
-            for intake in self.by_handoff.values()
+            for intake in list(self.by_handoff.values())  # also read by whoever shows statistics, on another thread
             if intake.end is not None and intake.target is not None
         )
 

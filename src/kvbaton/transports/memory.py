@@ -51,8 +51,8 @@ class Region:
         _live.remove(self)
         os.close(self.fd)
         self.fd = -1
-        self.view.release()
         with contextlib.suppress(BufferError):  # someone still holds a slice: the last one to go unmaps
+            self.view.release()
             self._map.close()
 
 
