@@ -14,7 +14,7 @@ demo: $(VENV)/.serve
 	@echo "            $(BIN)/kvbaton sim --seeds 0..199      two hundred clusters under faults"
 	@echo "            make test                          everything this project claims, checked"
 
-# Everything: about a quarter of an hour on two cores.
+# Everything: about six minutes on two cores.
 test: lint types layers coverage runtime sim processes mutants
 
 # Often: under two minutes.
