@@ -133,7 +133,7 @@ async def serving(app: web.Application, host: str, port: int) -> AsyncIterator[s
 
 def _port_error(host: str, port: int, error: OSError) -> Exception:
     if error.errno == errno.EADDRINUSE:
-        return PortInUseError(f"port {port} on {host} is in use")
+        return PortInUseError(f"port {port} on {host} is in use; choose another (0 takes a free one)")
     return PortInUseError(f"cannot listen on {host} port {port}: {error.strerror or error}")
 
 
