@@ -43,13 +43,13 @@ def test_an_unmodified_openai_client_streams_completions_and_chat(tmp_path):
 
 def test_512_requests_at_once_are_all_right_with_a_lease_shorter_than_the_queue(tmp_path):
     """Promises 1 to 3, in pull and in push."""
-    with up(tmp_path, "--prefill", "2", "--decode", "2", "--lease-s", "1") as cluster:
+    with up(tmp_path, "--prefill", "2", "--decode", "2", "--lease-s", "2") as cluster:
         for mode in ("pull", "push"):
             prompts = some_prompts(512, mode)
             answers = asyncio.run(ask_all(cluster.url, prompts, mode))
             assert {answer.status for answer in answers} == {200}
             assert [answer.text for answer in answers] == reference_answers(prompts, 16)
-            assert max(answer.seconds for answer in answers) > 1.0, "the queue must outlast the lease"
+            assert max(answer.seconds for answer in answers) > 2.0, "the queue must outlast the lease"
         stats = asyncio.run(all_at_rest(cluster, {"p0", "p1", "d0", "d1"}))
         delivered = sum(stats[name]["delivered_total"] for name in ("d0", "d1"))
         assert delivered == 1024, "every one of them by a handoff, none by recomputing"
