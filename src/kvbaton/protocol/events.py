@@ -156,7 +156,7 @@ class Departed(_Event, frozen=True):
 
 
 class DrainStarted(_Event, frozen=True):
-    """Take no new handoffs; finish what there is."""
+    """Park no more claims; leases that were granted are still read, and what is on its way still arrives."""
 
 
 Event = (

@@ -25,7 +25,7 @@ WorkerId = NewType("WorkerId", str)
 """The configured name of an engine; survives its restarts."""
 
 Incarnation = NewType("Incarnation", int)
-"""64 random bits drawn when an engine starts (or resets its cache, or reloads weights)."""
+"""63 random bits drawn when an engine starts (or resets its cache, or reloads weights)."""
 
 LeaseId = NewType("LeaseId", int)
 """Rises per incarnation of P."""

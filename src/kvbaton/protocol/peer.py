@@ -2,7 +2,8 @@
 
 Laws: all talk of a pair runs in one session, which belongs to one incarnation of each side. A session counts only
 once D has confirmed it, so a delayed Hello of a dead D replaces nobody. When a session of a worker is confirmed,
-every earlier one of that worker ends, and its data connections are closed before the new ones are opened.
+every earlier one of that worker ends: what P wrote under it is told to stop before the new connections are opened, and
+its hold on the old ones is dropped after, so that a re-greeting of the same life revokes nothing that it needs.
 """
 
 from __future__ import annotations
