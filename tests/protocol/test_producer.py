@@ -748,3 +748,33 @@ def test_a_match_that_fails_is_told_once(pair: Pair) -> None:
     pair.d.want("r", pair.p.grant(), content=99)
     pair.run(60)
     assert len(pair.done(MatchFailed)) == 1 and not pair.done(MatchFound)
+
+
+class TestTakingBack:
+    """Promise 1: ready only grows, and what a replaced cache held is vouched for by nobody."""
+
+    def test_a_rank_s_late_word_on_a_layer_takes_nothing_back(self, pair: Pair) -> None:
+        """A rank tells of its layers itself; the engine's word on the whole chunk may overtake it."""
+        load = pair.d.want("r", pair.router_ticket())
+        source = pair.p.begin()
+        pair.p.chunk(source, 3)
+        pair.p.progress(source, (GroupProgress(0, 3, 1),) * len(pair.p.shape.group_layers))
+        pair.settle()
+        pair.p.complete(source)
+        pair.settle()
+        assert delivered(load)
+
+    def test_a_replaced_cache_ends_its_leases_and_refuses_their_tickets(self, pair: Pair) -> None:
+        ticket = pair.p.grant()
+        pair.p.tell(ev.CacheReplaced())
+        assert pair.done(Unpin) == [Unpin(LeaseId(1))]
+        load = pair.d.want("r", ticket)
+        pair.settle()
+        assert why(load) is Reason.UNKNOWN_LEASE
+
+    def test_a_replaced_cache_wants_nothing_that_was_on_its_way(self, pair: Pair) -> None:
+        load = pair.d.want("r", pair.router_ticket())
+        pair.settle()
+        pair.d.tell(ev.CacheReplaced())
+        pair.settle()
+        assert why(load) is Reason.ABORTED

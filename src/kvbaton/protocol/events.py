@@ -155,6 +155,10 @@ class Departed(_Event, frozen=True):
     reason: Reason = Reason.PEER_GONE
 
 
+class CacheReplaced(_Event, frozen=True):
+    """The engine dropped its cache, or its weights: what was leased or is on its way cannot be vouched for."""
+
+
 class DrainStarted(_Event, frozen=True):
     """Park no more claims; leases that were granted are still read, and what is on its way still arrives."""
 
@@ -176,4 +180,5 @@ Event = (
     | StoreEnded
     | Departed
     | DrainStarted
+    | CacheReplaced
 )

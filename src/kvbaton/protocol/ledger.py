@@ -194,6 +194,10 @@ class Ledger:
     def _on_drain(self, event: ev.DrainStarted, now: float) -> None:
         self.producer.draining = True
 
+    def _on_cache_replaced(self, event: ev.CacheReplaced, now: float) -> None:
+        self.consumer.void(now)
+        self.producer.void(now)
+
     def _timer(self, kind: str, name: Any, now: float) -> None:
         match kind:
             case "lease":
@@ -230,6 +234,7 @@ class Ledger:
             ev.StoreEnded: self.puts.on_ended,
             ev.Departed: self._on_departed,
             ev.DrainStarted: self._on_drain,
+            ev.CacheReplaced: self._on_cache_replaced,
         }
 
     def _target_messages(self) -> dict[type, Handler]:

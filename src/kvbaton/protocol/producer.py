@@ -44,6 +44,7 @@ from kvbaton.protocol.messages import (
     Stale,
 )
 from kvbaton.protocol.peer import Session
+from kvbaton.protocol.progress import covers
 from kvbaton.protocol.table import Verdict
 from kvbaton.protocol.ticket import Ticket, unseal
 from kvbaton.protocol.writer import Writer
@@ -107,8 +108,8 @@ class Producer:
 
     def on_progressed(self, event: LeaseProgressed, now: float) -> None:
         lease = self.leases.get(event.lease)
-        if lease is None:
-            return
+        if lease is None or not covers(event.progress, lease.ranks[event.rank]):
+            return  # a rank's own word on a layer may come after the engine's on the whole chunk
         before = lease.progress, lease.final
         lease.ranks[event.rank] = event.progress
         if (lease.progress, lease.final) != before:
