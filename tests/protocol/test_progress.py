@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.progress import GroupProgress, Progress, Rect, advance, covers, nothing, slowest, whole
+from kvbaton.protocol.progress import GroupProgress, Progress, Rect, advance, nothing, slowest, whole
 
 LAYERS, BLOCKS = 4, 6
 steps = st.builds(
@@ -124,9 +124,3 @@ def test_progress_survives_the_wire_and_is_bounded() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(progress), type=Progress) == progress
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(nothing(65)), type=Progress)
-
-
-@given(st.tuples(steps), st.tuples(steps))
-def test_a_progress_covers_another_when_no_layer_has_less(new: Progress, old: Progress) -> None:
-    by_layer = all(new[0].ready(layer) >= old[0].ready(layer) for layer in range(2 * LAYERS))
-    assert covers(new, old) == by_layer

@@ -72,7 +72,7 @@ class Consumer:
             return
         self._last_attempt += 1
         parts = Parts(None)
-        intake = Intake(event, self._last_attempt, link, parts)
+        intake = Intake(event, self._last_attempt, link, parts, asked=now)
         parts.owner = intake
         self.by_handoff[event.handoff] = self.by_request[event.request] = self.by_attempt[intake.attempt] = intake
         settings = self.desk.settings
@@ -89,7 +89,7 @@ class Consumer:
             self.desk.emit(Report(event.request, end))
             self.desk.emit(DropHold(event.request, intake.wanted.handoff if intake else HandoffId("")))
             return
-        intake.target = event
+        intake.target, intake.allocated = event, now
         intake.hard_deadline = now + self.desk.settings.max_hold_s
         if intake.wanted.push and self._may_be_written_to(intake.link):
             self._offer(intake, now)
@@ -149,7 +149,7 @@ class Consumer:
         except ProtocolError as error:
             self.fail(intake, error.reason, error.detail, now)
             return
-        intake.source = source
+        intake.source, intake.granted = source, now
         self._remember_ttl(source, message.ttl_s)
         self._wait(intake, self.desk.settings.defer_timeout, now)
         self._pulse_renewal(intake, source, now)
@@ -426,6 +426,7 @@ class Consumer:
         assert source is not None
         if source.final and intake.copied == source.progress and intake.parts.at_rest:
             self._step(intake, _E.COPIED)
+            intake.copied_at = now
             self._wait(intake, self.desk.settings.claim_timeout, now)
             self._send_commit(intake, now)
 
@@ -500,6 +501,7 @@ class Consumer:
         end = intake.end
         assert end is not None
         self.desk.count(f"ends.{end.reason or 'delivered'}")
+        self.desk.passages.append(intake.passage(end, now))
         self.desk.timers.clear(("intake", intake.wanted.handoff))
         self.desk.timers.clear(("pulse", intake.wanted.handoff))
         if intake.target is not None:

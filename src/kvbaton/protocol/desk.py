@@ -5,9 +5,10 @@ Law: effects are only appended here, and taken by the node after each input; not
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -21,6 +22,9 @@ from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.spans import Move
 
 TimerKey = tuple[str, object]
+
+PASSAGES_MAX = 4096
+"""Of ended handoffs that nobody has asked about yet; the oldest are forgotten."""
 
 
 @dataclass(slots=True)
@@ -56,6 +60,7 @@ class Desk:
     timers: Timers[TimerKey] = field(default_factory=Timers)
     effects: list[Effect] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    passages: deque[Any] = field(default_factory=lambda: deque(maxlen=PASSAGES_MAX))  # of `intake.Passage`
     owners: dict[JobId, Parts] = field(default_factory=dict)
     last_job: int = 0
 
@@ -101,6 +106,7 @@ class Parts:
     owner: object
     moving: dict[JobId, Moving] = field(default_factory=dict)
     restless: set[JobId] = field(default_factory=set)
+    moved: int = 0  # bytes that have arrived
 
     @property
     def at_rest(self) -> bool:

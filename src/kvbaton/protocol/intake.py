@@ -10,11 +10,13 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from kvbaton.protocol.desk import Parts
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import Allocated, Wanted
-from kvbaton.protocol.ids import LeaseId, ReservationId
+from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, ReservationId, WorkerId
 from kvbaton.protocol.layout import Group
 from kvbaton.protocol.peer import Link
 from kvbaton.protocol.progress import Progress
@@ -116,6 +118,23 @@ class Source:
                 )
 
 
+class Passage(msgspec.Struct, frozen=True):
+    """What became of one handoff, for whoever watches: when it passed each stage, on this node's clock (0: never)."""
+
+    request: RequestId
+    handoff: HandoffId
+    source: WorkerId
+    transport: str
+    push: bool
+    bytes: int  # that this side copied
+    end: End
+    asked: float
+    granted: float
+    allocated: float
+    copied: float
+    ended: float
+
+
 @dataclass(slots=True)
 class Intake:
     """One handoff on its way in."""
@@ -133,6 +152,27 @@ class Intake:
     end: End | None = None
     deadline: float = 0.0
     hard_deadline: float = 0.0
+    asked: float = 0.0  # when, like the next three
+    granted: float = 0.0
+    allocated: float = 0.0
+    copied_at: float = 0.0
+
+    def passage(self, end: End, now: float) -> Passage:
+        wanted, plane = self.wanted, self.link.transport
+        return Passage(
+            wanted.request,
+            wanted.handoff,
+            wanted.source,
+            plane.name if plane is not None else "",
+            wanted.push,
+            self.parts.moved,
+            end,
+            self.asked,
+            self.granted,
+            self.allocated,
+            self.copied_at,
+            now,
+        )
 
 
 WAITED_FOR: dict[IntakeState, Reason] = {

@@ -164,6 +164,7 @@ class Ledger:
         if event.reason is None:
             self.desk.counts["copies"] += 1
             self.desk.counts["bytes_moved"] += moved.bytes
+            parts.moved += moved.bytes
         if event.at_rest:
             del self.desk.owners[event.job]
         if isinstance(parts.owner, Intake):

@@ -44,7 +44,7 @@ from kvbaton.protocol.messages import (
     Stale,
 )
 from kvbaton.protocol.peer import Session
-from kvbaton.protocol.progress import covers
+from kvbaton.protocol.readiness import covers
 from kvbaton.protocol.table import Verdict
 from kvbaton.protocol.ticket import Ticket, unseal
 from kvbaton.protocol.writer import Writer

@@ -67,15 +67,6 @@ def slowest(ranks: Sequence[Progress]) -> Progress:
     return tuple(_slowest(group) for group in zip(*ranks, strict=True))
 
 
-def covers(new: Progress, old: Progress) -> bool:
-    """Whether nothing that is ready in `old` is missing in `new`: both are steps, so their edges tell."""
-    return all(
-        mine.ready(layer) >= theirs.ready(layer)
-        for mine, theirs in zip(new, old, strict=True)
-        for layer in (0, mine.layers_ahead, theirs.layers_ahead)
-    )
-
-
 def advance(old: Progress, new: Progress, layer_counts: Sequence[int]) -> list[Rect]:
     """What is ready in `new` and was not in `old`, for groups of so many layers."""
     if not len(old) == len(new) == len(layer_counts):

@@ -214,6 +214,10 @@ class Doorway:
         if self._wants.pop(request, None) is not None or request in self._holds:
             self._post(ev.GaveUp(request))
 
+    def holds(self, request: RequestId) -> bool:
+        """Whether a load of this request has blocks, so that its report is still to come, or they are not at rest."""
+        return request in self._holds
+
     # --- both (engine)
 
     def duties(self) -> list[Duty]:

@@ -53,12 +53,14 @@ class Node:
         doorway: Doorway,
         store: StorePort | None = None,
         report_fault: Callable[[str, int, Exception], None] | None = None,
+        extra: Callable[[], Sequence[Event]] | None = None,
     ) -> None:
         self.ledger = ledger
         self.control = control
         self.ranks = ranks
         self.doorway = doorway
         self.store = store
+        self.extra = extra  # what ranks tell besides their transports' events, such as progress; asked at each step
         self.faults: Counter[str] = Counter()
         self._backlog: dict[tuple[int, str], deque[fx.Copy]] = {}
         self._next_events: deque[Event] = deque()
@@ -116,6 +118,9 @@ class Node:
         if self.store is not None:
             with self._guarded("drain.store"):
                 found.extend(self.store.drain())
+        if self.extra is not None:
+            with self._guarded("drain.extra"):
+                found.extend(self.extra())
         return found
 
     # --- effects

@@ -2,7 +2,8 @@
 
 Law: nothing is left behind, however the process dies; the pages live as long as some process maps them. A region can
 neither grow nor shrink (sealed), so a peer that maps it can never be killed by SIGBUS, and once `seal_writes` was
-called no process can gain a new writable mapping: readers can only read.
+called no process can gain a new writable mapping: readers can only read. Memory that somebody else allocated becomes
+such a region by `adopt`, in place.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import ctypes
 import fcntl
 import mmap
 import os
+
+from kvbaton.transports import adoption
 
 HUGE_PAGE_BYTES = 2 << 20
 REGIONS_MAX = 256  # one per layer and tensor, of a large model
@@ -30,15 +33,16 @@ class Region:
         self.page_bytes = page_bytes
         self._map = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self.view = memoryview(self._map)[:size_bytes]
-        self._address = _address(self.view)
+        self._address = _address(self.view)  # of the first byte behind `fd`
+        self._extent_bytes = len(self._map)
         _live.append(self)
 
     def offset_of(self, memory: memoryview) -> int | None:
-        """Where `memory` begins in this region, or None when it is not wholly inside."""
+        """Where `memory` begins in what `fd` holds, or None when it is not wholly inside."""
         if self.fd < 0 or not memory.nbytes:
             return None
         offset = _address(memory) - self._address
-        return offset if 0 <= offset <= len(self._map) - memory.nbytes else None
+        return offset if 0 <= offset <= self._extent_bytes - memory.nbytes else None
 
     def seal_writes(self) -> None:
         """From now on only mappings that exist already can write. Cannot be undone."""
@@ -54,6 +58,25 @@ class Region:
         with contextlib.suppress(BufferError):  # someone still holds a slice: the last one to go unmaps
             self.view.release()
             self._map.close()
+
+
+class AdoptedRegion(Region):
+    """Memory of another owner, now behind a memfd. Closing it unmaps nothing: the owner does, by freeing it."""
+
+    def __init__(self, fd: int, address: int, size_bytes: int, extent: range) -> None:
+        self.fd = fd
+        self.page_bytes = mmap.PAGESIZE
+        self.view = adoption.view_of(address, size_bytes)
+        self._address = extent.start
+        self._extent_bytes = len(extent)
+        _live.append(self)
+
+    def close(self) -> None:
+        """Share it with nobody new; the owner goes on as before. Idempotent."""
+        if self.fd >= 0:
+            _live.remove(self)
+            os.close(self.fd)
+            self.fd = -1
 
 
 def allocate(size_bytes: int, *, hugetlb: bool = False) -> Region:
@@ -73,6 +96,24 @@ def allocate(size_bytes: int, *, hugetlb: bool = False) -> Region:
     return region
 
 
+def adopt(address: int, size_bytes: int) -> Region:
+    """Make the memory at `address` shareable where it is: same address, same contents, pages now of a memfd.
+
+    For buffers that another library allocated (a tensor's storage). Contents are copied once, but for pages that were
+    never touched or hold only zeros, which stay uncommitted. ValueError says why memory cannot be adopted.
+    The law and the hazards are in `adoption`: in short, before anyone else uses the memory, and once.
+    """
+    extent = adoption.extent_of(address, size_bytes)
+    fd = _sealed(len(extent), 0)
+    try:
+        adoption.fill(fd, extent)
+        adoption.remap(fd, extent)
+        return AdoptedRegion(fd, address, size_bytes, extent)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 def region_of(memory: memoryview) -> tuple[Region, int] | None:
     """The live region that backs `memory` and the offset in it; None for memory of any other kind."""
     for region in tuple(_live):
@@ -83,14 +124,24 @@ def region_of(memory: memoryview) -> tuple[Region, int] | None:
 
 
 def _create(size_bytes: int, flags: int, page_bytes: int) -> Region:
-    fd = os.memfd_create("kvbaton", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    fd = _sealed(-(-size_bytes // page_bytes) * page_bytes, flags)
     try:
-        os.ftruncate(fd, -(-size_bytes // page_bytes) * page_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
         return Region(fd, size_bytes, page_bytes)
     except BaseException:
         os.close(fd)
         raise
+
+
+def _sealed(size_bytes: int, flags: int) -> int:
+    """A memfd of whole pages that can neither grow nor shrink."""
+    fd = os.memfd_create("kvbaton", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    try:
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _address(memory: memoryview) -> int:

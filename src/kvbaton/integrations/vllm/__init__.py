@@ -1,0 +1,23 @@
+"""vLLM's side of kvbaton: `"kv_connector": "BatonConnector", "kv_connector_module_path": "kvbaton.integrations.vllm"`.
+
+Importing this package costs nothing and needs no vLLM; the connector is loaded when vLLM asks for it by name, which it
+does in every one of its processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["BatonConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "BatonConnector":
+        try:
+            from kvbaton.integrations.vllm.connector import BatonConnector
+        except ImportError as error:
+            from kvbaton.integrations.vllm.versions import unsupported
+
+            raise unsupported(f"not all that it needs: {error}") from error
+        return BatonConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

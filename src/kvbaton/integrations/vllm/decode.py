@@ -1,0 +1,145 @@
+"""D's half of the scheduler side: prompts whose KV comes from elsewhere.
+
+Laws: a request is matched at most once, whatever becomes of it (rule 2.9.8 of vLLM's contract: matching again after a
+failure is a livelock). Every load that got blocks is reported exactly once, also after an abort and when something here
+fails. Destination blocks are held by a `touch` of our own until nothing can land in them (rule 18).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbaton.api.params import Mode
+from kvbaton.integrations.vllm.content import content_digest, handed_position
+from kvbaton.integrations.vllm.params import Target
+from kvbaton.integrations.vllm.pool import PinnedPool
+from kvbaton.integrations.vllm.step import Verdict
+from kvbaton.integrations.vllm.tables import Grouping, Tables, real
+from kvbaton.protocol.effects import End
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.events import Groups
+from kvbaton.protocol.ids import RequestId
+from kvbaton.runtime.doorway import Doorway, LoadReport, MatchState
+
+NOT_YET: tuple[int | None, bool] = (None, False)
+NOTHING: tuple[int | None, bool] = (0, False)
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load that vLLM waits for."""
+
+    first_token: int
+    blocks: Groups
+
+
+@dataclass(slots=True)
+class Decode:
+    """All prompts that are taken over here."""
+
+    door: Doorway
+    pool: PinnedPool
+    grouping: Grouping
+    recomputes: bool  # else a failed handoff fails its request
+    keeps_prefix: bool  # vLLM can keep the good blocks of a failed load: only with one group
+    count_end: Callable[[End], None]
+    _positions: dict[str, int] = field(default_factory=dict)
+    _doomed: dict[str, End] = field(default_factory=dict)
+    _loads: dict[str, _Load] = field(default_factory=dict)
+    _verdicts: list[Verdict] = field(default_factory=list)
+
+    def accepted(self, request: Any, target: Target) -> None:
+        """A request came whose prompt KV is promised: claim it now, long before there is room for it."""
+        position = handed_position(request.num_prompt_tokens, self.grouping.slides)
+        self._positions[request.request_id] = position
+        digest = content_digest(request, position)
+        push = target.mode is Mode.PUSH
+        self.door.want(RequestId(request.request_id), target.ticket, digest, position, push=push)
+
+    def refused(self, request: Any, end: End) -> None:
+        """A request came with parameters that mean nothing: the policy decides, as after any other failure."""
+        self.count_end(end)
+        if not self.recomputes:
+            self._positions[request.request_id] = request.num_prompt_tokens
+            self._doomed[request.request_id] = end
+
+    def match(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens after the local ones can be loaded. May be asked often, and the answer discarded."""
+        request_id = request.request_id
+        position = self._positions.get(request_id)
+        if position is None:
+            return NOTHING
+        missing = position - local_tokens
+        found = self.door.match(RequestId(request_id))
+        if found.state is MatchState.NOT_YET:
+            return NOT_YET
+        if found.state is MatchState.FOUND and missing > 0:
+            return missing, True
+        if found.state is MatchState.FAILED:
+            assert found.end is not None
+            if not found.asked:
+                self.count_end(found.end)
+            if not self.recomputes:
+                self._doomed[request_id] = found.end
+        self.door.not_needed(RequestId(request_id))
+        return (missing, True) if request_id in self._doomed and missing > 0 else NOTHING
+
+    def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
+        """vLLM has blocks for the request; with external tokens it now waits for a report."""
+        request_id = request.request_id
+        position = self._positions.pop(request_id, None)
+        if external_tokens == 0:
+            self._doomed.pop(request_id, None)
+            self.door.not_needed(RequestId(request_id))
+            return
+        self._loads[request_id] = _Load(0, ())
+        if self._doomed.pop(request_id, None) is not None or position is None:
+            self._conclude(request_id, End(Reason.OTHER))
+            return
+        first_token = position - external_tokens
+        grouping = self.grouping
+        first = tuple(first_token // size for size in grouping.block_tokens)
+        wanted = grouping.cut(tables, first, grouping.needed(position))
+        self._loads[request_id] = _Load(first_token, wanted)
+        self.pool.touch(self.door.allocated(RequestId(request_id), wanted, first_token))
+
+    def broke(self, request: Any) -> None:
+        """Something here failed while a load began: it has ended as failed."""
+        self.door.gave_up(RequestId(request.request_id))
+        if request.request_id in self._loads and not self.door.holds(RequestId(request.request_id)):
+            self._conclude(request.request_id, End(Reason.OTHER))
+
+    def finished(self, request: Any) -> None:
+        """The request is over in the engine; a load under way still gets its report."""
+        self._positions.pop(request.request_id, None)
+        self._doomed.pop(request.request_id, None)
+        self.door.gave_up(RequestId(request.request_id))
+
+    def reported(self, duty: LoadReport) -> None:
+        """The ledger's word on a load; it comes once for each rank, and is passed on once."""
+        if duty.rank == 0:
+            self._conclude(duty.request, duty.end)
+
+    def take_verdicts(self) -> tuple[Verdict, ...]:
+        verdicts, self._verdicts = self._verdicts, []
+        return tuple(verdicts)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._loads or self._verdicts)
+
+    def _conclude(self, request_id: str, end: End) -> None:
+        load = self._loads.pop(request_id, None)
+        if load is None:
+            return
+        bad = self._bad_blocks(load, end)
+        self._verdicts.append(Verdict(request_id, failed=not end.delivered and not bad, bad_blocks=tuple(bad)))
+
+    def _bad_blocks(self, load: _Load, end: End) -> Iterable[int]:
+        """What must be computed again, where vLLM can keep the rest, and some of it is good."""
+        if end.delivered or not (self.recomputes and self.keeps_prefix) or end.good_tokens <= load.first_token:
+            return ()
+        size = self.grouping.block_tokens[0]
+        return real((load.blocks[0][(end.good_tokens - load.first_token) // size :],))

@@ -1,0 +1,255 @@
+"""An engine's presence in its cluster: ledger, control plane, links to its ranks, discovery. One per scheduler process.
+
+Laws: it listens only once all ranks have said where their caches lie, and is listed only once its HTTP door answers.
+Everything has threads of its own; the scheduler's thread meets it at the `Doorway` alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import secrets
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from kvbaton.control.base import ControlError
+from kvbaton.control.keys import Keyring
+from kvbaton.control.moriio import MoriioAnnouncer
+from kvbaton.control.moriio import registration as moriio_registration
+from kvbaton.control.registry.client import RegistryClient
+from kvbaton.control.registry.messages import DirectoryEntry, Registration
+from kvbaton.control.zmq import ZmqControl
+from kvbaton.integrations.vllm.settings import ConnectorSettings
+from kvbaton.protocol.compat import digest as compat_digest
+from kvbaton.protocol.desk import Identity
+from kvbaton.protocol.events import CacheReplaced, Departed
+from kvbaton.protocol.ids import Incarnation, PeerId, TransferId, WorkerId
+from kvbaton.protocol.layout import EngineLayout
+from kvbaton.protocol.ledger import Ledger
+from kvbaton.runtime.doorway import Doorway, DoorwayConfig
+from kvbaton.runtime.epochs import EpochTable
+from kvbaton.runtime.loop import NodeLoop
+from kvbaton.runtime.node import Node
+from kvbaton.runtime.rank_link import RankLinks
+from kvbaton.runtime.rank_messages import RankInvitation
+
+log = logging.getLogger(__name__)
+
+HEALTH_POLL_S = 0.25
+HEALTH_WAIT_S = 5.0
+STOP_S = 3.0
+
+Role = Literal["prefill", "decode", "both"]
+
+
+class Announcer(Protocol):
+    """Keeps an engine listed somewhere."""
+
+    def start(self) -> None: ...
+
+
+class EngineFacts(msgspec.Struct, frozen=True):
+    """What is known of an engine once it has its cache."""
+
+    role: Role
+    model: str
+    blocks: int
+    layout: EngineLayout
+    compat: dict[str, str]
+    exact_epochs: bool
+    tp_size: int
+
+
+class Presence:
+    """Everything of an engine that speaks to others."""
+
+    def __init__(
+        self, settings: ConnectorSettings, keyring: Keyring, facts: EngineFacts, ranks: Sequence[RankInvitation]
+    ) -> None:
+        self.settings = settings
+        self.facts = facts
+        self.peer = PeerId(settings.worker, Incarnation(secrets.randbits(63)))
+        self.book = AddressBook()
+        host = f"[{settings.control_host}]" if ":" in settings.control_host else settings.control_host
+        self.control = ZmqControl(keyring, f"tcp://{host}:{settings.control_port}")
+        self.links = RankLinks(ranks, me=self.peer)
+        self.doorway = Doorway(self._door_config(keyring, len(ranks)), EpochTable(facts.blocks))
+        self.node = self._make_node(keyring, len(ranks))
+        self.loop = NodeLoop(self.node, self.control)
+        self._listings: list[RegistryClient | MoriioAnnouncer] = []
+        self._keyring = keyring
+        self._closing = threading.Event()
+        self._herald = threading.Thread(target=self._be_listed, name="kvbaton-herald", daemon=True)
+        self._know({name: (endpoint, keyring.peers.get(WorkerId(name), "")) for name, endpoint in self._static()})
+
+    def start(self) -> None:
+        self.links.start()
+        self.loop.start()
+        if self.settings.registry or self.settings.moriio:
+            self._herald.start()
+        log.info("kvbaton: %s listens at %s for %s", self.peer, self.control.endpoint, ", ".join(self.transports))
+
+    def stop(self) -> None:
+        """Say goodbye; bounded, and not needed for anybody's safety."""
+        self._closing.set()
+        for listing in self._listings:
+            with contextlib.suppress(Exception):
+                listing.close() if isinstance(listing, RegistryClient) else listing.stop(STOP_S)
+        self.loop.stop(STOP_S)
+        self.links.stop(STOP_S)
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        return tuple(each.name for each in self.node.ledger.desk.identity.transports)
+
+    def cache_replaced(self) -> None:
+        """Nothing that was leased, or is on its way here, can be vouched for any more."""
+        self.loop.tell(CacheReplaced())
+
+    # --- discovery
+
+    def _be_listed(self) -> None:
+        """Wait until this engine answers its own clients, then let routers know."""
+        if not self._answers():
+            return
+        settings = self.settings
+        try:
+            if settings.registry:
+                where = (WorkerId(settings.registry_name), settings.registry)
+                client = RegistryClient(
+                    self._keyring,
+                    where,
+                    self._registration(),
+                    on_directory=self._on_directory,
+                    on_departed=self._on_departed,
+                )
+                self._listings.append(client)
+            if settings.moriio is not None:
+                self._listings.append(self._moriio())
+            for listing in self._listings:
+                listing.start()
+        except ControlError as error:
+            log.error("kvbaton: %s is not listed: %s", self.peer, error)
+
+    def _answers(self) -> bool:
+        url = f"http://{self.settings.http_address}/health"
+        while not self._closing.wait(HEALTH_POLL_S):
+            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=HEALTH_WAIT_S) as answer:
+                if answer.status == 200:
+                    return True
+        return False
+
+    def _registration(self) -> Registration:
+        facts = self.facts
+        return Registration(
+            worker=self.peer.worker,
+            incarnation=self.peer.incarnation,
+            role=facts.role,
+            http_address=self.settings.http_address,
+            control_endpoint=self.control.endpoint,
+            modes=tuple(self.settings.modes),
+            transports=self.transports,
+            compat_digest=compat_digest(facts.compat),
+            tp_size=facts.tp_size,
+            model=facts.model[-256:],
+        )
+
+    def _moriio(self) -> MoriioAnnouncer:
+        """MoRI-IO names a worker by two ports; here both are the control socket's, by which peers find it again."""
+        asked = self.settings.moriio
+        assert asked is not None
+        host, port = _split(self.control.endpoint)
+        address = f"host:{host},handshake:{port},notify:{port}"
+        role: Literal["P", "D"] = "P" if self.facts.role == "prefill" else "D"
+        message = moriio_registration(
+            role,
+            self.settings.http_address,
+            address,
+            transfer_mode=asked.transfer_mode,
+            tp_size=self.facts.tp_size,
+        )
+        return MoriioAnnouncer(f"tcp://{asked.router}", message, interval_s=asked.interval_s)
+
+    def _on_directory(self, entries: Sequence[DirectoryEntry]) -> None:
+        self._know({entry.worker: (entry.control_endpoint, entry.public_key) for entry in entries})
+
+    def _on_departed(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        self.loop.tell(Departed(worker, incarnation))
+
+    def _static(self) -> list[tuple[str, str]]:
+        return [*self.settings.peers.items(), (self.settings.name, self.control.endpoint)]
+
+    def _know(self, directory: dict[str, tuple[str, str]]) -> None:
+        self.book.replace({name: endpoint for name, (endpoint, _) in directory.items()})
+        others = {WorkerId(name): address for name, address in directory.items() if name != self.settings.name}
+        unknown = [name for name, (_, key) in others.items() if not key]
+        if unknown:
+            raise ControlError(f"peers.{unknown[0]}: not in the key directory {self.settings.keys}")
+        self.control.set_directory(others)
+
+    # --- making
+
+    def _door_config(self, keyring: Keyring, ranks: int) -> DoorwayConfig:
+        return DoorwayConfig(
+            me=self.peer,
+            ranks=ranks,
+            groups=len(self.facts.layout.groups),
+            ticket_keys=keyring.ticket_keys,
+            ticket_ttl_s=self.settings.ticket_ttl_s,
+            mint=lambda: TransferId(secrets.token_hex(16)),
+            wall=time.time,
+        )
+
+    def _make_node(self, keyring: Keyring, ranks: int) -> Node:
+        planes = [self.links.transports(rank) for rank in range(ranks)]
+        common = [name for name in planes[0] if all(name in rank for rank in planes)]
+        identity = Identity(
+            me=self.peer,
+            host=host_id(),
+            compat=self.facts.compat,
+            layout=self.facts.layout,
+            transports=tuple(planes[0][name].capabilities for name in common),
+            ticket_keys=keyring.ticket_keys,
+            wall_offset_s=time.time() - time.monotonic(),
+            exact_epochs=self.facts.exact_epochs,
+        )
+        ledger = Ledger(identity, self.settings.protocol(), self.doorway.epochs.of)
+        return Node(ledger, self.control, planes, self.doorway, extra=self.links.drain_progress)
+
+
+class AddressBook:
+    """Which worker listens where. Replaced as a whole, by whoever learns of it; read by the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[str, int], WorkerId] = {}
+
+    def replace(self, endpoints: dict[str, str]) -> None:
+        self._names = {_split(endpoint): WorkerId(name) for name, endpoint in endpoints.items()}
+
+    def at(self, host: str, port: int) -> WorkerId | None:
+        return self._names.get((_canonical(host), port))
+
+
+def host_id() -> str:
+    """Who may share memory with us: the same kernel, by its boot id."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else secrets.token_hex(16)
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return _canonical(host), int(port)
+
+
+def _canonical(host: str) -> str:
+    bare = host.strip("[]").lower()
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(bare))
+    return bare

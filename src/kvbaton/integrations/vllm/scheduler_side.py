@@ -1,0 +1,255 @@
+"""The connector in the scheduler's process: vLLM's hooks on one side, P's and D's halves and the doorway on the other.
+
+Laws: only the scheduler's thread runs here, and it alone touches the block pool; what the loop decided is taken from
+the doorway at `on_new_request`, `get_num_new_matched_tokens` and `build_connector_meta` (rule 8). No hook blocks, none
+raises: each has an answer for its own failure that the engine can live with.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvbaton.control.keys import Keyring
+from kvbaton.integrations.vllm.compat import compat_key
+from kvbaton.integrations.vllm.decode import NOTHING, Decode
+from kvbaton.integrations.vllm.guard import guarded, makes, note, returns
+from kvbaton.integrations.vllm.layout import RankFacts, engine_layout, vllm_groups
+from kvbaton.integrations.vllm.params import Ask, Lookup, Source, Target, ask_of
+from kvbaton.integrations.vllm.pool import PinnedPool
+from kvbaton.integrations.vllm.prefill import Prefill
+from kvbaton.integrations.vllm.presence import EngineFacts, Presence, Role
+from kvbaton.integrations.vllm.settings import ConnectorSettings
+from kvbaton.integrations.vllm.step import BatonStep, Leaving, RankCard, StepDone
+from kvbaton.integrations.vllm.tables import Grouping, Tables
+from kvbaton.protocol.effects import End
+from kvbaton.protocol.errors import ProtocolError
+from kvbaton.runtime.doorway import Doorway, DropBlocks, UnpinBlocks
+from kvbaton.runtime.rank_messages import RankInvitation
+
+log = logging.getLogger(__name__)
+
+NO_ANSWER: tuple[bool, dict[str, Any] | None] = (False, None)
+WELL = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+MULTI = "MultiConnector"
+
+
+class SchedulerSide:
+    """One engine's connector. Made early, alive once `ranks_known` and `bind_pool` were called."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings, keyring: Keyring) -> None:
+        transfer = vllm_config.kv_transfer_config
+        self._config = vllm_config
+        self._cache = kv_cache_config
+        self._settings = settings
+        self._keyring = keyring
+        self._prefills: bool = transfer.is_kv_producer
+        self._decodes: bool = transfer.is_kv_consumer
+        self._block_pool: Any = None
+        self._step = 0
+        self.presence: Presence | None = None
+        self.refused: Counter[str] = Counter()  # ends that never reached the ledger, by reason
+        self.told: Counter[str] = Counter()  # of the counters, what vLLM was told
+        self.gauges_told: dict[str, int] = {}
+        self._live: _Live | None = None
+
+    # --- coming to life
+
+    def bind_pool(self, block_pool: Any) -> None:
+        self._block_pool = block_pool
+
+    def ranks_known(self, cards: Mapping[tuple[int, int], Any], versions: Mapping[str, str]) -> None:
+        """All workers have registered their caches. Raises where this engine cannot be part of a cluster."""
+        ordered = [cards[key] for key in sorted(cards)]
+        if not all(isinstance(card, RankCard) for card in ordered):
+            raise RuntimeError("kvbaton: a worker of this engine did not say where its KV cache lies")
+        facts = [msgspec.msgpack.decode(card.facts, type=RankFacts) for card in ordered]
+        invitations = [RankInvitation.decode(card.invitation) for card in ordered]
+        grouping = Grouping(engine_layout(facts), vllm_groups(facts))
+        compat = compat_key(self._config, facts[0].page, self._settings.model_id, versions)
+        exact = hasattr(self._block_pool, "unpin_blocks") and self._config.kv_transfer_config.kv_connector != MULTI
+        role: Role = "both" if self._prefills and self._decodes else "prefill" if self._prefills else "decode"
+        model = self._config.model_config
+        engine = EngineFacts(
+            role=role,
+            model=str(model.served_model_name or model.model),
+            blocks=self._cache.num_blocks,
+            layout=grouping.layout,
+            compat=compat,
+            exact_epochs=exact,
+            tp_size=self._config.parallel_config.tensor_parallel_size,
+        )
+        self.presence = Presence(self._settings, self._keyring, engine, invitations)
+        self._live = self._come_alive(self.presence, grouping)
+        self.presence.start()
+
+    def _come_alive(self, presence: Presence, grouping: Grouping) -> _Live:
+        door = presence.doorway
+        pool = PinnedPool(self._block_pool, door.epochs)
+        recomputes = self._config.kv_transfer_config.kv_load_failure_policy == "recompute"
+        one_group = len(self._cache.kv_cache_groups) == 1
+        lookup = Lookup(
+            self._settings.mode,
+            self._settings.modes,
+            presence.peer.worker,
+            self._keyring.ticket_keys[0],
+            self._settings.ticket_ttl_s,
+            presence.book.at,
+        )
+        decode = Decode(door, pool, grouping, recomputes, one_group, self._count_end)
+        return _Live(door, pool, Prefill(door, pool, grouping), decode, lookup)
+
+    def shutdown(self) -> None:
+        live, self._live = self._live, None
+        if live is not None and self.presence is not None:
+            self.presence.stop()
+
+    # --- hooks
+
+    @guarded(returns(None))
+    def on_new_request(self, request: Any) -> None:
+        live = self._live
+        if live is None:
+            return
+        self._do_duties(live)
+        try:
+            ask = ask_of(request, live.lookup)
+        except ProtocolError as error:
+            if self._decodes and _wants_kv(request.kv_transfer_params):
+                live.decode.refused(request, End(error.reason, error.detail))
+            return
+        self._accept(live, request, ask)
+
+    def _accept(self, live: _Live, request: Any, ask: Ask | None) -> None:
+        if isinstance(ask, Source) and self._prefills:
+            live.prefill.accepted(request, ask)
+        elif isinstance(ask, Target) and self._decodes:
+            live.decode.accepted(request, ask)
+
+    @guarded(returns(NOTHING))
+    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        live = self._live
+        if live is None:
+            return NOTHING
+        self._do_duties(live)
+        return live.decode.match(request, local_tokens)
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        live = self._live
+        if live is None:
+            return
+        try:
+            live.decode.allocated(request, blocks.get_block_ids(), external_tokens)
+            if external_tokens == 0:
+                live.prefill.begun(request)
+        except Exception as error:  # noqa: BLE001 - promise 4; a load that vLLM waits for still gets its report
+            note("update_state_after_alloc", error)
+            self._broke(live, request)
+
+    @guarded(returns(None))
+    def _broke(self, live: _Live, request: Any) -> None:
+        live.decode.broke(request)
+
+    def build_step(self, scheduled: Any) -> BatonStep:
+        """What the workers must know of this step; every step gets one, whatever happens here."""
+        self._step += 1
+        live = self._live
+        if live is None:
+            return BatonStep(self._step)
+        self._try_duties(live)
+        leaving = self._leaving(live, scheduled)
+        return BatonStep(self._step, live.decode.take_verdicts(), leaving)
+
+    @guarded(returns(None))
+    def _try_duties(self, live: _Live) -> None:
+        self._do_duties(live)
+
+    @guarded(makes(tuple))
+    def _leaving(self, live: _Live, scheduled: Any) -> tuple[Leaving, ...]:
+        prefill = live.prefill
+        for request_id in scheduled.preempted_req_ids or ():
+            prefill.preempted(request_id)
+        found = []
+        for request_id in prefill.prompts.keys() & scheduled.num_scheduled_tokens.keys():
+            tables = self._tables(scheduled, request_id)
+            leaving = prefill.scheduled(self._step, request_id, scheduled.num_scheduled_tokens[request_id], tables)
+            if leaving is not None:
+                found.append(leaving)
+        return tuple(found)
+
+    def _tables(self, scheduled: Any, request_id: str) -> Tables:
+        state = getattr(scheduled, "kv_connector_block_state", None)
+        found: Tables | None = state.get_block_ids(request_id) if state is not None else None
+        if found is None:
+            found = self.manager.get_block_ids(request_id)
+        return found
+
+    manager: Any = None
+    """vLLM's KVCacheManager, where it gave us one."""
+
+    @guarded(returns(None))
+    def step_ended(self, output: Any) -> None:
+        live, done = self._live, output.kv_connector_worker_meta
+        if live is not None and isinstance(done, StepDone):
+            live.prefill.computed(done.number)
+
+    @guarded(returns(NO_ANSWER))
+    def finished(self, request: Any, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
+        live = self._live
+        if live is None:
+            return NO_ANSWER
+        live.decode.finished(request)
+        well = request.status.name in WELL
+        return False, live.prefill.finished(request, tables, well=well)
+
+    @guarded(returns(False))
+    def busy(self) -> bool:
+        live = self._live
+        return live is not None and (live.door.busy or live.decode.busy or live.prefill.busy)
+
+    @guarded(returns(False))
+    def reset(self) -> bool:
+        """Let go of all that is leased or on its way; False while there is still something, so that one asks again."""
+        live = self._live
+        if live is None or self.presence is None:
+            return True
+        self._do_duties(live)
+        if not live.door.busy:
+            return True
+        self.presence.cache_replaced()
+        return False
+
+    # --- helpers
+
+    def _do_duties(self, live: _Live) -> None:
+        for duty in live.door.duties():
+            if isinstance(duty, UnpinBlocks | DropBlocks):
+                live.pool.unpin(duty.blocks)
+            else:
+                live.decode.reported(duty)
+
+    def _count_end(self, end: End) -> None:
+        self.refused[str(end.reason)] += 1
+        log.info("kvbaton: a handoff was refused at the door: %s: %s", end.reason, end.detail)
+
+
+class _Live:
+    """What exists once the engine has its cache."""
+
+    __slots__ = ("decode", "door", "lookup", "pool", "prefill")
+
+    def __init__(self, door: Doorway, pool: PinnedPool, prefill: Prefill, decode: Decode, lookup: Lookup) -> None:
+        self.door = door
+        self.pool = pool
+        self.prefill = prefill
+        self.decode = decode
+        self.lookup = lookup
+
+
+def _wants_kv(raw: object) -> bool:
+    """Whether parameters that cannot be read were meant for a D: then the failure policy decides."""
+    return not isinstance(raw, dict) or raw.get("do_remote_decode") is not True

@@ -1,0 +1,137 @@
+"""`kv_connector_extra_config`, checked once and handed down as one frozen value.
+
+Law: a key that nobody knows, or a value that cannot be meant, is refused at start by its name, with what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from kvbaton.api.params import Mode
+from kvbaton.control.base import check_authority, check_endpoint
+from kvbaton.protocol.errors import ProtocolError
+from kvbaton.protocol.ids import WorkerId, is_worker_id
+from kvbaton.protocol.settings import Settings
+
+FIELD = "kv_connector_extra_config"
+PORT_MAX = 65535
+TransportChoice = Literal["auto", "shm", "tcp"]
+TRANSPORTS: Mapping[TransportChoice, tuple[str, ...]] = {"auto": ("shm", "tcp"), "shm": ("shm",), "tcp": ("tcp",)}
+
+
+class Moriio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Announce this engine to a router that speaks MoRI-IO's plain discovery (no authentication: opt-in)."""
+
+    router: str  # host:port
+    transfer_mode: Literal["READ", "WRITE"] = "READ"
+    interval_s: float = 3.0
+
+
+class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine's place in its cluster, and its time-outs. `docs/vllm.md` explains each."""
+
+    name: str  # this engine's identity in the key directory
+    keys: str  # the directory that `kvbaton keys new` made
+    registry: str = ""  # where the router keeps the list of workers: tcp://host:port
+    registry_name: str = "router"  # the registry's identity in the key directory
+    peers: dict[str, str] = {}  # instead of a registry: the control endpoint of each peer by name
+    http_address: str = ""  # host:port of this engine's own API; needed with a registry or moriio
+    control_host: str = "127.0.0.1"
+    control_port: int = 0
+    mode: Mode = Mode.PULL  # for requests that name none
+    modes: tuple[Mode, ...] = tuple(Mode)
+    transport: TransportChoice = "auto"
+    layerwise: bool = True  # P announces each layer, not only each chunk
+    model_id: str = ""  # stands for the weights, where their files cannot be sampled
+    moriio: Moriio | None = None
+    transfer_timeout: float = 30.0
+    defer_timeout: float = 60.0
+    claim_timeout: float = 10.0
+    lease_s: float = 15.0
+    max_hold_s: float = 180.0
+    ticket_ttl_s: float = 120.0
+    fault_copy_delay_s: float = 0.0  # for tests of expiry only: every copy of this engine starts this much later
+
+    def __post_init__(self) -> None:
+        for field in ("name", "registry_name", *(f"peers.{name}" for name in self.peers)):
+            text = getattr(self, field, None) or field.removeprefix("peers.")
+            if not is_worker_id(text):
+                raise _bad(field, text, "letters, digits, '.', '_' and '-'")
+        if not self.keys:
+            raise _bad("keys", self.keys, "a directory; make one with: kvbaton keys new DIR router p0 d0")
+        self._check_addresses()
+        self._check_numbers()
+
+    def _check_addresses(self) -> None:
+        for field, endpoint in (("registry", self.registry), *((f"peers.{n}", e) for n, e in self.peers.items())):
+            if endpoint or field != "registry":
+                _checked(field, endpoint, lambda text: check_endpoint(text, names=True))
+        if self.http_address:
+            _checked("http_address", self.http_address, check_authority)
+        elif self.registry or self.moriio:
+            raise _bad("http_address", "", "host:port of this engine's API, so that a router can find it")
+        if self.moriio is not None:
+            _checked("moriio.router", self.moriio.router, check_authority)
+        if self.registry and self.peers:
+            raise _bad("peers", sorted(self.peers), "nothing beside a registry, which tells the addresses")
+
+    def _check_numbers(self) -> None:
+        if not 0 <= self.control_port <= PORT_MAX:
+            raise _bad("control_port", self.control_port, f"0 to {PORT_MAX}")
+        if self.mode not in self.modes:
+            raise _bad("mode", str(self.mode), f"one of modes, {', '.join(self.modes) or 'of which there are none'}")
+        for field in ("ticket_ttl_s", "transfer_timeout", "defer_timeout", "claim_timeout", "lease_s", "max_hold_s"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value > 0):
+                raise _bad(field, value, "seconds, above 0")
+        if not (math.isfinite(self.fault_copy_delay_s) and self.fault_copy_delay_s >= 0):
+            raise _bad("fault_copy_delay_s", self.fault_copy_delay_s, "seconds, 0 or more")
+        try:
+            self.protocol()
+        except ProtocolError as error:
+            raise ValueError(f"{FIELD}.{error.detail}") from None
+
+    @property
+    def worker(self) -> WorkerId:
+        return WorkerId(self.name)
+
+    def protocol(self) -> Settings:
+        """What the ledger needs of these."""
+        return Settings(
+            transfer_timeout=self.transfer_timeout,
+            defer_timeout=self.defer_timeout,
+            claim_timeout=self.claim_timeout,
+            lease_s=self.lease_s,
+            max_hold_s=self.max_hold_s,
+        )
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
+        """The settings, or a ValueError that names the key."""
+        known = [field.name for field in msgspec.structs.fields(cls)]
+        unknown = [str(key) for key in extra if key not in known]
+        if unknown:
+            raise ValueError(f"{FIELD}.{unknown[0]}: nobody knows this key; the keys are {', '.join(known)}")
+        missing = [field for field in ("name", "keys") if field not in extra]
+        if missing:
+            raise _bad(missing[0], None, "this engine's name, and the key directory it is in (kvbaton keys new)")
+        try:
+            return msgspec.convert(dict(extra), cls)
+        except msgspec.ValidationError as error:
+            text = str(error)
+            raise ValueError(text if text.startswith(FIELD) else f"{FIELD}: {text}") from None
+
+
+def _checked(field: str, text: str, check: Any) -> None:
+    try:
+        check(text)
+    except ValueError as error:
+        raise ValueError(f"{FIELD}.{field}: {error}") from None
+
+
+def _bad(field: str, got: object, expected: str) -> ValueError:
+    return ValueError(f"{FIELD}.{field}: got {got!r}, expected {expected}")

@@ -1,0 +1,141 @@
+"""What vLLM's own metrics show of kvbaton: counters of ends, bytes and stale commits, gauges of pins and leases.
+
+Laws: scheduler and workers cross process borders with plain msgpack data. Counts are told as what was added since the
+last time, so that nothing is counted twice and a restart starts at zero.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvbaton.integrations.vllm import guard
+
+if TYPE_CHECKING:
+    from kvbaton.integrations.vllm.scheduler_side import SchedulerSide
+
+GAUGES = {
+    "pinned_blocks": "Blocks that kvbaton holds in this engine's cache, as source or target of handoffs.",
+    "leases_held": "Prompts whose blocks are kept for a reader.",
+    "intakes": "Prompts whose KV is on its way here, or claimed.",
+    "quarantined_blocks": "Blocks of ended handoffs that something may still write to.",
+}
+COUNTERS = {
+    "leases_total": "Leases granted.",
+    "leases_expired_total": "Leases that ran out.",
+    "commits_stale_total": "Copies that were refused because their source blocks had been reused.",
+    "copies_total": "Copies that arrived whole.",
+    "bytes_total": "Bytes that arrived whole.",
+    "faults_total": "Exceptions caught in hooks and ports; each is a bug.",
+}
+LABELLED = {"ends_total": "Handoffs that ended in this engine as decoder, by how."}
+_FROM_LEDGER = {
+    "leases": "leases_total",
+    "leases_expired": "leases_expired_total",
+    "commits.stale": "commits_stale_total",
+    "copies": "copies_total",
+    "bytes_moved": "bytes_total",
+}
+_ENDS = "ends."
+
+
+@dataclass
+class BatonStats(KVConnectorStats):  # type: ignore[misc]
+    """What was added since the last time, and how the gauges stand."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {"counts": {}, "ends": {}, "gauges": {}}
+
+    @classmethod
+    def of(cls, side: SchedulerSide) -> BatonStats | None:
+        """What is new in this engine; None when nothing is."""
+        presence = side.presence
+        if presence is None:
+            return None
+        ledger = presence.node.ledger
+        counts = _totals(dict(ledger.desk.counts), side.refused)
+        counts["faults_total"] = sum(guard.faults.values()) + presence.loop.faults + sum(presence.node.faults.values())
+        fresh = {name: count - side.told[name] for name, count in counts.items() if count != side.told[name]}
+        gauges = {
+            "pinned_blocks": presence.doorway.pinned_blocks,
+            "leases_held": len(ledger.producer.leases),
+            "intakes": len(ledger.consumer.by_handoff),
+            "quarantined_blocks": ledger.consumer.quarantined_blocks,
+        }
+        if not fresh and gauges == side.gauges_told:
+            return None
+        side.told.update(fresh)
+        side.gauges_told = gauges
+        ends = {name.removeprefix(_ENDS): count for name, count in fresh.items() if name.startswith(_ENDS)}
+        rest = {name: count for name, count in fresh.items() if not name.startswith(_ENDS)}
+        return cls({"counts": rest, "ends": ends, "gauges": gauges})
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for part in ("counts", "ends"):
+            for name, count in other.data.get(part, {}).items():
+                self.data[part][name] = self.data[part].get(name, 0) + count
+        self.data["gauges"].update(other.data.get("gauges", {}))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        ends = {f"ended {name}": count for name, count in self.data["ends"].items()}
+        return {**self.data["counts"], **ends, **self.data["gauges"]}
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+def _totals(ledger: Mapping[str, int], refused: Mapping[str, int]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for name, count in ledger.items():
+        if name in _FROM_LEDGER:
+            found[_FROM_LEDGER[name]] += count
+        elif name.startswith(_ENDS):
+            found[name] += count
+    for reason, count in refused.items():
+        found[_ENDS + reason] += count
+    return found
+
+
+class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The same, for Prometheus, under vLLM's own /metrics."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._gauges = {
+            name: self._gauge_cls(f"kvbaton:{name}", text, labelnames=labelnames, **_most_recent())
+            for name, text in GAUGES.items()
+        }
+        self._counters = {
+            name: self._counter_cls(f"kvbaton:{name}", text, labelnames=labelnames) for name, text in COUNTERS.items()
+        }
+        self._ends = self._counter_cls("kvbaton:ends_total", LABELLED["ends_total"], labelnames=[*labelnames, "end"])
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
+        for name, count in transfer_stats_data.get("counts", {}).items():
+            if name in self._counters:
+                self._counters[name].labels(*labels).inc(count)
+        for name, count in transfer_stats_data.get("ends", {}).items():
+            self._ends.labels(*labels, name).inc(count)
+        for name, value in transfer_stats_data.get("gauges", {}).items():
+            if name in self._gauges:
+                self._gauges[name].labels(*labels).set(value)
+
+
+def _most_recent() -> dict[str, str]:
+    return {"multiprocess_mode": "mostrecent"}

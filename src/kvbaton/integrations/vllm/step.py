@@ -1,0 +1,62 @@
+"""What crosses between the scheduler's and the workers' processes of one engine, by vLLM's own hands.
+
+Law: everything here is small, picklable and made fresh for each step; nothing in it is shared with its maker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How one load ended; every rank reports it once."""
+
+    request_id: str
+    failed: bool = False
+    bad_blocks: tuple[int, ...] = ()  # not failed as a whole: these are to be computed again, the ones before are good
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A prompt that is read behind this step, or written from it: what the step adds to each group's blocks."""
+
+    lease: int
+    had: tuple[int, ...]
+    has: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class BatonStep(KVConnectorMetadata):  # type: ignore[misc]
+    """Scheduler to workers, every step."""
+
+    number: int = 0
+    verdicts: tuple[Verdict, ...] = ()
+    leaving: tuple[Leaving, ...] = ()
+
+
+@dataclass(slots=True)
+class StepDone(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Workers to scheduler: the device is done with this step on every rank that was merged into this."""
+
+    number: int
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        return StepDone(min(self.number, other.number)) if isinstance(other, StepDone) else self
+
+
+@dataclass(slots=True)
+class RankCard(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """A worker to its scheduler, once: where its cache lies and how its data planes are reached (msgpack)."""
+
+    facts: bytes
+    invitation: bytes
+
+    def __repr__(self) -> str:
+        return f"RankCard({len(self.facts)} bytes of facts)"  # the invitation holds a secret

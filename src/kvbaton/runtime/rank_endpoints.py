@@ -1,0 +1,60 @@
+"""Endpoints that a rank makes for peers, for a node that needs them at once.
+
+Laws: the caller waits at most `ENDPOINT_WAIT_S`, and not at all while an earlier question is overdue, so a rank that
+stalls costs the node's thread one such wait, not one per peer. An answer that comes late is there for the next call.
+An answer to a question from before a disconnect or fence is dropped: the secret in it is no longer valid.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+
+from kvbaton.protocol.ids import PeerId
+from kvbaton.runtime.rank_messages import Minted, MintFailed
+
+ENDPOINT_WAIT_S = 0.5
+
+
+class Endpoints:
+    """Those of one data plane. `get` and `forget` by the node's thread, `take` by the link's."""
+
+    def __init__(self, whose: str, ask: Callable[[int, PeerId], None]) -> None:
+        self._whose = whose
+        self._ask = ask
+        self._came = threading.Condition()
+        self._numbers = itertools.count(1)
+        self._asked: dict[PeerId, int] = {}
+        self._answers: dict[PeerId, Minted | MintFailed] = {}
+
+    def get(self, peer: PeerId) -> bytes:
+        """TimeoutError: not yet; RuntimeError: the rank could not."""
+        with self._came:
+            patient = not self._asked
+            if peer not in self._answers and peer not in self._asked:
+                number = next(self._numbers)
+                self._ask(number, peer)
+                self._asked[peer] = number
+            self._came.wait_for(lambda: peer in self._answers, ENDPOINT_WAIT_S if patient else 0)
+            answer = self._answers.get(peer)
+            if isinstance(answer, Minted):
+                return answer.endpoint
+            if answer is None:
+                raise TimeoutError(f"{self._whose} has not made an endpoint for {peer} yet; ask again")
+            del self._answers[peer]
+        raise RuntimeError(f"{self._whose} could not make an endpoint for {peer}: {answer.detail}")
+
+    def forget(self, peer: PeerId) -> None:
+        with self._came:
+            self._asked.pop(peer, None)
+            self._answers.pop(peer, None)
+
+    def take(self, answer: Minted | MintFailed) -> None:
+        with self._came:
+            for peer, number in self._asked.items():
+                if number == answer.ask:
+                    del self._asked[peer]
+                    self._answers[peer] = answer
+                    self._came.notify_all()
+                    return

@@ -1,0 +1,175 @@
+"""The rank's end of a rank link: carries out in the worker's process what the engine's process asks of its data planes.
+
+    host = RankHost(rank, {"tcp": transport})     # memory is registered already
+    host.start(); hand_to_engine(host.invitation.encode())
+
+Laws: one thread, asleep in the kernel when idle; only it touches the transports from `start` on, and `stop` closes
+them. Commands are carried out in the order in which they came, except that a copy for which a data plane has no room
+waits without holding up what can end it (cancel, disconnect, fence, close). Whatever a transport throws becomes news.
+One engine is served: the holder of the invitation who speaks first, for as long as this host lives. Its keys are
+minted here and never leave memory, but for the invitation.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from itertools import islice
+
+import msgspec
+import zmq
+
+from kvbaton.control.base import check_endpoint, worth_saying
+from kvbaton.control.keys import Keyring
+from kvbaton.control.looping import LoopThread
+from kvbaton.control.zmq import ZmqControl
+from kvbaton.protocol.ids import LeaseId
+from kvbaton.protocol.progress import Progress
+from kvbaton.runtime.rank_messages import (
+    ENGINE,
+    NEWS_BATCH_MAX,
+    TRANSPORTS_MAX,
+    News,
+    Progressed,
+    RankInvitation,
+    decode_command,
+    encode_news,
+    rank_name,
+)
+from kvbaton.runtime.rank_planes import HostedPlane
+from kvbaton.runtime.rank_stream import LIMITS, Stream
+from kvbaton.transports.base import Transport
+
+log = logging.getLogger(__name__)
+
+LEASES_MAX = 4096
+"""Whose progress waits to be sent. Of one lease only the latest is kept; a lease beyond the bound is not reported, and
+its handoff then ends by its deadline."""
+
+STOP_S = 10.0
+
+
+class RankHost:
+    """Serves one rank's data planes to the engine. Construct, `start`, hand the invitation over; `stop` at the end."""
+
+    def __init__(
+        self,
+        rank: int,
+        transports: Mapping[str, Transport],
+        host: str = "127.0.0.1",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 0 < len(transports) <= TRANSPORTS_MAX:
+            raise ValueError(f"transports: {len(transports)} given, 1..{TRANSPORTS_MAX} expected")
+        (engine_public, engine_secret), (public, secret) = (_mint(), _mint())
+        keyring = Keyring(rank_name(rank), public, secret, {ENGINE: engine_public, rank_name(rank): public}, ())
+        self._planes = {name: HostedPlane(name, transport) for name, transport in transports.items()}
+        self._control = ZmqControl(keyring, _bind(host), LIMITS, clock)
+        self._clock = clock
+        self._stream = Stream()
+        self._progress: dict[LeaseId, Progress] = {}
+        self._lock = threading.Lock()  # of `_progress`
+        self.counters: Counter[str] = Counter()  # malformed, unknown_transport, progress_lost
+        self._thread = LoopThread(f"kvbaton-{rank_name(rank)}", self._control, self._turn, self._finish, clock)
+        able = {name: transport.capabilities for name, transport in transports.items()}
+        self.invitation = RankInvitation(rank, self._control.endpoint, public, engine_public, engine_secret, able)
+
+    def start(self) -> None:
+        for plane in self._planes.values():
+            plane.transport.set_waker(self._control.wake)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = STOP_S) -> bool:
+        """Close the data planes and the link; False when that took longer than `timeout_s`."""
+        return self._thread.stop(timeout_s)
+
+    def progressed(self, lease: LeaseId, progress: Progress) -> None:
+        """Tell the engine how far this rank's device is. From any thread; never waits, never raises."""
+        with self._lock:
+            if lease in self._progress or len(self._progress) < LEASES_MAX:
+                self._progress[lease] = progress
+            else:
+                self.counters["progress_lost"] += 1
+        self._control.wake()
+
+    @property
+    def strangers(self) -> int:
+        """Connections that came and were not the engine's."""
+        return self._control.strangers
+
+    @property
+    def stream_counters(self) -> Counter[str]:
+        return self._stream.counters
+
+    # --- the loop's thread
+
+    def _turn(self, now: float) -> None:
+        for _, frame in self._control.receive():
+            self._take(frame, now)
+        for plane in self._planes.values():
+            plane.turn()
+        self._send(now)
+
+    def _take(self, frame: bytes, now: float) -> None:
+        try:
+            body = self._stream.take(frame, now)
+            if body is None:
+                return
+            command = decode_command(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self._count("malformed", f"a frame that cannot be read: {error}")
+            return
+        plane = self._planes.get(command.transport)
+        if plane is None:
+            self._count("unknown_transport", f"no transport {command.transport!r} for {type(command).__name__}")
+            return
+        plane.carry_out(command)
+
+    def _send(self, now: float) -> None:
+        news: list[News] = []
+        for plane in self._planes.values():
+            news.extend(plane.take_news())
+        if self._progress and self._stream.is_open:
+            news.extend(self._take_progress())
+        for start in range(0, len(news), NEWS_BATCH_MAX):
+            self._stream.add(encode_news(news[start : start + NEWS_BATCH_MAX]))
+        for frame in self._stream.due(now) if self._stream.session else ():
+            self._control.send(ENGINE, frame)  # lost where there is no connection; sent again when there is
+
+    def _take_progress(self) -> list[News]:
+        with self._lock:
+            leases = list(islice(self._progress, NEWS_BATCH_MAX))
+            found: list[News] = [Progressed(lease, self._progress.pop(lease)) for lease in leases]
+            if self._progress:
+                self._control.wake()
+        return found
+
+    def _finish(self) -> None:
+        try:
+            for plane in self._planes.values():
+                plane.close()
+            self._send(self._clock())
+        finally:
+            self._control.close()
+
+    def _count(self, what: str, detail: str) -> None:
+        self.counters[what] += 1
+        if worth_saying(self.counters[what]):
+            log.error("rank %d: %s", self.invitation.rank, detail)
+
+
+def _mint() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+def _bind(host: str) -> str:
+    """Where to listen: a numeric address that the engine can dial as it is."""
+    address = ipaddress.ip_address(host)
+    where = f"[{host}]" if address.version == 6 else host
+    check_endpoint(f"tcp://{where}:1")
+    return f"tcp://{where}:0"

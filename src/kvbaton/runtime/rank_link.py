@@ -1,0 +1,212 @@
+"""The engine's end of its rank links: one thread and one set of sockets for all ranks of an engine.
+
+    links = RankLinks([RankInvitation.decode(data) for data in invitations]); links.start()
+    node = Node(ledger, control, [links.transports(rank) for rank in range(len(invitations))], doorway,
+                extra=links.drain_progress)
+
+Laws: what is posted for a rank arrives in that order, once, or is still on its way (`rank_stream`, whose window is
+smaller than a queue of the sockets, so that none of it is lost at a full one). A rank is lost when it left all pings
+of `lost_s` unanswered: its copies then end, not at rest, and new ones fail at once. Pings are counted, not seconds, so
+a stall of this process takes no rank from it; a rank that stalls for less than `lost_s` loses nothing. A rank that
+answers again is back.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from kvbaton.control.base import worth_saying
+from kvbaton.control.looping import LoopThread
+from kvbaton.protocol.events import LeaseProgressed
+from kvbaton.protocol.ids import LeaseId, PeerId, rank_peer
+from kvbaton.runtime.rank_dialling import RankDialler
+from kvbaton.runtime.rank_messages import Command, News, Open, Progressed, RankInvitation, decode_news, encode_command
+from kvbaton.runtime.rank_stream import Stream
+from kvbaton.runtime.rank_transport import RemoteTransport
+
+log = logging.getLogger(__name__)
+
+PING_S = 2.0
+LOST_S = 15.0
+LEASES_MAX = 4096
+"""Of one rank, whose progress was not drained. Of each only the latest is kept; at the bound the oldest is dropped, and
+its handoff then ends by its deadline."""
+
+
+class RankLink:
+    """One rank as the engine sees it. `post` from any thread; the rest on the link's."""
+
+    def __init__(self, invitation: RankInvitation, wake: Callable[[], None], pings_max: int, ping_s: float) -> None:
+        self.rank = invitation.rank
+        self.lost = False
+        self.counters: Counter[str] = Counter()  # losses, malformed
+        self.transports = {name: RemoteTransport(name, able, self) for name, able in invitation.capabilities.items()}
+        self.stream = Stream(secrets.randbits(62) + 1)
+        self._wake = wake
+        self._pings_max = pings_max
+        self._ping_s = ping_s
+        self._pings = 0  # sent since the rank was last heard
+        self._ping_at = -math.inf
+        self._outbox: deque[bytes] = deque()
+        self._lock = threading.Lock()  # the parts of one copy stay together
+        self._progress: dict[LeaseId, LeaseProgressed] = {}
+
+    @property
+    def backlog(self) -> int:
+        return len(self._outbox) + self.stream.backlog
+
+    def post(self, commands: Sequence[Command]) -> None:
+        bodies = [encode_command(command) for command in commands]
+        with self._lock:
+            self._outbox.extend(bodies)
+        self._wake()
+
+    def take(self, frame: bytes, now: float) -> None:
+        """A frame of the rank's, which is there, then. One that cannot be read may have held the end of any copy."""
+        try:
+            body = self.stream.take(frame, now)
+            self._heard()
+            news = decode_news(body) if body is not None else []
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self.counters["malformed"] += 1
+            if worth_saying(self.counters["malformed"]):
+                log.error("rank %d sent what cannot be read: %s", self.rank, error)
+            self.end(f"rank {self.rank} sent what cannot be read")
+            return
+        for each in news:
+            self._take_news(each)
+
+    def due(self, now: float) -> list[bytes]:
+        """What to send now, after looking whether the rank is still there."""
+        if now >= self._ping_at:
+            if self._pings >= self._pings_max and not self.lost:
+                self._lose()
+            self._pings += 1
+            self._ping_at = now + self._ping_s
+            self.stream.ask()
+        while self._outbox:
+            self.stream.add(self._outbox.popleft())
+        return self.stream.due(now)
+
+    @property
+    def next_ping(self) -> float:
+        return self._ping_at
+
+    def take_progress(self) -> list[LeaseProgressed]:
+        with self._lock:
+            found = list(self._progress.values())
+            self._progress.clear()
+        return found
+
+    def _heard(self) -> None:
+        self._pings = 0
+        if self.lost:
+            self.lost = False
+            log.warning("rank %d is back", self.rank)
+
+    def _lose(self) -> None:
+        self.counters["losses"] += 1
+        detail = f"rank {self.rank} did not answer {self._pings} pings; what its memory holds is unknown"
+        log.error("%s", detail)
+        self.end(detail)
+
+    def end(self, detail: str) -> None:
+        """From now on nothing is started; what is under way ends, and nobody knows whether it is at rest."""
+        self.lost = True
+        for transport in self.transports.values():
+            transport.on_lost(detail)
+
+    def _take_news(self, news: News) -> None:
+        if isinstance(news, Progressed):
+            with self._lock:
+                self._progress.pop(news.lease, None)
+                if len(self._progress) >= LEASES_MAX:
+                    self.counters["progress_lost"] += 1
+                    del self._progress[next(iter(self._progress))]
+                self._progress[news.lease] = LeaseProgressed(news.lease, self.rank, news.progress)
+            next(iter(self.transports.values())).wake()
+        elif news.transport in self.transports:
+            self.transports[news.transport].take(news)
+
+
+class RankLinks:
+    """The links to all ranks of one engine. Construct, `start`, hand `transports` to a node; `stop` after the node."""
+
+    def __init__(
+        self,
+        invitations: Sequence[RankInvitation],
+        ping_s: float = PING_S,
+        lost_s: float = LOST_S,
+        clock: Callable[[], float] = time.monotonic,
+        me: PeerId | None = None,
+    ) -> None:
+        """With `me`, the ranks' data planes are told whose they are, before anything else."""
+        ranks = [invitation.rank for invitation in invitations]
+        if not ranks or sorted(ranks) != list(range(len(ranks))):
+            raise ValueError(f"invitations: got ranks {ranks}; one of each rank 0..n-1 is needed")
+        self._sockets = RankDialler(invitations, clock)
+        pings_max = max(1, math.ceil(lost_s / ping_s) - 1)
+        self._links = {
+            invitation.rank: RankLink(invitation, self._sockets.wake, pings_max, ping_s)
+            for invitation in sorted(invitations, key=lambda invitation: invitation.rank)
+        }
+        self._thread = LoopThread("kvbaton-ranks", self._sockets, self._turn, self._finish, clock)
+        self._clock = clock
+        if me is not None:
+            for rank, link in self._links.items():
+                link.post([Open(name, rank_peer(me, rank)) for name in link.transports])
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> bool:
+        """End the links, sending what is still to be sent; False when that took longer than `timeout_s`."""
+        return self._thread.stop(timeout_s)
+
+    def transports(self, rank: int) -> Mapping[str, RemoteTransport]:
+        """The data planes of one rank, by name."""
+        return self._links[rank].transports
+
+    def drain_progress(self) -> list[LeaseProgressed]:
+        """How far the ranks' devices have come since the last call. The wakers of the transports tell of it."""
+        return [event for link in self._links.values() for event in link.take_progress()]
+
+    def is_lost(self, rank: int) -> bool:
+        return self._links[rank].lost
+
+    @property
+    def counters(self) -> Counter[str]:
+        """losses, malformed, progress_lost, connects_refused; refused, repeated, resent, gaps; those of the sockets."""
+        found = Counter(self._sockets.counters)
+        for link in self._links.values():
+            found += link.counters + link.stream.counters
+            for transport in link.transports.values():
+                found += transport.counters
+        return found
+
+    def _turn(self, now: float) -> float:
+        for rank, frame in self._sockets.receive():
+            self._links[rank].take(frame, now)
+        for rank, link in self._links.items():
+            for frame in link.due(now):
+                self._sockets.send(rank, frame)
+        return min(link.next_ping for link in self._links.values())
+
+    def _finish(self) -> None:
+        try:
+            self._turn(self._clock())
+            for rank, link in self._links.items():
+                link.end(f"the link to rank {rank} was stopped")
+        finally:
+            self._sockets.close()

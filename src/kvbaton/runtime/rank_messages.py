@@ -1,0 +1,270 @@
+"""What the engine's process and the process of one of its ranks say to each other, as typed and bounded msgpack.
+
+The ledger lives with the scheduler; memory and data planes live in the rank (rule 20). Commands go down, news comes up.
+
+Laws: each command names the transport that it is for. A device event cannot cross: it belongs to the process that made
+it, so a copy that must wait for one is started where the event is. A table of spans crosses in parts, so no frame is
+larger than `FRAME_BYTES_MAX`. The invitation is a secret: whoever holds it can be the engine.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvbaton.control.base import check_endpoint
+from kvbaton.control.keys import is_public_key
+from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Copy, Direction
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.events import CopyEnded, CopyRested
+from kvbaton.protocol.ids import JobId, LeaseId, PeerId, WorkerId
+from kvbaton.protocol.layout import RANKS_MAX
+from kvbaton.protocol.progress import Progress
+from kvbaton.protocol.spans import SPANS_MAX
+
+SPAN_BYTES = 24
+SPANS_BYTES_MAX = SPANS_MAX * SPAN_BYTES
+PART_BYTES_MAX = (4 << 20) // SPAN_BYTES * SPAN_BYTES
+FRAME_BYTES_MAX = PART_BYTES_MAX + (1 << 20)
+ENDPOINT_BYTES_MAX = 1024  # as in `protocol.messages.Endpoints`
+DETAIL_CHARS_MAX = 512
+TRANSPORTS_MAX = 16
+NEWS_BATCH_MAX = 256  # whose details, at four bytes a character, fill half a frame
+
+ENGINE = WorkerId("engine")
+
+Name = Annotated[str, Meta(min_length=1, max_length=64)]
+Key = Annotated[str, Meta(min_length=40, max_length=40)]
+Detail = Annotated[str, Meta(max_length=DETAIL_CHARS_MAX)]
+Endpoint = Annotated[bytes, Meta(max_length=ENDPOINT_BYTES_MAX)]
+Part = Annotated[bytes, Meta(max_length=PART_BYTES_MAX)]
+Number = Annotated[int, Meta(ge=0)]
+
+
+# --- commands
+
+
+class _Command(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    transport: Name
+
+
+class Open(_Command, frozen=True):
+    """Tell a data plane whose it is; the first command of an engine to planes that were made without a name."""
+
+    me: PeerId
+
+
+class Mint(_Command, frozen=True):
+    """Make an endpoint for `peer`; answered by `Minted` or `MintFailed` under the same number."""
+
+    ask: Number
+    peer: PeerId
+
+
+class Connect(_Command, frozen=True):
+    peer: PeerId
+    endpoint: Endpoint
+
+
+class Disconnect(_Command, frozen=True):
+    peer: PeerId
+
+
+class SpansPart(_Command, frozen=True):
+    """The beginning, or more, of the spans of a copy whose `Submit` follows."""
+
+    job: JobId
+    spans: Part
+
+
+class Submit(_Command, frozen=True):
+    """Start a copy; `spans` are the last of its `spans_bytes`, so that a table with a part missing is never used."""
+
+    job: JobId
+    peer: PeerId
+    direction: Direction
+    local_region: int
+    remote_region: int
+    spans_bytes: Annotated[int, Meta(ge=0, le=SPANS_BYTES_MAX)]
+    spans: Part
+
+
+class Cancel(_Command, frozen=True):
+    job: JobId
+
+
+class Fence(_Command, frozen=True):
+    peer: PeerId
+
+
+class Close(_Command, frozen=True):
+    pass
+
+
+Command = Open | Mint | Connect | Disconnect | SpansPart | Submit | Cancel | Fence | Close
+
+
+# --- news
+
+
+class _News(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    transport: Name
+
+
+class Minted(_News, frozen=True):
+    ask: Number
+    endpoint: Endpoint
+
+
+class MintFailed(_News, frozen=True):
+    ask: Number
+    detail: Detail
+
+
+class ConnectFailed(_News, frozen=True):
+    """The rank refused an endpoint; copies with that peer end as `PEER_UNKNOWN`."""
+
+    peer: PeerId
+    detail: Detail
+
+
+class Ended(_News, frozen=True):
+    """`events.CopyEnded` of one data plane."""
+
+    job: JobId
+    reason: Reason | None
+    at_rest: bool
+    detail: Detail
+
+    @classmethod
+    def of(cls, transport: str, event: CopyEnded) -> Ended:
+        return cls(transport, event.job, event.reason, event.at_rest, event.detail[:DETAIL_CHARS_MAX])
+
+
+class Rested(_News, frozen=True):
+    """`events.CopyRested` of one data plane."""
+
+    job: JobId
+
+    @classmethod
+    def of(cls, transport: str, event: CopyRested) -> Rested:
+        return cls(transport, event.job)
+
+
+class Fenced(_News, frozen=True):
+    peer: PeerId
+
+
+class Progressed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The rank's device has finished writing this much of a lease."""
+
+    lease: LeaseId
+    progress: Progress
+
+
+News = Minted | MintFailed | ConnectFailed | Ended | Rested | Fenced | Progressed
+
+_encoder = msgspec.msgpack.Encoder()
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_news: msgspec.msgpack.Decoder[list[News]] = msgspec.msgpack.Decoder(
+    Annotated[list[News], Meta(max_length=NEWS_BATCH_MAX)]
+)
+
+
+def encode_command(command: Command) -> bytes:
+    return _encoder.encode(command)
+
+
+def decode_command(body: bytes) -> Command:
+    """`msgspec.MsgspecError` for anything else."""
+    return _commands.decode(body)
+
+
+def encode_news(batch: list[News]) -> bytes:
+    return _encoder.encode(batch)
+
+
+def decode_news(body: bytes) -> list[News]:
+    """`msgspec.MsgspecError` for anything else."""
+    return _news.decode(body)
+
+
+def submit_commands(transport: str, copy: Copy) -> list[Command]:
+    """A copy as the commands that carry it, in order; ValueError for one that cannot cross."""
+    if copy.after is not None:
+        raise ValueError("copy.after: a device event belongs to the rank's process and cannot cross to it")
+    data = memoryview(_little_endian(copy.spans)).cast("B")
+    if data.nbytes > SPANS_BYTES_MAX or data.nbytes % SPAN_BYTES:
+        raise ValueError(f"copy.spans: {data.nbytes} bytes; whole spans of {SPAN_BYTES}, at most {SPANS_BYTES_MAX}")
+    starts = range(0, data.nbytes, PART_BYTES_MAX) or range(1)
+    parts = [bytes(data[start : start + PART_BYTES_MAX]) for start in starts]
+    place = copy.direction, copy.local_region, copy.remote_region
+    return [
+        *(SpansPart(transport, copy.job, part) for part in parts[:-1]),
+        Submit(transport, copy.job, copy.peer, *place, data.nbytes, parts[-1]),
+    ]
+
+
+def copy_of(submit: Submit, before: bytes | bytearray = b"") -> Copy:
+    """The copy that a `Submit` starts; `before` are the parts that came ahead. ValueError when the table is torn."""
+    came_bytes = len(before) + len(submit.spans)
+    if came_bytes != submit.spans_bytes or came_bytes % SPAN_BYTES:
+        raise ValueError(f"spans: {came_bytes} bytes came of {submit.spans_bytes}, in whole spans of {SPAN_BYTES}")
+    spans = array("q")
+    spans.frombytes(before)
+    spans.frombytes(submit.spans)
+    place = submit.direction, submit.local_region, submit.remote_region
+    return Copy(submit.job, submit.peer, *place, _little_endian(spans))
+
+
+def _little_endian(spans: array[int]) -> array[int]:
+    if sys.byteorder == "big":  # pragma: no cover
+        spans = spans[:]
+        spans.byteswap()
+    return spans
+
+
+# --- how the two find each other
+
+
+class RankInvitation(msgspec.Struct, frozen=True):
+    """All that the engine needs to reach one rank, and to be the only one who can. Hand it over in private."""
+
+    rank: Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
+    endpoint: Annotated[str, Meta(max_length=300)]
+    rank_public: Key
+    engine_public: Key
+    engine_secret: Key
+    capabilities: Annotated[dict[Name, Capabilities], Meta(min_length=1, max_length=TRANSPORTS_MAX)]
+
+    def encode(self) -> bytes:
+        return _encoder.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> RankInvitation:
+        """ValueError names what is wrong; it never shows the secret."""
+        try:
+            found = msgspec.msgpack.decode(data, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ValueError(f"not an invitation of a rank: {error}") from None
+        check_endpoint(found.endpoint)
+        if not all(is_public_key(key) for key in (found.rank_public, found.engine_public, found.engine_secret)):
+            raise ValueError("an invitation of a rank holds a key that is not 40 characters of Z85")
+        return found
+
+    def __repr__(self) -> str:
+        return f"RankInvitation(rank={self.rank}, endpoint={self.endpoint!r}, transports={sorted(self.capabilities)})"
+
+    __str__ = __repr__
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [("rank", self.rank), ("endpoint", self.endpoint), ("transports", sorted(self.capabilities))]
+
+
+def rank_name(rank: int) -> WorkerId:
+    return WorkerId(f"rank-{rank}")

@@ -1,0 +1,195 @@
+"""One data plane of a rank as its host drives it: commands in, news out.
+
+Laws: every `Submit` is answered by one end, also one that the data plane had no room for or threw at. Copies that wait
+for room are started in order, and end with their peer: a disconnect, a fence, a cancel or a close does not wait for
+them. No exception of the transport leaves this module.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from kvbaton.control.base import worth_saying
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import JobId
+from kvbaton.runtime.rank_messages import (
+    DETAIL_CHARS_MAX,
+    ENDPOINT_BYTES_MAX,
+    SPANS_BYTES_MAX,
+    Cancel,
+    Close,
+    Command,
+    Connect,
+    ConnectFailed,
+    Disconnect,
+    Ended,
+    Fence,
+    Fenced,
+    Mint,
+    Minted,
+    MintFailed,
+    News,
+    Open,
+    Rested,
+    SpansPart,
+    Submit,
+    copy_of,
+)
+from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Transport
+from kvbaton.transports.unnamed import UnnamedTransport
+
+log = logging.getLogger(__name__)
+
+WAITING_MAX = 4096
+"""Copies that wait for room, and copies whose spans have not all come. The engine's own bound is lower."""
+
+
+class HostedPlane:
+    """A transport, what waits for it, and what it has to say."""
+
+    def __init__(self, name: str, transport: Transport) -> None:
+        self.name = name
+        self.transport = transport
+        self.faults = 0
+        self._waiting: deque[Copy] = deque()
+        self._parts: dict[JobId, bytearray] = {}
+        self._news: list[News] = []
+        self._closed = False
+
+    def carry_out(self, command: Command) -> None:
+        if isinstance(command, Submit):
+            self._submit(command)
+        elif isinstance(command, SpansPart):
+            self._gather(command)
+        elif isinstance(command, Mint):
+            self._mint(command)
+        elif isinstance(command, Connect):
+            self._connect(command)
+        elif isinstance(command, Cancel):
+            self._end_waiting(lambda copy: copy.job == command.job, Reason.CANCELLED, "")
+            self._guarded(lambda: self.transport.cancel(command.job))
+        elif isinstance(command, Disconnect):
+            self._end_waiting(lambda copy: copy.peer == command.peer, Reason.PEER_GONE, "disconnected")
+            self._guarded(lambda: self.transport.disconnect(command.peer))
+        elif isinstance(command, Fence):
+            self._end_waiting(lambda copy: copy.peer == command.peer, Reason.TRANSFER_FAILED, "the peer was fenced")
+            self._guarded(lambda: self.transport.fence(command.peer))
+        elif isinstance(command, Open):
+            self._open(command)
+        elif isinstance(command, Close):
+            self.close()
+
+    def turn(self) -> None:
+        """Collect what happened, and start what there is room for now."""
+        self._drain()
+        while self._waiting and self._started(self._waiting[0]):
+            self._waiting.popleft()
+
+    def take_news(self) -> list[News]:
+        news, self._news = self._news, []
+        return news
+
+    def close(self) -> None:
+        """Ends everything; the ends are in the news afterwards. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._parts.clear()
+        self._end_waiting(lambda copy: True, Reason.CANCELLED, "the transport was closed")
+        self._guarded(self.transport.close)
+        self._drain()
+
+    # --- commands
+
+    def _submit(self, command: Submit) -> None:
+        try:
+            copy = copy_of(command, self._parts.pop(command.job, b""))
+        except ValueError as error:
+            self._end(command.job, Reason.BAD_SPAN, str(error))
+            return
+        if self._closed:
+            self._end(command.job, Reason.CANCELLED, "the transport was closed")
+        elif len(self._waiting) >= WAITING_MAX:
+            self._end(command.job, Reason.BUSY, f"{WAITING_MAX} copies wait for room in {self.name}")
+        elif self._waiting or not self._started(copy):
+            self._waiting.append(copy)
+
+    def _open(self, command: Open) -> None:
+        transport = self.transport
+        if isinstance(transport, UnnamedTransport):
+            self._guarded(lambda: transport.open(command.me))
+        else:
+            self._fault(f"told to be {command.me}, but it was made with a name")
+
+    def _gather(self, command: SpansPart) -> None:
+        """At a bound the table stays torn, and its `Submit` is refused."""
+        found = self._parts.get(command.job, b"")
+        if self._closed or len(self._parts) >= WAITING_MAX or len(found) + len(command.spans) > SPANS_BYTES_MAX:
+            self._fault(f"spans of job {command.job} beyond the bounds")
+            return
+        self._parts.setdefault(command.job, bytearray()).extend(command.spans)
+
+    def _started(self, copy: Copy) -> bool:
+        """Whether the data plane has taken the copy, or it has ended here."""
+        try:
+            return self.transport.submit(copy)
+        except Exception as error:  # noqa: BLE001 - an adapter may throw anything
+            self._end(copy.job, Reason.TRANSFER_FAILED, _told(error))
+            return True
+
+    def _mint(self, command: Mint) -> None:
+        try:
+            endpoint = self.transport.endpoint(command.peer)
+            if len(endpoint) > ENDPOINT_BYTES_MAX:
+                raise ValueError(f"an endpoint of {len(endpoint)} bytes; at most {ENDPOINT_BYTES_MAX} can be told")
+        except Exception as error:  # noqa: BLE001 - an adapter may throw anything
+            self._news.append(MintFailed(self.name, command.ask, _told(error)))
+        else:
+            self._news.append(Minted(self.name, command.ask, endpoint))
+
+    def _connect(self, command: Connect) -> None:
+        try:
+            self.transport.connect(command.peer, command.endpoint)
+        except Exception as error:  # noqa: BLE001 - an adapter may throw anything
+            self._news.append(ConnectFailed(self.name, command.peer, _told(error)))
+
+    # --- news
+
+    def _drain(self) -> None:
+        self._guarded(self._collect)
+
+    def _collect(self) -> None:
+        for event in self.transport.drain():
+            if isinstance(event, CopyEnded):
+                self._news.append(Ended.of(self.name, event))
+            elif isinstance(event, CopyRested):
+                self._news.append(Rested.of(self.name, event))
+            else:
+                self._news.append(Fenced(self.name, event.peer))
+
+    def _end(self, job: JobId, reason: Reason, detail: str) -> None:
+        self._news.append(Ended(self.name, job, reason, True, detail[:DETAIL_CHARS_MAX]))
+
+    def _end_waiting(self, concerned: Callable[[Copy], bool], reason: Reason, detail: str) -> None:
+        ended = [copy for copy in self._waiting if concerned(copy)]
+        if ended:
+            self._waiting = deque(copy for copy in self._waiting if not concerned(copy))
+        for copy in ended:
+            self._end(copy.job, reason, detail)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - an adapter may throw anything
+            self._fault(_told(error))
+
+    def _fault(self, detail: str) -> None:
+        self.faults += 1
+        if worth_saying(self.faults):
+            log.error("%s: %s (fault %d)", self.name, detail, self.faults)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:DETAIL_CHARS_MAX]

@@ -1,0 +1,138 @@
+"""A stream of frames over a control plane that may lose some: each arrives once and in order, or is still on its way.
+
+Both ends number what they send and say, with every frame, how far they have received. Frames are lost only with their
+connection or at a full queue; who then hears that the other end lacks frames sent a while ago sends them again. Pure:
+time is an argument, and whoever owns the sockets asks `due` what to send.
+
+Laws: never more than `WINDOW_FRAMES_MAX` numbered frames are sent and unanswered, and a queue of the control plane
+holds `QUEUED_MAX` of them, so a numbered frame is never lost at a full queue. What waits behind the window is bounded
+by who adds to it. One session only: frames of another are refused, so nobody can take the place of either end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+import msgspec
+
+from kvbaton.control.base import Limits
+from kvbaton.runtime.rank_messages import FRAME_BYTES_MAX
+
+WINDOW_FRAMES_MAX = 1024
+QUEUED_MAX = 4 * WINDOW_FRAMES_MAX  # room for pings and for what is sent again
+ANSWER_FRAMES = WINDOW_FRAMES_MAX // 4  # received since the other end was last told how far we are
+ANSWER_BYTES = 8 << 20
+RESEND_S = 1.0
+ENVELOPE_BYTES = 64
+
+LIMITS = Limits(
+    frame_bytes_max=FRAME_BYTES_MAX + ENVELOPE_BYTES,
+    frames_queued_max=QUEUED_MAX,
+    heartbeat_s=10.0,  # a rank that is stopped or busy for half a minute keeps its connection; see `PING_S`
+)
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """One frame. Number 0 carries nothing but how far the sender is."""
+
+    session: int
+    number: int
+    received: int
+    asks: bool = False
+    body: bytes = b""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+class Stream:
+    """One end. `session` 0 takes that of the first frame that comes."""
+
+    def __init__(self, session: int = 0) -> None:
+        self.session = session
+        self.counters: Counter[str] = Counter()  # refused, repeated, resent, gaps
+        self._waiting: deque[bytes] = deque()
+        self._flight: deque[bytes] = deque()  # sent and unanswered; the first has number `_answered + 1`
+        self._unsent = 0  # of those in flight, the last so many: never sent, or to be sent again
+        self._answered = 0
+        self._moved_at = 0.0  # when the front of the flight was last sent or answered
+        self._received = 0
+        self._told = 0
+        self._untold_bytes = 0
+        self._owes = False
+        self._asks = False
+
+    @property
+    def backlog(self) -> int:
+        """Frames that the other end is not known to have."""
+        return len(self._waiting) + len(self._flight)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what is added now is sent now."""
+        return not self._waiting and len(self._flight) < WINDOW_FRAMES_MAX
+
+    def add(self, body: bytes) -> None:
+        """Send this after all that was added before."""
+        self._waiting.append(body)
+
+    def ask(self) -> None:
+        """Have the other end say how far it is."""
+        self._asks = True
+
+    def take(self, frame: bytes, now: float) -> bytes | None:
+        """A frame that came; its body if it is the next. Raises `msgspec.MsgspecError` when it is not a frame."""
+        envelope = _decoder.decode(frame)
+        if not self.session:
+            self.session = envelope.session
+        if envelope.session != self.session:
+            self.counters["refused"] += 1
+            return None
+        self._note_answer(envelope.received, now)
+        self._owes |= envelope.asks
+        if not envelope.number:
+            return None
+        if envelope.number != self._received + 1:
+            self.counters["repeated" if envelope.number <= self._received else "gaps"] += 1
+            self._owes = True
+            return None
+        self._received += 1
+        self._untold_bytes += len(envelope.body)
+        return envelope.body
+
+    def due(self, now: float) -> list[bytes]:
+        """The frames to hand to the control plane now, in order."""
+        while self._waiting and len(self._flight) < WINDOW_FRAMES_MAX:
+            self._flight.append(self._waiting.popleft())
+            self._unsent += 1
+        if self._unsent and self._unsent == len(self._flight):
+            self._moved_at = now
+        first = len(self._flight) - self._unsent
+        bodies = [self._flight[index] for index in range(first, len(self._flight))]
+        frames = [self._frame(self._answered + 1 + first + index, body) for index, body in enumerate(bodies)]
+        self._unsent = 0
+        if not frames and self._answer_is_due():
+            frames.append(self._frame(0, b""))
+        if frames:
+            self._told, self._untold_bytes, self._owes, self._asks = self._received, 0, False, False
+        return frames
+
+    def _answer_is_due(self) -> bool:
+        untold = self._received - self._told
+        return self._owes or self._asks or untold >= ANSWER_FRAMES or self._untold_bytes >= ANSWER_BYTES
+
+    def _frame(self, number: int, body: bytes) -> bytes:
+        return _encoder.encode(Envelope(self.session, number, self._received, self._asks, body))
+
+    def _note_answer(self, received: int, now: float) -> None:
+        sent = len(self._flight) - self._unsent
+        fresh = min(received - self._answered, sent)
+        if fresh > 0:
+            for _ in range(fresh):
+                self._flight.popleft()
+            self._answered += fresh
+            self._moved_at = now
+        elif fresh == 0 and sent and now - self._moved_at >= RESEND_S:
+            self.counters["resent"] += sent
+            self._unsent = len(self._flight)

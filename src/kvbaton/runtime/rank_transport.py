@@ -1,0 +1,268 @@
+"""A data plane that lives in another process of this engine: the `Transport` that the node sees for it.
+
+Laws, beyond those of `Transport`: memory is registered in the rank's process, and a copy that waits for a device event
+is refused, since neither can cross. `submit` says False at `COPIES_MAX` copies (or `SPANS_QUEUED_BYTES_MAX` of spans)
+whose end was not drained; commands other than copies are bounded by what they undo or by `COMMANDS_MAX`. Only
+`endpoint` waits for the rank (`rank_endpoints`). While the link is lost, copies end at once as failed
+and those that were under way have ended with `at_rest=False`: nobody knows what they still do. If the link comes back,
+`CopyRested` and `FenceEnded` follow when the rank says so, and never otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvbaton.control.base import worth_saying
+from kvbaton.protocol.bounded import Remembered
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.runtime.rank_endpoints import Endpoints
+from kvbaton.runtime.rank_messages import (
+    ENDPOINT_BYTES_MAX,
+    Cancel,
+    Close,
+    Command,
+    Connect,
+    ConnectFailed,
+    Disconnect,
+    Ended,
+    Fence,
+    Fenced,
+    Mint,
+    Minted,
+    MintFailed,
+    News,
+    Rested,
+    submit_commands,
+)
+from kvbaton.transports.base import Capabilities, Copy, FenceEnded, TransportEvent
+from kvbaton.transports.jobs import Job, Jobs
+from kvbaton.transports.shm_door import ShmEndpoint
+from kvbaton.transports.tcp import TcpEndpoint
+
+log = logging.getLogger(__name__)
+
+COPIES_MAX = 1024
+SPANS_QUEUED_BYTES_MAX = 64 << 20
+"""Of copies that have not ended; one that is larger goes alone."""
+
+COMMANDS_MAX = 4096
+"""Commands that the rank has not answered for; beyond it `connect` and `endpoint` raise."""
+
+RESTLESS_MAX = 4096
+"""Copies that ended and are not at rest. The oldest is forgotten first: what it touches then stays quarantined."""
+
+_KNOWN_ENDPOINTS: dict[str, type[TcpEndpoint] | type[ShmEndpoint]] = {"tcp": TcpEndpoint, "shm": ShmEndpoint}
+
+
+class Uplink(Protocol):
+    """The way to one rank, as its transports use it."""
+
+    rank: int
+
+    @property
+    def lost(self) -> bool: ...
+
+    @property
+    def backlog(self) -> int:
+        """Commands that the rank is not known to have."""
+
+    def post(self, commands: Sequence[Command]) -> None:
+        """Send, in this order, after everything posted before. Never waits."""
+
+
+class Fences:
+    """Fences under way, by peer. An end counts only when no fence that was begun later is still open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[PeerId, int] = {}
+        self._stale: set[PeerId] = set()  # minted for since its last fence
+
+    def begin(self, peer: PeerId) -> bool:
+        """False when the fence that is under way will do."""
+        with self._lock:
+            if peer in self._open and peer not in self._stale:
+                return False
+            self._open[peer] = self._open.get(peer, 0) + 1
+            self._stale.discard(peer)
+            return True
+
+    def note_mint(self, peer: PeerId) -> None:
+        with self._lock:
+            if peer in self._open:
+                self._stale.add(peer)
+
+    def end(self, peer: PeerId) -> bool:
+        with self._lock:
+            left = self._open.pop(peer, 1) - 1
+            if left > 0:
+                self._open[peer] = left
+            else:
+                self._stale.discard(peer)
+            return left <= 0
+
+
+class RemoteTransport:
+    """See `base.Transport`. Called by the node's thread; told the news by the link's."""
+
+    def __init__(self, name: str, capabilities: Capabilities, link: Uplink) -> None:
+        self.capabilities = capabilities
+        self.counters: Counter[str] = Counter()  # connects_refused
+        self._name = name
+        self._link = link
+        self._jobs = Jobs(COPIES_MAX)
+        self._spans_bytes = 0
+        self._restless: Remembered[JobId, Job] = Remembered(RESTLESS_MAX)
+        self._endpoints = Endpoints(f"rank {link.rank} ({name})", self._mint)
+        self._known: set[PeerId] = set()  # for whom the rank may hold an endpoint or a connection
+        self._fences = Fences()
+        self._waker: Callable[[], None] | None = None
+
+    def register(self, region: int, memory: memoryview) -> None:
+        raise NotImplementedError("memory is registered in the rank's process, before its RankHost starts")
+
+    def endpoint(self, peer: PeerId) -> bytes:
+        """The rank's answer, kept until `peer` is disconnected or fenced. TimeoutError: ask again later."""
+        return self._endpoints.get(peer)
+
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        """What only the rank can judge it refuses later: counted, and copies with `peer` end as PEER_UNKNOWN."""
+        _check_endpoint(self.capabilities.name, peer, endpoint)
+        self._check_room()
+        self._known.add(peer)
+        self._link.post([Connect(self._name, peer, endpoint)])
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._endpoints.forget(peer)
+        if peer in self._known:
+            self._known.discard(peer)
+            self._link.post([Disconnect(self._name, peer)])
+
+    def fence(self, peer: PeerId) -> None:
+        """While the link is lost this does not end: nothing is known about the rank's memory."""
+        if not self.capabilities.can_fence:
+            raise NotImplementedError(f"{self._name} cannot fence: see capabilities.can_fence")
+        self._endpoints.forget(peer)
+        if self._fences.begin(peer):
+            self._link.post([Fence(self._name, peer)])
+
+    def submit(self, copy: Copy) -> bool:
+        commands = submit_commands(self._name, copy)
+        size = len(copy.spans) * copy.spans.itemsize
+        with self._jobs:
+            if self._spans_bytes and self._spans_bytes + size > SPANS_QUEUED_BYTES_MAX:
+                return False
+            job = self._jobs.accept(copy)
+            if job is None:
+                return False
+            if self._link.lost:
+                self._jobs.fail(job, Reason.TRANSFER_FAILED, f"rank {self._link.rank} is lost; nothing was started")
+                return True
+            job.live = 1
+            self._spans_bytes += size
+            self._link.post(commands)
+        return True
+
+    def cancel(self, job: JobId) -> None:
+        with self._jobs:
+            found = self._jobs.find(job)
+            if found is not None and not found.halt[0]:
+                found.halt[0] = 1  # asked once
+                self._link.post([Cancel(self._name, job)])
+
+    def drain(self) -> Sequence[TransportEvent]:
+        return self._jobs.drain()
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._waker = waker
+        self._jobs.set_waker(waker)
+
+    def close(self) -> None:
+        """Returns at once; what was accepted ends when the rank has closed, or is lost."""
+        if self._jobs.close():
+            self._link.post([Close(self._name)])
+
+    # --- the link's thread
+
+    def wake(self) -> None:
+        """Have the node look, though there is no news of this transport."""
+        if self._waker is not None:
+            self._waker()
+
+    def take(self, news: News) -> None:
+        if isinstance(news, Ended):
+            self._take_end(news)
+        elif isinstance(news, Rested):
+            job = self._restless.get(news.job)
+            if job is not None and job.live:
+                self._jobs.part_ended(job)
+        elif isinstance(news, Fenced):
+            if self._fences.end(news.peer):
+                self._jobs.post(FenceEnded(news.peer))
+        elif isinstance(news, Minted | MintFailed):
+            self._endpoints.take(news)
+        elif isinstance(news, ConnectFailed):
+            self.counters["connects_refused"] += 1
+            if worth_saying(self.counters["connects_refused"]):
+                log.warning("rank %d refused to connect to %s: %s", self._link.rank, news.peer, news.detail)
+
+    def on_lost(self, detail: str) -> None:
+        """Nothing is known about the copies under way: they end, not at rest, and are to stop if they can be told."""
+        with self._jobs:
+            for job in self._jobs.of_peer():
+                self.cancel(job.copy.job)
+                self._abandon(job, Reason.TRANSFER_FAILED, detail)
+
+    def _take_end(self, news: Ended) -> None:
+        with self._jobs:
+            job = self._jobs.find(news.job)
+            if job is None:
+                job = self._restless.get(news.job)
+                if job is not None and job.live and news.at_rest:
+                    self._jobs.part_ended(job)
+            elif news.at_rest:
+                self._spans_bytes -= len(job.copy.spans) * job.copy.spans.itemsize
+                self._jobs.part_ended(job, news.reason, news.detail)
+            else:
+                self._abandon(job, news.reason or Reason.TRANSFER_FAILED, news.detail)
+
+    def _abandon(self, job: Job, reason: Reason, detail: str) -> None:
+        self._spans_bytes -= len(job.copy.spans) * job.copy.spans.itemsize
+        self._jobs.abandon(job, reason, detail)
+        job.copy = msgspec.structs.replace(job.copy, spans=job.copy.spans[:0])
+        self._restless.put(job.copy.job, job)
+
+    def _mint(self, number: int, peer: PeerId) -> None:
+        self._check_room()
+        self._known.add(peer)
+        self._fences.note_mint(peer)
+        self._link.post([Mint(self._name, number, peer)])
+
+    def _check_room(self) -> None:
+        """New obligations are refused while the rank does not keep up; what ends them never is."""
+        if self._link.lost:
+            raise ConnectionError(f"rank {self._link.rank} is lost")
+        if self._link.backlog >= COMMANDS_MAX:
+            raise TimeoutError(f"rank {self._link.rank} has not answered for {COMMANDS_MAX} commands")
+
+
+def _check_endpoint(kind: str, peer: PeerId, endpoint: bytes) -> None:
+    """As much as can be told without the rank; ValueError on nonsense."""
+    if not 0 < len(endpoint) <= ENDPOINT_BYTES_MAX:
+        raise ValueError(f"an endpoint of {len(endpoint)} bytes; 1..{ENDPOINT_BYTES_MAX} expected")
+    known = _KNOWN_ENDPOINTS.get(kind)
+    if known is None:
+        return
+    try:
+        there = msgspec.msgpack.decode(endpoint, type=known)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ValueError(f"not an endpoint of {kind}: {error}") from None
+    if there.owner != peer:
+        raise ValueError(f"the endpoint belongs to {there.owner}, not to {peer}")

@@ -1,0 +1,104 @@
+"""A data plane that starts every copy late: for tests of what expires meanwhile, on real engines.
+
+Law: nothing but the time changes. A copy that is cancelled while it waits ends as cancelled, at rest.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.transports.base import Copy, CopyEnded, Transport, TransportEvent
+
+WAITING_MAX = 4096
+
+
+class DelayedTransport:
+    """Another transport, `delay_s` later."""
+
+    def __init__(self, inner: Transport, delay_s: float) -> None:
+        self._inner = inner
+        self._delay_s = delay_s
+        self._waiting: deque[tuple[float, Copy]] = deque()
+        self._news: list[TransportEvent] = []
+        self._changed = threading.Condition()
+        self._open = True
+        self._waker: Callable[[], None] = lambda: None
+        threading.Thread(target=self._run, name="kvbaton-delayed", daemon=True).start()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    def register(self, region: int, memory: memoryview) -> None:
+        self._inner.register(region, memory)
+
+    def endpoint(self, peer: PeerId) -> bytes:
+        return self._inner.endpoint(peer)
+
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        self._inner.connect(peer, endpoint)
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._drop(lambda copy: copy.peer == peer, Reason.PEER_GONE)
+        self._inner.disconnect(peer)
+
+    def submit(self, copy: Copy) -> bool:
+        with self._changed:
+            if len(self._waiting) >= WAITING_MAX:
+                return False
+            self._waiting.append((time.monotonic() + self._delay_s, copy))
+            self._changed.notify()
+        return True
+
+    def cancel(self, job: JobId) -> None:
+        self._drop(lambda copy: copy.job == job, Reason.CANCELLED)
+        self._inner.cancel(job)
+
+    def fence(self, peer: PeerId) -> None:
+        self._drop(lambda copy: copy.peer == peer, Reason.TRANSFER_FAILED)
+        self._inner.fence(peer)
+
+    def drain(self) -> Sequence[TransportEvent]:
+        with self._changed:
+            news, self._news = self._news, []
+        return [*news, *self._inner.drain()]
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._waker = waker
+        self._inner.set_waker(waker)
+
+    def close(self) -> None:
+        with self._changed:
+            self._open = False
+            self._changed.notify()
+        self._drop(lambda _copy: True, Reason.CANCELLED)
+        self._inner.close()
+
+    def _drop(self, chosen: Callable[[Copy], bool], reason: Reason) -> None:
+        with self._changed:
+            ended = [copy for _, copy in self._waiting if chosen(copy)]
+            self._waiting = deque(item for item in self._waiting if not chosen(item[1]))
+            self._news += [CopyEnded(copy.job, reason) for copy in ended]
+        if ended:
+            self._waker()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._open:
+                    return
+                left_s = self._waiting[0][0] - time.monotonic() if self._waiting else None
+                if left_s is None or left_s > 0:
+                    self._changed.wait(left_s)
+                    continue
+                _, copy = self._waiting[0]
+                if self._inner.submit(copy):
+                    self._waiting.popleft()
+                    continue
+            time.sleep(0.001)  # the inner queue is full

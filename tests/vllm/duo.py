@@ -1,0 +1,187 @@
+"""One P and one D on real vLLM behind kvbaton's own router, and what one aggregated vLLM answers.
+
+Law: a prompt is a list of token ids drawn from a seed, so that no two sets share a block by accident.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kvbaton.cli.fronting import fronted
+from kvbaton.control import keys
+from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
+from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.router.settings import RouterSettings
+from tests.vllm.engines import Answer, Engine, connector_config, free_port, make_cluster_keys, start_engine, until
+
+MODES = ("pull", "stream", "push")
+BLOCK = 128
+LENGTHS = (
+    1, 2, 31, 32, 33, 64, 127, 128, 129, 130, 200, 255, 256, 257, 383, 384, 385, 500, 512, 640, 700, 767, 768, 769, 900,
+    1000, 1023, 1024, 1025, 1200, 1279, 1280, 1281, 1400, 1499, 1500,
+)  # fmt: skip
+TOKENS = 12
+VOCABULARY = range(10, 500)
+RETRIES_OFF = {"prefill_retries": 0, "decode_retries": 0}
+
+Prompt = list[int]
+
+
+def prompt_of(length: int, seed: object) -> Prompt:
+    rng = random.Random(f"{seed}/{length}")
+    return [rng.choice(VOCABULARY) for _ in range(length)]
+
+
+def forty_prompts(seed: str) -> list[Prompt]:
+    """1 to 1,500 tokens: block boundaries and their neighbours, two repeats, and two that share a prefix."""
+    found = [prompt_of(length, seed) for length in LENGTHS]
+    shared = prompt_of(400, f"{seed} shared")
+    return [
+        *found,
+        found[10],
+        found[20],
+        [*shared, *prompt_of(90, f"{seed} a")],
+        [*shared, *prompt_of(300, f"{seed} b")],
+    ]
+
+
+class Duo:
+    """P, D and a router, all up."""
+
+    def __init__(self, p: Engine, d: Engine, url: str, key_directory: Path) -> None:
+        self.p = p
+        self.d = d
+        self.url = url
+        self.keyring = keys.load(key_directory, "router")
+
+    def ask(self, prompt: Prompt, mode: str, **more: Any) -> Answer:
+        """Through the router."""
+        from tests.vllm.engines import ask
+
+        return ask(self.url, prompt, TOKENS, headers={"x-kvbaton-mode": mode}, **more)
+
+    def ask_all(self, prompts: Sequence[Prompt], mode: str, at_once: int = 8) -> list[Answer]:
+        with ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(lambda prompt: self.ask(prompt, mode), prompts))
+
+    def prefill(self, prompt: Prompt) -> dict[str, Any]:
+        """P's half of a pull; what it gives for D."""
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        told = self.p.ask(prompt, 1, kv_transfer_params=params).kv_transfer_params
+        assert told is not None and told["do_remote_prefill"] is True
+        return told
+
+    def decode(self, prompt: Prompt, params: object) -> Answer:
+        return self.d.ask(prompt, TOKENS, kv_transfer_params=params)
+
+    def router_ticket(self, source: str = "p0", target: str = "d0", ttl_s: float = 60.0) -> str:
+        handoff = handoff_id(TransferId(secrets.token_hex(16)))
+        ticket = Ticket(handoff, WorkerId(source), time.time() + ttl_s, target=WorkerId(target))
+        return seal(ticket, self.keyring.ticket_keys[0])
+
+    def delivered(self) -> float:
+        return ends(self.d).get("delivered", 0.0)
+
+    def at_rest(self) -> bool:
+        return all(
+            found.get("kvbaton:pinned_blocks", 0) == 0 and found["vllm:kv_cache_usage_perc"] == 0
+            for found in (self.p.metrics(), self.d.metrics())
+        )
+
+    def come_to_rest(self, within_s: float = 40.0) -> None:
+        until(self.at_rest, within_s, "no pins and no used blocks in P and D")
+        assert self.p.is_healthy() and self.d.is_healthy()
+
+
+def ends(engine: Engine) -> dict[str, float]:
+    """How handoffs ended in a D, by reason."""
+    prefix = "kvbaton:ends_total{"
+    return {
+        name.partition('end="')[2].partition('"')[0]: value
+        for name, value in engine.metrics().items()
+        if name.startswith(prefix)
+    }
+
+
+@contextlib.contextmanager
+def running_duo(
+    python: str,
+    model: Path,
+    directory: Path,
+    *,
+    policy: str = "recompute",
+    p_extra: dict[str, Any] | None = None,
+    d_extra: dict[str, Any] | None = None,
+    p_args: Sequence[str] = (),
+    d_args: Sequence[str] = (),
+    before_waiting: Callable[[], None] = lambda: None,
+) -> Iterator[Duo]:
+    """Everything up, and gone afterwards."""
+    key_directory = make_cluster_keys(directory / "keys", ["p0", "d0"])
+    engines: list[Engine] = []
+    with _router(key_directory) as (url, registry, listed):
+        try:
+            for name, role, extra, args in (
+                ("p0", "kv_producer", p_extra, p_args), ("d0", "kv_consumer", d_extra, d_args),
+            ):  # fmt: skip
+                port = free_port()
+                config = connector_config(
+                    role, name, key_directory, port, policy=policy, registry=registry, **(extra or {})
+                )
+                log = directory / f"{name}.log"
+                engines.append(start_engine(python, model, port, kv_transfer_config=config, extra_args=args, log=log))
+            before_waiting()
+            for engine in engines:
+                engine.wait_ready()
+            until(lambda: listed() == {"p0", "d0"}, 20, "both engines are registered")
+            yield Duo(engines[0], engines[1], url, key_directory)
+        finally:
+            for engine in engines:
+                engine.stop()
+
+
+@contextlib.contextmanager
+def _router(key_directory: Path) -> Iterator[tuple[str, str, Callable[[], set[str]]]]:
+    """kvbaton's router and registry on a thread of this process."""
+    keyring = keys.load(key_directory, "router")
+    loop = asyncio.new_event_loop()
+    started, stop = threading.Event(), asyncio.Event()
+    found: list[Any] = []
+
+    async def serve() -> None:
+        settings = RouterSettings(deadline_s=180.0, show_pair=True)
+        async with fronted(keyring, settings, host="127.0.0.1", port=0, registry_bind="tcp://127.0.0.1:0") as front:
+            found.append(front)
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
+    thread.start()
+    try:
+        assert started.wait(10), "the router did not start"
+        front = found[0]
+        yield front.url, front.registry_endpoint, lambda: {str(worker.name) for worker in front.directory.snapshot()}
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+
+
+def reference_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Answer]:
+    """What one engine that hands nothing over answers."""
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda prompt: engine.ask(prompt, TOKENS), prompts))
+
+
+def same(ours: Answer, theirs: Answer) -> bool:
+    """The same tokens, with the same certainty: batches of other sizes round differently, some 1e-5."""
+    close = all(abs(a - b) < 1e-3 for a, b in zip(ours.logprobs, theirs.logprobs, strict=True))
+    return ours.tokens == theirs.tokens and ours.text == theirs.text and close

@@ -1,0 +1,233 @@
+"""One P and one D on real vLLM: every answer is that of one engine, and nothing is left behind.
+
+The three modes share one pair of engines, since a request says how its KV goes over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbaton.protocol.ticket import seal, unseal
+from tests.vllm.cache_memory import overwrite_cache
+from tests.vllm.duo import MODES, TOKENS, Duo, ends, forty_prompts, prompt_of, reference_of, running_duo, same
+from tests.vllm.engines import Answer, EngineError, free_port, post, start_engine
+
+pytestmark = pytest.mark.timeout(700)
+
+Oracle = Callable[[list[int]], Answer]
+EXTRA_PROMPTS = 60
+
+
+@pytest.fixture(scope="module")
+def setup(
+    vllm_python: str, tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Duo, Oracle]]:
+    """P, D and, for as long as it takes to learn all answers, one aggregated engine beside them."""
+    directory, model = tmp_path_factory.mktemp("duo"), tiny("llama")
+    alone = start_engine(vllm_python, model, free_port(), log=directory / "alone.log")
+    answers: dict[tuple[int, ...], Answer] = {}
+    prompts = [prompt for mode in MODES for prompt in forty_prompts(mode)]
+    prompts += [prompt_of(length, "extra") for length in range(300, 300 + EXTRA_PROMPTS)]
+
+    def learn() -> None:
+        alone.wait_ready()
+        for prompt, answer in zip(prompts, reference_of(alone, prompts), strict=True):
+            answers[tuple(prompt)] = answer
+        alone.stop()
+
+    try:
+        with running_duo(vllm_python, model, directory, before_waiting=learn) as duo:
+            yield duo, lambda prompt: answers[tuple(prompt)]
+    finally:
+        alone.stop()
+
+
+@pytest.fixture
+def duo(setup: tuple[Duo, Oracle]) -> Iterator[Duo]:
+    """Whatever a test did, both engines live and hold nothing afterwards: promises 2, 3 and 4."""
+    yield setup[0]
+    setup[0].come_to_rest()
+
+
+@pytest.fixture
+def oracle(setup: tuple[Duo, Oracle]) -> Oracle:
+    return setup[1]
+
+
+def extra(number: int) -> list[int]:
+    """A prompt of its own for each test."""
+    assert 0 <= number < EXTRA_PROMPTS
+    return prompt_of(300 + number, "extra")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forty_answers_are_those_of_one_engine(duo: Duo, oracle: Oracle, mode: str) -> None:
+    prompts = forty_prompts(mode)
+    before, counted = duo.delivered(), ends(duo.d)
+    answers = duo.ask_all(prompts, mode)
+    wrong = [len(prompt) for prompt, answer in zip(prompts, answers, strict=True) if not same(answer, oracle(prompt))]
+    duo.come_to_rest()
+    assert wrong == []
+    failures = {name: count - counted.get(name, 0) for name, count in ends(duo.d).items() if name != "delivered"}
+    assert duo.delivered() - before == len(prompts), f"every one by a handoff; others ended as {failures}"
+
+
+def test_what_d_has_already_is_not_moved_again(duo: Duo, oracle: Oracle) -> None:
+    prompt = extra(0)  # 300 tokens: two whole blocks and a part
+    moved = []
+    for _ in range(2):
+        before = duo.d.metrics().get("kvbaton:bytes_total", 0)
+        assert same(duo.ask(prompt, "pull"), oracle(prompt))
+        duo.come_to_rest()
+        moved.append(duo.d.metrics()["kvbaton:bytes_total"] - before)
+    assert moved[1] == moved[0] / 3, "the second time only the last block"
+
+
+def test_chat_and_streaming_go_through(duo: Duo) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "tell me a story " * 40}], "max_tokens": 10}
+    body |= {"temperature": 0}
+    plain = post(f"{duo.d.url}/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    for mode in MODES:
+        whole = post(f"{duo.url}/v1/chat/completions", body, {"x-kvbaton-mode": mode})
+        assert whole["choices"][0]["message"]["content"] == plain
+        assert "".join(streamed(f"{duo.url}/v1/chat/completions", {**body, "stream": True}, mode)) == plain
+
+
+def streamed(url: str, body: dict[str, Any], mode: str) -> Iterator[str]:
+    headers = {"Content-Type": "application/json", "x-kvbaton-mode": mode}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    yield choice["delta"].get("content") or ""
+
+
+def test_each_prompt_and_each_of_n_gets_a_handoff_of_its_own(duo: Duo, oracle: Oracle) -> None:
+    prompts, before = [extra(1), extra(2)], duo.delivered()
+    body = {"model": "tiny", "prompt": prompts, "max_tokens": TOKENS, "temperature": 0, "n": 2}
+    told = post(f"{duo.url}/v1/completions", body, {"x-kvbaton-mode": "push"})
+    texts = [choice["text"] for choice in sorted(told["choices"], key=lambda choice: choice["index"])]
+    assert texts == [oracle(prompt).text for prompt in prompts for _ in range(2)]
+    duo.come_to_rest()
+    assert duo.delivered() - before == 4
+
+
+def test_an_end_of_text_as_first_token_is_handed_over_too(duo: Duo, oracle: Oracle) -> None:
+    """P stops, not for length: its lease is granted all the same."""
+    prompt = extra(3)
+    first = post(f"{duo.p.url}/v1/completions", {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0,
+                 "return_token_ids": True})["choices"][0]["token_ids"][0]  # fmt: skip
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    told = duo.p.ask(prompt, 1, kv_transfer_params=params, stop_token_ids=[first])
+    assert told.finish == "stop" and told.kv_transfer_params is not None
+    before = duo.delivered()
+    assert same(duo.decode(prompt, told.kv_transfer_params), oracle(prompt))
+    duo.come_to_rest()
+    assert duo.delivered() - before == 1
+
+
+BAD_PARAMS: dict[str, Any] = {
+    "null": None,
+    "empty": {},
+    "only do_remote_prefill": {"do_remote_prefill": True},
+    "both ways": {"do_remote_prefill": True, "do_remote_decode": True, "ticket": "x"},
+    "wrong types": {"do_remote_prefill": "yes", "ticket": 5, "mode": []},
+    "unknown mode": {"do_remote_prefill": True, "ticket": "abc", "mode": "teleport"},
+    "not a ticket": {"do_remote_prefill": True, "ticket": "AAAA"},
+    "huge ticket": {"do_remote_prefill": True, "ticket": "A" * 1_000_000},
+    "deep": {"do_remote_prefill": True, "ticket": {"a": [[[[[{}]]]]]}},
+    "of NIXL": {"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": [[1, 2]],
+                "remote_host": "10.0.0.1",
+                "remote_port": 1, "remote_request_id": "r", "tp_size": 1},
+    "of MoRI-IO": {"do_remote_prefill": True, "transfer_id": "tx-" + "a" * 32, "remote_host": "10.255.255.1",
+                   "remote_handshake_port": 6301, "remote_notify_port": 61005},
+    "negative blocks": {"do_remote_prefill": True, "remote_block_ids": [-1, 2**62], "remote_engine_id": "p0"},
+    "unknown fields": {"do_remote_prefill": True, "ticket": "x", "address": "http://169.254.169.254/"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_PARAMS)
+def test_bad_parameters_cost_a_local_prefill(duo: Duo, oracle: Oracle, name: str) -> None:
+    """Promise 4 and 5: as any client could send them to D's own port. `recompute` makes them an ordinary request."""
+    prompt = extra(4 + list(BAD_PARAMS).index(name))
+    assert same(duo.decode(prompt, BAD_PARAMS[name]), oracle(prompt))
+
+
+@pytest.mark.parametrize("params", [[1, 2], "text", 5])
+def test_parameters_that_are_no_object_are_refused_by_vllm(duo: Duo, params: object) -> None:
+    with pytest.raises(EngineError, match="status 400"):
+        duo.decode(extra(20), params)
+
+
+def test_a_ticket_is_good_once_and_for_its_prompt_only(duo: Duo, oracle: Oracle) -> None:
+    """Promise 1: replayed, expired, forged, or sent with another prompt, it never makes an answer wrong."""
+    prompt, other = extra(21), extra(22)
+    params = duo.prefill(prompt)
+    assert same(duo.decode(other, params), oracle(other)), "another prompt"
+    assert same(duo.decode(prompt, params), oracle(prompt))
+    assert same(duo.decode(prompt, params), oracle(prompt)), "again"
+    for number in (23, 24, 25):
+        assert same(duo.decode(extra(number), params), oracle(extra(number))), "again, with yet another prompt"
+    ticket = params["ticket"]
+    forged = ticket[:-4] + ("AAAA" if ticket[-4:] != "AAAA" else "BBBB")
+    assert same(duo.decode(extra(26), {**params, "ticket": forged}), oracle(extra(26)))
+    content = unseal(ticket, duo.keyring.ticket_keys, time.time())
+    stranger = seal(content, b"\0" * 32)
+    assert same(duo.decode(extra(27), {**params, "ticket": stranger}), oracle(extra(27)))
+    late = {**params, "mode": "stream", "ticket": duo.router_ticket(ttl_s=-1)}
+    assert same(duo.decode(extra(28), late), oracle(extra(28)))
+    nobody = {**params, "mode": "stream", "ticket": duo.router_ticket(source="p9")}
+    assert same(duo.decode(extra(29), nobody), oracle(extra(29)))
+    for prompt in (extra(21), extra(22), extra(23)):
+        assert same(duo.decode(prompt, None), oracle(prompt)), "D's prefix cache holds nothing wrong"
+    reasons = ends(duo.d)
+    assert {"content_mismatch", "ticket_forged", "ticket_expired", "peer_unknown"} <= set(reasons), reasons
+
+
+def test_clients_that_leave_leave_nothing_behind(duo: Duo, oracle: Oracle) -> None:
+    """64 clients hang up at every moment of a request, in every mode."""
+
+    def leave(number: int) -> None:
+        body = {"model": "tiny", "prompt": extra(number % 20), "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+        headers = {"Content-Type": "application/json", "x-kvbaton-mode": MODES[number % 3]}
+        request = urllib.request.Request(f"{duo.url}/v1/completions", json.dumps(body).encode(), headers)
+        with contextlib.suppress(OSError):  # its time is up: that is the point
+            urllib.request.urlopen(request, timeout=0.02 * (number + 1)).close()
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(leave, range(64)))
+    duo.come_to_rest(90)
+    assert same(duo.ask(extra(30), "pull"), oracle(extra(30)))
+
+
+def test_streams_that_are_cut_mid_answer_free_both_sides(duo: Duo) -> None:
+    stop = threading.Event()
+    timer = threading.Timer(2.0, stop.set)
+    timer.start()
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "count " * 100}], "max_tokens": 500}
+    body |= {"stream": True, "temperature": 0, "ignore_eos": True}
+    for _text in streamed(f"{duo.url}/v1/chat/completions", body, "stream"):
+        if stop.is_set():
+            break
+    timer.cancel()
+
+
+def test_zz_a_damaged_block_changes_the_answer(duo: Duo, oracle: Oracle) -> None:
+    """The oracle is sensitive: D really decodes on what it took from P. Last, since it ruins P's cache."""
+    prompt = extra(59)
+    params, before = duo.prefill(prompt), duo.delivered()
+    assert overwrite_cache(duo.p) > 0
+    answer = duo.decode(prompt, params)
+    duo.come_to_rest()
+    assert duo.delivered() - before == 1, "by a handoff"
+    assert not same(answer, oracle(prompt))
