@@ -16,7 +16,7 @@ from kvbaton.protocol.codec import decode
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.effects import Copy
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.events import CopyEnded, CopyRested, Departed, Groups, StoreEnded
+from kvbaton.protocol.events import CopyEnded, CopyRested, Departed, Groups, LeaseProgressed, StoreEnded
 from kvbaton.protocol.ids import HandoffId, Incarnation, JobId, PeerId, PutId, RequestId, TransferId, WorkerId
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.messages import ClaimRefused, Goodbye, Granted, Message
@@ -536,3 +536,32 @@ class TestFaults:
         net.d.transports[0].throws.add("drain")
         net.steps(3)
         assert net.d.node.faults["drain.tcp"] == 3
+
+
+class TestExtra:
+    """What ranks tell besides their transports' events."""
+
+    def test_progress_that_a_rank_tells_counts_like_the_engine_s_own(self) -> None:
+        net = Net()
+        handoff = HandoffId("f" * 32 + ".0")
+        lease = net.p.doorway.begin(handoff, DIGEST, TOKENS)
+        told = [LeaseProgressed(lease, 0, whole([3]))]
+        net.p.node.extra = lambda: [told.pop()] if told else []  # in the same step as the lease itself
+        net.p.doorway.pin(lease, ((1, 2, 3),))
+        net.p.doorway.completed(lease)
+        ticket = seal(Ticket(handoff, WorkerId("p"), 60.0), KEY)
+        net.d.doorway.want(R, ticket, DIGEST, TOKENS)
+        net.steps(8)
+        net.d.doorway.allocated(R, ((4, 5, 6),), 0)
+        net.steps()
+        assert net.d.failed is None and not told
+
+    def test_an_exception_costs_the_news_of_that_step_alone(self) -> None:
+        net = Net()
+
+        def throws() -> Sequence[LeaseProgressed]:
+            raise RuntimeError("the link is gone")
+
+        net.d.node.extra = throws
+        net.load()
+        assert set(net.d.problems) == {"drain.extra"} and net.d.failed is None

@@ -63,7 +63,7 @@ class ShmTransport:
         """Only memory of `memory.allocate` can be shared; from now on no process can map it for writing."""
         found = region_of(memory)
         if found is None:
-            raise ValueError(f"region {region}: shm can share only memory from kvbaton.transports.memory.allocate")
+            raise ValueError(f"region {region}: shm can share only memory from kvbaton.transports.memory: allocate or adopt")
         self._memory.add(region, memory)
         self._door.add(region, found[1], memory.nbytes, found[0])
 

@@ -54,7 +54,7 @@ class SchedulerSide:
         self.presence: Presence | None = None
         self.refused: Counter[str] = Counter()  # ends that never reached the ledger, by reason
         self.told: Counter[str] = Counter()  # of the counters, what vLLM was told
-        self.gauges_told: dict[str, int] = {}
+        self.gauges_told: dict[str, float] = {}
         self._live: _Live | None = None
 
     # --- coming to life

@@ -1,4 +1,4 @@
-"""What vLLM's own metrics show of kvbaton: counters of ends, bytes and stale commits, gauges of pins and leases.
+"""What vLLM's own metrics show of kvbaton: ends, bytes and stale commits, pins and leases, and the time of each stage.
 
 Laws: scheduler and workers cross process borders with plain msgpack data. Counts are told as what was added since the
 last time, so that nothing is counted twice and a restart starts at zero.
@@ -6,6 +6,8 @@ last time, so that nothing is counted twice and a restart starts at zero.
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ GAUGES = {
     "leases_held": "Prompts whose blocks are kept for a reader.",
     "intakes": "Prompts whose KV is on its way here, or claimed.",
     "quarantined_blocks": "Blocks of ended handoffs that something may still write to.",
+    "oldest_lease_seconds": "How long the oldest lease has been held; max_hold_s ends it.",
 }
 COUNTERS = {
     "leases_total": "Leases granted.",
@@ -32,6 +35,16 @@ COUNTERS = {
     "bytes_total": "Bytes that arrived whole.",
     "faults_total": "Exceptions caught in hooks and ports; each is a bug.",
 }
+STAGES = ("claim", "queue", "copy", "commit")
+"""From asking to the grant, to blocks for it, to all bytes here, to P's word that they were right."""
+STAGE_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 180)
+SIZES_BYTES = tuple(1 << power for power in range(12, 36, 2))
+AS_NIXL = {
+    "leases_expired_total": ("vllm:nixl_num_kv_expired_reqs", "Leases that ran out (as kvbaton:leases_expired)."),
+    "failed_total": ("vllm:nixl_num_failed_transfers", "Handoffs that failed (as kvbaton:ends, all but delivered)."),
+}
+"""Names that dashboards for vLLM know, for what means the same."""
+PASSAGES_MAX = 512
 LABELLED = {"ends_total": "Handoffs that ended in this engine as decoder, by how."}
 _FROM_LEDGER = {
     "leases": "leases_total",
@@ -52,7 +65,7 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {"counts": {}, "ends": {}, "gauges": {}}
+        self.data: dict[str, Any] = {"counts": {}, "ends": {}, "gauges": {}, "stages": []}
 
     @classmethod
     def of(cls, side: SchedulerSide) -> BatonStats | None:
@@ -69,20 +82,23 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
             "leases_held": len(ledger.producer.leases),
             "intakes": len(ledger.consumer.by_handoff),
             "quarantined_blocks": ledger.consumer.quarantined_blocks,
+            "oldest_lease_seconds": _oldest(ledger),
         }
-        if not fresh and gauges == side.gauges_told:
+        stages = _stages(ledger.desk.passages)
+        if not fresh and not stages and gauges == side.gauges_told:
             return None
         side.told.update(fresh)
         side.gauges_told = gauges
         ends = {name.removeprefix(_ENDS): count for name, count in fresh.items() if name.startswith(_ENDS)}
         rest = {name: count for name, count in fresh.items() if not name.startswith(_ENDS)}
-        return cls({"counts": rest, "ends": ends, "gauges": gauges})
+        return cls({"counts": rest, "ends": ends, "gauges": gauges, "stages": stages})
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for part in ("counts", "ends"):
             for name, count in other.data.get(part, {}).items():
                 self.data[part][name] = self.data[part].get(name, 0) + count
         self.data["gauges"].update(other.data.get("gauges", {}))
+        self.data["stages"] = [*self.data["stages"], *other.data.get("stages", [])][-PASSAGES_MAX:]
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -91,6 +107,25 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
+
+
+def _oldest(ledger: Any) -> float:
+    """Whole seconds, so that a gauge that only ages does not make news of every step."""
+    begun = [lease.hold_until - ledger.desk.settings.max_hold_s for lease in list(ledger.producer.leases.values())]
+    return float(int(time.monotonic() - min(begun))) if begun else 0.0
+
+
+def _stages(passages: Any) -> list[list[float]]:
+    """Seconds in each stage, and bytes, of handoffs that were delivered since the last time."""
+    found: list[list[float]] = []
+    while passages and len(found) < PASSAGES_MAX:
+        passage = passages.popleft()
+        if passage.end.delivered:
+            copied = passage.copied or passage.ended
+            edges = (passage.asked, passage.granted, passage.allocated, copied, passage.ended)
+            spans = [max(0.0, later - sooner) for sooner, later in itertools.pairwise(edges)]
+            found.append([*spans, float(passage.bytes)])
+    return found
 
 
 def _totals(ledger: Mapping[str, int], refused: Mapping[str, int]) -> Counter[str]:
@@ -123,6 +158,24 @@ class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._counters = {
             name: self._counter_cls(f"kvbaton:{name}", text, labelnames=labelnames) for name, text in COUNTERS.items()
         }
+        self._as_nixl = {
+            name: self._counter_cls(theirs, text, labelnames=labelnames) for name, (theirs, text) in AS_NIXL.items()
+        }
+        self._stages = self._histogram_cls(
+            "kvbaton:stage_seconds",
+            "How long delivered handoffs took, by stage.",
+            buckets=STAGE_SECONDS,
+            labelnames=[*labelnames, "stage"],
+        )
+        self._copying = self._histogram_cls(
+            "vllm:nixl_xfer_time_seconds",
+            "How long copies took (as kvbaton:stage_seconds, copy).",
+            buckets=STAGE_SECONDS,
+            labelnames=labelnames,
+        )
+        self._sizes = self._histogram_cls(
+            "vllm:nixl_bytes_transferred", "Bytes of a handoff.", buckets=SIZES_BYTES, labelnames=labelnames
+        )
         self._ends = self._counter_cls("kvbaton:ends_total", LABELLED["ends_total"], labelnames=[*labelnames, "end"])
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -130,11 +183,23 @@ class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for name, count in transfer_stats_data.get("counts", {}).items():
             if name in self._counters:
                 self._counters[name].labels(*labels).inc(count)
+            if name in self._as_nixl:
+                self._as_nixl[name].labels(*labels).inc(count)
         for name, count in transfer_stats_data.get("ends", {}).items():
             self._ends.labels(*labels, name).inc(count)
+            if name != "delivered":
+                self._as_nixl["failed_total"].labels(*labels).inc(count)
+        self._observe_stages(transfer_stats_data.get("stages", []), labels)
         for name, value in transfer_stats_data.get("gauges", {}).items():
             if name in self._gauges:
                 self._gauges[name].labels(*labels).set(value)
+
+    def _observe_stages(self, passages: list[list[float]], labels: list[str]) -> None:
+        for *spans, size in passages:
+            for stage, seconds in zip(STAGES, spans, strict=True):
+                self._stages.labels(*labels, stage).observe(seconds)
+            self._copying.labels(*labels).observe(spans[STAGES.index("copy")])
+            self._sizes.labels(*labels).observe(size)
 
 
 def _most_recent() -> dict[str, str]:

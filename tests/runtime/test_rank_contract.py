@@ -1,0 +1,53 @@
+"""A transport behind a rank link keeps the contract of `Transport`, for each data plane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvbaton.runtime import rank_endpoints
+from kvbaton.testing import Case, check_transport
+from kvbaton.testing.transport_case import offered
+
+from .rank_rig import LinkedHarness, LinkedProcessHarness
+
+TOGETHER = [
+    pytest.param(kind, case, id=f"{kind}-{case}")
+    for kind in ("shm", "tcp")
+    for case in check_transport.cases
+    if case.needs <= offered(LinkedHarness(kind))
+]
+APART = [
+    pytest.param(kind, case, id=f"{kind}-{case}")
+    for kind in ("shm", "tcp")
+    for case in check_transport.cases
+    if case.needs & {"kill", "pause"} and not (kind == "shm" and case.needs & {"write", "fence"})
+]
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The contract asks for endpoints once; a busy machine may take longer than a node would wait."""
+    monkeypatch.setattr(rank_endpoints, "ENDPOINT_WAIT_S", 20.0)
+
+
+@pytest.mark.parametrize(("kind", "case"), TOGETHER)
+def test_a_transport_behind_a_link_keeps_the_contract(kind: str, case: Case) -> None:
+    case(LinkedHarness(kind))
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[dict[str, LinkedProcessHarness]]:
+    harnesses = {"shm": LinkedProcessHarness("shm"), "tcp": LinkedProcessHarness("tcp")}
+    yield harnesses
+    for harness in harnesses.values():
+        harness.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "case"), APART)
+def test_with_a_peer_that_is_stopped_or_killed_it_does_too(
+    kind: str, case: Case, processes: dict[str, LinkedProcessHarness]
+) -> None:
+    case(processes[kind])

@@ -1,0 +1,55 @@
+"""Whole engines whose data planes are behind rank links: the answer is still that of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvbaton.engine.worker import Worker, reference_answers
+from kvbaton.runtime.rank_host import RankHost
+from kvbaton.runtime.rank_link import RankLinks
+from kvbaton.transports.base import Transport
+from kvbaton.transports.memory import Region
+
+from ..e2e.pair import pair
+
+PROMPTS = [(f"{n:03d}" + "the quick brown fox jumps over it " * 20)[:n] for n in (14, 33, 100, 400)]
+
+
+@pytest.fixture
+def _linked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every rank of every worker is served by a host, and seen through a link of its own."""
+    opened: list[RankHost | RankLinks] = []
+    direct = Worker._make_transports
+
+    def linked(self: Worker, rank: int, region: Region) -> dict[str, Transport]:
+        host = RankHost(0, direct(self, rank, region))
+        links = RankLinks([host.invitation])
+        opened.extend((links, host))
+        host.start()
+        links.start()
+        return dict(links.transports(0))
+
+    monkeypatch.setattr(Worker, "_make_transports", linked)
+    yield
+    for each in opened:
+        assert each.stop()
+
+
+@pytest.mark.usefixtures("_linked")
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("mode", ["pull", "stream", "push"])
+def test_the_answer_is_that_of_one_engine(tmp_path: Path, transport: str, mode: str) -> None:
+    asked = [mode + prompt for prompt in PROMPTS]
+
+    async def scenario() -> None:
+        async with pair(tmp_path, transport=transport, p={"tp": 2}) as two:
+            found = await asyncio.gather(*(two.answer(prompt, mode) for prompt in asked))
+            assert list(found) == reference_answers(asked, 12)
+            assert two.ends() == {"delivered": len(asked)}
+            await two.at_rest()
+
+    asyncio.run(scenario())

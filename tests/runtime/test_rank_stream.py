@@ -1,0 +1,150 @@
+"""A stream over a lossy way: everything arrives once and in order, whatever is lost, and nothing overflows a queue."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import msgspec
+import pytest
+
+from kvbaton.runtime.rank_stream import ANSWER_BYTES, ANSWER_FRAMES, LIMITS, RESEND_S, WINDOW_FRAMES_MAX, Stream
+
+SESSION = 7
+
+
+class Way:
+    """Two ends, and frames between them that the test may lose."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.ends = Stream(SESSION), Stream()
+        self.under_way: tuple[deque[bytes], deque[bytes]] = deque(), deque()
+        self.arrived: tuple[list[bytes], list[bytes]] = [], []
+
+    def send(self, end: int, lose: float = 0.0, rng: random.Random | None = None) -> int:
+        frames = self.ends[end].due(self.now)
+        self.under_way[1 - end].extend(frame for frame in frames if rng is None or rng.random() >= lose)
+        return len(frames)
+
+    def receive(self, end: int) -> None:
+        while self.under_way[end]:
+            body = self.ends[end].take(self.under_way[end].popleft(), self.now)
+            if body is not None:
+                self.arrived[end].append(body)
+
+
+def numbers(count: int) -> list[bytes]:
+    return [str(number).encode() for number in range(count)]
+
+
+def test_frames_arrive_in_order_and_both_ends_know_it() -> None:
+    way = Way()
+    for body in numbers(10):
+        way.ends[0].add(body)
+    way.send(0)
+    way.receive(1)
+    assert way.arrived[1] == numbers(10) and way.ends[0].backlog == 10
+    way.ends[1].add(b"answer")
+    way.send(1)
+    way.receive(0)
+    assert way.arrived[0] == [b"answer"] and way.ends[0].backlog == 0, "the answer tells how far the other end is"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_lost_comes_again_until_it_has_arrived_once(seed: int) -> None:
+    way, rng = Way(), random.Random(seed)
+    wanted = numbers(60), numbers(40)
+    for _ in range(2000):
+        way.now += 0.3
+        for end in (0, 1):
+            if wanted[end] and rng.random() < 0.3:
+                way.ends[end].add(wanted[end].pop(0))
+            if rng.random() < 0.1:
+                way.ends[0].ask()
+            way.send(end, 0.4, rng)
+            if rng.random() < 0.5:
+                way.receive(1 - end)
+    assert way.arrived == (numbers(40), numbers(60))
+    assert way.ends[0].counters["resent"] and way.ends[1].counters["gaps"]
+
+
+def test_nothing_is_sent_again_while_the_other_end_is_merely_silent() -> None:
+    way = Way()
+    way.ends[0].add(b"x")
+    assert way.send(0) == 1
+    way.now = 1000.0
+    assert way.send(0) == 0
+
+
+def test_a_frame_is_sent_again_only_after_a_while() -> None:
+    way = Way()
+    way.ends[1].session = SESSION
+    way.ends[0].add(b"x")
+    way.send(0, 1.0, random.Random(1))
+    for now, again in ((RESEND_S / 2, 0), (RESEND_S * 1.5, 1), (RESEND_S * 2, 1)):
+        way.now = now
+        way.ends[1].ask()  # and says with it how far it is
+        way.send(1)
+        way.receive(0)
+        assert way.ends[0].counters["resent"] == again
+        way.send(0)
+    way.receive(1)
+    assert way.arrived[1] == [b"x"]
+
+
+def test_never_more_frames_are_unanswered_than_a_queue_holds() -> None:
+    """The law that keeps frames from being lost at a full queue."""
+    way = Way()
+    for body in numbers(3 * WINDOW_FRAMES_MAX):
+        way.ends[0].add(body)
+    assert way.send(0) == WINDOW_FRAMES_MAX < LIMITS.frames_queued_max
+    assert not way.ends[0].is_open and way.send(0) == 0
+    for _ in range(3):
+        way.receive(1)
+        way.send(1)
+        way.receive(0)
+        way.send(0)
+    way.receive(1)
+    assert way.arrived[1] == numbers(3 * WINDOW_FRAMES_MAX), "answers flow although nothing is said the other way"
+
+
+@pytest.mark.parametrize(("count", "size"), [(ANSWER_FRAMES, 1), (2, ANSWER_BYTES // 2)])
+def test_many_frames_or_bytes_are_answered_unasked_and_few_are_not(count: int, size: int) -> None:
+    way = Way()
+    for index in range(count):
+        way.ends[0].add(bytes(size))
+        way.send(0)
+        way.receive(1)
+        assert way.send(1) == (index == count - 1)
+
+
+def test_a_question_is_answered() -> None:
+    way = Way()
+    way.ends[0].ask()
+    assert way.send(0) == 1
+    way.receive(1)
+    assert way.send(1) == 1 and way.send(1) == 0
+    way.receive(0)
+    assert way.send(0) == 0, "an answer is no question"
+
+
+def test_another_session_is_refused_and_changes_nothing() -> None:
+    way, other = Way(), Stream(8)
+    way.ends[0].add(b"first")
+    way.send(0)
+    way.receive(1)
+    other.add(b"other")
+    for frame in other.due(0.0):
+        assert way.ends[1].take(frame, 0.0) is None
+    assert way.ends[1].session == SESSION and way.ends[1].counters["refused"] == 1
+    way.ends[0].add(b"second")
+    way.send(0)
+    way.receive(1)
+    assert way.arrived[1] == [b"first", b"second"]
+
+
+def test_what_is_no_frame_is_said_to_be_none() -> None:
+    for junk in (b"", b"\xc1", b"\x93\x01\x02", bytes(100)):
+        with pytest.raises(msgspec.MsgspecError):
+            Stream(1).take(junk, 0.0)

@@ -1,0 +1,108 @@
+"""Wrappers of a data plane: one that learns its name later, one that starts every copy late."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvbaton.protocol.effects import Copy, Direction
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
+from kvbaton.transports.base import CopyEnded, Transport, TransportEvent
+from kvbaton.transports.delayed import DelayedTransport
+from kvbaton.transports.tcp import TcpTransport
+from kvbaton.transports.unnamed import UnnamedTransport
+
+P, D = PeerId(WorkerId("p#0"), Incarnation(1)), PeerId(WorkerId("d#0"), Incarnation(2))
+
+
+def memory_of(fill: int) -> memoryview:
+    return memoryview(bytearray([fill]) * 4096)
+
+
+def drained(transport: Transport, count: int, within_s: float = 5.0) -> list[TransportEvent]:
+    found: list[TransportEvent] = []
+    deadline = time.monotonic() + within_s
+    while len(found) < count and time.monotonic() < deadline:
+        found.extend(transport.drain())
+        time.sleep(0.005)
+    return found
+
+
+def read_of(job: int) -> Copy:
+    return Copy(JobId(job), P, Direction.READ, 0, 0, array("q", [0, 0, 4096]))
+
+
+@pytest.fixture
+def source() -> Iterator[TcpTransport]:
+    transport = TcpTransport(P)
+    transport.register(0, memory_of(7))
+    yield transport
+    transport.close()
+
+
+Make = Callable[[memoryview], Transport]
+
+
+def reader(memory: memoryview) -> TcpTransport:
+    transport = TcpTransport(D)
+    transport.register(0, memory)
+    return transport
+
+
+class TestUnnamed:
+    def test_once_named_it_is_the_real_one(self, source: TcpTransport) -> None:
+        into, woken = memory_of(0), []
+
+        def make(me: PeerId) -> Transport:
+            assert me == D
+            return reader(into)
+
+        late = UnnamedTransport(TcpTransport.capabilities, make)
+        late.set_waker(lambda: woken.append(True))
+        assert late.drain() == ()
+        late.open(D)
+        late.connect(P, source.endpoint(D))
+        assert late.submit(read_of(1)) and drained(late, 1) == [CopyEnded(JobId(1))]
+        assert bytes(into) == bytes([7]) * 4096 and woken
+        late.close()
+
+    def test_before_it_has_a_name_it_does_nothing_and_says_so(self) -> None:
+        late = UnnamedTransport(TcpTransport.capabilities, lambda me: TcpTransport(me))
+        for use in (lambda: late.endpoint(P), lambda: late.connect(P, b""), lambda: late.submit(read_of(1))):
+            with pytest.raises(RuntimeError, match="whose it is"):
+                use()
+        late.close()
+
+    def test_it_takes_one_name_only(self) -> None:
+        late = UnnamedTransport(TcpTransport.capabilities, lambda me: TcpTransport(me))
+        late.open(D)
+        with pytest.raises(RuntimeError, match="has a name already"):
+            late.open(P)
+        late.close()
+
+
+class TestDelayed:
+    def test_copies_arrive_whole_and_late(self, source: TcpTransport) -> None:
+        into = memory_of(0)
+        late = DelayedTransport(reader(into), 0.2)
+        late.connect(P, source.endpoint(D))
+        begun = time.monotonic()
+        assert late.submit(read_of(1)) and drained(late, 1) == [CopyEnded(JobId(1))]
+        assert time.monotonic() - begun >= 0.2 and into[0] == 7
+        late.close()
+
+    def test_what_is_cancelled_while_it_waits_moves_nothing(self, source: TcpTransport) -> None:
+        into = memory_of(0)
+        late = DelayedTransport(reader(into), 30.0)
+        late.connect(P, source.endpoint(D))
+        assert late.submit(read_of(1)) and late.submit(read_of(2))
+        late.cancel(JobId(1))
+        late.disconnect(P)
+        ended = drained(late, 2)
+        assert ended == [CopyEnded(JobId(1), Reason.CANCELLED), CopyEnded(JobId(2), Reason.PEER_GONE)]
+        assert into[0] == 0
+        late.close()
