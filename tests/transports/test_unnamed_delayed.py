@@ -71,14 +71,14 @@ class TestUnnamed:
         late.close()
 
     def test_before_it_has_a_name_it_does_nothing_and_says_so(self) -> None:
-        late = UnnamedTransport(TcpTransport.capabilities, lambda me: TcpTransport(me))
+        late = UnnamedTransport(TcpTransport.capabilities, TcpTransport)
         for use in (lambda: late.endpoint(P), lambda: late.connect(P, b""), lambda: late.submit(read_of(1))):
             with pytest.raises(RuntimeError, match="whose it is"):
                 use()
         late.close()
 
     def test_it_takes_one_name_only(self) -> None:
-        late = UnnamedTransport(TcpTransport.capabilities, lambda me: TcpTransport(me))
+        late = UnnamedTransport(TcpTransport.capabilities, TcpTransport)
         late.open(D)
         with pytest.raises(RuntimeError, match="has a name already"):
             late.open(P)

@@ -118,6 +118,7 @@ def running_duo(
     model: Path,
     directory: Path,
     *,
+    d_python: str | None = None,
     policy: str = "recompute",
     p_extra: dict[str, Any] | None = None,
     d_extra: dict[str, Any] | None = None,
@@ -138,12 +139,17 @@ def running_duo(
                     role, name, key_directory, port, policy=policy, registry=registry, **(extra or {})
                 )
                 log = directory / f"{name}.log"
-                engines.append(start_engine(python, model, port, kv_transfer_config=config, extra_args=args, log=log))
+                which = python if name == "p0" else d_python or python
+                engines.append(start_engine(which, model, port, kv_transfer_config=config, extra_args=args, log=log))
             before_waiting()
             for engine in engines:
                 engine.wait_ready()
             until(lambda: listed() == {"p0", "d0"}, 20, "both engines are registered")
-            yield Duo(engines[0], engines[1], url, key_directory)
+            duo = Duo(engines[0], engines[1], url, key_directory)
+            try:
+                yield duo
+            finally:
+                engines += [duo.p, duo.d]  # perhaps other lives than those of the start
         finally:
             for engine in engines:
                 engine.stop()

@@ -56,6 +56,8 @@ class Engine:
     process: subprocess.Popen[bytes]
     port: int
     log: Path
+    command: Sequence[str]
+    surroundings: Mapping[str, str]
     stopped: bool = field(default=False)
 
     @property
@@ -116,6 +118,11 @@ class Engine:
         until(lambda: not self.pids(), STOP_S, "killed processes are gone")
         self.stopped = True
 
+    def start_again(self) -> Engine:
+        """Another life of it, on the same ports; its log goes on."""
+        assert self.stopped
+        return _launched(self.command, self.surroundings, self.port, self.log, "ab")
+
     def sigstop(self) -> None:
         self._signal(signal.SIGSTOP)
 
@@ -147,12 +154,16 @@ def start_engine(
         command += ["--kv-transfer-config", json.dumps(kv_transfer_config)]
     surroundings = {**os.environ, **vllm_engine.environment(kv_gib=1), **(env or {})}
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
+    return _launched([*command, *extra_args], surroundings, port, log, "wb")
+
+
+def _launched(command: Sequence[str], surroundings: Mapping[str, str], port: int, log: Path, how: str) -> Engine:
+    with log.open(how) as output:
         process = subprocess.Popen(
-            [*command, *extra_args],
+            command,
             stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=surroundings, start_new_session=True,
         )  # fmt: skip
-    return Engine(process, port, log)
+    return Engine(process, port, log, command, surroundings)
 
 
 def connector_config(

@@ -7,11 +7,14 @@ fails. Destination blocks are held by a `touch` of our own until nothing can lan
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvbaton.api.params import Mode
+from kvbaton.control.base import worth_saying
 from kvbaton.integrations.vllm.content import content_digest, handed_position
 from kvbaton.integrations.vllm.params import Target
 from kvbaton.integrations.vllm.pool import PinnedPool
@@ -22,6 +25,8 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.ids import RequestId
 from kvbaton.runtime.doorway import Doorway, LoadReport, MatchState
+
+log = logging.getLogger(__name__)
 
 NOT_YET: tuple[int | None, bool] = (None, False)
 NOTHING: tuple[int | None, bool] = (0, False)
@@ -49,6 +54,7 @@ class Decode:
     _doomed: dict[str, End] = field(default_factory=dict)
     _loads: dict[str, _Load] = field(default_factory=dict)
     _verdicts: list[Verdict] = field(default_factory=list)
+    _said: Counter[str] = field(default_factory=Counter)
 
     def accepted(self, request: Any, target: Target) -> None:
         """A request came whose prompt KV is promised: claim it now, long before there is room for it."""
@@ -61,6 +67,7 @@ class Decode:
     def refused(self, request: Any, end: End) -> None:
         """A request came with parameters that mean nothing: the policy decides, as after any other failure."""
         self.count_end(end)
+        self._say(request.request_id, end)
         if not self.recomputes:
             self._positions[request.request_id] = request.num_prompt_tokens
             self._doomed[request.request_id] = end
@@ -79,6 +86,7 @@ class Decode:
             return missing, True
         if found.state is MatchState.FAILED:
             assert found.end is not None
+            self._say(request_id, found.end)
             if not found.asked:
                 self.count_end(found.end)
             if not self.recomputes:
@@ -96,7 +104,7 @@ class Decode:
             return
         self._loads[request_id] = _Load(0, ())
         if self._doomed.pop(request_id, None) is not None or position is None:
-            self._conclude(request_id, End(Reason.OTHER))
+            self._conclude(request_id, End(Reason.ABORTED))
             return
         first_token = position - external_tokens
         grouping = self.grouping
@@ -134,8 +142,18 @@ class Decode:
         load = self._loads.pop(request_id, None)
         if load is None:
             return
+        self._say(request_id, end)
         bad = self._bad_blocks(load, end)
         self._verdicts.append(Verdict(request_id, failed=not end.delivered and not bad, bad_blocks=tuple(bad)))
+
+    def _say(self, request_id: str, end: End) -> None:
+        """Log a failure, of each reason the first few and then ever fewer."""
+        if end.delivered or end.reason is Reason.ABORTED:
+            return
+        self._said[str(end.reason)] += 1
+        if worth_saying(self._said[str(end.reason)]):
+            what = "its prompt is computed here" if self.recomputes else "it fails"
+            log.warning("kvbaton: no KV for request %s (%s: %s); %s", request_id, end.reason, end.detail, what)
 
     def _bad_blocks(self, load: _Load, end: End) -> Iterable[int]:
         """What must be computed again, where vLLM can keep the rest, and some of it is good."""

@@ -77,9 +77,11 @@ class Layer(msgspec.Struct, frozen=True):
 
 
 def regions_of(tensors: Mapping[str, Any]) -> list[Any]:
-    """The distinct storages behind the layers, each one region of memory."""
+    """The distinct storages behind the layers, each one region of memory. ValueError for what is no tensor."""
     found: dict[int, Any] = {}
-    for tensor in tensors.values():
+    for name, tensor in tensors.items():
+        if not hasattr(tensor, "untyped_storage"):
+            raise ValueError(f"layer {name}: its cache is a {type(tensor).__name__}; states are not handed over yet")
         storage = tensor.untyped_storage()
         found.setdefault(storage.data_ptr(), storage)
     return list(found.values())
@@ -137,8 +139,6 @@ def _by_spec(group: Any) -> Iterable[tuple[Any, list[str]]]:
 
 
 def _layer(name: str, tensor: Any, starts: Sequence[int]) -> Layer:
-    if not hasattr(tensor, "untyped_storage"):
-        raise ValueError(f"layer {name}: its cache is a {type(tensor).__name__}; states are not handed over yet")
     item = tensor.element_size()
     storage = tensor.untyped_storage()
     return Layer(

@@ -101,7 +101,7 @@ def _foreign(request_id: str, raw: Mapping[str, Any], lookup: Lookup) -> Ask | N
         return Source(lookup.mode, sealed)
     if raw.get("do_remote_prefill") is True and decode == lookup.me:
         return Target(lookup.mode, sealed)
-    return None
+    raise ProtocolError(Reason.PEER_UNKNOWN, f"request id: it is for {prefill} and {decode}, this is {lookup.me}")
 
 
 def _index(addresses: request_ids.Addresses) -> int:

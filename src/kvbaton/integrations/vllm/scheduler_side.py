@@ -234,7 +234,6 @@ class SchedulerSide:
 
     def _count_end(self, end: End) -> None:
         self.refused[str(end.reason)] += 1
-        log.info("kvbaton: a handoff was refused at the door: %s: %s", end.reason, end.detail)
 
 
 class _Live:

@@ -1,0 +1,163 @@
+"""The adapter's small parts: the pool, block tables, the guard, the content of a request, the compatibility key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvbaton.integrations.vllm import guard
+from kvbaton.integrations.vllm.compat import config_digest, weights_digest
+from kvbaton.integrations.vllm.content import content_digest, handed_position
+from kvbaton.integrations.vllm.pool import PinnedPool
+from kvbaton.integrations.vllm.presence import AddressBook
+from kvbaton.integrations.vllm.tables import Grouping, real
+from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind
+from kvbaton.runtime.epochs import EpochTable
+
+
+class FakePool:
+    """As much of vLLM's BlockPool as is used."""
+
+    def __init__(self) -> None:
+        self.blocks = [SimpleNamespace(block_id=number, refs=0) for number in range(8)]
+        self.watchers: dict[int, Any] = {}
+
+    def touch(self, blocks: list[Any]) -> None:
+        for block in blocks:
+            block.refs += 1
+
+    def free_blocks(self, blocks: list[Any]) -> None:
+        for block in blocks:
+            block.refs -= 1
+
+    def unpin_blocks(self, blocks: list[Any], on_reuse: Any) -> None:
+        self.free_blocks(blocks)
+        self.watchers.update({block.block_id: on_reuse for block in blocks})
+
+
+class TestPool:
+    def test_a_release_arms_the_epochs_and_reuse_raises_them(self) -> None:
+        fake, epochs = FakePool(), EpochTable(8)
+        pool = PinnedPool(fake, epochs)
+        pool.touch([3, 4])
+        pool.unpin([3, 4])
+        assert pool.exact and fake.blocks[3].refs == 0
+        fake.watchers[3](fake.blocks[3])
+        assert (epochs.of(3), epochs.of(4)) == (1, 0)
+        fake.watchers[4](object())  # whatever it is told, it must not raise: it runs inside schedule()
+
+    def test_without_unpin_blocks_nothing_is_exact(self) -> None:
+        class Older(FakePool):
+            unpin_blocks = None  # type: ignore[assignment]
+
+        del Older.unpin_blocks
+        older = SimpleNamespace(blocks=FakePool().blocks, touch=lambda blocks: None, free_blocks=lambda blocks: None)
+        pool = PinnedPool(older, EpochTable(8))
+        assert not pool.exact
+        pool.unpin([1])
+
+    def test_without_touch_start_up_is_refused_by_name(self) -> None:
+        with pytest.raises(RuntimeError, match="BlockPool has no touch"):
+            PinnedPool(SimpleNamespace(blocks=[]), EpochTable(1))
+
+
+def grouping() -> Grouping:
+    groups = (
+        Group("0.full", Kind.FULL, 16, ("a",), 1, (Cell("kv", 8),), "float32"),
+        Group("1.sliding", Kind.SLIDING, 8, ("b",), 1, (Cell("kv", 8),), "float32", window=16),
+    )
+    return Grouping(EngineLayout(groups, ()), (0, 1))
+
+
+def test_tables_are_cut_per_group_and_null_blocks_are_never_touched() -> None:
+    found = grouping()
+    assert (found.needed(17), found.whole(17), found.slides) == ((2, 3), (1, 2), True)
+    cut = found.cut([[5, 6, 9], [0, 7, 8]], (0, 0), found.needed(17))
+    assert cut == ((5, 6), (-1, 7, 8)) and real(cut) == (5, 6, 7, 8)
+    with pytest.raises(ValueError, match="group 1: 1 blocks in the table, 3 needed"):
+        found.cut([[5, 6], [7]], (0, 0), (2, 3))
+
+
+def test_behind_a_window_one_token_less_is_handed_over() -> None:
+    assert [handed_position(tokens, True) for tokens in (1, 2, 100)] == [1, 1, 99]
+    assert [handed_position(tokens, False) for tokens in (1, 2, 100)] == [1, 2, 100]
+
+
+def request(**changes: Any) -> Any:
+    base = {
+        "prompt_token_ids": [1, 2, 3],
+        "cache_salt": None,
+        "lora_request": None,
+        "mm_features": [],
+        "prompt_embeds": None,
+    }
+    return SimpleNamespace(**{**base, **changes})
+
+
+def image(identifier: str, offset: int = 1) -> Any:
+    place = SimpleNamespace(offset=offset, length=4)
+    return SimpleNamespace(modality="image", identifier=identifier, mm_position=place)
+
+
+def test_whatever_shapes_the_kv_is_in_the_digest() -> None:
+    """Promise 1, rule 2: a genuine ticket with any other content is refused."""
+    others = [
+        request(prompt_token_ids=[1, 2, 4]),
+        request(prompt_token_ids=[1, 2]),
+        request(cache_salt="s"),
+        request(lora_request=SimpleNamespace(lora_name="l")),
+        request(mm_features=[image("a")]),
+        request(mm_features=[image("b")]),
+        request(mm_features=[image("a", offset=2)]),
+    ]
+    digests = [content_digest(each, 3) for each in (request(), *others)] + [content_digest(request(), 2)]
+    assert len(set(digests)) == len(digests)
+    assert content_digest(request(), 3) == content_digest(request(), 3)
+
+
+class TestGuard:
+    def test_nothing_leaves_a_hook_and_the_fallback_answers(self) -> None:
+        @guard.guarded(lambda given: ("fallback", given))
+        def hook(given: int) -> tuple[str, int]:
+            raise KeyError(given)
+
+        before = guard.faults["hook"]
+        assert hook(5) == ("fallback", 5) and guard.faults["hook"] == before + 1
+
+    def test_fallbacks_are_not_shared(self) -> None:
+        made = guard.makes(set)
+        assert made() is not made() and guard.returns(7)(1, two=2) == 7
+
+
+class TestCompat:
+    def weights(self, directory: Path, content: bytes) -> str:
+        directory.mkdir()
+        header = b'{"a":1}'
+        (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content)
+        return weights_digest(str(directory), None)
+
+    def test_the_same_weights_elsewhere_are_the_same_and_others_are_not(self, tmp_path: Path) -> None:
+        plain = self.weights(tmp_path / "a", b"x" * 1_000_000)
+        assert self.weights(tmp_path / "b", b"x" * 1_000_000) == plain
+        assert self.weights(tmp_path / "c", b"x" * 999_999 + b"y") != plain
+        assert self.weights(tmp_path / "d", b"x" * 999_999) != plain
+
+    def test_a_model_that_lies_elsewhere_is_known_by_its_name_and_revision(self) -> None:
+        assert weights_digest("org/model", "main") == "org/model@main"
+
+    def test_paths_and_versions_do_not_matter_and_numbers_do(self) -> None:
+        def digest(**fields: Any) -> str:
+            return config_digest(SimpleNamespace(to_dict=lambda: {"hidden_size": 8, "rope": {"theta": 1.0}, **fields}))
+
+        assert digest(_name_or_path="/a", transformers_version="1") == digest(_name_or_path="/b")
+        assert digest(hidden_size=9) != digest() != digest(rope={"theta": 2.0})
+
+
+def test_addresses_lead_to_workers_however_they_are_written() -> None:
+    book = AddressBook()
+    book.replace({"p0": "tcp://127.0.0.1:7100", "d0": "tcp://[::1]:7200"})
+    assert (book.at("127.0.0.1", 7100), book.at("0:0:0:0:0:0:0:1", 7200), book.at("[::1]", 7200)) == ("p0", "d0", "d0")
+    assert book.at("127.0.0.1", 7101) is None and book.at("10.0.0.1", 7100) is None
