@@ -169,7 +169,7 @@ def test_what_cannot_be_described_is_refused_by_name(tensors: Any, group: Group,
         rank_facts(tensors if len(real) != len(tensors) else real, Config([group]), ONE, opaque_pages=True)
 
 
-@pytest.mark.parametrize(("heads", "blocks"), product((1, 2, 4), (10, 33)))
+@pytest.mark.parametrize(("heads", "blocks"), list(product((1, 2, 4), (10, 33))))
 def test_no_two_cells_share_a_byte_and_none_is_outside(heads: int, blocks: int) -> None:
     """`engine_layout` validates, so a layout that is returned keeps the law of the geometry."""
     config = Config([Group(["layers.0", "layers.1"], spec())], num_blocks=blocks)

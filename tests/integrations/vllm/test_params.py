@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -75,7 +75,7 @@ class TestMoriio:
     """Both legs at once, with a transfer id and addresses in the request id, and no ticket."""
 
     ID = f"cmpl-___prefill_addr_{P_AT}___decode_addr_{D_AT}_{HEX}-3-12345678"
-    PARAMS = {"transfer_id": f"tx-{HEX}", "remote_block_ids": None, "remote_engine_id": None}
+    PARAMS: ClassVar[dict[str, Any]] = {"transfer_id": f"tx-{HEX}", "remote_block_ids": None, "remote_engine_id": None}
 
     def test_p_and_d_come_to_the_same_handoff(self) -> None:
         source = ask_of(request({**self.PARAMS, "do_remote_decode": True}, self.ID), lookup("p0", Mode.PUSH))
@@ -107,8 +107,9 @@ class TestMoriio:
         with pytest.raises(ProtocolError, match="transfer_id"):
             ask_of(request({**self.PARAMS, **change, "do_remote_prefill": True}, self.ID), lookup("d0", Mode.PUSH))
 
-    def test_an_id_for_others_is_nothing_to_us(self) -> None:
-        assert ask_of(request({**self.PARAMS, "do_remote_prefill": True}, self.ID), lookup("d9", Mode.PUSH)) is None
+    def test_an_id_for_others_is_refused(self) -> None:
+        with pytest.raises(ProtocolError, match="it is for p0 and d0, this is d9"):
+            ask_of(request({**self.PARAMS, "do_remote_prefill": True}, self.ID), lookup("d9", Mode.PUSH))
 
 
 json_values = st.recursive(

@@ -50,10 +50,6 @@ class TestPool:
         fake.watchers[4](object())  # whatever it is told, it must not raise: it runs inside schedule()
 
     def test_without_unpin_blocks_nothing_is_exact(self) -> None:
-        class Older(FakePool):
-            unpin_blocks = None  # type: ignore[assignment]
-
-        del Older.unpin_blocks
         older = SimpleNamespace(blocks=FakePool().blocks, touch=lambda blocks: None, free_blocks=lambda blocks: None)
         pool = PinnedPool(older, EpochTable(8))
         assert not pool.exact
