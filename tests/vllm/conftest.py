@@ -26,7 +26,7 @@ def vllm_python() -> str:
     """A Python that has vLLM and kvbaton: this one, or what KVBATON_VLLM_PYTHON names."""
     named = os.environ.get("KVBATON_VLLM_PYTHON")
     if named is None and importlib.util.find_spec("vllm") is None:
-        pytest.skip("no vLLM beside this Python; make vllm, then .venv-vllm/bin/python -m pytest tests/vllm")
+        pytest.fail("no vLLM beside this Python; make vllm, then .venv-vllm/bin/python -m pytest tests/vllm")
     return named or sys.executable
 
 

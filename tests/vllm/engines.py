@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -175,10 +176,12 @@ def connector_config(
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
+    """A port that is free now, below those that the kernel gives to whoever asks for any: it stays free for a while."""
+    while True:
+        port = random.randrange(12000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((_HOST, port))
+            return port
 
 
 def make_cluster_keys(directory: Path, names: Sequence[str]) -> Path:

@@ -19,10 +19,10 @@ from tests.vllm.engines import EngineError, free_port, start_engine
 pytestmark = pytest.mark.timeout(900)
 
 REQUESTS = 208
-AT_ONCE = 16
-SMALL = ("--num-gpu-blocks-override", "64", "--no-enable-prefix-caching")
+AT_ONCE = 24
+SMALL = ("--num-gpu-blocks-override", "20", "--no-enable-prefix-caching")  # a prompt takes 2 to 5
 HASTY = {"lease_s": 1.0, "max_hold_s": 1.0, "transport": "tcp"}
-SLOW = {"fault_copy_delay_s": 1.3, "transport": "tcp"}
+SLOW = {"fault_copy_delay_s": 1.6, "transport": "tcp"}
 
 
 def prompts() -> list[list[int]]:

@@ -1,21 +1,24 @@
 """A cluster on this machine: keys, a router in this process, workers as processes of their own.
 
-Laws: every child is ended by its pid, in bounded time, however this ends; children that outlive a killed parent see
-their stdin end and stop. Nothing is restarted: a death is told, with the command that starts the worker again.
+Laws: every child is ended by its pid, and what it started with it, in bounded time, however this ends; children that
+outlive a killed parent see their stdin end and stop. Nothing is restarted: a death is told, with the command that
+starts the worker again. What a worker runs is its plan's business: this module knows words and variables.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shlex
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -30,14 +33,43 @@ from kvbaton.router.settings import RouterSettings
 COMMAND: list[str] = [sys.executable, "-m", "kvbaton.cli.main"]
 """Starts a process of this program."""
 STOP_S = 5.0
-START_S = 60.0
+NEWS_S = 15.0
 LOG_LINES = 5
+LINE_CHARS_MAX = 120
 
 Say = Callable[[str], None]
 
 
+class Member(msgspec.Struct, frozen=True):
+    """One worker to start: what runs it, and what an operator types to run it again."""
+
+    name: str
+    role: str
+    argv: Sequence[str]
+    command: str
+    env: Mapping[str, str] = {}  # on top of this process's
+
+
+class Startable(Protocol):
+    """What a cluster is made from."""
+
+    @property
+    def settings(self) -> RouterSettings: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def start_s(self) -> float:
+        """Within which every worker must have registered."""
+
+    def names(self) -> list[str]: ...
+    def members(self, directory: str, registry: str) -> list[Member]:
+        """The workers, for keys in `directory` and a registry that listens."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to start. `worker` holds what all workers share; name, role, keys and registry are filled in."""
+    """Embedded engines. `worker` holds what all share; name, role, keys and registry are filled in."""
 
     prefills: int
     decodes: int
@@ -47,40 +79,56 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     settings: RouterSettings
     host: str = "127.0.0.1"
     port: int = 0
+    start_s: float = 60.0
 
-    def members(self, directory: str, registry: str) -> list[WorkerOptions]:
+    def names(self) -> list[str]:
+        return [place.name for place in places(self.prefills, self.decodes, self.tp_prefill, self.tp_decode)]
+
+    def members(self, directory: str, registry: str) -> list[Member]:
         found = []
-        for role, count, tp in (
-            ("prefill", self.prefills, self.tp_prefill), ("decode", self.decodes, self.tp_decode),
-        ):  # fmt: skip
-            for number in range(count):
-                name = f"{role[0]}{number}"
-                changes = {"name": name, "role": role, "keys": directory, "registry": registry, "tp": tp}
-                found.append(msgspec.structs.replace(self.worker, **changes))
+        for place in places(self.prefills, self.decodes, self.tp_prefill, self.tp_decode):
+            changes = {**msgspec.structs.asdict(place), "keys": directory, "registry": registry}
+            words = ["worker", *argv_of(msgspec.structs.replace(self.worker, **changes))]
+            argv = [*COMMAND, *words, "--stop-on-eof"]
+            found.append(Member(place.name, place.role, argv, shlex.join([*_shown_command(), *words])))
         return found
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A worker's name, what it does, and on how many ranks."""
+
+    name: str
+    role: str
+    tp: int
+
+
+def places(prefills: int, decodes: int, tp_prefill: int, tp_decode: int) -> list[Place]:
+    """p0, p1, …, d0, d1, …"""
+    both = (("prefill", prefills, tp_prefill), ("decode", decodes, tp_decode))
+    return [Place(f"{role[0]}{number}", role, tp) for role, count, tp in both for number in range(count)]
 
 
 @dataclass(slots=True)
 class Child:
     """One worker process."""
 
-    options: WorkerOptions
+    member: Member
     process: asyncio.subprocess.Process
     log: Path
     watcher: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
-        return self.options.name
+        return self.member.name
 
     @property
     def command(self) -> str:
         """What an operator types to start it again."""
-        return shlex.join([*_shown_command(), "worker", *argv_of(self.options)])
+        return self.member.command
 
-    def last_lines(self) -> list[str]:
+    def last_lines(self, count: int = LOG_LINES) -> list[str]:
         with contextlib.suppress(OSError):
-            return self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+            return self.log.read_text(errors="replace").splitlines()[-count:]
         return []
 
 
@@ -98,71 +146,86 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def running(plan: Plan, say: Say, stop: asyncio.Event) -> AsyncIterator[Cluster]:
+async def running(plan: Startable, say: Say, stop: asyncio.Event) -> AsyncIterator[Cluster]:
     """A cluster whose workers are all registered; gone, with all its processes and files, after the context."""
     directory = Path(tempfile.mkdtemp(prefix="kvbaton-"))
     try:
-        names = [options.name for options in plan.members("-", "tcp://-:1")]
-        keys.mint(directory / "keys", ["router", *names])
+        keys.mint(directory / "keys", ["router", *plan.names()])
         keyring = keys.load(directory / "keys", "router")
         bind = "tcp://127.0.0.1:0"
         async with fronted(keyring, plan.settings, host=plan.host, port=plan.port, registry_bind=bind) as front:
             cluster = Cluster(front, directory)
             try:
-                for options in plan.members(str(directory / "keys"), front.registry_endpoint):
-                    cluster.children.append(await _start(cluster, options))
-                await _all_registered(cluster, say, stop)
+                for member in plan.members(str(directory / "keys"), front.registry_endpoint):
+                    cluster.children.append(await start(member, directory, cluster.deaths))
+                await _all_registered(cluster, plan.start_s, say, stop)
                 yield cluster
             finally:
-                await _stop(cluster.children)
+                await end(cluster.children)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-async def _start(cluster: Cluster, options: WorkerOptions) -> Child:
-    log = cluster.directory / f"{options.name}.log"
+async def start(member: Member, directory: Path, deaths: asyncio.Queue[Child]) -> Child:
+    """Start a worker whose log goes to `directory`; whoever starts one ends it with `end`."""
+    log = directory / f"{member.name}.log"
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            *COMMAND,
-            "worker",
-            *argv_of(options),
-            "--stop-on-eof",
+            *member.argv,
+            env={**os.environ, **member.env},
             stdin=asyncio.subprocess.PIPE,
             stdout=output,
             stderr=output,
             start_new_session=True,  # Ctrl-C is for the parent alone, which then ends its children in order
         )
-    child = Child(options, process, log)
-    child.watcher = asyncio.create_task(_watch(child, cluster.deaths))
+    child = Child(member, process, log)
+    child.watcher = asyncio.create_task(_watch(child, deaths))
     return child
 
 
 async def _watch(child: Child, deaths: asyncio.Queue[Child]) -> None:
     await child.process.wait()
+    _end_group(child)
     deaths.put_nowait(child)
 
 
-async def _all_registered(cluster: Cluster, say: Say, stop: asyncio.Event) -> None:
+async def _all_registered(cluster: Cluster, start_s: float, say: Say, stop: asyncio.Event) -> None:
     wanted = {child.name for child in cluster.children}
     here: set[str] = set()
     say(f"starting {len(wanted)} workers: {' '.join(sorted(wanted))}")
-    deadline = asyncio.get_running_loop().time() + START_S
+    begun = told = asyncio.get_running_loop().time()
     while here != wanted:
+        now = asyncio.get_running_loop().time()
         if stop.is_set():
             raise StoppedError
         if not cluster.deaths.empty():
-            raise CommandError(_obituary(cluster.deaths.get_nowait()))
-        if asyncio.get_running_loop().time() > deadline:
-            missing = " ".join(sorted(wanted - here))
-            raise CommandError(f"{missing} did not register within {START_S:.0f} s; is this machine very busy?")
+            raise CommandError(obituary(cluster.deaths.get_nowait()))
+        if now > begun + start_s:
+            raise CommandError(_unfinished(cluster, wanted - here, start_s))
         now_here = {str(worker.name) for worker in cluster.registered()}
         if now_here - here:
             say(f"registered {len(now_here)} of {len(wanted)}: {' '.join(sorted(now_here))}")
+        elif now > told + NEWS_S:
+            told = now
+            for child in cluster.children:
+                if child.name not in now_here:
+                    say(f"{now - begun:.0f} s: {child.name} is starting: {last_line(child)}")
         here = now_here
         await asyncio.sleep(0.02)
 
 
-def _obituary(child: Child) -> str:
+def last_line(child: Child) -> str:
+    lines = [line for line in child.last_lines() if line.strip()]
+    return lines[-1][:LINE_CHARS_MAX] if lines else "nothing in its log yet"
+
+
+def _unfinished(cluster: Cluster, missing: set[str], start_s: float) -> str:
+    said = " | ".join(f"{child.name}: {last_line(child)}" for child in cluster.children if child.name in missing)
+    names = " ".join(sorted(missing))
+    return f"{names} did not register within {start_s:.0f} s; is this machine very busy? {said}"
+
+
+def obituary(child: Child) -> str:
     lines = " | ".join(child.last_lines()) or "nothing in its log"
     return f"worker {child.name} {how_it_ended(child)} before it could serve: {lines}"
 
@@ -174,7 +237,7 @@ def how_it_ended(child: Child) -> str:
     return f"(pid {child.process.pid}) ended with status {status}"
 
 
-async def _stop(children: Sequence[Child]) -> None:
+async def end(children: Sequence[Child]) -> None:
     """Ask, wait, and then insist."""
     for child in children:
         if child.watcher is not None:
@@ -188,12 +251,20 @@ async def _stop(children: Sequence[Child]) -> None:
         for child in children:
             _signal(child, signal.SIGKILL)
         await asyncio.wait(exits, timeout=STOP_S)
+    for child in children:
+        _end_group(child)
 
 
 def _signal(child: Child, number: signal.Signals) -> None:
     if child.process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             child.process.send_signal(number)
+
+
+def _end_group(child: Child) -> None:
+    """End what a worker's first process left behind when it ended: the rest of the group that it led."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.process.pid, signal.SIGKILL)
 
 
 def _shown_command() -> list[str]:

@@ -11,20 +11,26 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.params import Mode
+from kvbaton.cli import vllm_check, vllm_up
 from kvbaton.cli.arguments import CommandError, port, seconds, whole
 from kvbaton.cli.check import check
-from kvbaton.cli.cluster import Cluster, Plan, how_it_ended, running
+from kvbaton.cli.cluster import Cluster, Plan, Startable, how_it_ended, running
 from kvbaton.cli.fronting import told_to_stop
 from kvbaton.cli.limits import raise_file_limit
+from kvbaton.cli.vllm_engine import ServerOptions
 from kvbaton.engine.options import POLICIES, TRANSPORTS, WorkerOptions
 from kvbaton.router.settings import RouterSettings
 
 _WORKER = WorkerOptions(name="p0", role="prefill", keys="-", registry="tcp://-:1")
+_TIMES = ("lease_s", "transfer_timeout", "defer_timeout", "claim_timeout")
+_SIZES = ("blocks", "block_tokens", "max_num_seqs", "seed")
+_VLLM_DEFAULTS = {"blocks": "", "block_tokens": "; vllm: its own", "max_num_seqs": "; vllm: its own", "seed": ""}
 _NEWS_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    vllm_up.add_arguments(parser)
     add("--prefill", type=whole(1, 16), default=1, metavar="N", help="prefill workers")
     add("--decode", type=whole(1, 16), default=1, metavar="M", help="decode workers")
     add("--mode", choices=list(Mode), default=None, help="how KV goes over, where a client names none (default: pull)")
@@ -42,23 +48,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         flag = f"--{name.replace('_', '-')}"
         add(flag, type=seconds, default=getattr(_WORKER, name), metavar="SECONDS", help=text)
-    add("--blocks", type=whole(2, 1 << 20), default=_WORKER.blocks, metavar="N", help="KV blocks of each worker")
-    add("--block-tokens", type=whole(1, 4096), default=_WORKER.block_tokens, metavar="N", help="tokens per block")
-    add("--max-num-seqs", type=whole(1, 4096), default=_WORKER.max_num_seqs, metavar="N", help="running at once")
-    add("--seed", type=whole(0, (1 << 32) - 1), default=_WORKER.seed, metavar="N", help="of the model's weights")
+    for name, low, high, text in (
+        ("blocks", 2, 1 << 20, "KV blocks of each worker"),
+        ("block_tokens", 1, 4096, "tokens per block"),
+        ("max_num_seqs", 1, 4096, "running at once"),
+        ("seed", 0, (1 << 32) - 1, "of the model's weights"),
+    ):
+        help_text = f"{text} (default: {getattr(_WORKER, name)}{_VLLM_DEFAULTS[name]})"
+        add(f"--{name.replace('_', '-')}", type=whole(low, high), default=None, metavar="N", help=help_text)
     add("--deadline-s", type=seconds, default=300.0, metavar="SECONDS", help="of a whole request")
     add("--check", action="store_true", help="compare answers with a single engine's in every mode, then exit")
     add("--json", action="store_true", help="print one JSON object on stdout, all else on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
+    vllm_up.refuse_foreign(args)
     raise_file_limit()
+    if args.engine == "vllm":
+        server = vllm_up.server_of(args, _note)
+        return asyncio.run(_check_vllm(args, server) if args.check else _serve(args, server))
     return asyncio.run(_check(args) if args.check else _serve(args))
 
 
 def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: Mode) -> Plan:
-    shared = ("policy", "lease_s", "transfer_timeout", "defer_timeout", "claim_timeout", "blocks", "block_tokens")
-    values = {name: getattr(args, name) for name in (*shared, "max_num_seqs", "seed")}
+    values = {name: getattr(args, name) for name in ("policy", *_TIMES)}
+    values |= {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
     try:
         worker = msgspec.structs.replace(_WORKER, transport=transport, **values)
         settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True)
@@ -70,6 +84,14 @@ def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: M
     )  # fmt: skip
 
 
+def vllm_plan_of(
+    args: argparse.Namespace, server: ServerOptions, transport: str, *, http_port: int, mode: Mode
+) -> vllm_up.VllmPlan:
+    settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True)
+    times = {name: getattr(args, name) for name in _TIMES}
+    return vllm_up.plan_of(args, server, settings, port=http_port, transport=transport, **times)
+
+
 async def _check(args: argparse.Namespace) -> int:
     modes = list(Mode) if args.mode is None else [Mode(args.mode)]
     transports = ["shm", "tcp"] if args.transport is None else [args.transport]
@@ -78,10 +100,22 @@ async def _check(args: argparse.Namespace) -> int:
         return await check(plans, modes, as_json=args.json, stop=stop)
 
 
-async def _serve(args: argparse.Namespace) -> int:
+async def _check_vllm(args: argparse.Namespace, server: ServerOptions) -> int:
+    modes = list(Mode) if args.mode is None else [Mode(args.mode)]
+    plan = vllm_plan_of(args, server, args.transport or "auto", http_port=args.port or 0, mode=modes[0])
+    with told_to_stop() as stop:
+        return await vllm_check.check(plan, modes, as_json=args.json, stop=stop)
+
+
+async def _serve(args: argparse.Namespace, server: ServerOptions | None = None) -> int:
     mode = Mode(args.mode or Mode.PULL)
     transport = args.transport or "auto"
-    plan = plan_of(args, transport, http_port=8000 if args.port is None else args.port, mode=mode)
+    http_port = 8000 if args.port is None else args.port
+    plan: Startable
+    if server is None:
+        plan = plan_of(args, transport, http_port=http_port, mode=mode)
+    else:
+        plan = vllm_plan_of(args, server, transport, http_port=http_port, mode=mode)
     with told_to_stop() as stop:
         async with running(plan, _note, stop) as cluster:
             if args.json:
@@ -100,18 +134,19 @@ def _note(text: str) -> None:
 
 def _facts(cluster: Cluster) -> dict[str, Any]:
     children = [
-        {"name": child.name, "role": child.options.role, "pid": child.process.pid, "command": child.command}
+        {"name": child.name, "role": child.member.role, "pid": child.process.pid, "command": child.command}
         for child in cluster.children
     ]
     front = cluster.front
     return {"url": front.url, "registry": front.registry_endpoint, "dir": str(cluster.directory), "workers": children}
 
 
-def _welcome(cluster: Cluster, plan: Plan, transport: str) -> Sequence[str]:
+def _welcome(cluster: Cluster, plan: Startable, transport: str) -> Sequence[str]:
     url = cluster.front.url
+    roles = [child.member.role for child in cluster.children]
     body = '{"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0, "stream": true}'
     return [
-        f"kvbaton is up at {url}/v1: {plan.prefills} prefill, {plan.decodes} decode, "
+        f"kvbaton is up at {url}/v1: {roles.count('prefill')} prefill, {roles.count('decode')} decode, "
         f"mode {plan.settings.mode}, transport {transport}",
         "",
         f"  try   curl -N {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",

@@ -43,6 +43,7 @@ class SchedulerSide:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings, keyring: Keyring) -> None:
         transfer = vllm_config.kv_transfer_config
+        check_supported(vllm_config)
         self._config = vllm_config
         self._cache = kv_cache_config
         self._settings = settings
@@ -116,6 +117,8 @@ class SchedulerSide:
         if live is None:
             return
         self._do_duties(live)
+        if getattr(request, "resumable", False):
+            return  # a session whose prompt grows: there is no one prompt to hand over
         try:
             ask = ask_of(request, live.lookup)
         except ProtocolError as error:
@@ -202,9 +205,11 @@ class SchedulerSide:
         live = self._live
         if live is None:
             return NO_ANSWER
-        live.decode.finished(request)
-        well = request.status.name in WELL
-        return False, live.prefill.finished(request, tables, well=well)
+        try:
+            live.decode.finished(request)
+        finally:
+            answer = live.prefill.finished(request, tables, well=request.status.name in WELL)
+        return False, answer
 
     @guarded(returns(False))
     def busy(self) -> bool:
@@ -226,11 +231,14 @@ class SchedulerSide:
     # --- helpers
 
     def _do_duties(self, live: _Live) -> None:
-        for duty in live.door.duties():
-            if isinstance(duty, UnpinBlocks | DropBlocks):
-                live.pool.unpin(duty.blocks)
-            else:
-                live.decode.reported(duty)
+        for duty in live.door.duties():  # each is told once: one that fails must not take the others with it
+            try:
+                if isinstance(duty, UnpinBlocks | DropBlocks):
+                    live.pool.unpin(duty.blocks)
+                else:
+                    live.decode.reported(duty)
+            except Exception as error:  # noqa: BLE001 - promise 4
+                note(type(duty).__name__, error)
 
     def _count_end(self, end: End) -> None:
         self.refused[str(end.reason)] += 1
@@ -247,6 +255,16 @@ class _Live:
         self.prefill = prefill
         self.decode = decode
         self.lookup = lookup
+
+
+def check_supported(vllm_config: Any) -> None:
+    """ValueError for a configuration whose KV this version cannot hand over, with what to change."""
+    parallel = vllm_config.parallel_config
+    for field in ("data_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, field, 1) > 1:
+            raise ValueError(f"kvbaton: {field} above 1 is not supported by this version; run that many engines")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise ValueError("kvbaton: calculate_kv_scales makes the KV of two engines differ; use static scales")
 
 
 def _wants_kv(raw: object) -> bool:
