@@ -63,7 +63,7 @@ class ShmTransport:
         """Only memory of `memory.allocate` can be shared; from now on no process can map it for writing."""
         found = region_of(memory)
         if found is None:
-            raise ValueError(f"region {region}: shm shares only what kvbaton.transports.memory has allocated or adopted")
+            raise ValueError(f"region {region}: shm shares only memory that transports.memory allocated or adopted")
         self._memory.add(region, memory)
         self._door.add(region, found[1], memory.nbytes, found[0])
 
