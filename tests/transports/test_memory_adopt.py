@@ -226,3 +226,20 @@ class TestRefusals:
         with pytest.raises(ValueError, match="not for reading and writing"):
             adopt(address, 2 * PAGE + 1)
         adopt(address, 2 * PAGE).close()
+
+
+def test_memory_that_was_freed_and_given_out_again_is_not_mistaken_for_what_was_there() -> None:
+    """Promise 1: a peer of the new owner must never be handed the memfd of the old one."""
+    old = mmap.mmap(-1, 16 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(old))
+    first = adopt(address, len(old))
+    old[:3] = b"old"
+    old.close()  # its owner frees it, and tells nobody
+    new = mmap.mmap(-1, 16 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    assert ctypes.addressof(ctypes.c_char.from_buffer(new)) == address, "else this proves nothing"
+    second = adopt(address, len(new))
+    new[:3] = b"new"
+    found = region_of(second.view)
+    assert found is not None and found[0] is second and os.pread(found[0].fd, 3, 0) == b"new"
+    assert first.fd == -1
+    second.close()

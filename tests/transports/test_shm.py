@@ -75,7 +75,7 @@ def end(transport: ShmTransport) -> CopyEnded:
 
 def test_only_memory_that_can_be_shared_is_registered(rig: Rig) -> None:
     p = rig.make(P)
-    with pytest.raises(ValueError, match="only memory that transports.memory allocated or adopted"):
+    with pytest.raises(ValueError, match=r"only memory that transports\.memory allocated or adopted"):
         p.register(1, memoryview(bytearray(SIZE)))
 
 

@@ -3,25 +3,59 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 
 import msgspec
 
 from kvbaton.bench import handoff, transfer
-from kvbaton.cli.arguments import CommandError
+from kvbaton.cli import bench_arguments
+from kvbaton.cli.arguments import CommandError, HelpFormatter, Parser
 
-HELP = "measure transfers"
 SHM_TARGET, TCP_TARGET = 0.9, 0.9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["transfer"], help="transfer: segments of 4 to 256 KiB, then whole handoffs")
-    parser.add_argument("--repetitions", type=int, default=11, metavar="N", help="of each size (default: 11)")
+    kinds = parser.add_subparsers(dest="what", metavar="WHAT", parser_class=Parser, required=True)
+    for name, text, add in (
+        ("transfer", "segments of 4 to 256 KiB, then whole handoffs", _add_transfer),
+        (
+            "vllm",
+            "one vLLM, pairs with kvbaton and a pair with NIXL, under vLLM's own load generator",
+            bench_arguments.add,
+        ),
+    ):
+        said = text[0].upper() + text[1:] + "."
+        one = kinds.add_parser(
+            name, help=text, description=said, allow_abbrev=False, formatter_class=HelpFormatter
+        )  # fmt: skip
+        one.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        add(one)
+
+
+def _add_transfer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--repetitions", type=int, default=11, metavar="N", help="of each size")
     parser.add_argument("--json", action="store_true", help="print one object with the figures")
 
 
 def run(args: argparse.Namespace) -> int:
+    return _transfer(args) if args.what == "transfer" else _vllm(args)
+
+
+def _vllm(args: argparse.Namespace) -> int:
+    bench_arguments.check(args)
+    try:
+        suite = importlib.import_module("kvbaton.cli.bench_vllm")
+    except ModuleNotFoundError as error:
+        if error.name != "aiohttp":
+            raise
+        raise CommandError("this command serves HTTP and needs aiohttp: pip install 'kvbaton[serve]'") from None
+    status: int = suite.run(args)
+    return status
+
+
+def _transfer(args: argparse.Namespace) -> int:
     if args.repetitions < 1:
         raise CommandError(f"--repetitions: got {args.repetitions}, expected a number above 0")
     report = transfer.measure(repetitions=args.repetitions)

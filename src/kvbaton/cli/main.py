@@ -21,7 +21,8 @@ COMMANDS: Mapping[str, str] = {
     "worker": "serve one engine, and register with a router",
     "keys": "mint the keys by which a cluster's members know each other",
     "sim": "run thousands of simulated clusters under faults, or the mutants that the checkers must catch",
-    "bench": "measure transfers",
+    "conformance": "hold the vLLM connector to vLLM's own scheduler: every hook, every ending, many interleavings",
+    "bench": "measure transfers, or vLLM with kvbaton beside vLLM with NIXL and vLLM alone",
 }
 _INTERRUPTED = 130
 

@@ -244,6 +244,10 @@ class Doorway:
                         found.append(DropBlocks(request, held))
         return found
 
+    def cache_replaced(self) -> None:
+        """What was leased, or is on its way here, cannot be vouched for any more; told in its turn."""
+        self._post(ev.CacheReplaced())
+
     @property
     def busy(self) -> bool:
         """Whether the engine must be kept stepping although it has nothing to compute (rule 19)."""

@@ -71,6 +71,9 @@ class AdoptedRegion(Region):
         self._extent_bytes = len(extent)
         _live.append(self)
 
+    def overlaps(self, extent: range) -> bool:
+        return self._address < extent.stop and extent.start < self._address + self._extent_bytes
+
     def close(self) -> None:
         """Share it with nobody new; the owner goes on as before. Idempotent."""
         if self.fd >= 0:
@@ -108,10 +111,18 @@ def adopt(address: int, size_bytes: int) -> Region:
     try:
         adoption.fill(fd, extent)
         adoption.remap(fd, extent)
+        _forget_adopted(extent)
         return AdoptedRegion(fd, address, size_bytes, extent)
     except BaseException:
         os.close(fd)
         raise
+
+
+def _forget_adopted(extent: range) -> None:
+    """What was adopted here before was freed by its owner, who does not tell: nobody may be given its memfd now."""
+    for region in tuple(_live):
+        if isinstance(region, AdoptedRegion) and region.overlaps(extent):
+            region.close()
 
 
 def region_of(memory: memoryview) -> tuple[Region, int] | None:

@@ -29,6 +29,9 @@ class FakePool:
         for block in blocks:
             block.refs += 1
 
+    def get_num_free_blocks(self) -> int:
+        return sum(block.refs == 0 for block in self.blocks)
+
     def free_blocks(self, blocks: list[Any]) -> None:
         for block in blocks:
             block.refs -= 1
@@ -50,7 +53,7 @@ class TestPool:
         fake.watchers[4](object())  # whatever it is told, it must not raise: it runs inside schedule()
 
     def test_without_unpin_blocks_nothing_is_exact(self) -> None:
-        older = SimpleNamespace(blocks=FakePool().blocks, touch=lambda blocks: None, free_blocks=lambda blocks: None)
+        older = SimpleNamespace(blocks=FakePool().blocks, touch=print, free_blocks=print, get_num_free_blocks=len)
         pool = PinnedPool(older, EpochTable(8))
         assert not pool.exact
         pool.unpin([1])

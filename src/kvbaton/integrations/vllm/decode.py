@@ -16,8 +16,10 @@ from typing import Any
 from kvbaton.api.params import Mode
 from kvbaton.control.base import worth_saying
 from kvbaton.integrations.vllm.content import content_digest, handed_position
+from kvbaton.integrations.vllm.guard import note
 from kvbaton.integrations.vllm.params import Target
 from kvbaton.integrations.vllm.pool import PinnedPool
+from kvbaton.integrations.vllm.room import Room
 from kvbaton.integrations.vllm.step import Verdict
 from kvbaton.integrations.vllm.tables import Grouping, Tables, real
 from kvbaton.protocol.effects import End
@@ -50,6 +52,7 @@ class Decode:
     recomputes: bool  # else a failed handoff fails its request
     keeps_prefix: bool  # vLLM can keep the good blocks of a failed load: only with one group
     count_end: Callable[[End], None]
+    room: Room | None = None
     _positions: dict[str, int] = field(default_factory=dict)
     _doomed: dict[str, End] = field(default_factory=dict)
     _loads: dict[str, _Load] = field(default_factory=dict)
@@ -83,7 +86,7 @@ class Decode:
         if found.state is MatchState.NOT_YET:
             return NOT_YET
         if found.state is MatchState.FOUND and missing > 0:
-            return missing, True
+            return (missing, True) if self.room is None or self.room.admits(request) else NOT_YET
         if found.state is MatchState.FAILED:
             assert found.end is not None
             self._say(request_id, found.end)
@@ -98,6 +101,8 @@ class Decode:
         """vLLM has blocks for the request; with external tokens it now waits for a report."""
         request_id = request.request_id
         position = self._positions.pop(request_id, None)
+        if self.room is not None:
+            self.room.allocated(request, tables, loads=external_tokens > 0)
         if external_tokens == 0:
             self._doomed.pop(request_id, None)
             self.door.not_needed(RequestId(request_id))
@@ -111,24 +116,41 @@ class Decode:
         first = tuple(first_token // size for size in grouping.block_tokens)
         wanted = grouping.cut(tables, first, grouping.needed(position))
         self._loads[request_id] = _Load(first_token, wanted)
-        self.pool.touch(self.door.allocated(RequestId(request_id), wanted, first_token))
+        self.pool.touch(real(wanted))  # before anybody knows of them, so that a failure here costs the load alone
+        try:
+            self.door.allocated(RequestId(request_id), wanted, first_token)
+        except Exception:
+            if not self.door.holds(RequestId(request_id)):
+                self.pool.unpin(real(wanted))
+            raise
 
     def broke(self, request: Any) -> None:
-        """Something here failed while a load began: it has ended as failed."""
-        self.door.gave_up(RequestId(request.request_id))
-        if request.request_id in self._loads and not self.door.holds(RequestId(request.request_id)):
-            self._conclude(request.request_id, End(Reason.OTHER))
+        """Something here failed while a load began, for which vLLM waits: it has ended as failed. Never raises."""
+        request_id = RequestId(request.request_id)
+        try:
+            self.door.gave_up(request_id)
+        except Exception as error:  # noqa: BLE001 - promise 4
+            note("gave_up", error)
+        if not self.door.holds(request_id):  # else the ledger's report is still to come
+            self.fails(request_id)
 
     def finished(self, request: Any) -> None:
         """The request is over in the engine; a load under way still gets its report."""
         self._positions.pop(request.request_id, None)
         self._doomed.pop(request.request_id, None)
+        if self.room is not None:
+            self.room.left(request.request_id)
         self.door.gave_up(RequestId(request.request_id))
 
     def reported(self, duty: LoadReport) -> None:
         """The ledger's word on a load; it comes once for each rank, and is passed on once."""
         if duty.rank == 0:
             self._conclude(duty.request, duty.end)
+
+    def fails(self, request_id: str) -> None:
+        """Whatever the ledger said of this load, it counts as failed: vLLM would wait for its report for ever."""
+        self._loads.pop(request_id, None)
+        self._verdicts.append(Verdict(request_id, failed=True))
 
     def take_verdicts(self) -> tuple[Verdict, ...]:
         verdicts, self._verdicts = self._verdicts, []

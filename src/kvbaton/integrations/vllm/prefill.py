@@ -143,10 +143,21 @@ class Prefill:
         if not final:
             upto = tuple(0 if slides else count for slides, count in zip(grouping.windowed, upto, strict=True))
         if upto != prompt.pinned:
-            blocks = grouping.cut(tables, prompt.pinned, upto)
-            self.pool.touch(self.door.pin(prompt.lease, blocks))
+            self._touch_and_pin(prompt.lease, grouping.cut(tables, prompt.pinned, upto))
             prompt.pinned = upto
         return upto
+
+    def _touch_and_pin(self, lease: LeaseId, blocks: Groups) -> None:
+        """Touched before anybody knows of them; a lease that is over takes none."""
+        ids = real(blocks)
+        self.pool.touch(ids)
+        try:
+            taken = self.door.pin(lease, blocks)
+        except Exception:
+            self.pool.unpin(ids)
+            raise
+        if not taken:
+            self.pool.unpin(ids)
 
     def _keep(self, prompt: Prompt, tables: Tables) -> None:
         """Hold the blocks that the last token still needs and that vLLM drops before the request is over."""
@@ -159,8 +170,13 @@ class Prefill:
     def _granted(self, prompt: Prompt, tables: Tables) -> dict[str, Any]:
         first = (0,) * self.grouping.count
         blocks = prompt.kept or self.grouping.cut(tables, first, self.grouping.needed(prompt.position))
-        ticket, pinned = self.door.grant(content_digest(prompt.request, prompt.position), prompt.position, blocks)
-        self.pool.touch(pinned)
+        digest = content_digest(prompt.request, prompt.position)
+        self.pool.touch(real(blocks))
+        try:
+            ticket, _ = self.door.grant(digest, prompt.position, blocks)
+        except Exception:
+            self.pool.unpin(real(blocks))
+            raise
         return {**_answer(Mode.PULL, ticket), "remote_engine_id": str(self.door.config.me.worker)}
 
     def _end_of(self, prompt: Prompt, tables: Tables) -> None:

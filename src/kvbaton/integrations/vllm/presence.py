@@ -29,7 +29,7 @@ from kvbaton.control.zmq import ZmqControl
 from kvbaton.integrations.vllm.settings import ConnectorSettings
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.desk import Identity
-from kvbaton.protocol.events import CacheReplaced, Departed
+from kvbaton.protocol.events import Departed
 from kvbaton.protocol.ids import Incarnation, PeerId, TransferId, WorkerId
 from kvbaton.protocol.layout import EngineLayout
 from kvbaton.protocol.ledger import Ledger
@@ -108,10 +108,6 @@ class Presence:
     @property
     def transports(self) -> tuple[str, ...]:
         return tuple(each.name for each in self.node.ledger.desk.identity.transports)
-
-    def cache_replaced(self) -> None:
-        """Nothing that was leased, or is on its way here, can be vouched for any more."""
-        self.loop.tell(CacheReplaced())
 
     # --- discovery
 

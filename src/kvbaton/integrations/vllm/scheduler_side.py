@@ -23,12 +23,13 @@ from kvbaton.integrations.vllm.params import Ask, Lookup, Source, Target, ask_of
 from kvbaton.integrations.vllm.pool import PinnedPool
 from kvbaton.integrations.vllm.prefill import Prefill
 from kvbaton.integrations.vllm.presence import EngineFacts, Presence, Role
+from kvbaton.integrations.vllm.room import Room
 from kvbaton.integrations.vllm.settings import ConnectorSettings
-from kvbaton.integrations.vllm.step import BatonStep, Leaving, RankCard, StepDone
+from kvbaton.integrations.vllm.step import BatonStep, Leaving, RankCard, StepDone, Verdict
 from kvbaton.integrations.vllm.tables import Grouping, Tables
 from kvbaton.protocol.effects import End
-from kvbaton.protocol.errors import ProtocolError
-from kvbaton.runtime.doorway import Doorway, DropBlocks, UnpinBlocks
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.runtime.doorway import Doorway, DropBlocks, LoadReport, UnpinBlocks
 from kvbaton.runtime.rank_messages import RankInvitation
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,8 @@ class SchedulerSide:
             self._settings.ticket_ttl_s,
             presence.book.at,
         )
-        decode = Decode(door, pool, grouping, recomputes, one_group, self._count_end)
+        room = Room(grouping, pool, self._config.scheduler_config.max_num_batched_tokens) if recomputes else None
+        decode = Decode(door, pool, grouping, recomputes, one_group, self._count_end, room)
         return _Live(door, pool, Prefill(door, pool, grouping), decode, lookup)
 
     def shutdown(self) -> None:
@@ -113,6 +115,8 @@ class SchedulerSide:
 
     @guarded(returns(None))
     def on_new_request(self, request: Any) -> None:
+        if not isinstance(request.kv_transfer_params, dict | None):
+            self._strange(request)  # vLLM itself takes it for an object from here on, and would die of anything else
         live = self._live
         if live is None:
             return
@@ -126,6 +130,12 @@ class SchedulerSide:
                 live.decode.refused(request, End(error.reason, error.detail))
             return
         self._accept(live, request, ask)
+
+    def _strange(self, request: Any) -> None:
+        got, request.kv_transfer_params = type(request.kv_transfer_params).__name__, None
+        end = End(Reason.BAD_MESSAGE, f"kv_transfer_params: got {got}, expected an object")
+        if self._live is not None and self._decodes:
+            self._live.decode.refused(request, end)
 
     def _accept(self, live: _Live, request: Any, ask: Ask | None) -> None:
         if isinstance(ask, Source) and self._prefills:
@@ -151,11 +161,8 @@ class SchedulerSide:
                 live.prefill.begun(request)
         except Exception as error:  # noqa: BLE001 - promise 4; a load that vLLM waits for still gets its report
             note("update_state_after_alloc", error)
-            self._broke(live, request)
-
-    @guarded(returns(None))
-    def _broke(self, live: _Live, request: Any) -> None:
-        live.decode.broke(request)
+            if external_tokens > 0:
+                live.decode.broke(request)
 
     def build_step(self, scheduled: Any) -> BatonStep:
         """What the workers must know of this step; every step gets one, whatever happens here."""
@@ -165,7 +172,11 @@ class SchedulerSide:
             return BatonStep(self._step)
         self._try_duties(live)
         leaving = self._leaving(live, scheduled)
-        return BatonStep(self._step, live.decode.take_verdicts(), leaving)
+        return BatonStep(self._step, self._verdicts(live), leaving)
+
+    @guarded(makes(tuple))
+    def _verdicts(self, live: _Live) -> tuple[Verdict, ...]:
+        return live.decode.take_verdicts()
 
     @guarded(returns(None))
     def _try_duties(self, live: _Live) -> None:
@@ -220,12 +231,12 @@ class SchedulerSide:
     def reset(self) -> bool:
         """Let go of all that is leased or on its way; False while there is still something, so that one asks again."""
         live = self._live
-        if live is None or self.presence is None:
+        if live is None:
             return True
         self._do_duties(live)
         if not live.door.busy:
             return True
-        self.presence.cache_replaced()
+        live.door.cache_replaced()
         return False
 
     # --- helpers
@@ -239,6 +250,8 @@ class SchedulerSide:
                     live.decode.reported(duty)
             except Exception as error:  # noqa: BLE001 - promise 4
                 note(type(duty).__name__, error)
+                if isinstance(duty, LoadReport) and duty.rank == 0:
+                    live.decode.fails(duty.request)
 
     def _count_end(self, end: End) -> None:
         self.refused[str(end.reason)] += 1
@@ -269,4 +282,4 @@ def check_supported(vllm_config: Any) -> None:
 
 def _wants_kv(raw: object) -> bool:
     """Whether parameters that cannot be read were meant for a D: then the failure policy decides."""
-    return not isinstance(raw, dict) or raw.get("do_remote_decode") is not True
+    return isinstance(raw, dict) and raw.get("do_remote_decode") is not True

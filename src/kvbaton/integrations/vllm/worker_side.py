@@ -23,7 +23,7 @@ from kvbaton.protocol.progress import GroupProgress
 from kvbaton.runtime.rank_host import RankHost
 from kvbaton.transports.base import Transport
 from kvbaton.transports.delayed import DelayedTransport
-from kvbaton.transports.memory import adopt
+from kvbaton.transports.memory import Region, adopt
 from kvbaton.transports.shm import ShmTransport
 from kvbaton.transports.tcp import TcpConfig, TcpTransport
 from kvbaton.transports.unnamed import UnnamedTransport
@@ -40,6 +40,7 @@ class WorkerSide:
         self._settings = settings
         self._host: RankHost | None = None
         self._facts: RankFacts | None = None
+        self._adopted: list[Region] = []
         self._layers_done: dict[str, tuple[int, ...]] = {}
         self._step = BatonStep()
         self._due = BatonStep()
@@ -90,7 +91,9 @@ class WorkerSide:
     def _plane(self, name: str, memories: list[memoryview]) -> Transport:
         """A data plane over this rank's cache; the engine tells it later whose it is (rule 3)."""
         shared = name == "shm"
-        views = [adopt(_address(memory), memory.nbytes).view for memory in memories] if shared else memories
+        if shared:
+            self._adopted += [adopt(_address(memory), memory.nbytes) for memory in memories]
+        views = [region.view for region in self._adopted] if shared else memories
 
         def make(me: PeerId) -> Transport:
             plane: Transport = ShmTransport(me) if shared else TcpTransport(me, TcpConfig(host=settings.control_host))
@@ -105,6 +108,8 @@ class WorkerSide:
     def shutdown(self) -> None:
         if self._host is not None:
             self._host.stop()
+        for region in self._adopted:
+            region.close()
 
     # --- hooks
 

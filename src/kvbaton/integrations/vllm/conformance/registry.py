@@ -1,0 +1,158 @@
+"""Named cases: a sentence each, found by its function's name; some hold for several modes, transports or shapes.
+
+Law: a case gets a fresh lab and leaves it at rest; `verdict_of` tells what broke and of which kind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from kvbaton.integrations.vllm.conformance.lab import BrokenError, Lab
+from kvbaton.integrations.vllm.conformance.oracle import WrongKvError
+
+CaseFunction = Callable[..., None]
+CASE_MODULES = ("cases_moving", "cases_ending", "cases_resting", "cases_params", "cases_faults")
+MODES = ("pull", "stream", "push")
+_CASES: list[tuple[CaseFunction, dict[str, tuple[Any, ...]], bool]] = []
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One function with one set of arguments."""
+
+    name: str
+    function: CaseFunction
+    arguments: dict[str, Any]
+    settles: bool
+
+    @property
+    def sentence(self) -> str:
+        return self.name.replace("_", " ")
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """How one case or seed went."""
+
+    name: str
+    what: str = ""  # empty: it holds
+    kind: str = ""  # wrong, assertion, broken, error
+    trace: str = ""
+    seconds: float = 0.0
+    steps: int = 0
+    handoffs: int = 0
+    delivered: int = 0
+    failed: int = 0
+    stale: int = 0  # of the failed
+    blocks_left: int = 0
+    hook_errors: int = 0
+    faults: int = 0  # exceptions that the connector's guard swallowed
+
+    @property
+    def holds(self) -> bool:
+        return not self.what
+
+
+def case(*, settles: bool = True, **variants: tuple[Any, ...]) -> Callable[[CaseFunction], CaseFunction]:
+    """Make a function a case, once for each combination of `variants`."""
+
+    def note(function: CaseFunction) -> CaseFunction:
+        missing = [name for name in variants if name not in inspect.signature(function).parameters]
+        assert not missing, f"{function.__name__} has no {missing}"
+        _CASES.append((function, variants, settles))
+        return function
+
+    return note
+
+
+def all_cases() -> list[Case]:
+    """Every case, in the order in which they were written."""
+    for module in CASE_MODULES:  # they register themselves
+        importlib.import_module(f"kvbaton.integrations.vllm.conformance.{module}")
+
+    return [
+        Case(_name(function, chosen), function, chosen, settles)
+        for function, variants, settles in _CASES
+        for chosen in _combinations(variants)
+    ]
+
+
+def _combinations(variants: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    if not variants:
+        yield {}
+        return
+    name, *rest = variants
+    for value in variants[name]:
+        for others in _combinations({each: variants[each] for each in rest}):
+            yield {name: value, **others}
+
+
+def _name(function: CaseFunction, chosen: dict[str, Any]) -> str:
+    told = ",".join(str(value) for value in chosen.values())
+    return f"{function.__name__}[{told}]" if told else function.__name__
+
+
+def run_case(one: Case) -> Verdict:
+    """Run a case in a lab of its own."""
+    from kvbaton.integrations.vllm import guard
+
+    lab, begun, before = Lab(), time.monotonic(), sum(guard.faults.values())
+    what, kind, trace = "", "", ""
+    try:
+        one.function(lab, **one.arguments)
+        if one.settles:
+            lab.settle()
+            demand_no_faults(before)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is this case's verdict
+        what, kind = f"{type(error).__name__}: {error}", kind_of(error)
+        trace = traceback.format_exc(limit=-12)
+    finally:
+        lab.close()
+    return verdict_of(one.name, lab, time.monotonic() - begun, before, what=what, kind=kind, trace=trace)
+
+
+def demand_no_faults(before: int) -> None:
+    """Where no fault was put in, an exception that the guard had to swallow is a bug."""
+    from kvbaton.integrations.vllm import guard
+
+    swallowed = sum(guard.faults.values()) - before
+    if swallowed:
+        raise BrokenError(f"the guard swallowed {swallowed} exceptions: {dict(guard.faults)}")
+
+
+def kind_of(error: Exception) -> str:
+    if isinstance(error, WrongKvError):
+        return "wrong"
+    if isinstance(error, AssertionError):
+        return "assertion"
+    return "broken" if isinstance(error, BrokenError) else "error"
+
+
+def verdict_of(
+    name: str, lab: Lab, seconds: float, faults_before: int, *, what: str = "", kind: str = "", trace: str = ""
+) -> Verdict:
+    from kvbaton.integrations.vllm import guard
+
+    everyone = [*lab.engines.values(), *lab.retired]
+    failed = sum(len(engine.watch.failed) for engine in everyone)
+    received = sum(len(engine.watch.received) for engine in everyone)
+    return Verdict(
+        name=name,
+        what=what,
+        kind=kind,
+        trace=trace,
+        seconds=round(seconds, 3),
+        steps=sum(engine.steps for engine in everyone),
+        handoffs=sum(len(engine.watch.loads) for engine in everyone),
+        delivered=received - failed,
+        failed=failed,
+        stale=sum(engine.ends["stale"] for engine in everyone),
+        blocks_left=sum(engine.blocks_left for engine in lab.engines.values()),
+        hook_errors=sum(len(engine.watch.errors) for engine in everyone),
+        faults=sum(guard.faults.values()) - faults_before,
+    )

@@ -1,0 +1,147 @@
+"""Runs the suite: cases, then seeds; progress on stderr, one object or a few lines on stdout, the verdict as status.
+
+Law: a failure names one command that replays it. Needs vLLM's Python; `kvbaton conformance vllm` finds it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvbaton.integrations.vllm.conformance import configs
+
+SEEDS = range(100)
+SHOWN_MAX = 20
+BAD_USAGE = 2
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """The whole run in numbers. `wrong`: oracle violations; `assertion_errors`: vLLM's own, an engine's death each."""
+
+    holds: bool = True
+    vllm: str = ""
+    cases: int = 0
+    failed: int = 0
+    seeds: int = 0
+    seeds_failed: int = 0
+    steps: int = 0
+    handoffs: int = 0
+    delivered: int = 0
+    loads_failed: int = 0
+    stale: int = 0
+    wrong: int = 0
+    blocks_left: int = 0
+    assertion_errors: int = 0
+    hook_errors: int = 0
+    guarded_faults: int = 0
+    wall_s: float = 0.0
+    slowest_seed_s: float = 0.0
+    failures: list[dict[str, str]] = msgspec.field(default_factory=list)
+
+
+def main(*, cases: str | None, seeds: range | None, as_json: bool, listed: bool = False) -> int:
+    """Run what is asked for: all cases and the default seeds, some cases, or some seeds."""
+    configs.prepare()
+    _quiet()
+    import vllm
+    from kvbaton.integrations.vllm.conformance.registry import all_cases
+
+    known = all_cases()
+    chosen = _chosen(known, cases) if cases is not None else known if seeds is None else []
+    if listed or (cases is not None and not chosen):
+        if not listed:
+            _tell(f"kvbaton conformance: no case is called {cases}; see: kvbaton conformance vllm --list")
+            return BAD_USAGE
+        print("\n".join(each.name for each in known))
+        return 0
+    configs.warm()
+    report, begun = Report(vllm=str(getattr(vllm, "__version__", "?"))), time.monotonic()
+    _run_cases(report, chosen)
+    _run_seeds(report, seeds if seeds is not None else range(0) if cases is not None else SEEDS)
+    report.wall_s = round(time.monotonic() - begun, 1)
+    report.holds = not (report.failed or report.seeds_failed)
+    print(msgspec.json.encode(report).decode() if as_json else _text(report), flush=True)
+    return 0 if report.holds else 1
+
+
+def _chosen(known: Sequence[Any], text: str) -> list[Any]:
+    """The case of that name, with its arguments or without; else all whose names hold the text."""
+    exact = [each for each in known if text in (each.name, each.name.split("[")[0])]
+    return exact or [each for each in known if text in each.name]
+
+
+def _run_cases(report: Report, chosen: Sequence[Any]) -> None:
+    from kvbaton.integrations.vllm.conformance.registry import run_case
+
+    for at, one in enumerate(chosen, 1):
+        verdict = run_case(one)
+        report.cases += 1
+        report.failed += not verdict.holds
+        _add(report, verdict, f"kvbaton conformance vllm --case '{one.name}'")
+        state = "ok" if verdict.holds else f"BROKEN: {verdict.what}"
+        _tell(f"{at:4}/{len(chosen)} {verdict.seconds:6.2f} s  {one.sentence}: {state}")
+        if at % 20 == 0:
+            gc.collect()
+
+
+def _run_seeds(report: Report, wanted: range) -> None:
+    from kvbaton.integrations.vllm.conformance.interleave import run_seed
+
+    for seed in wanted:
+        verdict = run_seed(seed)
+        report.seeds += 1
+        report.seeds_failed += not verdict.holds
+        report.slowest_seed_s = max(report.slowest_seed_s, verdict.seconds)
+        replay = f"kvbaton conformance vllm --seeds {seed}"
+        _add(report, verdict, replay)
+        if not verdict.holds:
+            _tell(f"seed {seed} BROKEN after {verdict.seconds:.2f} s: {verdict.what}\n  {replay}")
+        if report.seeds % 50 == 0:
+            gc.collect()
+            _tell(f"{report.seeds} of {len(wanted)} seeds, {report.handoffs} loads, {report.seeds_failed} broken")
+
+
+def _add(report: Report, verdict: Any, replay: str) -> None:
+    report.steps += verdict.steps
+    report.handoffs += verdict.handoffs
+    report.delivered += verdict.delivered
+    report.loads_failed += verdict.failed
+    report.stale += verdict.stale
+    report.blocks_left += verdict.blocks_left
+    report.hook_errors += verdict.hook_errors
+    report.guarded_faults += verdict.faults
+    report.wrong += verdict.kind == "wrong"
+    report.assertion_errors += verdict.kind == "assertion"
+    if not verdict.holds and len(report.failures) < SHOWN_MAX:
+        failure = {"name": verdict.name, "what": verdict.what, "replay": replay, "trace": verdict.trace}
+        report.failures.append(failure)
+
+
+def _text(report: Report) -> str:
+    lines = [
+        f"{report.cases - report.failed} of {report.cases} cases and {report.seeds - report.seeds_failed} of "
+        f"{report.seeds} seeds hold on vLLM {report.vllm}; {report.steps} steps in {report.wall_s:.0f} s",
+        f"loads: {report.handoffs}, delivered {report.delivered}, failed {report.loads_failed} "
+        f"(stale {report.stale}), wrong {report.wrong}; vLLM assertions {report.assertion_errors}, "
+        f"hooks that raised {report.hook_errors}, blocks left {report.blocks_left}",
+    ]
+    for failure in report.failures:
+        lines.append(f"BROKEN {failure['name']}: {failure['what']}\n{failure['trace']}  replay: {failure['replay']}")
+    return "\n".join(lines)
+
+
+def _quiet() -> None:
+    """vLLM logs every configuration; only errors are of interest here, and not those that were put in."""
+    for name in ("vllm", "kvbaton"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    logging.getLogger("kvbaton").propagate = False
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

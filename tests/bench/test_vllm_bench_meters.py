@@ -1,0 +1,67 @@
+"""What `kvbaton bench vllm` reads of engines and processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+from kvbaton.bench import vllm_meters
+from kvbaton.bench.vllm_meters import samples
+
+RESTING = """\
+# HELP vllm:kv_cache_usage_perc KV-cache usage.
+vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0
+kvbaton:pinned_blocks{engine="0",model_name="tiny"} 0.0
+kvbaton:ends_total{end="delivered",engine="0",model_name="tiny"} 7.0
+kvbaton:ends_total{end="lease expired, \\"late\\"",engine="0",model_name="tiny"} 1.0
+"""
+NIXL = """\
+vllm:kv_cache_usage_perc{engine="0"} 0.0
+vllm:nixl_xfer_time_seconds_count{engine="0"} 12.0
+vllm:nixl_num_failed_transfers_total{engine="0"} 2.0
+"""
+
+
+def test_ends_are_counted_by_how_in_kvbatons_words_and_in_nixls() -> None:
+    assert vllm_meters.ends(samples(RESTING)) == {"delivered": 7, 'lease expired, \\"late\\"': 1}
+    found = vllm_meters.ends(samples(NIXL))
+    assert found["delivered"] == 12 and found["num_failed_transfers"] == 2
+
+
+def test_only_what_was_added_is_told() -> None:
+    assert vllm_meters.gained({"delivered": 4}, {"delivered": 7, "stale": 1, "late": 0}) == {"delivered": 3, "stale": 1}
+
+
+def test_an_engine_is_at_rest_without_used_and_without_pinned_blocks() -> None:
+    assert vllm_meters.is_at_rest(samples(RESTING)) and vllm_meters.is_at_rest(samples(NIXL))
+    assert not vllm_meters.is_at_rest(samples(RESTING.replace('"tiny"} 0.0', '"tiny"} 0.25', 1)))
+    assert not vllm_meters.is_at_rest(samples(NIXL + "kvbaton:pinned_blocks 2.0\n"))
+
+
+def test_an_engine_that_does_not_tell_is_not_at_rest() -> None:
+    assert not vllm_meters.is_at_rest(samples("some_other_metric 0.0\n"))
+
+
+def test_rest_is_waited_for_and_what_holds_is_named() -> None:
+    answers = {"http://p/metrics": [NIXL.replace("} 0.0", "} 0.5"), NIXL], "http://d/metrics": [NIXL]}
+
+    async def fetch(url: str) -> str:
+        left = answers.get(url)
+        if left is None:
+            raise OSError("refused")
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    rest = asyncio.run(vllm_meters.come_to_rest({"p": "http://p", "d": "http://d"}, fetch, 5.0))
+    assert rest.at_rest and rest.seconds > 0 and not rest.holding
+    gone = asyncio.run(vllm_meters.come_to_rest({"p": "http://p", "x": "http://x"}, fetch, 0.1))
+    assert not gone.at_rest and gone.holding == ("x does not tell: refused",)
+
+
+def test_a_sessions_cpu_time_grows_with_its_work() -> None:
+    before = vllm_meters.cpu([os.getsid(0)], None, 0)
+    until = time.process_time() + 0.2
+    while time.process_time() < until:
+        pass
+    used = before.until(vllm_meters.cpu([os.getsid(0)], None, 0))
+    assert used.engines >= 0.15 and used.at >= 0.15 and used.router == 0

@@ -1,0 +1,110 @@
+"""`kvbaton conformance`: finds vLLM's Python, goes on there with the same words, and says so when there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvbaton.cli import conformance
+from kvbaton.cli import main as cli
+from kvbaton.cli.arguments import CommandError
+from kvbaton.cli.vllm_engine import find_python
+
+
+class GoneError(Exception):
+    """Stands for the process that has become another."""
+
+
+@pytest.fixture
+def gone(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], dict[str, str]]]:
+    calls: list[tuple[str, list[str], dict[str, str]]] = []
+
+    def execve(python: str, words: list[str], environment: dict[str, str]) -> None:
+        calls.append((python, words, environment))
+        raise GoneError
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr(conformance, "find_python", lambda given: given or "/opt/vllm/bin/python")
+    monkeypatch.delenv(conformance.INSIDE_VARIABLE, raising=False)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("words", "passed_on"),
+    [
+        ([], []),
+        (["--json"], ["--json"]),
+        (["--seeds", "7"], ["--seeds", "7..7"]),
+        (["--seeds", "0..99", "--json"], ["--seeds", "0..99", "--json"]),
+        (["--case", "a[b]"], ["--case", "a[b]"]),
+        (["--list"], ["--list"]),
+    ],
+)
+def test_it_goes_on_in_vllm_s_python_with_the_same_words(
+    words: list[str], passed_on: list[str], gone: list[tuple[str, list[str], dict[str, str]]]
+) -> None:
+    parser = cli.build_parser("conformance", conformance)
+    with pytest.raises(GoneError):
+        conformance.run(parser.parse_args(["conformance", "vllm", *words]))
+    [(python, command, environment)] = gone
+    assert python == "/opt/vllm/bin/python"
+    assert command[1:] == ["-m", "kvbaton.cli.main", "conformance", "vllm", *passed_on]
+    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(Path(conformance.__file__).parents[2])
+    assert conformance.INSIDE_VARIABLE in environment
+
+
+def test_inside_it_looks_no_further(monkeypatch: pytest.MonkeyPatch, gone: list[object]) -> None:
+    monkeypatch.setenv(conformance.INSIDE_VARIABLE, "1")
+    asked: list[dict[str, object]] = []
+
+    class Suite:
+        @staticmethod
+        def main(**options: object) -> int:
+            asked.append(options)
+            return 1
+
+    monkeypatch.setattr(conformance.importlib, "import_module", lambda name: Suite)
+    args = cli.build_parser("conformance", conformance).parse_args(["conformance", "vllm", "--seeds", "3..4"])
+    assert conformance.run(args) == 1
+    assert asked == [{"cases": None, "seeds": range(3, 5), "as_json": False, "listed": False}]
+    assert gone == []
+
+
+def test_without_vllm_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def nothing(given: str | None) -> str:
+        raise CommandError("no vLLM found; install it beside this program: make vllm")
+
+    monkeypatch.setattr(conformance, "find_python", nothing)
+    monkeypatch.delenv(conformance.INSIDE_VARIABLE, raising=False)
+    assert cli.main(["conformance", "vllm"]) == 2
+    assert "make vllm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["sglang"], ["vllm", "--seeds", "9..3"], ["vllm", "--seeds", "1", "--case", "x"]])
+def test_nonsense_is_one_line_and_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["conformance", *words])
+    assert stopped.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_case_runs_from_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(conformance.INSIDE_VARIABLE, raising=False)
+    try:
+        find_python(None)
+    except CommandError as error:
+        pytest.skip(str(error))
+    words = ["conformance", "vllm", "--case", "one_process_without_aggregation_works_too[pull]", "--json"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvbaton.cli.main", *words], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found = json.loads(ended.stdout)
+    assert (found["cases"], found["failed"], found["wrong"], found["blocks_left"]) == (1, 0, 0, 0)

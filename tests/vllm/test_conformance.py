@@ -1,0 +1,120 @@
+"""The conformance suite itself: its harness is right on a right connector, and sees every way in which one is wrong.
+
+Needs vLLM's Python: `make vllm`, then `.venv-vllm/bin/python -m pytest tests/vllm/test_conformance.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from kvbaton.integrations.vllm.conformance import configs
+from kvbaton.integrations.vllm.conformance.engine import Engine, Outcome
+from kvbaton.integrations.vllm.conformance.interleave import run_seed
+from kvbaton.integrations.vllm.conformance.lab import prompt_of
+from kvbaton.integrations.vllm.conformance.oracle import WrongKvError, answer
+from kvbaton.integrations.vllm.conformance.registry import all_cases, run_case
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("this Python has no vLLM; see: make vllm", allow_module_level=True)
+configs.prepare()
+pytestmark = pytest.mark.timeout(300)  # the first import of vLLM alone takes a minute on a busy machine
+
+PROBE = "kvbaton.integrations.vllm.conformance.probe"
+SHAPES = {
+    "plain": configs.Shape(),
+    "two groups": configs.Shape(windows=(0, 8)),
+    "pipelined": configs.Shape(pipelined=True),
+    "not aggregated": configs.Shape(aggregated=False),
+    "blocks outermost": configs.Shape(layout="BLHNC"),
+}
+
+
+def pair(shape: configs.Shape, fault: str = "") -> tuple[Engine, Engine]:
+    def engine(name: str, fault: str) -> Engine:
+        return Engine(shape, {"name": name, "fault": fault}, module=PROBE, connector="Probe")
+
+    return engine("p", ""), engine("d", fault)
+
+
+def hand_over(p: Engine, d: Engine, prompt: list[int], steps: int = 80) -> Outcome:
+    at_p = p.add(prompt, {"do_remote_decode": True}, max_tokens=1)
+    while p.step():
+        pass
+    at_d = d.add(prompt, p.outcomes[at_p].params, max_tokens=5)
+    for _ in range(steps):
+        d.step()
+    return d.outcomes[at_d]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_right_connector_passes(shape: str) -> None:
+    p, d = pair(SHAPES[shape])
+    for length in (1, 3, 4, 5, 16, 17, 40):
+        prompt = prompt_of(length)
+        assert hand_over(p, d, prompt).tokens == answer(prompt, 5)
+    assert (p.blocks_left, d.blocks_left) == (0, 0)
+    assert sum(d.watch.loads.values()) == 7
+    assert not p.watch.errors + d.watch.errors
+
+
+def test_a_load_that_copies_nothing_is_seen_at_the_first_token() -> None:
+    p, d = pair(configs.Shape(), "copies nothing")
+    with pytest.raises(WrongKvError, match=r"position 0 .* holds poison"):
+        hand_over(p, d, prompt_of(20))
+
+
+def test_a_source_that_was_reused_is_seen() -> None:
+    p, d = pair(configs.Shape(blocks=9, prefix_caching=False))
+    first = p.add(prompt_of(20, 1), {"do_remote_decode": True}, max_tokens=1)
+    second = p.add(prompt_of(20, 2), max_tokens=1)
+    while p.step():
+        pass
+    assert p.outcomes[second].reason == "length"
+    d.add(prompt_of(20, 1), p.outcomes[first].params)
+    with pytest.raises(WrongKvError, match="another's bytes"):
+        for _ in range(40):
+            d.step()
+
+
+def test_a_report_of_nobody_is_vllm_s_assertion() -> None:
+    p, d = pair(configs.Shape(), "reports the unknown")
+    with pytest.raises(AssertionError):
+        hand_over(p, d, prompt_of(20))
+
+
+def test_a_load_that_is_never_reported_stays_on_the_books() -> None:
+    p, d = pair(configs.Shape(), "never reports")
+    assert hand_over(p, d, prompt_of(20)).reason is None
+    assert d.blocks_left == 5
+    assert d.has_work
+
+
+def test_a_failed_load_is_computed_here() -> None:
+    p, d = pair(configs.Shape(), "fails")
+    assert hand_over(p, d, prompt_of(20)).tokens == answer(prompt_of(20), 5)
+    assert d.watch.failed
+    assert d.blocks_left == 0
+
+
+def test_the_names_of_cases_are_sentences_and_unique() -> None:
+    names = [case.name for case in all_cases()]
+    assert len(set(names)) == len(names)
+    assert all(len(name.split("[")[0].split("_")) >= 3 for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [each for each in all_cases() if "failure_inside" not in each.name], ids=lambda c: c.name
+)
+def test_a_case_holds(case: object) -> None:
+    verdict = run_case(case)  # type: ignore[arg-type]
+    assert verdict.holds, f"{verdict.what}\n{verdict.trace}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_a_seed_holds(seed: int) -> None:
+    verdict = run_seed(seed)
+    assert verdict.holds, f"{verdict.what}\n{verdict.trace}\nreplay: kvbaton conformance vllm --seeds {seed}"
