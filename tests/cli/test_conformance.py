@@ -43,6 +43,7 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], dict[str
         (["--seeds", "0..99", "--json"], ["--seeds", "0..99", "--json"]),
         (["--case", "a[b]"], ["--case", "a[b]"]),
         (["--list"], ["--list"]),
+        (["--processes", "1"], ["--processes", "1"]),
     ],
 )
 def test_it_goes_on_in_vllm_s_python_with_the_same_words(
@@ -71,7 +72,7 @@ def test_inside_it_looks_no_further(monkeypatch: pytest.MonkeyPatch, gone: list[
     monkeypatch.setattr(conformance.importlib, "import_module", lambda name: Suite)
     args = cli.build_parser("conformance", conformance).parse_args(["conformance", "vllm", "--seeds", "3..4"])
     assert conformance.run(args) == 1
-    assert asked == [{"cases": None, "seeds": range(3, 5), "as_json": False, "listed": False}]
+    assert asked == [{"cases": None, "seeds": range(3, 5), "as_json": False, "listed": False, "processes": 2}]
     assert gone == []
 
 

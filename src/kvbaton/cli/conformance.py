@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from kvbaton.cli.arguments import whole
 from kvbaton.cli.sim import seeds
 from kvbaton.cli.vllm_engine import find_python
 
@@ -18,6 +19,7 @@ INSIDE_VARIABLE = "KVBATON_CONFORMANCE_INSIDE"
 """Set for the process that runs in vLLM's Python, so that it looks no further."""
 SOURCES = Path(__file__).resolve().parents[2]
 ENGINES = ("vllm",)
+PROCESSES = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--case", metavar="NAME", help="only this case, or all whose names hold this text")
     what.add_argument("--list", action="store_true", help="name the cases and run nothing")
     parser.add_argument("--vllm-python", metavar="PATH", help="the Python that has vLLM (else it is looked for)")
+    parser.add_argument("--processes", type=whole(1, 64), default=PROCESSES, metavar="N", help="at the same time")
     parser.add_argument("--json", action="store_true", help="print one object with the figures")
 
 
@@ -35,7 +38,9 @@ def run(args: argparse.Namespace) -> int:
     if python != sys.executable:
         _go_on_in(python, words_of(args))
     suite = importlib.import_module("kvbaton.integrations.vllm.conformance.run")
-    status: int = suite.main(cases=args.case, seeds=args.seeds, as_json=args.json, listed=args.list)
+    status: int = suite.main(
+        cases=args.case, seeds=args.seeds, as_json=args.json, listed=args.list, processes=args.processes
+    )
     return status
 
 
@@ -46,6 +51,8 @@ def words_of(args: argparse.Namespace) -> list[str]:
         words += ["--seeds", f"{args.seeds[0]}..{args.seeds[-1]}"]
     if args.case is not None:
         words += ["--case", args.case]
+    if args.processes != PROCESSES:
+        words += ["--processes", str(args.processes)]
     return words + ["--list"] * args.list + ["--json"] * args.json
 
 

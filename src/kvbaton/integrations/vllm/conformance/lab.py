@@ -6,6 +6,7 @@ back, no hook raised and no fault was swallowed; a case may forgive only what it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import secrets
@@ -59,10 +60,16 @@ def key_directory() -> Path:
     return base / "keys"
 
 
+_PORTS = random.SystemRandom()
+
+
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """Below those that the kernel gives to whoever asks for any, so that it is still free when an engine binds it."""
+    while True:
+        port = _PORTS.randrange(12000, 32000)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -6,10 +6,12 @@ Law: a failure names one command that replays it. Needs vLLM's Python; `kvbaton 
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
+import multiprocessing
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +21,9 @@ from kvbaton.integrations.vllm.conformance import configs
 SEEDS = range(100)
 SHOWN_MAX = 20
 BAD_USAGE = 2
+COLLECT_EVERY = 20
+_runs = itertools.count(1)
+PARALLEL_MIN = 40  # below it, the start of other processes costs more than they save
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -45,7 +50,7 @@ class Report(msgspec.Struct, kw_only=True):
     failures: list[dict[str, str]] = msgspec.field(default_factory=list)
 
 
-def main(*, cases: str | None, seeds: range | None, as_json: bool, listed: bool = False) -> int:
+def main(*, cases: str | None, seeds: range | None, as_json: bool, listed: bool = False, processes: int = 1) -> int:
     """Run what is asked for: all cases and the default seeds, some cases, or some seeds."""
     configs.prepare()
     _quiet()
@@ -60,10 +65,11 @@ def main(*, cases: str | None, seeds: range | None, as_json: bool, listed: bool 
             return BAD_USAGE
         print("\n".join(each.name for each in known))
         return 0
-    configs.warm()
+    if processes == 1:
+        configs.warm()
     report, begun = Report(vllm=str(getattr(vllm, "__version__", "?"))), time.monotonic()
-    _run_cases(report, chosen)
-    _run_seeds(report, seeds if seeds is not None else range(0) if cases is not None else SEEDS)
+    _run_cases(report, chosen, processes)
+    _run_seeds(report, seeds if seeds is not None else range(0) if cases is not None else SEEDS, processes)
     report.wall_s = round(time.monotonic() - begun, 1)
     report.holds = not (report.failed or report.seeds_failed)
     print(msgspec.json.encode(report).decode() if as_json else _text(report), flush=True)
@@ -76,35 +82,61 @@ def _chosen(known: Sequence[Any], text: str) -> list[Any]:
     return exact or [each for each in known if text in each.name]
 
 
-def _run_cases(report: Report, chosen: Sequence[Any]) -> None:
-    from kvbaton.integrations.vllm.conformance.registry import run_case
-
-    for at, one in enumerate(chosen, 1):
-        verdict = run_case(one)
+def _run_cases(report: Report, chosen: Sequence[Any], processes: int) -> None:
+    for at, verdict in enumerate(_verdicts(_run_case, [each.name for each in chosen], processes), 1):
         report.cases += 1
         report.failed += not verdict.holds
-        _add(report, verdict, f"kvbaton conformance vllm --case '{one.name}'")
+        _add(report, verdict, f"kvbaton conformance vllm --case '{verdict.name}'")
         state = "ok" if verdict.holds else f"BROKEN: {verdict.what}"
-        _tell(f"{at:4}/{len(chosen)} {verdict.seconds:6.2f} s  {one.sentence}: {state}")
-        if at % 20 == 0:
-            gc.collect()
+        _tell(f"{at:4}/{len(chosen)} {verdict.seconds:6.2f} s  {verdict.name.replace('_', ' ')}: {state}")
 
 
-def _run_seeds(report: Report, wanted: range) -> None:
-    from kvbaton.integrations.vllm.conformance.interleave import run_seed
-
-    for seed in wanted:
-        verdict = run_seed(seed)
+def _run_seeds(report: Report, wanted: range, processes: int) -> None:
+    for verdict in _verdicts(_run_seed, list(wanted), processes):
         report.seeds += 1
         report.seeds_failed += not verdict.holds
         report.slowest_seed_s = max(report.slowest_seed_s, verdict.seconds)
-        replay = f"kvbaton conformance vllm --seeds {seed}"
+        replay = f"kvbaton conformance vllm --seeds {verdict.name.split()[-1]}"
         _add(report, verdict, replay)
         if not verdict.holds:
-            _tell(f"seed {seed} BROKEN after {verdict.seconds:.2f} s: {verdict.what}\n  {replay}")
+            _tell(f"{verdict.name} BROKEN after {verdict.seconds:.2f} s: {verdict.what}\n  {replay}")
         if report.seeds % 50 == 0:
-            gc.collect()
             _tell(f"{report.seeds} of {len(wanted)} seeds, {report.handoffs} loads, {report.seeds_failed} broken")
+
+
+def _verdicts(run: Callable[[Any], Any], tasks: Sequence[Any], processes: int) -> Iterator[Any]:
+    """Each task's verdict as it comes; in processes of their own, since all that a case uses is one process wide."""
+    if processes == 1 or len(tasks) < PARALLEL_MIN:
+        yield from map(run, tasks)
+        return
+    with multiprocessing.get_context("spawn").Pool(processes, _begin) as pool:
+        yield from pool.imap_unordered(run, tasks)
+
+
+def _begin() -> None:
+    configs.prepare()
+    _quiet()
+    configs.warm()
+
+
+def _run_case(name: str) -> Any:
+    from kvbaton.integrations.vllm.conformance.registry import all_cases, run_case
+
+    _tidy()
+    return run_case(next(each for each in all_cases() if each.name == name))
+
+
+def _run_seed(seed: int) -> Any:
+    from kvbaton.integrations.vllm.conformance.interleave import run_seed
+
+    _tidy()
+    return run_seed(seed)
+
+
+def _tidy() -> None:
+    """Engines of earlier cases are cyclic garbage, with caches; a full collection takes as long as a case."""
+    if next(_runs) % COLLECT_EVERY == 0:
+        gc.collect()
 
 
 def _add(report: Report, verdict: Any, replay: str) -> None:
