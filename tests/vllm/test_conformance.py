@@ -5,8 +5,6 @@ Needs vLLM's Python: `make vllm`, then `.venv-vllm/bin/python -m pytest tests/vl
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from kvbaton.integrations.vllm.conformance import configs
@@ -16,8 +14,6 @@ from kvbaton.integrations.vllm.conformance.lab import prompt_of
 from kvbaton.integrations.vllm.conformance.oracle import WrongKvError, answer
 from kvbaton.integrations.vllm.conformance.registry import all_cases, run_case
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("this Python has no vLLM; see: make vllm", allow_module_level=True)
 configs.prepare()
 pytestmark = pytest.mark.timeout(300)  # the first import of vLLM alone takes a minute on a busy machine
 
