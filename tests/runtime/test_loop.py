@@ -192,6 +192,9 @@ class StubNode:
         self.closed = 0
         self._step = step
 
+    def set_wall(self, wall: float, now: float) -> None:
+        pass
+
     def step(self, now: float) -> None:
         self.threads.add(threading.get_ident())
         self.steps.append(now)

@@ -565,3 +565,27 @@ class TestExtra:
         net.d.node.extra = throws
         net.load()
         assert set(net.d.problems) == {"drain.extra"} and net.d.failed is None
+
+    def test_a_rank_that_speaks_of_blocks_which_the_engine_has_just_pinned_is_heard_after_it(self) -> None:
+        """A rank can be done with a chunk before the node has looked at the engine's door again."""
+        net = Net()
+        handoff = HandoffId("f" * 32 + ".0")
+        lease = net.p.doorway.begin(handoff, DIGEST, TOKENS)
+        net.d.doorway.want(R, seal(Ticket(handoff, WorkerId("p"), 60.0), KEY), DIGEST, TOKENS)
+        net.steps(8)
+        told = []
+
+        def while_the_node_looks_elsewhere() -> Sequence[LeaseProgressed]:
+            if told:
+                return []
+            told.append(True)
+            net.p.doorway.pin(lease, ((1, 2, 3),))
+            return [LeaseProgressed(lease, 0, whole([3]))]
+
+        net.p.node.extra = while_the_node_looks_elsewhere
+        net.steps()
+        net.p.doorway.completed(lease)
+        net.steps()
+        net.d.doorway.allocated(R, ((4, 5, 6),), 0)
+        net.steps(8)
+        assert net.d.failed is None

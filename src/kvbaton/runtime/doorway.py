@@ -249,6 +249,11 @@ class Doorway:
         self._post(ev.CacheReplaced())
 
     @property
+    def holding(self) -> bool:
+        """Whether blocks are pinned or held, or there is news: an engine without requests must be kept stepping."""
+        return bool(self._pins or self._holds or self._to_engine)
+
+    @property
     def busy(self) -> bool:
         """Whether the engine must be kept stepping although it has nothing to compute (rule 19)."""
         return bool(self._pins or self._holds or self._to_engine or self._wants)

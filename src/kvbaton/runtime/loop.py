@@ -37,8 +37,15 @@ class LoopControl(ControlPort, Protocol):
 class NodeLoop:
     """Runs one node. The node, its control plane and its data planes are this loop's from `start` on."""
 
-    def __init__(self, node: Node, control: LoopControl, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        node: Node,
+        control: LoopControl,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         self.node = node
+        self._wall = wall
         self._control = control
         self._clock = clock
         self._tells: deque[Event] = deque()
@@ -101,6 +108,7 @@ class NodeLoop:
         return future
 
     def _turn(self, now: float) -> float | None:
+        self.node.set_wall(self._wall(), now)
         self._run_calls()
         while self._tells:
             self.node.tell(self._tells.popleft())

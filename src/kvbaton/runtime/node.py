@@ -72,8 +72,9 @@ class Node:
         frames: Sequence[tuple[WorkerId, bytes]] = ()
         with self._guarded("receive"):
             frames = self.control.receive()
+        of_ports = self._port_events()  # before the engine's, handled after them: a rank may speak of what they begin
         self._next_events.extend(self.doorway.take_events())
-        self._next_events.extend(self._port_events())
+        self._next_events.extend(of_ports)
         self._handle_events(now)
         for worker, frame in frames:
             self.ledger.on_frame(worker, frame, now)
@@ -82,6 +83,10 @@ class Node:
         self._carry_out()
         self._submit_backlog()
         self._handle_events(now)
+
+    def set_wall(self, wall: float, now: float) -> None:
+        """What the wall clock says; it may be set right while we run, and tickets are judged by it."""
+        self.ledger.desk.identity.wall_offset_s = wall - now
 
     def next_deadline(self) -> float | None:
         return self.ledger.next_deadline()

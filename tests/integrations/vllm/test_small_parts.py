@@ -107,7 +107,8 @@ def test_whatever_shapes_the_kv_is_in_the_digest() -> None:
         request(prompt_token_ids=[1, 2, 4]),
         request(prompt_token_ids=[1, 2]),
         request(cache_salt="s"),
-        request(lora_request=SimpleNamespace(lora_name="l")),
+        request(lora_request=SimpleNamespace(lora_name="l", lora_path="/nowhere/1")),
+        request(lora_request=SimpleNamespace(lora_name="l", lora_path="/nowhere/2")),
         request(mm_features=[image("a")]),
         request(mm_features=[image("b")]),
         request(mm_features=[image("a", offset=2)]),
@@ -115,6 +116,17 @@ def test_whatever_shapes_the_kv_is_in_the_digest() -> None:
     digests = [content_digest(each, 3) for each in (request(), *others)] + [content_digest(request(), 2)]
     assert len(set(digests)) == len(digests)
     assert content_digest(request(), 3) == content_digest(request(), 3)
+
+
+def test_an_adapter_is_known_by_its_content_not_by_its_path(tmp_path: Path) -> None:
+    """Promise 1: P and D may have loaded different adapters under one name, or the same from different places."""
+    digests = []
+    for name, content in (("a", b"one"), ("b", b"one"), ("c", b"two")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(content)
+        lora = SimpleNamespace(lora_name="sql", lora_path=str(tmp_path / name))
+        digests.append(content_digest(request(lora_request=lora), 3))
+    assert digests[0] == digests[1] != digests[2]
 
 
 class TestGuard:
@@ -144,8 +156,16 @@ class TestCompat:
         assert self.weights(tmp_path / "c", b"x" * 999_999 + b"y") != plain
         assert self.weights(tmp_path / "d", b"x" * 999_999) != plain
 
-    def test_a_model_that_lies_elsewhere_is_known_by_its_name_and_revision(self) -> None:
-        assert weights_digest("org/model", "main") == "org/model@main"
+    def test_a_single_file_is_known_by_its_content_too(self, tmp_path: Path) -> None:
+        for name, content in (("a.gguf", b"x" * 9000), ("b.gguf", b"x" * 9000), ("c.gguf", b"y" * 9000)):
+            (tmp_path / name).write_bytes(content)
+        first, second, third = (weights_digest(str(tmp_path / f"{name}.gguf"), None) for name in "abc")
+        assert first == second != third
+
+    def test_a_name_alone_stands_for_no_weights(self) -> None:
+        """Promise 1: two hosts may have cached different weights under one name of a hub."""
+        with pytest.raises(ValueError, match="model_id: missing"):
+            weights_digest("nobody/has-this-model", "main")
 
     def test_paths_and_versions_do_not_matter_and_numbers_do(self) -> None:
         def digest(**fields: Any) -> str:

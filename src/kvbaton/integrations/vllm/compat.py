@@ -1,7 +1,7 @@
 """What must be equal for one vLLM's KV to mean the same in another: the compatibility key of an engine.
 
-Laws: paths and versions do not matter, bytes do. Weights are known by what is in their files (names, shapes and samples
-of the content), not by what the model is called; a checkpoint that was retrained under the same name is another model.
+Laws: paths and versions do not matter, bytes do; names stand for nothing. Weights are known by what is in their files
+(names, shapes and samples of the content); a checkpoint that was retrained under the same name is another model.
 """
 
 from __future__ import annotations
@@ -56,16 +56,31 @@ def config_digest(hf_config: Any) -> str:
 
 
 def weights_digest(model: str, revision: str | None) -> str:
-    """A digest of the weights' files; for a model that lies elsewhere, its name and revision."""
-    directory = Path(model)
-    if not directory.is_dir():
-        return f"{model}@{revision or 'default'}"[:256]
-    files = sorted({path for pattern in _WEIGHTS for path in directory.glob(pattern)})
+    """A digest of the weights' files, wherever they lie on this host; ValueError where there are none to look at."""
+    place = Path(model)
+    if not place.exists():
+        place = _snapshot(model, revision)
+    files = [place] if place.is_file() else sorted({path for each in _WEIGHTS for path in place.glob(each)})
+    if not files:
+        raise ValueError(
+            f"kv_connector_extra_config.model_id: missing, and there are no weights to tell {model!r} by in {place}; "
+            "give P and D the same text, and another one whenever the weights change"
+        )
     state = hashlib.blake2b(digest_size=16)
     for path in files:
-        state.update(path.name.encode() + b"\0")
+        state.update((b"" if place.is_file() else path.name.encode()) + b"\0")
         _sample(path, state)
-    return state.hexdigest() if files else f"{directory.name}@{revision or 'default'}"
+    return state.hexdigest()
+
+
+def _snapshot(model: str, revision: str | None) -> Path:
+    """Where a model of a hub lies in this host's cache; vLLM has loaded it from there."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except Exception:  # noqa: BLE001 - whatever it is, there are no files to look at
+        return Path(model)
 
 
 def _sample(path: Path, state: Any) -> None:

@@ -5,10 +5,14 @@ Law: P and D compute the digest each from its own request, never from what the o
 
 from __future__ import annotations
 
+import functools
 import hashlib
+from pathlib import Path
 from typing import Any
 
 from kvbaton.protocol.content import Content, digest
+
+ADAPTERS_MAX = 256
 
 
 def handed_position(prompt_tokens: int, windowed: bool) -> int:
@@ -28,12 +32,31 @@ def content_digest(request: Any, position: int) -> bytes:
         Content(
             tokens=request.prompt_token_ids or (),
             position=position,
-            lora=lora.lora_name if lora is not None else "",
+            lora="" if lora is None else f"{lora.lora_name}:{_adapter(lora.lora_path)}",
             multimodal=tuple(_feature(feature) for feature in getattr(request, "mm_features", None) or ()),
             salt=request.cache_salt or "",
             embeddings=_embeddings(getattr(request, "prompt_embeds", None)),
         )
     )
+
+
+def _adapter(path: str) -> str:
+    """What is in an adapter's files: P and D may have loaded different ones under one name."""
+    place = Path(path)
+    if not place.is_dir():
+        return path
+    files = sorted(each for each in place.iterdir() if each.is_file())
+    return _adapter_digest(path, tuple((each.name, each.stat().st_mtime_ns, each.stat().st_size) for each in files))
+
+
+@functools.lru_cache(maxsize=ADAPTERS_MAX)
+def _adapter_digest(path: str, files: tuple[tuple[str, int, int], ...]) -> str:
+    state = hashlib.blake2b(digest_size=16)
+    for name, _, size in files:
+        state.update(f"{name} {size} ".encode())
+        with (Path(path) / name).open("rb") as file:
+            state.update(hashlib.file_digest(file, "blake2b").digest())
+    return state.hexdigest()
 
 
 def _feature(feature: Any) -> str:

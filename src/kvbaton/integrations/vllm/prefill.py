@@ -88,7 +88,7 @@ class Prefill:
         after = before + tokens
         final = after >= prompt.position
         if prompt.lease is None:
-            if final and before < prompt.position and self.grouping.slides:
+            if final and self.grouping.slides:
                 self._keep(prompt, tables)
             return None
         if prompt.pinned == self.grouping.needed(prompt.position):
@@ -128,10 +128,6 @@ class Prefill:
             return _answer(prompt.source.mode, prompt.source.ticket) if whole_prompt and prompt.spoilt else None
         finally:
             self._spoil(prompt, Reason.SOURCE_ABORTED)
-
-    @property
-    def busy(self) -> bool:
-        return any(prompt.kept for prompt in self.prompts.values())
 
     # --- helpers
 

@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 
 NO_ANSWER: tuple[bool, dict[str, Any] | None] = (False, None)
 WELL = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
-MULTI = "MultiConnector"
 
 
 class SchedulerSide:
@@ -73,7 +72,7 @@ class SchedulerSide:
         invitations = [RankInvitation.decode(card.invitation) for card in ordered]
         grouping = Grouping(engine_layout(facts), vllm_groups(facts))
         compat = compat_key(self._config, facts[0].page, self._settings.model_id, versions)
-        exact = hasattr(self._block_pool, "unpin_blocks") and self._config.kv_transfer_config.kv_connector != MULTI
+        exact = hasattr(self._block_pool, "unpin_blocks")
         role: Role = "both" if self._prefills and self._decodes else "prefill" if self._prefills else "decode"
         model = self._config.model_config
         engine = EngineFacts(
@@ -189,11 +188,15 @@ class SchedulerSide:
             prefill.preempted(request_id)
         found = []
         for request_id in prefill.prompts.keys() & scheduled.num_scheduled_tokens.keys():
-            tables = self._tables(scheduled, request_id)
-            leaving = prefill.scheduled(self._step, request_id, scheduled.num_scheduled_tokens[request_id], tables)
+            leaving = self._chunk(live, scheduled, request_id)
             if leaving is not None:
                 found.append(leaving)
         return tuple(found)
+
+    @guarded(returns(None))
+    def _chunk(self, live: _Live, scheduled: Any, request_id: str) -> Leaving | None:
+        tables, tokens = self._tables(scheduled, request_id), scheduled.num_scheduled_tokens[request_id]
+        return live.prefill.scheduled(self._step, request_id, tokens, tables)
 
     def _tables(self, scheduled: Any, request_id: str) -> Tables:
         state = getattr(scheduled, "kv_connector_block_state", None)
@@ -224,8 +227,10 @@ class SchedulerSide:
 
     @guarded(returns(False))
     def busy(self) -> bool:
+        """Whether vLLM must go on stepping for us alone. What belongs to a request that it counts itself is left out:
+        a pause waits until nothing is to be done, and does not look at requests that wait."""
         live = self._live
-        return live is not None and (live.door.busy or live.decode.busy or live.prefill.busy)
+        return live is not None and (live.door.holding or live.decode.busy)
 
     @guarded(returns(False))
     def reset(self) -> bool:
@@ -234,10 +239,8 @@ class SchedulerSide:
         if live is None:
             return True
         self._do_duties(live)
-        if not live.door.busy:
-            return True
         live.door.cache_replaced()
-        return False
+        return not live.door.holding
 
     # --- helpers
 

@@ -41,7 +41,9 @@ class WorkerSide:
         self._host: RankHost | None = None
         self._facts: RankFacts | None = None
         self._adopted: list[Region] = []
-        self._layers_done: dict[str, tuple[int, ...]] = {}
+        self._layers_done: dict[str, tuple[int, ...]] = {}  # in the order of computation
+        self._order_is_known = False
+        self._heard: list[str] = []
         self._step = BatonStep()
         self._due = BatonStep()
 
@@ -123,6 +125,9 @@ class WorkerSide:
         done = self._layers_done.get(layer)
         if done is None or self._host is None:
             return
+        if not self._order_is_known:
+            self._heard.append(layer)
+            return
         for leaving in self._step.leaving:
             self._host.progressed(LeaseId(leaving.lease), self._progress(leaving, done))
 
@@ -137,7 +142,17 @@ class WorkerSide:
     @guarded(returns(None))
     def step_done(self) -> StepDone | None:
         step = self._step
+        if self._heard:
+            self._learn_order()
         return StepDone(step.number) if step.leaving else None
+
+    def _learn_order(self) -> None:
+        """Speak of layers one by one only after a step in which they came in the order that was expected."""
+        heard, self._heard = self._heard, []
+        self._order_is_known = heard == list(self._layers_done)
+        if not self._order_is_known:
+            log.warning("kvbaton: layers are computed in an order that was not expected; announcing whole chunks only")
+            self._layers_done = {}
 
     def _progress(self, leaving: Leaving, done: tuple[int, ...]) -> tuple[GroupProgress, ...]:
         """`done` layers of each group have what this step adds, the others what was there before it."""
