@@ -121,6 +121,7 @@ class Lab:
             **SETTINGS,
             "name": name,
             "keys": str(key_directory()),
+            "model_id": "no weights",
             "peers": {other: f"tcp://127.0.0.1:{port}" for other, port in self.ports.items() if other != name},
             "control_port": self.ports[name],
             **settings,
