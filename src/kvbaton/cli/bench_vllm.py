@@ -25,8 +25,11 @@ from typing import Any
 
 import msgspec
 
+import kvbaton.bench.vllm_load as bench_load
+import kvbaton.bench.vllm_meters as bench_meters
+import kvbaton.bench.vllm_rows as bench_rows
+import kvbaton.bench.vllm_table as bench_table
 from kvbaton import __version__
-from kvbaton.bench import vllm_load, vllm_meters, vllm_rows, vllm_table
 from kvbaton.bench.vllm_page import Facts, page
 from kvbaton.bench.vllm_rows import OURS, Level, Row
 from kvbaton.cli import bench_targets, vllm_engine, vllm_up
@@ -90,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     findings = asyncio.run(_unless_stopped(plan))
     facts = _facts(plan, versions, findings, time.monotonic() - begun)
     expected = sum(name.startswith(OURS) for name in plan.targets) * len(plan.levels) * plan.rounds
-    ok = vllm_rows.verdict(findings.rows, expected) and not findings.failures
+    ok = bench_rows.verdict(findings.rows, expected) and not findings.failures
     _tell(findings, facts, ok, as_json=args.json)
     if out is not None:
         out.write_text(page(facts, findings.rows))
@@ -139,7 +142,7 @@ async def _measure(plan: Plan) -> Findings:
                     findings.idle_cores[name] = max(idle, findings.idle_cores.get(name, 0.0))
                     _note(f"{name} uses {idle:.2f} cores while it has nothing to do")
                     await _all_levels(plan, number, target, findings)
-            except (CommandError, vllm_rows.BadResultError) as error:
+            except (CommandError, bench_rows.BadResultError) as error:
                 findings.failures.append(f"{name}, round {number}, could not be measured: {error}")
                 _note(findings.failures[-1])
     return findings
@@ -163,8 +166,8 @@ async def _all_levels(plan: Plan, number: int, target: Standing, findings: Findi
     for level in plan.levels:
         row = await _one_level(plan, number, target, level, findings)
         findings.rows.append(row)
-        _note(vllm_table.short(row))
-        for line in vllm_rows.complaints([row]):
+        _note(bench_table.short(row))
+        for line in bench_rows.complaints([row]):
             _note(f"  {line}")
         if target.dead():
             raise CommandError(f"a process ended under load: {'; '.join(target.dead())}")
@@ -172,21 +175,21 @@ async def _all_levels(plan: Plan, number: int, target: Standing, findings: Findi
 
 async def _one_level(plan: Plan, number: int, target: Standing, level: Level, findings: Findings) -> Row:
     mode, server = TARGETS[target.name], plan.setup.server
-    load = vllm_load.Load(
+    load = bench_load.Load(
         url=target.url, model=server.model, served_name=server.served_name, level=level, seed=level.concurrency,
         input_tokens=plan.input_tokens, output_tokens=plan.output_tokens,
         headers={} if mode is None else {MODE_HEADER: str(mode)},
     )  # fmt: skip
     findings.commands.setdefault("load, here on the first target at its first level", _shown(load))
     before = await _ends(target)
-    outcome = await vllm_load.run(
+    outcome = await bench_load.run(
         load, [*GUARD, server.python], target.directory, lambda pid: _cpu(target, pid),
         deadline_s=plan.deadline_s(level),
     )  # fmt: skip
-    rest = await vllm_meters.come_to_rest(target.engines, fetch, plan.rest_s)
+    rest = await bench_meters.come_to_rest(target.engines, fetch, plan.rest_s)
     after = await _ends(target)
-    ends = {} if before is None or after is None else vllm_meters.gained(before, after)
-    handed_over = max(0, ends.get(vllm_meters.DELIVERED, 0) - vllm_load.WARMUPS)  # with caches some need not be
+    ends = {} if before is None or after is None else bench_meters.gained(before, after)
+    handed_over = max(0, ends.get(bench_meters.DELIVERED, 0) - bench_load.WARMUPS)  # with caches some need not be
     told = outcome.told
     texts = None if told is None else told.generated_texts
     if target.name == ALONE and texts is not None:
@@ -200,12 +203,12 @@ async def _one_level(plan: Plan, number: int, target: Standing, level: Level, fi
         input_tokens=None if told is None else told.total_input_tokens, at_rest=rest.at_rest, rest_s=rest.seconds,
         ends=ends, handed_over=None if after is None or plan.setup.prefix_caching else handed_over,
         same_answers=None if texts is None or target.name == ALONE
-        else vllm_rows.same(texts, findings.answers.get(level.concurrency)),
-        notes=tuple(notes), **({} if told is None else vllm_rows.timings(told)), **_used(outcome, target),
+        else bench_rows.same(texts, findings.answers.get(level.concurrency)),
+        notes=tuple(notes), **({} if told is None else bench_rows.timings(told)), **_used(outcome, target),
     )  # fmt: skip
 
 
-def _used(outcome: vllm_load.Outcome[vllm_meters.Cpu], target: Standing) -> dict[str, float | None]:
+def _used(outcome: bench_load.Outcome[bench_meters.Cpu], target: Standing) -> dict[str, float | None]:
     if outcome.began is None or outcome.ended is None:
         return {}
     used = outcome.began.until(outcome.ended)
@@ -214,19 +217,19 @@ def _used(outcome: vllm_load.Outcome[vllm_meters.Cpu], target: Standing) -> dict
     return {"engine_cpu_s": used.engines, "router_cpu_s": router, "others_cores": others}
 
 
-def _cpu(target: Standing, load_pid: int) -> vllm_meters.Cpu:
-    return vllm_meters.cpu(target.engine_pids, target.router_pid, load_pid)
+def _cpu(target: Standing, load_pid: int) -> bench_meters.Cpu:
+    return bench_meters.cpu(target.engine_pids, target.router_pid, load_pid)
 
 
 async def _ends(target: Standing) -> dict[str, int] | None:
     """Handoffs so far in D, by how they ended; None if there is no D, or none that tells."""
     d = target.engines.get("d0")
     with contextlib.suppress(OSError):
-        return None if d is None else vllm_meters.ends(vllm_meters.samples(await fetch(f"{d}/metrics")))
+        return None if d is None else bench_meters.ends(bench_meters.samples(await fetch(f"{d}/metrics")))
     return None
 
 
-def _shown(load: vllm_load.Load) -> str:
+def _shown(load: bench_load.Load) -> str:
     return shlex.join(["vllm", "bench", "serve", *load.words(Path("load.json"))])
 
 
@@ -254,17 +257,17 @@ def _facts(plan: Plan, versions: Mapping[str, str], findings: Findings, seconds:
 
 
 def _tell(findings: Findings, facts: Facts, ok: bool, *, as_json: bool) -> None:
-    rows, found = findings.rows, vllm_rows.ratios(findings.rows)
-    wrong = [*findings.failures, *vllm_rows.complaints(rows)]
+    rows, found = findings.rows, bench_rows.ratios(findings.rows)
+    wrong = [*findings.failures, *bench_rows.complaints(rows)]
     if as_json:
         told: dict[str, Any] = {"ok": ok, "wrong": wrong, "front": FRONT, **msgspec.to_builtins(facts)}
         told |= {"rows": [_row(row) for row in rows], "ratios": msgspec.to_builtins(found)}
         print(json.dumps(told))
         return
-    print(vllm_table.plain(vllm_table.HEAD, vllm_table.grid(rows)))
+    print(bench_table.plain(bench_table.HEAD, bench_table.grid(rows)))
     if found:
-        print(f"\n{vllm_table.plain(vllm_table.RATIO_HEAD, vllm_table.ratio_grid(found))}")
-    print(f"\n{FRONT}.\n{vllm_table.LEGEND}")
+        print(f"\n{bench_table.plain(bench_table.RATIO_HEAD, bench_table.ratio_grid(found))}")
+    print(f"\n{FRONT}.\n{bench_table.LEGEND}")
     print("\n".join(["", *wrong, f"verdict: {'ok' if ok else 'NOT ok'} ({facts.seconds:.0f} s)"]))
 
 

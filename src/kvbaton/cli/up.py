@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
+import kvbaton.cli.vllm_check as on_vllm_check
+import kvbaton.cli.vllm_up as on_vllm
 from kvbaton.api.params import Mode
-from kvbaton.cli import vllm_check, vllm_up
 from kvbaton.cli.arguments import CommandError, port, seconds, whole
 from kvbaton.cli.check import check
 from kvbaton.cli.cluster import Cluster, Plan, Startable, how_it_ended, running
@@ -30,7 +31,7 @@ _NEWS_S = 0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    vllm_up.add_arguments(parser)
+    on_vllm.add_arguments(parser)
     add("--prefill", type=whole(1, 16), default=1, metavar="N", help="prefill workers")
     add("--decode", type=whole(1, 16), default=1, metavar="M", help="decode workers")
     add("--mode", choices=list(Mode), default=None, help="how KV goes over, where a client names none (default: pull)")
@@ -62,10 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    vllm_up.refuse_foreign(args)
+    on_vllm.refuse_foreign(args)
     raise_file_limit()
     if args.engine == "vllm":
-        server = vllm_up.server_of(args, _note)
+        server = on_vllm.server_of(args, _note)
         return asyncio.run(_check_vllm(args, server) if args.check else _serve(args, server))
     return asyncio.run(_check(args) if args.check else _serve(args))
 
@@ -86,10 +87,10 @@ def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: M
 
 def vllm_plan_of(
     args: argparse.Namespace, server: ServerOptions, transport: str, *, http_port: int, mode: Mode
-) -> vllm_up.VllmPlan:
+) -> on_vllm.VllmPlan:
     settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True)
     times = {name: getattr(args, name) for name in _TIMES}
-    return vllm_up.plan_of(args, server, settings, port=http_port, transport=transport, **times)
+    return on_vllm.plan_of(args, server, settings, port=http_port, transport=transport, **times)
 
 
 async def _check(args: argparse.Namespace) -> int:
@@ -104,7 +105,7 @@ async def _check_vllm(args: argparse.Namespace, server: ServerOptions) -> int:
     modes = list(Mode) if args.mode is None else [Mode(args.mode)]
     plan = vllm_plan_of(args, server, args.transport or "auto", http_port=args.port or 0, mode=modes[0])
     with told_to_stop() as stop:
-        return await vllm_check.check(plan, modes, as_json=args.json, stop=stop)
+        return await on_vllm_check.check(plan, modes, as_json=args.json, stop=stop)
 
 
 async def _serve(args: argparse.Namespace, server: ServerOptions | None = None) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.cli import vllm_engine
+import kvbaton.cli.vllm_engine as server_words
 from kvbaton.cli.arguments import CommandError, whole
 from kvbaton.cli.cluster import Member, Place, places
 from kvbaton.cli.vllm_engine import Handoff, ServerOptions
@@ -59,7 +59,7 @@ def refuse_foreign(args: argparse.Namespace) -> None:
 
 def server_of(args: argparse.Namespace, say: Callable[[str], None]) -> ServerOptions:
     """What all servers share, with a model that is there: the operator's, or a tiny one, made now if need be."""
-    python = vllm_engine.find_python(args.vllm_python)
+    python = server_words.find_python(args.vllm_python)
     if args.model is None:
         kind = args.tiny or TINY_KINDS[0]
         model = tiny_model(python, kind, TINY_SEED if args.seed is None else args.seed)
@@ -108,18 +108,18 @@ class VllmPlan(msgspec.Struct, frozen=True, kw_only=True):
         return [self._member(place, port, directory, registry) for place, port in zip(self.places, ports, strict=True)]
 
     def _member(self, place: Place, port: int, directory: str, registry: str) -> Member:
-        address = f"{vllm_engine.HOST}:{port}"
+        address = f"{server_words.HOST}:{port}"
         changes = {"name": place.name, "keys": directory, "registry": registry, "http_address": address}
         own = msgspec.to_builtins(msgspec.structs.replace(self.handoff, **changes))
-        config = vllm_engine.kv_transfer_config(vllm_engine.KV_ROLES[place.role], self.server.policy, own)
+        config = server_words.kv_transfer_config(server_words.KV_ROLES[place.role], self.server.policy, own)
         return member(place, self.server.argv(port, place.tp, config), self.server.kv_gib)
 
 
 def member(place: Place, argv: list[str], kv_gib: int) -> Member:
     """A server as a child that ends with this program."""
-    variables = vllm_engine.environment(kv_gib=kv_gib)
+    variables = server_words.environment(kv_gib=kv_gib)
     guarded = [sys.executable, "-m", "kvbaton.cli.vllm_child", *argv]
-    return Member(place.name, place.role, guarded, vllm_engine.shown(argv, variables), variables)
+    return Member(place.name, place.role, guarded, server_words.shown(argv, variables), variables)
 
 
 def plan_of(args: argparse.Namespace, server: ServerOptions, settings: RouterSettings, **more: Any) -> VllmPlan:
@@ -136,7 +136,7 @@ def free_ports(count: int) -> list[int]:
     while len(found) < count:
         port = random.randrange(*PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((vllm_engine.HOST, port))
+            probe.bind((server_words.HOST, port))
             found += [] if port in found else [port]
     return found
 
