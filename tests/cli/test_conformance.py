@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,6 @@ import pytest
 from kvbaton.cli import conformance
 from kvbaton.cli import main as cli
 from kvbaton.cli.arguments import CommandError
-from kvbaton.cli.vllm_engine import find_python
 
 
 class GoneError(Exception):
@@ -92,20 +88,3 @@ def test_nonsense_is_one_line_and_status_2(words: list[str], capsys: pytest.Capt
         cli.main(["conformance", *words])
     assert stopped.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_case_runs_from_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(conformance.INSIDE_VARIABLE, raising=False)
-    try:
-        find_python(None)
-    except CommandError as error:
-        pytest.skip(str(error))
-    words = ["conformance", "vllm", "--case", "one_process_without_aggregation_works_too[pull]", "--json"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "kvbaton.cli.main", *words], capture_output=True, text=True, timeout=280, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    found = json.loads(ended.stdout)
-    assert (found["cases"], found["failed"], found["wrong"], found["blocks_left"]) == (1, 0, 0, 0)
