@@ -10,6 +10,10 @@ VLLM ?= 0.32.0
 TORCH ?= 2.13.0
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
+# The router of the vLLM project, from the package index, in an environment of its own: our workers serve behind it too.
+ROUTER_VENV := .venv-router
+VLLM_ROUTER ?= 0.1.16
+
 VLLM_PIP := $(VLLM_BIN)/pip install -qq --disable-pip-version-check
 
 .PHONY: demo test test-full check lint types layers unit coverage runtime processes sim mutants bench docs clean
@@ -54,7 +58,7 @@ runtime: $(VENV)/.dev
 	$(BIN)/pytest -n 2 tests/runtime tests/sim
 
 # Real sockets, real processes, a real model.
-processes: $(VENV)/.dev
+processes: $(VENV)/.dev $(ROUTER_VENV)/.ready
 	$(BIN)/pytest -n 2 tests/engine tests/transports tests/control tests/api tests/router tests/cli tests/bench \
 		tests/integrations
 	$(BIN)/pytest tests/e2e
@@ -135,5 +139,11 @@ $(VLLM_VENV)/.nixl: $(VLLM_VENV)/.ready
 	@$(VLLM_PIP) nixl vllm-router
 	@touch $@
 
+$(ROUTER_VENV)/.ready:
+	@echo "vllm-router $(VLLM_ROUTER)"
+	@$(PYTHON) -m venv $(ROUTER_VENV)
+	@$(ROUTER_VENV)/bin/pip install -qq --disable-pip-version-check vllm-router==$(VLLM_ROUTER)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf $(VENV) $(ROUTER_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

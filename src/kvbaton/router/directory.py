@@ -25,6 +25,14 @@ class State(enum.StrEnum):
     DRAINING = "draining"  # never asked
 
 
+class Dialect(enum.StrEnum):
+    """How a worker learns what becomes of a prompt's KV."""
+
+    OWN = "kvbaton"  # tickets in kv_transfer_params; what P answers goes to D as it came, as with vLLM's NIXL connector
+    MORIIO = "moriio"  # a transfer id in kv_transfer_params, both addresses in the request id
+    P2P_NCCL = "p2p_nccl"  # both addresses in the request id
+
+
 class Worker(msgspec.Struct, frozen=True):
     """One worker in one of its lives."""
 
@@ -36,6 +44,10 @@ class Worker(msgspec.Struct, frozen=True):
     transports: tuple[str, ...] = ()  # none named: unknown, so not compared
     compat: str = ""  # digest of what shapes the KV; "" is unknown
     state: State = State.SERVING
+    host: str = ""  # workers that name the same can share memory; "" is unknown
+    dialect: Dialect = Dialect.OWN
+    address: str = ""  # as it stands in request ids of the other dialects
+    tp_size: int = 1
 
     @property
     def peer(self) -> PeerId:
