@@ -222,7 +222,7 @@ def test_a_handoff_is_parsed_at_the_door_and_its_params_come_back() -> None:
     [
         ({"kv_transfer_params": "odd"}, "kv_transfer_params"),
         ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params.ticket"),
-        ({"kv_transfer_params": {"do_remote_decode": True}, "n": 2}, "kv_transfer_params"),
+        ({"kv_transfer_params": {"do_remote_prefill": True, "ticket": "t"}, "n": 2}, "kv_transfer_params"),
         ({"kv_transfer_params": {"do_remote_decode": True}, "stream": True}, "stream"),
         ({"prompt": "x" * 64}, "prompt"),
         ({"prompt": "x", "max_tokens": 63}, "prompt"),

@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from kvbaton.api.http import serving
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.router.app import router_app
+from kvbaton.router import door
+from kvbaton.router.app import Router, router_app
 from kvbaton.router.directory import ALL_MODES, StaticDirectory, Worker
 from kvbaton.router.settings import RouterSettings
 
@@ -44,7 +46,10 @@ class FakeWorker:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[Any] = []
         self.paths: list[str] = []
+        self.raw: list[bytes] = []
         self.aborted = 0
+        self.healthy = True
+        self.probes = 0
         self.url = ""
 
     @property
@@ -55,10 +60,12 @@ class FakeWorker:
         app = web.Application(client_max_size=1 << 26)
         app.router.add_post("/v1/{rest:.*}", self._handle)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
         return app
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        body = json.loads(await request.read())
+        self.raw.append(await request.read())
+        body = json.loads(self.raw[-1])
         self.bodies.append(body)
         self.headers.append(request.headers.copy())
         self.paths.append(request.path)
@@ -67,6 +74,10 @@ class FakeWorker:
         except asyncio.CancelledError:
             self.aborted += 1
             raise
+
+    async def _health(self, _: web.Request) -> web.Response:
+        self.probes += 1
+        return web.Response(status=200 if self.healthy else 503)
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
@@ -182,14 +193,37 @@ def only_first(script: Script, then: Script) -> Script:
 # --- a cluster
 
 
+class ChangingDirectory(StaticDirectory):
+    """A list that a test may change."""
+
+    def lose(self, name: str) -> None:
+        self._workers = tuple(worker for worker in self._workers if worker.name != name)
+
+
 class Cluster:
     """A router, its workers, and a client of it."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, p: list[FakeWorker], d: list[FakeWorker]) -> None:
+    def __init__(
+        self,
+        url: str,
+        session: aiohttp.ClientSession,
+        p: list[FakeWorker],
+        d: list[FakeWorker],
+        app: Router,
+        directory: ChangingDirectory,
+        discarded: list[tuple[str, str]],
+    ) -> None:
         self.url = url
         self.session = session
         self.p = p
         self.d = d
+        self.app = app
+        self.directory = directory
+        self.discarded = discarded
+
+    async def stats(self) -> dict[str, Any]:
+        _, numbers = await self.get("/stats")
+        return dict(numbers)
 
     async def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any, Any]:
         """Status, decoded body, headers."""
@@ -224,8 +258,9 @@ async def cluster(
     settings: RouterSettings = QUICK,
     key: bytes | None = KEY,
     modes: tuple[Mode, ...] = ALL_MODES,
+    **more: Any,
 ) -> AsyncIterator[Cluster]:
-    """`prefills` and `decodes`: how many well-behaved workers, or the script of each."""
+    """`prefills` and `decodes`: how many good workers, or the script of each; `more`: of each worker's entry."""
     p_scripts = [lease] * prefills if isinstance(prefills, int) else prefills
     d_scripts = [speak] * decodes if isinstance(decodes, int) else decodes
     p = [FakeWorker(f"p{number}", script) for number, script in enumerate(p_scripts)]
@@ -235,8 +270,12 @@ async def cluster(
         for worker in (*p, *d):
             worker.url = await stack.enter_async_context(serving(worker.app(), "127.0.0.1", 0))
             role = "prefill" if worker in p else "decode"
-            listed.append(Worker(WorkerId(worker.name), role, worker.url, modes=modes))  # type: ignore[arg-type]
-        app = await stack.enter_async_context(router_app(StaticDirectory(listed), settings, key))
-        url = await stack.enter_async_context(serving(app, "127.0.0.1", 0))
+            entry = Worker(WorkerId(worker.name), role, worker.url, modes=modes, **more)  # type: ignore[arg-type]
+            listed.append(msgspec.structs.replace(entry, address=entry.address.format(port=6300 + len(listed))))
+        directory = ChangingDirectory(listed)
+        discarded: list[tuple[str, str]] = []
+        router = router_app(directory, settings, key, lambda who, ticket: discarded.append((who.name, ticket)))
+        app = await stack.enter_async_context(router)
+        url = await stack.enter_async_context(door.serving(app, "127.0.0.1", 0))
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        yield Cluster(url, session, p, d)
+        yield Cluster(url, session, p, d, app, directory, discarded)

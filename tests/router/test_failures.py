@@ -26,6 +26,7 @@ from fake_workers import (
     until,
 )
 
+from kvbaton.api import sse
 from kvbaton.router.settings import RouterSettings
 
 BODY = {"prompt": "abc", "max_tokens": 4}
@@ -276,7 +277,7 @@ def test_a_stream_past_its_deadline_ends_with_an_error_event() -> None:
 def test_an_event_without_end_is_cut_off() -> None:
     async def story() -> None:
         async def flood(_: web.Request, response: web.StreamResponse) -> None:
-            for _ in range(40):
+            for _ in range(sse.EVENT_BYTES_MAX // (1 << 16) + 8):
                 await response.write(b"x" * (1 << 16))
 
         async with cluster(1, [begin_then(flood)]) as c:

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.router.directory import State, Worker
-from kvbaton.router.policy import choose, common_mode, explain, mismatch, pairs
+from kvbaton.router.directory import Dialect, State, Worker
+from kvbaton.router.policy import (
+    FAR_TOKENS,
+    WEIGHED_MAX,
+    Doubts,
+    Pair,
+    Policy,
+    Weights,
+    alone,
+    common_mode,
+    explain,
+    mismatch,
+    pairs,
+)
+from kvbaton.router.policy import choose as choose_of
 
 
 def worker(name: str, role: Any = None, **more: Any) -> Worker:
@@ -23,6 +37,12 @@ def peer(name: str) -> PeerId:
 
 def cluster(prefills: int, decodes: int) -> list[Worker]:
     return [*(worker(f"p{i}") for i in range(prefills)), *(worker(f"d{i}") for i in range(decodes))]
+
+
+def choose(
+    workers: Sequence[Worker], mode: Mode, turn: int, weights: Weights | None = None, **doubts: Any
+) -> Pair | None:
+    return choose_of(pairs(workers, mode), turn, weights or Weights(), Doubts(**doubts))
 
 
 @pytest.mark.parametrize(("prefills", "decodes"), [(1, 1), (2, 2), (2, 3), (3, 3), (4, 6), (5, 1)])
@@ -88,10 +108,11 @@ def test_a_pair_that_was_tried_is_not_chosen_again() -> None:
     workers = cluster(2, 1)
     first = choose(workers, Mode.PULL, 0)
     assert first is not None
-    second = choose(workers, Mode.PULL, 0, tried=[first])
+    second = choose(workers, Mode.PULL, 0, tried={(first.prefill.peer, first.decode.peer)})
     assert second is not None
     assert (str(first), str(second)) == ("p0/d0", "p1/d0")
-    assert choose(workers, Mode.PULL, 0, tried=[first, second]) is None
+    both = {(pair.prefill.peer, pair.decode.peer) for pair in (first, second)}
+    assert choose(workers, Mode.PULL, 0, tried=both) is None
 
 
 def test_a_new_life_of_a_worker_is_not_held_to_its_old_ones_failures() -> None:
@@ -108,3 +129,105 @@ def test_the_first_mode_that_some_pair_has_in_common_is_taken() -> None:
 def test_what_is_missing_is_told_with_the_next_step() -> None:
     assert "no prefill worker is registered; start one with: kvbaton worker --role prefill" in explain([], Mode.PULL)
     assert "no decode worker" in explain([worker("p0")], Mode.PULL)
+
+
+def test_workers_that_speak_otherwise_are_not_paired() -> None:
+    assert "speaks moriio" in (mismatch(worker("p0", dialect=Dialect.MORIIO), worker("d0"), Mode.PULL) or "")
+
+
+def test_a_broken_worker_is_never_chosen_and_that_is_said() -> None:
+    workers = [worker("p0", state=State.BROKEN), worker("d0")]
+    assert choose(workers, Mode.PULL, 0) is None
+    assert "no prefill worker answers" in explain(workers, Mode.PULL)
+
+
+# --- by load
+
+
+def loaded(policy: Policy = Policy.LEAST_LOADED, **more: Any) -> Weights:
+    """Tokens under way, by name: `loaded(p0=5)`."""
+    return Weights(policy, loads={peer(name): tokens for name, tokens in more.items()})
+
+
+def test_the_pair_with_the_fewest_tokens_under_way_goes_first() -> None:
+    workers = cluster(2, 2)
+    weights = loaded(p0=100, d1=7)
+    assert {str(choose(workers, Mode.PULL, turn, weights)) for turn in range(8)} == {"p1/d0"}
+
+
+def test_without_load_the_least_loaded_are_all_pairs_in_turn() -> None:
+    used = Counter(str(choose(cluster(2, 3), Mode.PULL, turn, loaded())) for turn in range(12))
+    assert len(used) == 6
+    assert set(used.values()) == {2}
+
+
+def test_a_suspect_goes_last_however_little_it_has_to_do() -> None:
+    workers = [worker("p0", state=State.SUSPECT), worker("p1"), worker("d0")]
+    assert str(choose(workers, Mode.PULL, 0, loaded(p1=1 << 40))) == "p1/d0"
+
+
+def test_round_robin_does_not_look_at_the_load() -> None:
+    weights = loaded(Policy.ROUND_ROBIN, p0=1 << 40)
+    assert {str(choose(cluster(2, 1), Mode.PULL, turn, weights)) for turn in range(2)} == {"p0/d0", "p1/d0"}
+
+
+def test_of_a_thousand_pairs_only_some_are_weighed_and_the_least_loaded_is_among_them() -> None:
+    workers = cluster(40, 40)
+    assert len(pairs(workers, Mode.PULL)) > WEIGHED_MAX
+    busy = {each.name: 10 for each in workers if each.name not in ("p17", "d23")}
+    assert str(choose(workers, Mode.PULL, 3, loaded(**busy))) == "p17/d23"
+
+
+# --- by host
+
+
+def hosts() -> list[Worker]:
+    return [worker("p0", host="a"), worker("p1", host="b"), worker("d0", host="b"), worker("d1", host="a")]
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_pairs_on_one_host_go_first_and_all_of_them_in_turn(policy: Policy) -> None:
+    used = Counter(str(choose(hosts(), Mode.PULL, turn, Weights(policy))) for turn in range(10))
+    assert used == {"p0/d1": 5, "p1/d0": 5}
+
+
+def test_the_network_is_taken_once_the_near_workers_are_much_busier() -> None:
+    assert str(choose(hosts()[::2], Mode.PULL, 0, loaded())) == "p0/d0"  # the only pair, far as it is
+    near_is_busy = loaded(d1=FAR_TOKENS + 1, p1=FAR_TOKENS + 1)
+    assert str(choose(hosts(), Mode.PULL, 0, near_is_busy)) == "p0/d0"
+
+
+def test_who_tells_no_host_is_not_held_to_be_far() -> None:
+    workers = [worker("p0"), worker("p1", host="b"), worker("d0", host="b")]
+    used = {str(choose(workers, Mode.PULL, turn)) for turn in range(2)}
+    assert used == {"p0/d0", "p1/d0"}
+
+
+def test_the_preference_can_be_switched_off() -> None:
+    used = {str(choose(hosts(), Mode.PULL, turn, Weights(same_host=False))) for turn in range(4)}
+    assert len(used) == 4
+
+
+# --- by prefix
+
+
+def test_who_has_seen_the_prompt_goes_first_until_it_is_too_busy() -> None:
+    workers = cluster(3, 1)
+    seen = {peer("p2"): 500.0}
+    warm = Weights(Policy.PREFIX, seen=seen)
+    assert {str(choose(workers, Mode.PULL, turn, warm)) for turn in range(3)} == {"p2/d0"}
+    busy = Weights(Policy.PREFIX, loads={peer("p2"): 501}, seen=seen)
+    assert str(choose(workers, Mode.PULL, 0, busy)) != "p2/d0"
+
+
+# --- alone
+
+
+def test_d_alone_is_chosen_by_turn_load_and_doubt() -> None:
+    workers = [*cluster(1, 3), worker("b0")]
+    assert [alone(workers, turn).name for turn in range(4)] == ["d0", "d1", "d2", "b0"]  # type: ignore[union-attr]
+    busy = loaded(d0=5, d1=5, b0=1)
+    assert alone(workers, 0, busy).name == "d2"  # type: ignore[union-attr]
+    assert alone(workers, 0, busy, Doubts(avoid={peer("d2")})).name == "b0"  # type: ignore[union-attr]
+    assert alone(cluster(2, 0), 0) is None
+    assert alone([worker("d0", state=State.DRAINING), worker("d1", state=State.BROKEN)], 0) is None

@@ -83,7 +83,7 @@ class Shape:
         if self._top is None:
             return None
         if self._kind is Kind.CHAT:
-            return {"content": [self._chat_token(each) for each in tokens if each.logprobs]}
+            return {"content": [chat_logprob(each, self._top, self._token_text) for each in tokens if each.logprobs]}
         told = [each for each in tokens if each.logprobs]
         texts = [self._token_text(each.logprobs[0][0]) for each in told]
         offsets = []
@@ -92,25 +92,25 @@ class Shape:
             self._offset += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [_rounded(each.logprobs[0][1]) for each in told],
+            "token_logprobs": [rounded(each.logprobs[0][1]) for each in told],
             "top_logprobs": [self._likeliest(each) for each in told] if self._top else None,
             "text_offset": offsets,
         }
 
     def _likeliest(self, spoken: Token) -> dict[str, float]:
         pairs = spoken.logprobs[1 : 1 + (self._top or 0)]
-        return {self._token_text(token): _rounded(logprob) for token, logprob in pairs}
+        return {self._token_text(token): rounded(logprob) for token, logprob in pairs}
 
-    def _chat_token(self, spoken: Token) -> dict[str, Any]:
-        (token, logprob), *likeliest = spoken.logprobs
-        return {
-            **self._one(token, logprob),
-            "top_logprobs": [self._one(*each) for each in likeliest[: self._top]],
-        }
 
-    def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._token_text(token)
-        return {"token": text, "logprob": _rounded(logprob), "bytes": list(text.encode())}
+def chat_logprob(spoken: Token, top: int, token_text: Callable[[int], str]) -> dict[str, Any]:
+    """The log probabilities of one token, as chats and responses tell them."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        text = token_text(token)
+        return {"token": text, "logprob": rounded(logprob), "bytes": list(text.encode())}
+
+    (token, logprob), *likeliest = spoken.logprobs
+    return {**one(token, logprob), "top_logprobs": [one(*each) for each in likeliest[:top]]}
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
@@ -122,5 +122,6 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
     }
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
+    """A float as answers write it, without an exponent."""
     return (round(value, _DECIMALS) + 0.0) if math.isfinite(value) else -9999.0

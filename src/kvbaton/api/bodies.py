@@ -17,18 +17,22 @@ from kvbaton.api.errors import ApiError, bad_field
 CHOICES_MAX = 128
 PARTS_MAX = 256
 """Prompts times choices of one body; more is refused, since each is a request of its own to the engines."""
-STOPS_MAX = 16
+STOPS_MAX = 1024
 MESSAGES_MAX = 4096
+"""Turns of a chat, or items of a response's input."""
+TEXT_PARTS = ("input_text", "output_text", "text")
+"""Types of the parts of a response's messages that hold a text."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 Prompt = str | list[int]
 
 
 class Kind(enum.Enum):
-    """Which of the two endpoints; the value is its path."""
+    """Which of the endpoints; the value is its path."""
 
     COMPLETION = "/v1/completions"
     CHAT = "/v1/chat/completions"
+    RESPONSES = "/v1/responses"
 
 
 class Body(msgspec.Struct, frozen=True):
@@ -36,10 +40,10 @@ class Body(msgspec.Struct, frozen=True):
 
     kind: Kind
     fields: Mapping[str, Any]
-    prompts: tuple[Prompt, ...]  # of a completion; a chat has its messages in `fields`
+    prompts: tuple[Prompt, ...]  # of a completion; a chat has its messages, a response its input in `fields`
     n: int
     stream: bool
-    include_usage: bool
+    include_usage: bool  # whether a stream tells the usage; a response's always does
 
     @property
     def parts(self) -> int:
@@ -64,12 +68,18 @@ def _is_stop(value: Any) -> bool:
     return len(texts) <= STOPS_MAX and all(isinstance(text, str) and text for text in texts)
 
 
+def _is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_metadata(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+
 _Check = tuple[Callable[[Any], bool], str]
 _COMMON: Mapping[str, _Check] = {
     "model": (_of(str), "a string"),
-    "max_tokens": (_whole(1), "a whole number of at least 1"),
     "min_tokens": (_whole(0), "a whole number of at least 0"),
-    "n": (_whole(1, CHOICES_MAX), f"a whole number from 1 to {CHOICES_MAX}"),
     "temperature": (_number(0, 100), "a number of at least 0"),
     "top_p": (_number(0, 1), "a number from 0 to 1"),
     "seed": (_whole(-(1 << 63), (1 << 63) - 1), "a whole number of 64 bits"),
@@ -80,16 +90,40 @@ _COMMON: Mapping[str, _Check] = {
     "cache_salt": (_of(str), "a string"),
     "user": (_of(str), "a string"),
 }
-_OWN: Mapping[Kind, Mapping[str, _Check]] = {
+_TEXT_OR_CHAT: Mapping[str, _Check] = {
+    "max_tokens": (_whole(1), "a whole number of at least 1"),
+    "n": (_whole(1, CHOICES_MAX), f"a whole number from 1 to {CHOICES_MAX}"),
+}
+_CHECKS: Mapping[Kind, Mapping[str, _Check]] = {
     Kind.COMPLETION: {
-        "logprobs": (_whole(0, 20), "a whole number from 0 to 20"),
+        **_COMMON,
+        **_TEXT_OR_CHAT,
+        "logprobs": (_whole(-1), "a whole number, -1 for all"),
         "echo": (_of(bool), "true or false"),
         "best_of": (_whole(1, CHOICES_MAX), f"a whole number from 1 to {CHOICES_MAX}"),
     },
     Kind.CHAT: {
+        **_COMMON,
+        **_TEXT_OR_CHAT,
         "max_completion_tokens": (_whole(1), "a whole number of at least 1"),
         "logprobs": (_of(bool), "true or false"),
-        "top_logprobs": (_whole(0, 20), "a whole number from 0 to 20"),
+        "top_logprobs": (_whole(-1), "a whole number, -1 for all"),
+    },
+    Kind.RESPONSES: {
+        **_COMMON,
+        "instructions": (_of(str), "a text"),
+        "max_output_tokens": (_whole(1), "a whole number of at least 1"),
+        "top_logprobs": (_whole(-1), "a whole number, -1 for all"),
+        "include": (_is_list_of_texts, "a list of texts"),
+        "store": (_of(bool), "true or false"),
+        "background": (_of(bool), "true or false"),
+        "previous_response_id": (_of(str), "a string"),
+        "tools": (_of(list), "a list"),
+        "parallel_tool_calls": (_of(bool), "true or false"),
+        "text": (_of(dict), "an object"),
+        "reasoning": (_of(dict), "an object"),
+        "truncation": (_of(str), "a string"),
+        "metadata": (_is_metadata, "an object of texts"),
     },
 }
 
@@ -97,19 +131,22 @@ _OWN: Mapping[Kind, Mapping[str, _Check]] = {
 def parse(kind: Kind, data: bytes) -> Body:
     """The body as a type; `ApiError` (400) that names the first field that is wrong."""
     fields = _object(data)
-    for name, (holds, expected) in (*_COMMON.items(), *_OWN[kind].items()):
-        value = fields.get(name)
-        if value is not None and not holds(value):
-            raise bad_field(name, f"got {_brief(value)}, expected {expected}")
+    checks = _CHECKS[kind]
+    for name, value in fields.items():
+        check = checks.get(name)
+        if check is not None and value is not None and not check[0](value):
+            raise bad_field(name, f"got {_brief(value)}, expected {check[1]}")
+    stream = bool(fields.get("stream"))
+    if kind is Kind.RESPONSES:
+        _check_response(fields)
+        return Body(kind, fields, (), 1, stream, True)
     if kind is Kind.CHAT:
         _check_messages(fields.get("messages"))
         prompts: tuple[Prompt, ...] = ()
     else:
         prompts = _prompts(fields.get("prompt"))
     options = fields.get("stream_options") or {}
-    body = Body(
-        kind, fields, prompts, fields.get("n") or 1, bool(fields.get("stream")), bool(options.get("include_usage"))
-    )
+    body = Body(kind, fields, prompts, fields.get("n") or 1, stream, bool(options.get("include_usage")))
     if body.parts > PARTS_MAX:
         raise bad_field("n", f"{len(prompts)} prompts times {body.n} choices, at most {PARTS_MAX} together")
     return body
@@ -153,15 +190,53 @@ def _check_messages(value: Any) -> None:
     if len(value) > MESSAGES_MAX:
         raise bad_field("messages", f"{len(value)} messages, at most {MESSAGES_MAX}")
     for index, message in enumerate(value):
-        where = f"messages[{index}]"
-        if not isinstance(message, dict):
-            raise bad_field(where, f"got {_brief(message)}, expected an object")
-        role = message.get("role")
-        if role not in ROLES:
-            raise bad_field(f"{where}.role", f"got {_brief(role)}, expected one of {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str | list | None):
-            got = _brief(message["content"])
-            raise bad_field(f"{where}.content", f"got {got}, expected a text or a list of parts")
+        _check_message(f"messages[{index}]", message)
+
+
+def _check_message(where: str, message: Any) -> None:
+    if not isinstance(message, dict):
+        raise bad_field(where, f"got {_brief(message)}, expected an object")
+    role = message.get("role")
+    if role not in ROLES:
+        raise bad_field(f"{where}.role", f"got {_brief(role)}, expected one of {', '.join(ROLES)}")
+    if not isinstance(message.get("content"), str | list | None):
+        got = _brief(message["content"])
+        raise bad_field(f"{where}.content", f"got {got}, expected a text or a list of parts")
+
+
+def _check_response(fields: Mapping[str, Any]) -> None:
+    if fields.get("background"):
+        raise bad_field("background", "a response in the background would outlive its handoff; leave it out")
+    items = fields.get("input")
+    if isinstance(items, str):
+        return
+    if not isinstance(items, list) or not items:
+        raise bad_field("input", f"got {_brief(items)}, expected a text or a list with at least one item")
+    if len(items) > MESSAGES_MAX:
+        raise bad_field("input", f"{len(items)} items, at most {MESSAGES_MAX}")
+    for index, item in enumerate(items):
+        _check_item(f"input[{index}]", item)
+
+
+def is_message(item: Mapping[str, Any]) -> bool:
+    """Whether an item of a response's input is a turn of the conversation; its type may be left out."""
+    kind = item.get("type")
+    return kind == "message" or (kind is None and "role" in item)
+
+
+def _check_item(where: str, item: Any) -> None:
+    """A message and its texts are checked; items and parts of other types are the worker's to judge."""
+    if isinstance(item, dict) and not is_message(item):
+        if not isinstance(item.get("type"), str | None):
+            raise bad_field(f"{where}.type", f"got {_brief(item['type'])}, expected a string")
+        return
+    _check_message(where, item)
+    content = item.get("content")
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(part, dict):
+            raise bad_field(f"{where}.content[{index}]", f"got {_brief(part)}, expected an object")
+        if part.get("type") in TEXT_PARTS and not isinstance(part.get("text"), str):
+            raise bad_field(f"{where}.content[{index}].text", f"got {_brief(part.get('text'))}, expected a text")
 
 
 def _brief(value: Any) -> str:

@@ -11,14 +11,16 @@ import errno
 import logging
 import re
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import msgspec
+import uvloop
 from aiohttp import web
 
 from kvbaton.api import sse
 from kvbaton.api.errors import ApiError, PortInUseError, internal, too_large
+from kvbaton.api.request_ids import REQUEST_ID_CHARS_MAX
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +30,16 @@ SHUTDOWN_S = 2.0
 BACKLOG = 1024
 REQUEST_ID = "X-Request-Id"
 
-_REQUEST_ID_FORM = re.compile(r"[\x21-\x7e]{1,256}")
+_REQUEST_ID_FORM = re.compile(rf"[\x21-\x7e]{{1,{REQUEST_ID_CHARS_MAX}}}")
 _encode = msgspec.json.Encoder().encode
+T = TypeVar("T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a server's main on uvloop, which does the same with less."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -73,15 +82,22 @@ def new_app(body_bytes_max: int) -> web.Application:
 
 
 def request_id(request: web.Request) -> str:
+    return checked_request_id(request.headers.get(REQUEST_ID, ""))
+
+
+def checked_request_id(given: str) -> str:
     """The client's id for the request where it is printable and short, else a new one."""
-    given = request.headers.get(REQUEST_ID, "")
     return given if _REQUEST_ID_FORM.fullmatch(given) else secrets.token_hex(16)
 
 
 async def send_events(
-    request: web.Request, events: AsyncGenerator[bytes, None], headers: Mapping[str, str], deadline: float | None = None
+    request: web.Request,
+    events: AsyncGenerator[bytes, None],
+    headers: Mapping[str, str],
+    deadline: float | None = None,
+    tell: Callable[[ApiError], bytes] = sse.error_event,
 ) -> web.StreamResponse:
-    """Send `events` as they come. What fails before the first one is raised, what fails later is said in the stream.
+    """Send `events` as they come. What fails before the first one is raised, what fails later is told in the stream.
 
     `headers` may be filled until the first event has come. A client that has not read by the deadline is cut off.
     """
@@ -95,12 +111,12 @@ async def send_events(
             async for data in events:
                 await _write(response, data, deadline)
         except ApiError as error:
-            await _write(response, sse.error_event(error), deadline)
+            await _write(response, tell(error), deadline)
         except ConnectionError:
             raise  # the client is gone; there is nobody to tell
         except Exception:
             log.exception("%s %s: in mid-stream", request.method, request.path)
-            await _write(response, sse.error_event(internal()), deadline)
+            await _write(response, tell(internal()), deadline)
         await response.write_eof()
         return response
 
@@ -125,13 +141,14 @@ async def serving(app: web.Application, host: str, port: int) -> AsyncIterator[s
         try:
             await site.start()
         except OSError as error:
-            raise _port_error(host, port, error) from None
+            raise port_error(host, port, error) from None
         yield f"http://{_bound_address(runner)}"
     finally:
         await runner.cleanup()
 
 
-def _port_error(host: str, port: int, error: OSError) -> Exception:
+def port_error(host: str, port: int, error: OSError) -> PortInUseError:
+    """What an operator is told of a port that cannot be had."""
     if error.errno == errno.EADDRINUSE:
         return PortInUseError(f"port {port} on {host} is in use; choose another (0 takes a free one)")
     return PortInUseError(f"cannot listen on {host} port {port}: {error.strerror or error}")

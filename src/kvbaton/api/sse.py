@@ -5,23 +5,40 @@ Law: what leaves `Relay` ends where an event ends; a peer that dies in mid-event
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from kvbaton.api.errors import ApiError
 
-EVENT_BYTES_MAX = 1 << 20
+EVENT_BYTES_MAX = 8 << 20
+"""The first and the last event of a response repeat its instructions, so this is more than any chunk needs."""
 DONE = b"data: [DONE]\n\n"
 CONTENT_TYPE = "text/event-stream"
 
+LAST_TYPES = frozenset({"response.completed", "response.incomplete", "response.failed", "error"})
+"""The events that end a stream of `/v1/responses`, which says no `[DONE]`."""
+OPENING_TYPES = frozenset({"response.created", "response.queued", "response.in_progress"})
+
+
+class _Told(msgspec.Struct, frozen=True):
+    type: str = ""
+
+
 _encode = msgspec.json.Encoder().encode
+_told = msgspec.json.Decoder(_Told).decode
 
 
 def event(value: Any) -> bytes:
     """One event holding a JSON value."""
     return b"data: " + _encode(value) + b"\n\n"
+
+
+def typed_event(value: Mapping[str, Any]) -> bytes:
+    """One event that bears its type as its name too, as those of `/v1/responses` do."""
+    name: str = value["type"]
+    return b"event: " + name.encode() + b"\n" + event(value)
 
 
 def error_event(error: ApiError) -> bytes:
@@ -34,6 +51,14 @@ def payloads(events: bytes) -> Iterator[bytes]:
     for line in events.splitlines():
         if line.startswith(b"data:"):
             yield line[5:].strip()
+
+
+def only_opens(events: bytes) -> bool:
+    """Whether a stream of `/v1/responses` has only said that it began, which vLLM says before it has a token."""
+    try:
+        return all(b'"response.' in each and _told(each).type in OPENING_TYPES for each in payloads(events))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
 
 
 class TooLongError(Exception):
@@ -49,10 +74,11 @@ class Relay:
 
     def feed(self, data: bytes) -> bytes:
         """All events that are complete now; the beginning of the next one stays here."""
+        searched = max(len(self._rest) - 3, 0)  # a mark may lie across what came before and what comes now
         data = self._rest + data if self._rest else data
         end = 0
         for mark in (b"\n\n", b"\r\n\r\n"):
-            found = data.rfind(mark)
+            found = data.rfind(mark, searched)
             if found >= 0:
                 end = max(end, found + len(mark))
         whole, self._rest = data[:end], data[end:]
@@ -64,8 +90,11 @@ class Relay:
 
     @property
     def ended(self) -> bool:
-        """Whether the sender said `[DONE]`, or itself sent the error that ended it."""
-        last = b""
-        for payload in payloads(self._last):
-            last = payload
-        return last == b"[DONE]" or last.startswith(b'{"error"')
+        """Whether the sender said `[DONE]` or a response's last event, or itself sent the error that ended it."""
+        last = next(payloads(self._last[self._last.rfind(b"\ndata:") + 1 :]), b"")
+        if last == b"[DONE]" or last.startswith(b'{"error"'):
+            return True
+        try:
+            return _told(last).type in LAST_TYPES
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return False

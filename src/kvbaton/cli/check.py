@@ -22,7 +22,7 @@ from kvbaton.api.bodies import Kind
 from kvbaton.api.params import Mode
 from kvbaton.cli.arguments import CommandError, StoppedError
 from kvbaton.cli.cluster import Cluster, Plan, running
-from kvbaton.router.app import MODE_HEADER
+from kvbaton.router.front import MODE_HEADER
 
 MAX_TOKENS = 12
 REST_S = 20.0

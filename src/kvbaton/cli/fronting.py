@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 
-from kvbaton.api.http import serving
 from kvbaton.control.keys import Keyring
 from kvbaton.control.registry import RegistryServer
-from kvbaton.router.app import router_app
+from kvbaton.router.app import Router, router_app
 from kvbaton.router.directory import WorkerDirectory
+from kvbaton.router.door import serving
 from kvbaton.router.registered import RegistryDirectory
 from kvbaton.router.settings import RouterSettings
 
@@ -27,6 +27,7 @@ class Front(msgspec.Struct, frozen=True):
     url: str
     registry_endpoint: str
     directory: WorkerDirectory
+    app: Router
 
 
 @contextlib.asynccontextmanager
@@ -42,7 +43,7 @@ async def fronted(
             serving(app, host, port) as url,
         ):
             registry.start()
-            yield Front(url, registry.endpoint, directory)
+            yield Front(url, registry.endpoint, directory, app)
     finally:
         await asyncio.to_thread(registry.close)
 

@@ -25,7 +25,7 @@ from kvbaton.cli.arguments import CommandError, StoppedError
 from kvbaton.cli.cluster import NEWS_S, Child, Cluster, Place, end, last_line, obituary, running, start
 from kvbaton.cli.vllm_engine import HOST
 from kvbaton.cli.vllm_up import VllmPlan, free_ports, member
-from kvbaton.router.app import MODE_HEADER
+from kvbaton.router.front import MODE_HEADER
 
 MAX_TOKENS = 12
 ASK_S = 120.0

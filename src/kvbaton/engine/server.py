@@ -13,14 +13,16 @@ from typing import Any, Literal, Protocol
 import msgspec
 from aiohttp import web
 
-from kvbaton.api import answers, prometheus, sse
-from kvbaton.api.answers import Token
+from kvbaton.api import answers, prometheus, responses, sse
+from kvbaton.api.answers import Shape, Token
 from kvbaton.api.bodies import Body, Kind, parse
 from kvbaton.api.errors import RETRY_AFTER_S, ApiError
+from kvbaton.api.foreign import Lookup, together
 from kvbaton.api.gather import all_of, interleave
 from kvbaton.api.http import REQUEST_ID, json_response, new_app, request_id, send_events
 from kvbaton.api.merge import Joiner, join
-from kvbaton.api.params import TransferParams
+from kvbaton.api.params import FIELD, TransferParams
+from kvbaton.api.responses import ResponseShape
 from kvbaton.api.stops import StopFilter
 from kvbaton.engine.server_plan import GenerateRequest, Job, ModelCard, plan
 from kvbaton.protocol.errors import MEANING, Blame
@@ -77,14 +79,18 @@ class Backend(Protocol):
         """Counters (`*_total`) and gauges, flat or one level deep."""
 
 
-def worker_app(backend: Backend, body_bytes_max: int = BODY_BYTES_MAX) -> web.Application:
-    """The application that serves `backend`; listen with `kvbaton.api.http.serving`."""
-    server = _Server(backend)
+def worker_app(backend: Backend, body_bytes_max: int = BODY_BYTES_MAX, lookup: Lookup | None = None) -> web.Application:
+    """The application that serves `backend`; listen with `kvbaton.api.http.serving`.
+
+    With a `lookup` it also understands routers that know nothing of tickets.
+    """
+    server = _Server(backend, lookup)
     app = new_app(body_bytes_max)
     app.add_routes(
         [
             web.post(Kind.COMPLETION.value, server.completions),
             web.post(Kind.CHAT.value, server.chat),
+            web.post(Kind.RESPONSES.value, server.responses),
             web.get("/v1/models", server.models),
             web.get("/health", server.health),
             web.get("/metrics", server.metrics),
@@ -95,14 +101,18 @@ def worker_app(backend: Backend, body_bytes_max: int = BODY_BYTES_MAX) -> web.Ap
 
 
 class _Server:
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, lookup: Lookup | None) -> None:
         self._backend = backend
+        self._lookup = lookup
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, Kind.COMPLETION)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, Kind.CHAT)
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, Kind.RESPONSES)
 
     async def models(self, _: web.Request) -> web.Response:
         cards = [
@@ -125,12 +135,17 @@ class _Server:
     async def _answer(self, request: web.Request, kind: Kind) -> web.StreamResponse:
         body = parse(kind, await request.read())
         name = request_id(request)
-        jobs = plan(body, name, self._backend.models())
+        jobs = plan(body, name, self._backend.models(), self._lookup)
         headers = {REQUEST_ID: name}
+        if body.stream and isinstance(shape := jobs[0].shape, ResponseShape):
+            return await send_events(request, self._response_events(jobs[0], shape), headers, tell=shape.failed)
         if body.stream:
             return await send_events(request, self._events(body, jobs), headers)
         whole = await all_of([self._whole(job) for job in jobs])
-        return json_response(join([job.part for job in jobs], whole), headers=headers)
+        answer = join([job.part for job in jobs], whole)
+        if len(jobs) > 1 and (params := together([each.get(FIELD) for each in whole])) is not None:
+            answer[FIELD] = params
+        return json_response(answer, headers=headers)
 
     async def _events(self, body: Body, jobs: Sequence[Job]) -> AsyncGenerator[bytes, None]:
         joiner = Joiner()
@@ -144,7 +159,9 @@ class _Server:
         yield sse.DONE
 
     async def _chunks(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
-        opening = job.shape.opening()
+        shape = job.shape
+        assert isinstance(shape, Shape), "a response is not told in chunks"
+        opening = shape.opening()
         count = 0
         async with contextlib.aclosing(self._told(job)) as told:
             async for item in told:
@@ -153,11 +170,26 @@ class _Server:
                     opening = None
                 if isinstance(item, Token):
                     count += 1
-                    yield job.shape.token(item)
+                    yield shape.token(item)
                 else:
                     rest, finished = item
-                    yield job.shape.ending(rest, finished.reason)
-                    yield job.shape.usage_chunk(_usage(job, count, finished))
+                    yield shape.ending(rest, finished.reason)
+                    yield shape.usage_chunk(_usage(job, count, finished))
+
+    async def _response_events(self, job: Job, shape: ResponseShape) -> AsyncGenerator[bytes, None]:
+        events = shape.opening()  # told with the first token, so that a refusal before it is still a status
+        count = 0
+        async with contextlib.aclosing(self._told(job)) as told:
+            async for item in told:
+                if isinstance(item, Token):
+                    count += 1
+                    events += shape.token(item)
+                else:
+                    rest, finished = item
+                    events += shape.ending(rest, finished.reason, _usage(job, count, finished))
+                if events:
+                    yield b"".join(map(sse.typed_event, events))
+                    events = []
 
     async def _whole(self, job: Job) -> dict[str, Any]:
         tokens: list[Token] = []
@@ -201,4 +233,5 @@ def _api_error(error: RefusedError) -> ApiError:
 
 
 def _usage(job: Job, count: int, finished: Finished) -> dict[str, Any]:
-    return answers.usage(len(job.request.prompt), count, finished.cached_tokens)
+    tell = responses.usage if isinstance(job.shape, ResponseShape) else answers.usage
+    return tell(len(job.request.prompt), count, finished.cached_tokens)

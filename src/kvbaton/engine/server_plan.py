@@ -15,11 +15,17 @@ import msgspec
 from kvbaton.api.answers import Shape
 from kvbaton.api.bodies import Body, Kind
 from kvbaton.api.errors import bad_field, unknown_model
+from kvbaton.api.foreign import Lookup
 from kvbaton.api.merge import Part, split
 from kvbaton.api.params import TransferParams
-from kvbaton.engine import tokenizer
+from kvbaton.api.responses import Asked, ResponseShape
+from kvbaton.engine import responses_plan, tokenizer
+from kvbaton.engine.handoffs import handoffs_of
 
-MAX_TOKENS_DEFAULT = {Kind.COMPLETION: 16, Kind.CHAT: 128}
+LOGPROBS_MAX = 20
+MAX_TOKENS_DEFAULT = {Kind.COMPLETION: 16, Kind.CHAT: 128, Kind.RESPONSES: 128}
+_PROMPT_FIELD = {Kind.COMPLETION: "prompt", Kind.CHAT: "messages", Kind.RESPONSES: "input"}
+_LIMIT_FIELD = {Kind.COMPLETION: "max_tokens", Kind.CHAT: "max_tokens", Kind.RESPONSES: "max_output_tokens"}
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,),
@@ -56,7 +62,7 @@ class Job(msgspec.Struct, frozen=True):
 
     part: Part
     request: GenerateRequest
-    shape: Shape
+    shape: Shape | ResponseShape
     stops: tuple[str, ...]
 
 
@@ -68,51 +74,54 @@ def _card(body: Body, cards: Sequence[ModelCard]) -> ModelCard:
     raise unknown_model(str(wanted), [card.id for card in cards])
 
 
-def plan(body: Body, name: str, cards: Sequence[ModelCard]) -> list[Job]:
-    """The jobs that `body` stands for; `ApiError` names what cannot be done."""
+def plan(body: Body, name: str, cards: Sequence[ModelCard], lookup: Lookup | None = None) -> list[Job]:
+    """The jobs that `body` stands for; `ApiError` names what cannot be done. `lookup` is for requests of others."""
     card = _card(body, cards)
-    for field, neutral in _NEUTRAL.items():
+    cannot = {**_NEUTRAL, **responses_plan.NEUTRAL} if body.kind is Kind.RESPONSES else _NEUTRAL
+    for field, neutral in cannot.items():
         value = body.fields.get(field)
         if value is not None and value not in neutral and not (field == "best_of" and value == body.n):
             raise bad_field(field, "the embedded engine cannot do this; leave the field out")
-    handoff = TransferParams.parse(body.fields.get("kv_transfer_params"))
-    if handoff is not None and body.parts > 1:
-        raise bad_field("kv_transfer_params", "one handoff is of one prompt and one choice; send them one by one")
-    if handoff is not None and handoff.do_remote_decode and body.stream:
+    handoffs = handoffs_of(body, name, lookup)
+    if handoffs[0] is not None and handoffs[0].do_remote_decode and body.stream:
         raise bad_field("stream", "a prompt computed for another worker is not streamed; leave it out")
     created_unix_s = int(time.time())
     jobs = []
-    for part in split(body):
+    for part, handoff in zip(split(body), handoffs, strict=True):
         request = _request(part.fields, body.kind, name, card, handoff)
-        shape = Shape(
-            body.kind,
-            model=card.id,
-            request_id=name,
-            created_unix_s=created_unix_s,
-            token_text=token_text,
-            top=request.logprobs,
-        )
+        shape = _shape(body, card.id, name, created_unix_s, request.logprobs)
         is_source = handoff is not None and handoff.do_remote_decode  # its one token is nobody's answer
         if is_source and request.max_tokens > 1:
-            raise bad_field("max_tokens", "a prompt computed for another worker is computed for one token; give 1")
+            limit = _LIMIT_FIELD[body.kind]
+            raise bad_field(limit, "a prompt computed for another worker is computed for one token; give 1")
         jobs.append(Job(part, request, shape, () if is_source else _stops(part.fields)))
     return jobs
+
+
+def _shape(body: Body, model: str, name: str, created_unix_s: int, top: int | None) -> Shape | ResponseShape:
+    if body.kind is not Kind.RESPONSES:
+        return Shape(
+            body.kind, model=model, request_id=name, created_unix_s=created_unix_s, token_text=token_text, top=top
+        )
+    asked = Asked.of(body.fields)
+    return ResponseShape(
+        model=model, request_id=name, created_unix_s=created_unix_s, asked=asked, token_text=token_text, top=top
+    )
 
 
 def _request(
     fields: Mapping[str, Any], kind: Kind, name: str, card: ModelCard, handoff: TransferParams | None
 ) -> GenerateRequest:
-    prompt = _chat_tokens(fields["messages"]) if kind is Kind.CHAT else _prompt_tokens(fields["prompt"])
-    max_tokens = fields.get("max_completion_tokens") or fields.get("max_tokens")
+    prompt = _tokens(fields, kind)
+    max_tokens = fields.get("max_completion_tokens") or fields.get(_LIMIT_FIELD[kind])
     room = card.context_tokens_max - len(prompt)
     if room < (max_tokens or 1):
-        field = "messages" if kind is Kind.CHAT else "prompt"
         asked = f"{len(prompt)} tokens and {max_tokens or 1} to answer"
-        raise bad_field(field, f"{asked}, at most {card.context_tokens_max} together")
+        raise bad_field(_PROMPT_FIELD[kind], f"{asked}, at most {card.context_tokens_max} together")
     min_tokens = fields.get("min_tokens") or 0
     max_tokens = max_tokens or min(MAX_TOKENS_DEFAULT[kind], room)
     if min_tokens > max_tokens:
-        raise bad_field("min_tokens", f"got {min_tokens}, more than max_tokens {max_tokens}")
+        raise bad_field("min_tokens", f"got {min_tokens}, more than {_LIMIT_FIELD[kind]} {max_tokens}")
     seed = fields.get("seed")
     temperature = fields.get("temperature")
     return GenerateRequest(
@@ -130,6 +139,12 @@ def _request(
 
 
 def _logprobs(fields: Mapping[str, Any], kind: Kind) -> int | None:
+    for name in ("logprobs", "top_logprobs"):
+        wanted = fields.get(name)
+        if type(wanted) is int and not 0 <= wanted <= LOGPROBS_MAX:
+            raise bad_field(name, f"got {wanted}, the embedded engine gives 0 to {LOGPROBS_MAX}")
+    if kind is Kind.RESPONSES:
+        return responses_plan.logprobs(fields)
     wanted = fields.get("logprobs")
     if kind is Kind.COMPLETION:
         return wanted
@@ -139,6 +154,12 @@ def _logprobs(fields: Mapping[str, Any], kind: Kind) -> int | None:
 def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
     stop = fields.get("stop")
     return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _tokens(fields: Mapping[str, Any], kind: Kind) -> tuple[int, ...]:
+    if kind is Kind.COMPLETION:
+        return _prompt_tokens(fields["prompt"])
+    return _chat_tokens(responses_plan.messages(fields) if kind is Kind.RESPONSES else fields["messages"])
 
 
 def _prompt_tokens(prompt: Any) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ class State(enum.StrEnum):
 
     SERVING = "serving"
     SUSPECT = "suspect"  # missed pings or failed a request: asked only when nobody else is there
-    DRAINING = "draining"  # never asked
+    BROKEN = "broken"  # failed several in a row: never asked, but probed
+    DRAINING = "draining"  # never asked; it leaves when it has nothing left to do
 
 
 class Dialect(enum.StrEnum):
@@ -77,32 +78,3 @@ class StaticDirectory:
 
     def snapshot(self) -> Sequence[Worker]:
         return self._workers
-
-
-class Roster:
-    """A directory that remembers for a while who failed: requests notice a death seconds before a registry does."""
-
-    def __init__(self, directory: WorkerDirectory, suspect_s: float) -> None:
-        self._directory = directory
-        self._suspect_s = suspect_s
-        self._until: dict[PeerId, float] = {}
-
-    def failed(self, worker: Worker, now: float) -> bool:
-        """Nothing was heard of a worker; True if that is news."""
-        news = self._until.get(worker.peer, now) <= now
-        self._until[worker.peer] = now + self._suspect_s
-        return news
-
-    def workers(self, now: float) -> list[Worker]:
-        """The directory's workers, those that failed a moment ago as suspect."""
-        found = list(self._directory.snapshot())
-        if not self._until:
-            return found
-        known = {worker.peer for worker in found}
-        self._until = {peer: until for peer, until in self._until.items() if until > now and peer in known}
-        return [
-            msgspec.structs.replace(worker, state=State.SUSPECT)
-            if worker.peer in self._until and worker.state is State.SERVING
-            else worker
-            for worker in found
-        ]

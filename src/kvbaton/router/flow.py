@@ -1,17 +1,22 @@
-"""One request's life: a pair is chosen, P and D are asked in the order of the mode, and every failure has its outcome.
+"""One request's life: workers are chosen, asked in the order of the mode, and every failure has its outcome.
 
-Laws: another pair is asked only while no byte has gone to the client, a bounded number of times, and always with a new
-ticket. When one leg fails, or the client goes, the other leg is closed, which aborts the request in that worker.
+Laws: others are asked only while no byte has gone to the client, a bounded number of times, and always with a new
+ticket. When one leg fails, or the client goes, the other leg is closed, which aborts the request in that worker, and a
+ticket that nobody will use is given back to P. The deadline covers everything.
 
     failure                                         outcome
     the request is at fault (4xx of a worker)       passed on as it is
-    P refuses, dies, hangs, answers nonsense        another P, at most `prefill_retries` times; then 502, 504, 429, 503
+    P refuses, dies, hangs, answers nonsense        another P, at most `prefill_retries` times; then 502, 504, 429, 503,
+                                                    or with fallback `local` D alone
     D likewise before its first byte                another pair, at most `decode_retries` times; then the same
     D says that the handoff failed                  another pair, of two others if there are; then 502 with the reason
     D dies after its first byte                     an error event ends the stream
     P fails after D's first byte                    counted; D's answer goes on, since D has what it needs
-    nobody can be paired                            503 with Retry-After
+    a worker leaves the list                        its legs are broken off: as if it had died
+    nobody can be paired                            503 with Retry-After; with fallback `local` D alone
     the deadline passes                             504, or an error event
+
+docs/router.md has the same table with what an operator sees; tests/e2e/test_failure_matrix.py has a test for each row.
 """
 
 from __future__ import annotations
@@ -20,26 +25,33 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from kvbaton.api.bodies import Kind
-from kvbaton.api.errors import out_of_time, unavailable
+from kvbaton.api.errors import ApiError, out_of_time, unavailable
 from kvbaton.api.gather import cancel
-from kvbaton.api.params import FIELD, LEASE_FOR_PULL, Mode, source_params, target_params
+from kvbaton.api.params import FIELD, Mode
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router import policy
-from kvbaton.router.asking import TicketMinter, decode_body, prefill_body, without_params
-from kvbaton.router.directory import Roster
-from kvbaton.router.legs import EventStream, Leg, LegError, Legs, decoded
-from kvbaton.router.policy import Pair
-from kvbaton.router.settings import RouterSettings
-from kvbaton.router.stats import RouterStats
+from kvbaton.router import dialects, policy
+from kvbaton.router.dialects import TicketMinter
+from kvbaton.router.directory import Worker
+from kvbaton.router.legs import Answer, EventStream, Leg, LegError, Legs
+from kvbaton.router.load import Load, Loads, answer_tokens, prompt_tokens
+from kvbaton.router.policy import NO_DOUBTS, Doubts, Pair, Weights
+from kvbaton.router.prefixes import Prefixes, pieces
+from kvbaton.router.roster import Roster, View
+from kvbaton.router.settings import Fallback, RouterSettings
+from kvbaton.router.stats import RouterStats, count
+from kvbaton.router.wire import Header
 
 log = logging.getLogger(__name__)
+
+Discard = Callable[[Worker, str], None]
+"""Tells P that nobody will come with this ticket. Never blocks."""
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -47,35 +59,59 @@ class Call(msgspec.Struct, frozen=True):
 
     kind: Kind
     fields: Mapping[str, Any]
-    headers: Mapping[str, str]
+    headers: Sequence[Header]
     modes: tuple[Mode, ...]  # the first that some pair can serve is taken
     stream: bool
     deadline: float  # on the event loop's clock
-    name: str = ""  # for the log
+    name: str  # the request id
+    data: bytes | None = None  # the client's body, where it stands for this one request
+    alone: str = ""  # why D must answer by itself, if it must
+
+
+class Route(msgspec.Struct, frozen=True):
+    """Who was asked."""
+
+    mode: Mode
+    decode: Worker
+    prefill: Worker | None  # None: D computed the prompt itself
+
+    def __str__(self) -> str:
+        return f"{'-' if self.prefill is None else self.prefill.name}/{self.decode.name}"
 
 
 class Reply:
     """D's answer from its first byte on. Whoever has it calls `aclose`."""
 
     def __init__(
-        self, flow: Flow, pair: Pair, decoding: bytes | EventStream, source: asyncio.Task[Any] | None = None
+        self,
+        flow: Flow,
+        route: Route,
+        decoding: Answer | EventStream,
+        load: Load,
+        source: asyncio.Task[Any] | None = None,
     ) -> None:
-        self.pair = pair
+        self.route = route
         self._flow = flow
         self._decoding = decoding
+        self._load = load
         self._source = source  # P's leg, where it may outlast D's first byte
+
+    @property
+    def headers(self) -> Sequence[Header]:
+        return self._decoding.headers
 
     @property
     def body(self) -> bytes:
         """A whole answer."""
-        assert isinstance(self._decoding, bytes), "a stream has no body"
-        return self._decoding
+        assert isinstance(self._decoding, Answer), "a stream has no body"
+        return self._decoding.data
 
     def events(self) -> AsyncGenerator[bytes, None]:
         assert isinstance(self._decoding, EventStream), "a whole answer has no events"
         return self._decoding.events()
 
     async def aclose(self) -> None:
+        self._load.give()
         ended = True
         if isinstance(self._decoding, EventStream):
             ended = self._decoding.ended
@@ -92,26 +128,47 @@ class Reply:
 class _Tries:
     """What one call has been through."""
 
-    failed: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0})
-    avoid: set[PeerId] = field(default_factory=set)  # not asked again
-    shun: set[PeerId] = field(default_factory=set)  # asked only if nobody else is there
-    tried: list[Pair] = field(default_factory=list)  # not asked again together
+    tokens: int  # of the prompt, estimated
+    names: tuple[int, ...] = ()  # of the prompt's beginnings
+    seen: Mapping[PeerId, float] = field(default_factory=dict)  # the share of it that workers know
+    prefill_failures: int = 0
+    decode_failures: int = 0
+    stale: int = 0
+    doubts: Doubts = NO_DOUBTS
     last: LegError | None = None
+    alone: str = ""  # why no P is asked any more
+
+
+STALE_MAX = 8
+"""Tries that met with a connection closed while idle. They count for nothing, but not for ever."""
 
 
 class Flow:
     """Carries calls out. One per router."""
 
     def __init__(
-        self, legs: Legs, roster: Roster, settings: RouterSettings, stats: RouterStats, minter: TicketMinter | None
+        self,
+        legs: Legs,
+        roster: Roster,
+        settings: RouterSettings,
+        stats: RouterStats,
+        minter: TicketMinter | None,
+        discard: Discard | None = None,
     ) -> None:
         self._legs = legs
         self._roster = roster
         self._settings = settings
         self._stats = stats
-        self._minter = minter  # None: nobody here can sign, so only pull is served
-        self._turns: dict[Mode, Iterator[int]] = defaultdict(itertools.count)
+        self._minter = minter  # None: nobody here can sign, so kvbaton's own workers are served by pull only
+        self._discard = discard
+        self._loads = Loads()
+        self._prefixes = Prefixes(settings.prefix_pieces_max)
+        self._turns: dict[Mode | None, Iterator[int]] = defaultdict(itertools.count)
         self._settling: set[asyncio.Task[None]] = set()
+
+    @property
+    def loads(self) -> Mapping[PeerId, int]:
+        return self._loads.tokens
 
     async def serve(self, call: Call) -> Reply:
         """D's answer once its first byte is there; `ApiError` if there will be none."""
@@ -122,88 +179,232 @@ class Flow:
             raise out_of_time("the request's deadline passed before the first byte") from None
 
     async def _serve(self, call: Call) -> Reply:
-        tries = _Tries()
+        tries = self._begin(call)
         while True:
-            mode, pair = self._choose(call, tries)
-            self._stats.tries[mode] += 1
+            route = self._choose(call, tries)
             try:
-                if mode is Mode.PULL:
-                    return await self._one_after_other(call, pair)
-                return await self._both_at_once(call, pair, mode)
+                if route.prefill is None:
+                    self._stats.alone[tries.alone] += 1
+                    reply = await self._by_itself(call, tries, route)
+                else:
+                    self._stats.tries[route.mode] += 1
+                    reply = await self._handed_over(call, tries, route, Pair(route.prefill, route.decode))
             except LegError as error:
-                self._note(call, pair, tries, error)
+                self._note(call, route, tries, error)
+            else:
+                self._worked(route, tries)
+                return reply
 
-    def _choose(self, call: Call, tries: _Tries) -> tuple[Mode, Pair]:
-        workers = self._roster.workers(_now())
-        wanted = [mode for mode in call.modes if mode is Mode.PULL or self._minter is not None]
-        mode = policy.common_mode(workers, wanted) or call.modes[0]
-        turn = next(self._turns[mode])
-        pair = policy.choose(workers, mode, turn, avoid=tries.avoid, shun=tries.shun, tried=tries.tried)
-        if pair is not None and mode in wanted:
-            return mode, pair
+    def _begin(self, call: Call) -> _Tries:
+        settings = self._settings
+        tries = _Tries(prompt_tokens(call.kind, call.fields, settings.chars_per_token), alone=call.alone)
+        if settings.wants_prefixes:
+            tries.names = pieces(call.kind, call.fields)
+            tries.seen = self._prefixes.share(tries.names)
+        if not tries.alone and tries.tokens < settings.disagg_min_tokens:
+            tries.alone = "short"
+        return tries
+
+    # --- choosing
+
+    def _choose(self, call: Call, tries: _Tries) -> Route:
+        view = self._roster.view(_now())
+        weights = self._weights(tries)
+        if not tries.alone and self._settings.disagg_min_tokens:
+            self._spare_prefill(view, tries, weights)
+        if not tries.alone:
+            for mode in call.modes:
+                able = self._able(view, mode)
+                if able:
+                    pair = policy.choose(able, next(self._turns[mode]), weights, tries.doubts)
+                    if pair is not None:
+                        return Route(mode, pair.decode, pair.prefill)
+                    break
+            if self._settings.fallback is not Fallback.LOCAL:
+                raise self._nobody(call, tries, view)
+            tries.alone = "fallback"
+        worker = policy.alone(view.workers, next(self._turns[None]), weights, tries.doubts)
+        if worker is None:
+            raise self._nobody(call, tries, view)
+        return Route(call.modes[0], worker, None)
+
+    def _able(self, view: View, mode: Mode) -> Sequence[Pair]:
+        able = view.pairs(mode)
+        if mode is Mode.PULL or self._minter is not None:
+            return able
+        return [pair for pair in able if dialects.can_mint(pair, mode, None)]
+
+    def _weights(self, tries: _Tries) -> Weights:
+        settings = self._settings
+        seen = {peer: share * tries.tokens for peer, share in tries.seen.items()} if tries.seen else {}
+        return Weights(settings.policy, settings.same_host, self._loads.tokens, seen)
+
+    def _spare_prefill(self, view: View, tries: _Tries, weights: Weights) -> None:
+        """A prompt that some D knows almost whole is not worth a handoff."""
+        known = [weights.seen.get(worker.peer, 0.0) for worker in view.workers if worker.decodes]
+        if known and tries.tokens - max(known) < self._settings.disagg_min_tokens:
+            tries.alone = "cached"
+
+    def _nobody(self, call: Call, tries: _Tries, view: View) -> ApiError:
         if tries.last is not None:
-            raise tries.last.fault
-        raise unavailable(f"no pair can serve mode {mode}: {policy.explain(workers, mode)}")
+            return tries.last.fault
+        mode = call.modes[0]
+        return unavailable(f"no pair can serve mode {mode}: {policy.explain(view.workers, mode)}")
 
-    def _note(self, call: Call, pair: Pair, tries: _Tries, error: LegError) -> None:
-        """Blame a failed leg, and raise its fault where nobody else may be asked."""
-        self._stats.failures[f"{error.side}:{error.fault.code}"] += 1
-        if error.lost and self._roster.failed(error.worker, _now()):
-            log.warning("%s; it is asked last for a while", error)
-        tries.failed[error.side] += 1
-        tries.last = error
-        if error.is_handoff:  # either may be to blame; with one P or one D the other may still pair anew
-            tries.tried.append(pair)
-            tries.shun |= {pair.prefill.peer, pair.decode.peer}
-        else:
-            tries.avoid.add(error.worker.peer)
-        allowed = self._settings.prefill_retries if error.side == "prefill" else self._settings.decode_retries
-        if error.final or tries.failed[error.side] > allowed:
-            raise error.fault
-        self._stats.retries[error.side] += 1
-        log.info("request %s on %s: %s; trying another pair", call.name, pair, error)
+    # --- asking
 
-    async def _one_after_other(self, call: Call, pair: Pair) -> Reply:
-        leg = self._prefill_leg(call, pair, LEASE_FOR_PULL)
-        answer = decoded(leg, await self._legs.whole(leg, self._settings.first_byte_s))
-        params = answer.get(FIELD)
-        if not isinstance(params, dict) or params.get("do_remote_prefill") is not True:
+    async def _handed_over(self, call: Call, tries: _Tries, route: Route, pair: Pair) -> Reply:
+        ask = dialects.ask(pair, route.mode, self._minter)
+        headers = _named(call, ask.request_id)
+        if ask.request_id is not None and call.kind is Kind.RESPONSES:  # vLLM reads it from the body there
+            call = msgspec.structs.replace(call, fields={**call.fields, "request_id": ask.request_id}, data=None)
+        assert ask.source is not None
+        body = dialects.prefill_body(call.kind, call.fields, ask.source)
+        source = Leg("prefill", pair.prefill, call.kind.value, headers, body)
+        prefilling = self._loads.take(pair.prefill.peer, tries.tokens)
+        decoding = self._loads.take(pair.decode.peer, tries.tokens + answer_tokens(call.fields))
+        try:
+            if ask.target is None:
+                try:
+                    found = await self._prefilled(source, ask.needs_answer)
+                finally:
+                    prefilling.give()
+                return Reply(self, route, await self._redeemed(call, headers, pair, found), decoding)
+            self._stats.tickets += 1
+            return await self._both_at_once(call, headers, route, pair, source, ask.target, prefilling, decoding)
+        except BaseException:
+            prefilling.give()
+            decoding.give()
+            raise
+
+    async def _by_itself(self, call: Call, tries: _Tries, route: Route) -> Reply:
+        load = self._loads.take(route.decode.peer, tries.tokens + answer_tokens(call.fields))
+        try:
+            return Reply(self, route, await self._decode(call, _named(call), route.decode, None), load)
+        except BaseException:
+            load.give()
+            raise
+
+    async def _prefilled(self, leg: Leg, needs_answer: bool) -> tuple[bytes | None, str | None]:
+        """What P hands to D, and the ticket within, if it is one of ours."""
+        answer = await self._legs.whole(leg, self._settings.first_byte_s)
+        try:
+            found = dialects.handover(answer.data)
+        except (ValueError, RecursionError):
+            raise leg.failed(502, "answered something that is no JSON object", "bad_answer") from None
+        if found is not None and found[1].do_remote_prefill:
+            return found[0], found[1].ticket
+        if needs_answer:
             raise leg.failed(502, f"answered without {FIELD} that D could use", "bad_answer")
-        return Reply(self, pair, await self._decode(call, pair, params))
+        return None, None
 
-    async def _both_at_once(self, call: Call, pair: Pair, mode: Mode) -> Reply:
-        assert self._minter is not None
-        ticket = self._minter.mint(pair)
-        self._stats.tickets += 1
-        leg = self._prefill_leg(call, pair, source_params(mode, ticket))
+    async def _redeemed(
+        self, call: Call, headers: Sequence[Header], pair: Pair, found: tuple[bytes | None, str | None]
+    ) -> Answer | EventStream:
+        """D's answer; if there is none, P learns at once that its lease is for nobody."""
+        params, ticket = found
+        try:
+            return await self._decode(call, headers, pair.decode, params)
+        except BaseException:
+            self._give_back(pair.prefill, ticket)
+            raise
+
+    async def _both_at_once(
+        self,
+        call: Call,
+        headers: Sequence[Header],
+        route: Route,
+        pair: Pair,
+        leg: Leg,
+        params: bytes,
+        prefilling: Load,
+        decoding: Load,
+    ) -> Reply:
         source = asyncio.create_task(self._legs.whole(leg, self._settings.first_byte_s))
-        target = asyncio.create_task(self._decode(call, pair, target_params(mode, ticket)))
+        source.add_done_callback(lambda _: prefilling.give())
+        target = asyncio.create_task(self._decode(call, headers, pair.decode, params))
         try:
             await asyncio.wait((source, target), return_when=asyncio.FIRST_COMPLETED)
             if source.done() and not (target.done() and target.exception() is None):
                 source.result()  # P's failure is the cause of D's, where both have failed
-            return Reply(self, pair, await target, source)
+            return Reply(self, route, await target, decoding, source)
         except BaseException:
             await cancel((source, target))
             if not target.cancelled() and target.exception() is None:
                 _close(target.result())
+            # P may have leased it already, and D will not come for it
+            self._give_back(pair.prefill, msgspec.json.decode(params, type=dialects.Handover).ticket)
             raise
 
-    async def _decode(self, call: Call, pair: Pair, params: Mapping[str, Any]) -> bytes | EventStream:
-        body = decode_body(call.fields, params)
-        leg = Leg("decode", pair.decode, call.kind.value, call.headers, body)
+    def _give_back(self, worker: Worker, ticket: str | None) -> None:
+        if ticket is not None and self._discard is not None:
+            self._stats.discards += 1
+            self._discard(worker, ticket)
+
+    async def _decode(
+        self, call: Call, headers: Sequence[Header], worker: Worker, params: bytes | None
+    ) -> Answer | EventStream:
+        body = dialects.decode_body(call.data, call.fields, params)
+        leg = Leg("decode", worker, call.kind.value, headers, body)
         if call.stream:
             return await self._legs.stream(leg, call.deadline)
         answer = await self._legs.whole(leg)
-        decoded(leg, answer)
-        return without_params(answer)
+        try:
+            return Answer(dialects.without_params(answer.data), answer.headers)
+        except (ValueError, RecursionError):
+            raise leg.failed(502, "answered something that is not a JSON object", "bad_answer") from None
 
-    def _prefill_leg(self, call: Call, pair: Pair, params: Mapping[str, Any]) -> Leg:
-        body = prefill_body(call.fields, params)
-        return Leg("prefill", pair.prefill, call.kind.value, call.headers, body)
+    # --- learning
+
+    def _worked(self, route: Route, tries: _Tries) -> None:
+        health = self._roster.health
+        if health:
+            health.ok(route.decode.peer)
+            if route.prefill is not None:
+                health.ok(route.prefill.peer)
+        if tries.names:
+            self._prefixes.note(route.decode.peer, tries.names)
+            if route.prefill is not None:
+                self._prefixes.note(route.prefill.peer, tries.names)
+
+    def _note(self, call: Call, route: Route, tries: _Tries, error: LegError) -> None:
+        """Blame a failed leg, and raise its fault where nobody else may be asked."""
+        count(self._stats.failures, f"{error.side}:{error.fault.code}")
+        tries.last = error
+        if error.final:
+            raise error.fault
+        if error.stale and tries.stale < STALE_MAX:
+            tries.stale += 1
+            return
+        self._blame(error)
+        tries.doubts = _doubts(tries.doubts, route, error)
+        if error.side == "prefill":
+            tries.prefill_failures += 1
+            spent = tries.prefill_failures > self._settings.prefill_retries
+        else:
+            tries.decode_failures += 1
+            spent = tries.decode_failures > self._settings.decode_retries
+        if spent:
+            if error.side == "decode" or self._settings.fallback is not Fallback.LOCAL:
+                raise error.fault
+            tries.alone = "fallback"
+        self._stats.retries[error.side] += 1
+        log.info("request %s on %s: %s; asking others", call.name, route, error)
+
+    def _blame(self, error: LegError) -> None:
+        if error.busy or error.is_handoff:
+            return
+        news = self._roster.health.failed(error.worker.peer, _now())
+        if news is not None:
+            log.warning("%s; it is %s now", error, news.value)
+
+    # --- what outlasts a request
 
     def settle(self, source: asyncio.Task[Any]) -> None:
         """D has all it needs: let P finish in its own time, but not for ever."""
+        if source.done():
+            self._settled(source)
+            return
         task = asyncio.create_task(self._settle(source))
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
@@ -214,16 +415,38 @@ class Flow:
         finally:
             if not source.done():
                 await cancel([source])
+        self._settled(source)
+
+    def _settled(self, source: asyncio.Task[Any]) -> None:
         if not source.cancelled() and (error := source.exception()) is not None:
             code = error.fault.code if isinstance(error, LegError) else type(error).__name__
-            self._stats.failures[f"prefill:late:{code}"] += 1
+            count(self._stats.failures, f"prefill:late:{code}")
 
     async def close(self) -> None:
         """Nothing that this flow started is left afterwards."""
         await cancel(list(self._settling))
 
 
-def _close(decoding: bytes | EventStream) -> None:
+def _doubts(before: Doubts, route: Route, error: LegError) -> Doubts:
+    if error.is_handoff and route.prefill is not None:
+        # either may be to blame; with one P or one D the other may still pair anew
+        p, d = route.prefill.peer, route.decode.peer
+        return msgspec.structs.replace(before, shun={*before.shun, p, d}, tried={*before.tried, (p, d)})
+    return msgspec.structs.replace(before, avoid={*before.avoid, error.worker.peer})
+
+
+def _not_the_clients(error: LegError) -> LegError:
+    """D refuses what P answered: clients cannot send that field, so it is the handoff that failed."""
+    what = f"{error.side} worker {error.worker.name} refuses what it was handed: {error.fault.message}"
+    fault = ApiError(502, what, type="handoff_failed", code=error.fault.code)
+    return LegError(error.side, error.worker, fault)
+
+
+def _named(call: Call, request_id: str | None = None) -> Sequence[Header]:
+    return [*call.headers, (b"X-Request-Id", (request_id or call.name).encode())]
+
+
+def _close(decoding: Answer | EventStream) -> None:
     if isinstance(decoding, EventStream):
         decoding.close()
 

@@ -1,4 +1,4 @@
-"""One HTTP request to one worker: the place where aiohttp's errors become the router's.
+"""One HTTP request to one worker: the place where the wire's errors become the router's.
 
 Law: whatever a worker does (refuse, die, hang, talk nonsense) leaves as one `LegError` that says whether another worker
 may be asked; leaving a leg early closes its connection, which aborts the request in that worker.
@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from typing import Literal
 
-import aiohttp
 import msgspec
 
 from kvbaton.api import sse
 from kvbaton.api.errors import RETRY_AFTER_S, ApiError, out_of_time, read_error
+from kvbaton.protocol.ids import PeerId
+from kvbaton.router import wire
 from kvbaton.router.directory import Worker
 from kvbaton.router.settings import RouterSettings
+from kvbaton.router.wire import Exchange, Header, Pool
 
 Side = Literal["prefill", "decode"]
-KEEPALIVE_S = 15.0
+RETRY_AFTER_S_MAX = 3600
 _BUSY = (429, 503)
 _HANDOFF_FAILED = "handoff_failed"
 
@@ -28,13 +30,25 @@ _HANDOFF_FAILED = "handoff_failed"
 class LegError(Exception):
     """A worker did not do its part."""
 
-    def __init__(self, side: Side, worker: Worker, fault: ApiError, *, final: bool = False, lost: bool = False) -> None:
+    def __init__(
+        self,
+        side: Side,
+        worker: Worker,
+        fault: ApiError,
+        *,
+        final: bool = False,
+        lost: bool = False,
+        stale: bool = False,
+        busy: bool = False,
+    ) -> None:
         super().__init__(fault.message)
         self.side: Side = side
         self.worker = worker
         self.fault = fault  # what the client is told if nobody else is asked
         self.final = final  # the request itself is at fault: others would say the same
         self.lost = lost  # nothing was heard of the worker, so it is suspect
+        self.stale = stale  # an idle connection had been closed: the worker is not to blame
+        self.busy = busy  # it says that it is full, which is a sign of life
 
     @property
     def is_handoff(self) -> bool:
@@ -48,150 +62,194 @@ class Leg(msgspec.Struct, frozen=True):
     side: Side
     worker: Worker
     path: str
-    headers: Mapping[str, str]
+    headers: Sequence[Header]
     body: bytes | None
 
-    def failed(self, status: int, what: str, code: str, *, lost: bool = False) -> LegError:
+    def failed(self, status: int, what: str, code: str, *, lost: bool = False, stale: bool = False) -> LegError:
         message = f"{self.side} worker {self.worker.name} {what}"
-        return LegError(self.side, self.worker, ApiError(status, message, type="worker_error", code=code), lost=lost)
+        fault = ApiError(status, message, type="worker_error", code=code)
+        return LegError(self.side, self.worker, fault, lost=lost, stale=stale)
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A whole answer of status 200."""
+
+    data: bytes
+    headers: Sequence[Header]
 
 
 class Legs:
     """Sends legs over pooled connections. Use within `async with Legs.open(...)`."""
 
-    def __init__(self, session: aiohttp.ClientSession, settings: RouterSettings) -> None:
-        self._session = session
+    def __init__(self, pool: Pool, settings: RouterSettings) -> None:
+        self._pool = pool
         self._settings = settings
+        self._open: dict[PeerId, set[Exchange]] = {}
 
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, settings: RouterSettings) -> AsyncIterator[Legs]:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)  # in_flight_max is the bound
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_s)
-        async with aiohttp.ClientSession(
-            connector=connector, timeout=timeout, auto_decompress=True, cookie_jar=aiohttp.DummyCookieJar()
-        ) as session:
-            yield cls(session, settings)
+        pool = Pool(settings.connect_s)
+        try:
+            yield cls(pool, settings)
+        finally:
+            pool.close()
 
-    async def whole(self, leg: Leg, timeout_s: float | None = None) -> bytes:
-        """The body of a 200 answer."""
+    async def whole(self, leg: Leg, timeout_s: float | None = None) -> Answer:
+        """A 200 answer, read to its end."""
         with _translated(leg, timeout_s):
-            async with asyncio.timeout(timeout_s), self._send(leg) as response:
-                data = await self._read(leg, response)
-                _check_status(leg, response, data)
-                return data
+            async with asyncio.timeout(timeout_s):
+                exchange = await self._send(leg)
+                try:
+                    data = await exchange.whole(self._settings.answer_bytes_max)
+                    if exchange.status != 200:
+                        raise _refusal(leg, exchange.status, data, wire.header(exchange.headers, b"retry-after"))
+                    return Answer(data, exchange.headers)
+                finally:
+                    self._close(leg, exchange)
 
     async def stream(self, leg: Leg, deadline: float) -> EventStream:
         """An open stream whose first event has arrived; the caller closes it."""
         timeout_s = self._settings.first_byte_s
         with _translated(leg, timeout_s):
             async with asyncio.timeout(timeout_s):
-                response = await self._send(leg)
+                exchange = await self._send(leg)
                 try:
-                    if response.status != 200:
-                        _check_status(leg, response, await self._read(leg, response))
-                    stream = EventStream(leg, response, deadline)
+                    await exchange.head()
+                    if exchange.status != 200:
+                        data = await exchange.whole(self._settings.answer_bytes_max)
+                        raise _refusal(leg, exchange.status, data, wire.header(exchange.headers, b"retry-after"))
+                    stream = EventStream(self, leg, exchange, deadline)
                     await stream.begin()
                 except BaseException:
-                    response.close()
+                    self._close(leg, exchange)
                     raise
                 return stream
 
-    async def get(self, worker: Worker, path: str) -> bytes:
+    async def get(self, worker: Worker, path: str, headers: Sequence[Header] = ()) -> bytes:
         """What a worker says under `path`; for questions that cost nothing."""
-        return await self.whole(Leg("decode", worker, path, {}, None), self._settings.connect_s)
+        answer = await self.whole(Leg("decode", worker, path, headers, None), self._settings.probe_s)
+        return answer.data
 
-    def _send(self, leg: Leg) -> aiohttp.client._RequestContextManager:
+    def drop(self, peer: PeerId) -> int:
+        """Break off everything under way with a worker that is no longer listed; returns how much that was."""
+        found = list(self._open.get(peer, ()))
+        for exchange in found:
+            exchange.abort()
+        return len(found)
+
+    async def _send(self, leg: Leg) -> Exchange:
+        try:
+            place = wire.origin(leg.worker.url)
+        except ValueError as error:
+            raise wire.UnreachableError(str(error)) from None
         method = "GET" if leg.body is None else "POST"
-        url = leg.worker.url + leg.path
-        return self._session.request(method, url, data=leg.body, headers=leg.headers, allow_redirects=False)
+        data = wire.request_bytes(method, place, leg.path, leg.headers, leg.body)
+        exchange = await self._pool.exchange(place, data)
+        self._open.setdefault(leg.worker.peer, set()).add(exchange)
+        return exchange
 
-    async def _read(self, leg: Leg, response: aiohttp.ClientResponse) -> bytes:
-        pieces, size = [], 0
-        async for piece in response.content.iter_any():
-            size += len(piece)
-            if size > self._settings.answer_bytes_max:
-                raise leg.failed(502, f"answered more than {self._settings.answer_bytes_max} bytes", "bad_answer")
-            pieces.append(piece)
-        return b"".join(pieces)
+    def _close(self, leg: Leg, exchange: Exchange) -> None:
+        peer = leg.worker.peer
+        held = self._open.get(peer)
+        if held is not None:
+            held.discard(exchange)
+            if not held:
+                del self._open[peer]
+        exchange.close()
 
 
 @contextlib.contextmanager
 def _translated(leg: Leg, timeout_s: float | None) -> Iterator[None]:
     try:
         yield
-    except aiohttp.ServerTimeoutError:
-        raise leg.failed(504, "cannot be reached in time", "worker_unreachable", lost=True) from None
     except TimeoutError:
         raise leg.failed(504, f"gave no answer within {timeout_s} s", "worker_timeout", lost=True) from None
-    except aiohttp.ClientConnectorError as error:
-        raise leg.failed(502, f"cannot be reached ({error.strerror})", "worker_unreachable", lost=True) from None
-    except (aiohttp.ClientError, OSError) as error:
-        what = f"went away before its answer was complete ({type(error).__name__})"
+    except wire.UnreachableError as error:
+        raise leg.failed(502, f"cannot be reached ({error})", "worker_unreachable", lost=True) from None
+    except wire.StaleError as error:
+        raise leg.failed(502, str(error), "worker_died", stale=True) from None
+    except wire.GarbageError as error:
+        raise leg.failed(502, str(error), "bad_answer") from None
+    except wire.WireError as error:
+        what = f"went away before its answer was complete ({error})"
         raise leg.failed(502, what, "worker_died", lost=True) from None
 
 
 class EventStream:
-    """D's events after the first has come. Ends with `[DONE]` or with an `ApiError` that says why not."""
+    """D's events after the first has come. Ends as its kind of stream ends, or with an `ApiError` that says why not."""
 
-    def __init__(self, leg: Leg, response: aiohttp.ClientResponse, deadline: float) -> None:
+    def __init__(self, legs: Legs, leg: Leg, exchange: Exchange, deadline: float) -> None:
+        self.headers = exchange.headers
+        self.ended = False
+        self._legs = legs
         self._leg = leg
-        self._response = response
+        self._exchange: Exchange | None = exchange
+        self._late = False
         self._deadline = deadline
+        self._timer: asyncio.TimerHandle | None = None  # from the first event on
         self._relay = sse.Relay()
         self._first = b""
-        self.ended = False
 
     async def begin(self) -> None:
         """Wait for the first event; one that tells an error is a refusal like any other."""
-        while not self._first:
-            data = await self._response.content.readany()
+        assert self._exchange is not None
+        fresh = b""
+        while not fresh or sse.only_opens(fresh):
+            self._first += fresh
+            data = await self._exchange.read()
             if not data:
                 raise self._leg.failed(502, "ended its stream before the first event", "bad_answer")
-            self._first = self._feed(data)
-        first = next(sse.payloads(self._first), b"")
-        if first.startswith(b'{"error"'):
+            fresh = self._feed(data)
+        self._first += fresh
+        first = next(sse.payloads(fresh), b"")
+        if first.startswith((b'{"error"', b'{"type":"error"')):
             raise _refusal(self._leg, _status_in(first), first, None)
+        self._timer = asyncio.get_running_loop().call_at(self._deadline, self._expire)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Bytes of whole events, as they come."""
+        assert self._exchange is not None
         yield self._first
         while True:
             try:
-                async with asyncio.timeout_at(self._deadline):
-                    data = await self._response.content.readany()
-            except TimeoutError:
-                raise out_of_time("the request's deadline passed in mid-stream") from None
-            except (aiohttp.ClientError, OSError) as error:
-                raise self._broke(type(error).__name__) from None
-            if not data:
-                break
-            if whole := self._feed(data):
+                data = await self._exchange.read()
+                whole = self._feed(data)
+            except wire.WireError as error:
+                raise self._broke(str(error)) from None
+            except LegError as error:
+                raise error.fault from None
+            if whole:
                 yield whole
+            elif not data:
+                break
         if not self._relay.ended:
-            raise self._broke("no [DONE]")
+            raise self._broke("its stream stops short")
         self.ended = True
 
     def close(self) -> None:
-        """Closes the connection too, unless the stream came to its end: that is what aborts D."""
-        if self.ended:
-            self._response.release()
-        else:
-            self._response.close()
+        """Closes the connection too, unless the stream came to its end: that is what aborts D. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            self._legs._close(self._leg, exchange)
 
     def _feed(self, data: bytes) -> bytes:
         try:
             return self._relay.feed(data)
         except sse.TooLongError as error:
-            raise self._leg.failed(502, f"sent {error}", "bad_answer").fault from None
+            raise self._leg.failed(502, f"sent {error}", "bad_answer") from None
+
+    def _expire(self) -> None:
+        self._late = True
+        if self._exchange is not None:
+            self._exchange.abort()
 
     def _broke(self, what: str) -> ApiError:
+        if self._late:
+            return out_of_time("the request's deadline passed in mid-stream")
         return self._leg.failed(502, f"went away in mid-stream ({what})", "worker_died").fault
-
-
-def _check_status(leg: Leg, response: aiohttp.ClientResponse, data: bytes) -> None:
-    if response.status != 200:
-        raise _refusal(leg, response.status, data, response.headers.get("Retry-After"))
 
 
 def _refusal(leg: Leg, status: int, data: bytes, retry_after: str | None) -> LegError:
@@ -201,7 +259,8 @@ def _refusal(leg: Leg, status: int, data: bytes, retry_after: str | None) -> Leg
         return LegError(leg.side, leg.worker, fault, final=True)
     busy = status in _BUSY
     if busy:
-        fault.retry_after_s = int(retry_after) if retry_after and retry_after.isdigit() else RETRY_AFTER_S
+        given = retry_after is not None and retry_after.isascii() and retry_after.isdigit()
+        fault.retry_after_s = min(int(str(retry_after)[:9]), RETRY_AFTER_S_MAX) if given else RETRY_AFTER_S
     known = fault.type not in ("unknown_error", "")
     message = f"{leg.side} worker {leg.worker.name} answered {status}: {fault.message}"
     told = ApiError(
@@ -211,21 +270,10 @@ def _refusal(leg: Leg, status: int, data: bytes, retry_after: str | None) -> Leg
         code=fault.code or "worker_failed",
         retry_after_s=fault.retry_after_s,
     )
-    return LegError(leg.side, leg.worker, told)
+    return LegError(leg.side, leg.worker, told, busy=busy)
 
 
 def _status_in(payload: bytes) -> int:
     """The status that vLLM puts into the error event of a stream that it has begun with 200."""
-    code = read_error(500, payload).code
-    return int(code) if code is not None and code.isdigit() and 400 <= int(code) < 600 else 500
-
-
-def decoded(leg: Leg, data: bytes) -> dict[str, Any]:
-    """A worker's answer as an object."""
-    try:
-        answer = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise leg.failed(502, "answered something that is not JSON", "bad_answer") from None
-    if not isinstance(answer, dict):
-        raise leg.failed(502, f"answered a JSON {type(answer).__name__}, not an object", "bad_answer")
-    return answer
+    code = read_error(500, payload).code or ""
+    return int(code) if len(code) == 3 and code.isascii() and code.isdigit() and code[0] in "45" else 500

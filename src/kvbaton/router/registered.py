@@ -7,15 +7,17 @@ from typing import Protocol
 
 from kvbaton.api.params import Mode
 from kvbaton.control.registry import Entry, WorkerState
+from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.directory import ALL_MODES, State, Worker
 
 
 class _Registry(Protocol):
     def workers(self) -> tuple[Entry, ...]: ...
+    def discard(self, worker: WorkerId, incarnation: Incarnation, tickets: Sequence[str]) -> int: ...
 
 
 class RegistryDirectory:
-    """A directory over `RegistryServer`, whose list is a new tuple whenever it changes."""
+    """A directory over `RegistryServer`, whose list is a new tuple whenever it changes. Never blocks."""
 
     def __init__(self, registry: _Registry) -> None:
         self._registry = registry
@@ -27,6 +29,10 @@ class RegistryDirectory:
         if entries is not self._entries:
             self._entries, self._workers = entries, tuple(map(_worker, entries))
         return self._workers
+
+    def discard(self, worker: Worker, ticket: str) -> None:
+        """Have P told that nobody will use this ticket. What cannot be told is released when its lease runs out."""
+        self._registry.discard(worker.name, worker.incarnation, (ticket,))
 
 
 def _worker(entry: Entry) -> Worker:
@@ -40,5 +46,13 @@ def _worker(entry: Entry) -> Worker:
         modes if told.modes else ALL_MODES,
         told.transports,
         told.compat_digest,
-        State.SERVING if entry.state is WorkerState.READY else State.SUSPECT,
+        _state(entry),
+        told.host,
+        tp_size=told.tp_size,
     )
+
+
+def _state(entry: Entry) -> State:
+    if entry.draining:
+        return State.DRAINING  # also if it is silent: it will not come back
+    return State.SERVING if entry.state is WorkerState.READY else State.SUSPECT

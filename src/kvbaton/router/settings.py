@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 import math
 
 import msgspec
 
 from kvbaton.api.params import Mode
+from kvbaton.router.policy import Policy
+
+
+class Fallback(enum.StrEnum):
+    """What becomes of a request for which no prefill worker is left."""
+
+    STRICT = "strict"  # an explicit error
+    LOCAL = "local"  # the decode worker computes the prompt itself
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,6 +23,12 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     mode: Mode = Mode.PULL  # where the client names none
     modes_allowed: tuple[Mode, ...] = tuple(Mode)  # what the header x-kvbaton-mode may ask for
+    policy: Policy = Policy.LEAST_LOADED
+    same_host: bool = True  # a pair on one host goes before others
+    fallback: Fallback = Fallback.STRICT
+    disagg_min_tokens: int = 0  # a prompt with fewer tokens to compute goes to D alone
+    chars_per_token: float = 4.0  # how the length of a text is estimated
+    prefix_pieces_max: int = 65_536  # beginnings of prompts that are remembered, of 256 bytes each
     deadline_s: float = 300.0  # of a whole request, its stream included
     first_byte_s: float = 120.0  # of one try: P's answer, and D's first event
     connect_s: float = 5.0
@@ -21,7 +36,12 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill_retries: int = 2  # further tries after a P failed, each with another one
     decode_retries: int = 1  # further tries after a D failed before its first byte
     suspect_s: float = 2.0  # who failed a request is asked last for this long
+    breaker_failures: int = 3  # in a row; then a worker is asked no more until a probe is answered
+    probe_s: float = 2.0  # of a probe's answer
+    probe_min_s: float = 0.5  # until the first probe of a broken worker; doubled each time
+    probe_max_s: float = 15.0
     settle_s: float = 5.0  # P may finish this long after D's answer has ended
+    drain_s: float = 30.0  # requests under way may take this long when the router is told to stop
     ticket_ttl_s: float = 120.0
     in_flight_max: int = 2048  # requests to engines; beyond it clients get 429
     body_bytes_max: int = 4 << 20
@@ -32,8 +52,16 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, float) and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{field.name}: got {value!r}, expected seconds above 0")
-            if type(value) is int and value < (0 if field.name.endswith("retries") else 1):
-                raise ValueError(f"{field.name}: got {value!r}, expected a larger number")
+                raise ValueError(f"{field.name}: got {value!r}, expected a number above 0")
+            least = 0 if field.name.endswith(("retries", "_tokens", "pieces_max")) else 1
+            if type(value) is int and value < least:
+                raise ValueError(f"{field.name}: got {value!r}, expected {least} or more")
         if self.mode not in self.modes_allowed:
             raise ValueError(f"mode: {self.mode} is not among the modes allowed")
+        if self.probe_min_s > self.probe_max_s:
+            raise ValueError(f"probe_min_s: {self.probe_min_s} is more than probe_max_s, {self.probe_max_s}")
+
+    @property
+    def wants_prefixes(self) -> bool:
+        """Whether beginnings of prompts are worth remembering."""
+        return self.policy is Policy.PREFIX or self.disagg_min_tokens > 0

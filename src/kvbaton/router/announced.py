@@ -1,0 +1,100 @@
+"""Workers that announced themselves in a plain format, and several directories as one, in the router's form.
+
+Law: who comes from an earlier directory is never displaced by one of a later: a worker of a later one whose name or URL
+is taken is left out. So the directory that is trusted most stands first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from kvbaton.api.params import Mode
+from kvbaton.api.request_ids import parse_address
+from kvbaton.control.plain import Announcement, Fleet, Listed
+from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, WorkerId
+from kvbaton.router.directory import Dialect, State, Worker, WorkerDirectory
+
+_ROLES: dict[str, Literal["prefill", "decode"]] = {"P": "prefill", "D": "decode"}
+_DIALECTS = {
+    Fleet.MORIIO_READ: (Dialect.MORIIO, Mode.PULL),
+    Fleet.MORIIO_WRITE: (Dialect.MORIIO, Mode.PUSH),
+    Fleet.P2P_NCCL: (Dialect.P2P_NCCL, Mode.PULL),
+}
+
+
+class _Listener(Protocol):
+    def workers(self) -> tuple[Listed, ...]: ...
+
+
+class AnnouncedDirectory:
+    """A directory over `PlainListener`, whose list is a new tuple whenever it changes."""
+
+    def __init__(self, listener: _Listener) -> None:
+        self._listener = listener
+        self._listed: tuple[Listed, ...] = ()
+        self._workers: tuple[Worker, ...] = ()
+
+    def snapshot(self) -> Sequence[Worker]:
+        listed = self._listener.workers()
+        if listed is not self._listed:
+            self._listed, self._workers = listed, tuple(map(_worker, listed))
+        return self._workers
+
+
+class Directories:
+    """Several directories as one: each in its order, one after the other."""
+
+    def __init__(self, *parts: WorkerDirectory) -> None:
+        self._parts = parts
+        self._found: tuple[tuple[Worker, ...], ...] = ()
+        self._workers: tuple[Worker, ...] = ()
+
+    def snapshot(self) -> Sequence[Worker]:
+        """The same tuple while no part has changed."""
+        found = tuple(tuple(part.snapshot()) for part in self._parts)
+        if found != self._found:  # the same tuples are not looked into
+            self._found, self._workers = found, _merged(found)
+        return self._workers
+
+
+def worker_name(announcement: Announcement) -> WorkerId:
+    """A legal name, different for different keys: `P-10.0.0.1-8100`, and for IPv6 `P-_fe80__1_-8100`.
+
+    No host name begins with `_`, so neither that form nor the digest of a long host name can be mistaken for one.
+    """
+    host, _, port = announcement.http_address.rpartition(":")
+    name = f"{announcement.role}-{host.translate(_LEGAL)}-{port}"
+    if len(name) > WORKER_ID_CHARS_MAX:
+        digest = hashlib.sha256(host.encode()).hexdigest()
+        name = f"{announcement.role}-_{host[:16]}_{digest[:32]}-{port}"
+    return WorkerId(name)
+
+
+_LEGAL = str.maketrans("[:]", "___")
+
+
+def _worker(listed: Listed) -> Worker:
+    told = listed.announcement
+    dialect, mode = _DIALECTS[told.fleet]
+    return Worker(
+        worker_name(told),
+        _ROLES[told.role],
+        f"http://{told.http_address}",
+        listed.incarnation,
+        (mode,),
+        state=State.SUSPECT if listed.suspect else State.SERVING,
+        dialect=dialect,
+        address=str(parse_address(told.zmq_address)),
+        tp_size=told.tp_size,
+    )
+
+
+def _merged(parts: Sequence[Sequence[Worker]]) -> tuple[Worker, ...]:
+    merged: list[Worker] = []
+    for part in parts:
+        urls = {worker.url for worker in merged}
+        names = {worker.name for worker in merged}
+        merged += [worker for worker in part if worker.name not in names and worker.url not in urls]
+    return tuple(merged)

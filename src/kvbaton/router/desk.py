@@ -1,0 +1,130 @@
+"""What operators call: which models there are, whether a pair can serve, who is there and how they fare.
+
+Law: nothing here changes anything; what changes a cluster is authenticated and goes through the registry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvbaton.api import prometheus
+from kvbaton.api.errors import unavailable
+from kvbaton.router import policy
+from kvbaton.router.directory import State, Worker
+from kvbaton.router.door import Answer, Request, json_answer
+from kvbaton.router.flow import Flow
+from kvbaton.router.legs import LegError, Legs
+from kvbaton.router.roster import Roster, View
+from kvbaton.router.settings import Fallback, RouterSettings
+from kvbaton.router.stats import RouterStats
+
+_AUTH = b"authorization"
+
+
+class Desk:
+    """What operators call."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        legs: Legs,
+        flow: Flow,
+        settings: RouterSettings,
+        stats: RouterStats,
+        draining: asyncio.Event,
+    ) -> None:
+        self._roster = roster
+        self._legs = legs
+        self._flow = flow
+        self._settings = settings
+        self._stats = stats
+        self._draining = draining
+
+    async def models(self, request: Request) -> Answer:
+        """What a worker serves; the first that answers speaks for all, since pairs are made of equals."""
+        headers = [header for header in request.headers if header[0] == _AUTH]
+        refused: LegError | None = None
+        for worker in self._view().workers:
+            if worker.state is State.BROKEN:
+                continue
+            try:
+                data = await self._legs.get(worker, "/v1/models", headers)
+            except LegError as error:
+                refused = error if error.final else refused
+                continue
+            return Answer(data)
+        if refused is not None:
+            raise refused.fault
+        raise unavailable("no worker that could say which models there are", "no_worker")
+
+    async def health(self, _: Request) -> Answer:
+        """200 if a pair can serve the default mode or one that stands in for it, or if D may do without P."""
+        view = self._view()
+        pairs = {str(mode): len(view.pairs(mode)) for mode in self._settings.modes_allowed}
+        status = "ok" if any(pairs.values()) else self._without_pairs(view)
+        if self._draining.is_set():
+            status = "draining"
+        body: dict[str, Any] = {"status": status, "workers": _states(view), "pairs": pairs}
+        if not any(pairs.values()):
+            body["reason"] = policy.explain(view.workers, self._settings.mode)
+        ready = status in ("ok", "degraded")
+        return json_answer(body, 200 if ready else 503, None if ready else {"Retry-After": "1"})
+
+    def _without_pairs(self, view: View) -> str:
+        if self._settings.fallback is Fallback.LOCAL and policy.alone(view.workers, 0) is not None:
+            return "degraded"
+        return "unavailable"
+
+    async def workers(self, _: Request) -> Answer:
+        view = self._view()
+        return json_answer({"workers": [self._shown(worker, view) for worker in view.workers]})
+
+    async def metrics(self, _: Request) -> Answer:
+        text = prometheus.render(self._numbers(), "kvbaton_router")
+        return Answer(text.encode(), content_type=prometheus.CONTENT_TYPE)
+
+    async def stats(self, _: Request) -> Answer:
+        return json_answer(self._numbers())
+
+    def _numbers(self) -> Mapping[str, Any]:
+        states: dict[str, int] = {}
+        for worker in self._view().workers:
+            key = f"{worker.role}:{worker.state}"
+            states[key] = states.get(key, 0) + 1
+        numbers = self._stats.as_numbers()
+        return {**numbers, "breakers_opened_total": self._roster.health.opened, "workers": states}
+
+    def _shown(self, worker: Worker, view: View) -> dict[str, Any]:
+        shown: dict[str, Any] = msgspec.to_builtins(worker)
+        shown |= {"incarnation": f"{worker.incarnation:016x}", "tokens_under_way": self._flow.loads.get(worker.peer, 0)}
+        with contextlib.suppress(StopIteration):
+            shown["unpaired"] = next(self._why_unpaired(worker, view))
+        return shown
+
+    def _why_unpaired(self, worker: Worker, view: View) -> Any:
+        """The reason why a worker serves nobody, if it does not."""
+        for mode in self._settings.modes_allowed:
+            if any(worker.peer in (pair.prefill.peer, pair.decode.peer) for pair in view.pairs(mode)):
+                return
+        others = [other for other in view.workers if other.peer != worker.peer]
+        for other in others:
+            for p, d in ((worker, other), (other, worker)):
+                if p.prefills and d.decodes and (reason := policy.mismatch(p, d, self._settings.mode)) is not None:
+                    yield reason
+        yield policy.explain(view.workers, self._settings.mode)
+
+    def _view(self) -> View:
+        return self._roster.view(asyncio.get_running_loop().time())
+
+
+def _states(view: View) -> dict[str, dict[str, int]]:
+    states: dict[str, dict[str, int]] = {}
+    for worker in view.workers:
+        count = states.setdefault(worker.role, {})
+        count[worker.state] = count.get(worker.state, 0) + 1
+    return states

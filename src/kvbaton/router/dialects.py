@@ -1,0 +1,154 @@
+"""What each leg is asked: the client's own fields, changed only where the handoff needs it, in the worker's dialect.
+
+Laws: P computes the prompt and one token, whatever the client wants; D gets the client's body as it came, with one
+field added. No address in a request id comes from a client: both are what the workers registered.
+
+    kvbaton    P's parameters ask for a lease (pull), or both sides get one ticket (stream, push)
+    moriio     both sides get one transfer id, and a request id that holds both addresses; pull is READ, push is WRITE
+    p2p_nccl   both sides get a request id that holds both addresses; what P answers, if anything, goes to D
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from kvbaton.api import request_ids
+from kvbaton.api.bodies import Kind
+from kvbaton.api.params import FIELD, LEASE_FOR_PULL, Mode, source_params, target_params
+from kvbaton.protocol.ids import TransferId, handoff_id
+from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.router.directory import Dialect
+from kvbaton.router.policy import Pair
+
+_encode = msgspec.json.Encoder().encode
+_LEASE = _encode(LEASE_FOR_PULL)
+_KEY = b',"kv_transfer_params":'
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """What the two legs of one try are told besides the client's fields, as JSON."""
+
+    source: bytes | None
+    target: bytes | None  # None in pull: P's answer says
+    request_id: str | None = None  # instead of the client's
+    needs_answer: bool = True  # D cannot do without what P answers
+
+
+class TicketMinter:
+    """Signs the tickets of handoffs that begin on both sides at once."""
+
+    def __init__(
+        self,
+        key: bytes,
+        ttl_s: float,
+        *,
+        wall: Callable[[], float] = time.time,
+        new_id: Callable[[], TransferId] = lambda: TransferId(secrets.token_hex(16)),
+    ) -> None:
+        self._key = key
+        self._ttl_s = ttl_s
+        self._wall = wall
+        self._new_id = new_id
+
+    def mint(self, pair: Pair) -> str:
+        """A ticket for one handoff between the two; never given out twice."""
+        expires_unix_s = self._wall() + self._ttl_s
+        ticket = Ticket(handoff_id(self._new_id()), pair.prefill.name, expires_unix_s, target=pair.decode.name)
+        return seal(ticket, self._key)
+
+
+def can_mint(pair: Pair, mode: Mode, minter: TicketMinter | None) -> bool:
+    """Whether this router can begin a handoff of the pair in `mode`."""
+    return mode is Mode.PULL or minter is not None or pair.prefill.dialect is not Dialect.OWN
+
+
+def ask(pair: Pair, mode: Mode, minter: TicketMinter | None) -> Ask:
+    """Everything that is new for one try: nothing of it was used before."""
+    dialect = pair.prefill.dialect
+    if dialect is Dialect.OWN:
+        if mode is Mode.PULL:
+            return Ask(_LEASE, None)
+        assert minter is not None
+        ticket = minter.mint(pair)
+        return Ask(_encode(source_params(mode, ticket)), _encode(target_params(mode, ticket)))
+    unique = secrets.token_hex(16)
+    name = request_ids.build(
+        request_ids.parse_address(pair.prefill.address), request_ids.parse_address(pair.decode.address), unique
+    )
+    if dialect is Dialect.P2P_NCCL:
+        return Ask(_LEASE, None, name, needs_answer=False)
+    return _moriio(pair, mode, unique, name)
+
+
+def _moriio(pair: Pair, mode: Mode, unique: str, name: str) -> Ask:
+    both = {"remote_engine_id": None, "remote_block_ids": None, "transfer_id": f"tx-{unique}", "remote_dp_size": 1}
+    source = {"do_remote_decode": True, "do_remote_prefill": False, **both}
+    if mode is Mode.PULL:
+        return Ask(_encode(source), None, name)
+    target = {"do_remote_decode": False, "do_remote_prefill": True, **both}
+    return Ask(
+        _encode({**source, "remote_tp_size": pair.decode.tp_size}),
+        _encode({**target, "remote_tp_size": pair.prefill.tp_size}),
+        name,
+    )
+
+
+def prefill_body(kind: Kind, fields: Mapping[str, Any], params: bytes) -> bytes:
+    """Asks P for the prompt's KV and one token, which nobody reads."""
+    body: dict[str, Any] = {**fields, "stream": False, FIELD: msgspec.Raw(params)}
+    body.pop("stream_options", None)
+    if body.get("min_tokens"):
+        body["min_tokens"] = 1
+    if kind is Kind.RESPONSES:
+        return _encode(body | {"max_output_tokens": 1, "store": False})
+    body["max_tokens"] = 1
+    if body.get("max_completion_tokens") is not None:
+        body["max_completion_tokens"] = 1
+    return _encode(body)
+
+
+def decode_body(data: bytes | None, fields: Mapping[str, Any], params: bytes | None) -> bytes:
+    """Asks D for the client's answer. `data` is the client's own JSON object, None where it stood for several."""
+    if data is None or FIELD in fields:
+        body = {name: value for name, value in fields.items() if name != FIELD}
+        return _encode(body if params is None else {**body, FIELD: msgspec.Raw(params)})
+    if params is None:
+        return data
+    return b"".join((data[: data.rindex(b"}")], _KEY, params, b"}"))
+
+
+class _Prefilled(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class Handover(msgspec.Struct, frozen=True):
+    """What P says about the KV that it holds; other systems' fields pass unread."""
+
+    do_remote_prefill: bool = False
+    ticket: str | None = None
+
+
+_prefilled = msgspec.json.Decoder(_Prefilled)
+_handover = msgspec.json.Decoder(Handover)
+
+
+def handover(answer: bytes) -> tuple[bytes, Handover] | None:
+    """P's parameters for D, as they came and as they read; None if there are none. `ValueError` if it is no answer."""
+    raw = _prefilled.decode(answer).kv_transfer_params
+    if isinstance(raw, msgspec.UnsetType) or bytes(raw) == b"null":
+        return None
+    return bytes(raw), _handover.decode(raw)
+
+
+def without_params(answer: bytes) -> bytes:
+    """D's answer as the client may see it; `ValueError` if it is not a JSON object."""
+    if isinstance(_prefilled.decode(answer).kv_transfer_params, msgspec.UnsetType):
+        return answer
+    fields = msgspec.json.decode(answer)
+    fields.pop(FIELD, None)
+    return _encode(fields)

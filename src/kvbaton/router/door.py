@@ -1,0 +1,437 @@
+"""The router's HTTP/1.1 door: connections of clients, parsed by httptools, each answered one request at a time.
+
+Laws: every request gets one answer, whatever its handler does: an `Answer`, a stream that ends explicitly, or OpenAI's
+error object. A client that goes away cancels its handler. Nothing that a client sends grows without bound (headers,
+body, requests sent ahead, connections) and nothing it fails to send is waited for without end.
+
+A server of general use costs a third of what this router may spend on a request (docs/decisions/0007).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from http import HTTPStatus
+from typing import Any, Protocol, cast
+
+import httptools
+import msgspec
+
+from kvbaton.api import sse
+from kvbaton.api.errors import ApiError, internal, too_large
+from kvbaton.api.http import BACKLOG, KEEPALIVE_S, SHUTDOWN_S, port_error
+from kvbaton.router.wire import HEADERS_BYTES_MAX, Header
+
+log = logging.getLogger(__name__)
+
+HEADERS_MAX = 128
+HEAD_S = 30.0
+"""From the first byte of a request to the last of its headers."""
+AHEAD_MAX = 16
+"""Requests that a client may send before the answer to an earlier one."""
+UNREAD_BYTES_MAX = 64 << 10
+CONNECTIONS_MAX = 16_384
+LINGER_S = 1.0
+"""A client that was refused may go on sending for this long before it is cut off."""
+SWEEP_S = 1.0
+
+_encode = msgspec.json.Encoder().encode
+_STATUS = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_JSON = b"Content-Type: application/json\r\n"
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class Request:
+    """One request, read to its end. Names of headers are in lower case."""
+
+    __slots__ = ("body", "headers", "method", "path")
+
+    def __init__(self, method: str, path: str, headers: list[Header], body: bytes) -> None:
+        self.method = method
+        self.path = path
+        self.headers = headers
+        self.body = body
+
+    def header(self, name: bytes) -> str | None:
+        for known, value in self.headers:
+            if known == name:
+                return value.decode("latin-1")
+        return None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A whole answer."""
+
+    body: bytes
+    status: int = 200
+    headers: Mapping[str, str] = {}
+    content_type: str = "application/json"
+
+
+class Events(msgspec.Struct, frozen=True):
+    """A stream of events. What fails before the first is an answer like any other, what fails later is told in it.
+
+    `headers` may be filled until the first event has come. A client that has not read by the deadline is cut off.
+    """
+
+    source: AsyncGenerator[bytes, None]
+    headers: Mapping[str, str]
+    deadline: float
+    tell: Callable[[ApiError], bytes] = sse.error_event
+
+
+Handler = Callable[[Request], Awaitable[Answer | Events]]
+
+
+class Site(Protocol):
+    """What a door leads to."""
+
+    @property
+    def body_bytes_max(self) -> int: ...
+    @property
+    def body_s(self) -> float: ...
+    def handler(self, method: str, path: str) -> Handler:
+        """Who answers; `ApiError` if nobody does."""
+
+
+def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
+    return Answer(_encode(value), status, headers or {})
+
+
+def error_answer(error: ApiError) -> Answer:
+    return json_answer(error.body, error.status, error.headers)
+
+
+class _Connection(asyncio.Protocol):
+    """One client's connection. Callbacks of asyncio and of the parser are below."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._site = door.site
+        self._loop = door.loop
+        self._transport: asyncio.Transport = cast(asyncio.Transport, None)  # from connection_made on
+        self._parser = httptools.HttpRequestParser(self)
+        self._ahead: deque[tuple[Request, bool, bool]] = deque()  # with: keeps the connection, is of HTTP/1.1
+        self._task: asyncio.Task[None] | None = None
+        self._unparsed: list[bytes] = []
+        self._unparsed_bytes = 0
+        self._writable: asyncio.Future[None] | None = None
+        self._is_full = False
+        self._fault: ApiError | None = None  # what is wrong with the request that is being read
+        self._reading_since: float | None = None
+        self._has_head = False
+        self._closing = False
+        self.active_at = self._loop.time()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._url = b""
+        self._headers: list[Header] = []
+        self._body: list[bytes] = []
+        self._head_bytes = 0
+        self._body_bytes = 0
+        self._has_head = False
+
+    @property
+    def is_busy(self) -> bool:
+        return self._task is not None or bool(self._ahead)
+
+    def overdue(self, now: float) -> bool:
+        """Whether it is not worth keeping: silent for too long, or slow to say what it wants."""
+        if self.is_busy or self._fault is not None:
+            return False
+        if self._reading_since is None:
+            return now - self.active_at > KEEPALIVE_S
+        return now - self._reading_since > (self._site.body_s if self._has_head else HEAD_S)
+
+    def give_up(self) -> None:
+        """Close a connection that is overdue, with a word if a request had begun."""
+        if self._reading_since is None:
+            self._transport.close()
+            return
+        what = "body" if self._has_head else "headers"
+        said = f"{what}: not complete within {self._site.body_s if self._has_head else HEAD_S} s"
+        self._refuse(ApiError(408, said, type="timeout_error", code=f"{what}_timeout", param=what))
+
+    def close_when_idle(self) -> None:
+        self._closing = True
+        if not self.is_busy:
+            self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    # --- answering
+
+    def _next(self) -> None:
+        """Answer the next request, or read on."""
+        if self._ahead:
+            request, keeps, is_new = self._ahead.popleft()
+            self._task = self._loop.create_task(self._serve(request, keeps and not self._closing, is_new))
+            return
+        self.active_at = self._loop.time()
+        if self._fault is not None:
+            self._refuse(self._fault)
+        elif self._closing:
+            self._transport.close()
+        elif self._unparsed:
+            data = b"".join(self._unparsed)
+            self._unparsed.clear()
+            if self._unparsed_bytes > UNREAD_BYTES_MAX:
+                self._transport.resume_reading()
+            self._unparsed_bytes = 0
+            self.data_received(data)
+
+    async def _serve(self, request: Request, keeps: bool, is_new: bool) -> None:
+        try:
+            keeps = await self._answer(request, keeps, is_new)
+        except (asyncio.CancelledError, ConnectionError):
+            keeps = False
+            self._transport.abort()
+        finally:
+            self._task = None
+        if keeps and not self._closing:
+            self._next()
+        else:
+            self._transport.close()
+
+    async def _answer(self, request: Request, keeps: bool, is_new: bool) -> bool:
+        """Whether the connection can be used again."""
+        try:
+            found = await self._site.handler(request.method, request.path)(request)
+            if isinstance(found, Events):
+                return await self._stream(found, keeps, is_new)
+        except ApiError as error:
+            found = error_answer(error)
+        except ConnectionError:
+            raise
+        except Exception:
+            log.exception("%s %s", request.method, request.path)
+            found = error_answer(internal())
+        self._transport.write(_whole(found, keeps, is_new, request.method == "HEAD"))
+        return keeps
+
+    async def _stream(self, events: Events, keeps: bool, is_new: bool) -> bool:
+        """Send events as they come."""
+        async with contextlib.aclosing(events.source) as source:
+            data = await anext(source, b"")
+            keeps = keeps and is_new
+            head = [_STATUS[200], b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\n"]
+            head += _lines(events.headers)
+            head.append(b"Transfer-Encoding: chunked\r\n" if is_new else b"")
+            head.append(b"\r\n" if keeps else b"Connection: close\r\n\r\n")
+            self._transport.write(b"".join(head) + (_chunk(data) if is_new else data))
+            try:
+                async for data in source:
+                    self._transport.write(_chunk(data) if is_new else data)
+                    if self._is_full:
+                        await self._room(events.deadline)
+                data = b""
+            except ApiError as error:
+                data = events.tell(error)
+            except ConnectionError:
+                raise
+            except Exception:
+                log.exception("in mid-stream")
+                data = events.tell(internal())
+            self._transport.write((_chunk(data) if data else b"") + b"0\r\n\r\n" if is_new else data)
+        return keeps
+
+    async def _room(self, deadline: float) -> None:
+        """Wait until the client has read some of what was sent."""
+        self._writable = self._loop.create_future()
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._writable
+        except TimeoutError:
+            raise ConnectionAbortedError("the client did not read its stream in time") from None
+        finally:
+            self._writable = None
+
+    def _refuse(self, fault: ApiError) -> None:
+        """The last answer on this connection: what follows on it cannot be told apart."""
+        self._fault = fault
+        if self._transport.is_closing():
+            return
+        self._transport.write(_whole(error_answer(fault), False, True, False))
+        # Closing now, with bytes unread, would reset the connection and lose the answer on its way
+        self._transport.write_eof()
+        self._loop.call_later(LINGER_S, self._transport.abort)
+
+    # --- asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if not self._door.admit(self):
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._door.forget(self)
+        self._ahead.clear()
+        self._unparsed.clear()
+        self.resume_writing()
+        if self._task is not None:
+            self._task.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self._fault is not None:
+            return
+        if self.is_busy:  # sent ahead: kept, but not for ever
+            self._unparsed.append(data)
+            self._unparsed_bytes += len(data)
+            if self._unparsed_bytes > UNREAD_BYTES_MAX:
+                self._transport.pause_reading()
+            return
+        if not self._has_head:
+            self._head_bytes += len(data)
+        if self._reading_since is None:
+            self._reading_since = self._loop.time()
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fault = self._fault or ApiError(400, f"request: not HTTP/1.1 ({error})", code="bad_request")
+        if not self._has_head and not self._ahead and self._head_bytes > HEADERS_BYTES_MAX:
+            self._fault = self._fault or _too_many_headers()
+        if self._task is None:
+            if self._ahead:
+                self._next()
+            elif self._fault is not None:
+                self._refuse(self._fault)
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+
+    # --- the parser's callbacks
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+        if len(self._url) > HEADERS_BYTES_MAX:
+            self._fault = self._fault or _too_many_headers()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+        if len(self._headers) > HEADERS_MAX:
+            self._fault = self._fault or _too_many_headers()
+
+    def on_headers_complete(self) -> None:
+        self._has_head = True
+        for name, value in self._headers:
+            if name == b"expect" and value.lower() == b"100-continue" and not self.is_busy:
+                self._transport.write(_CONTINUE)
+            elif name == b"content-length" and int(value) > self._site.body_bytes_max:
+                self._fault = self._fault or too_large(self._site.body_bytes_max)
+
+    def on_body(self, data: bytes) -> None:
+        self._body_bytes += len(data)
+        if self._body_bytes > self._site.body_bytes_max:
+            self._fault = self._fault or too_large(self._site.body_bytes_max)
+        if self._fault is None:
+            self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        if self._fault is None:
+            method = self._parser.get_method().decode("ascii")
+            path = self._url.partition(b"?")[0].decode("latin-1")
+            body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+            keeps, is_new = self._parser.should_keep_alive(), self._parser.get_http_version() == "1.1"
+            self._ahead.append((Request(method, path, self._headers, body), keeps, is_new))
+            if len(self._ahead) > AHEAD_MAX:
+                self._fault = ApiError(400, f"request: more than {AHEAD_MAX} sent ahead", code="bad_request")
+        self._reading_since = None
+        self._reset()
+
+
+class Door:
+    """A listening port, while `serving` lasts."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.loop = asyncio.get_running_loop()
+        self.refused = 0  # connections beyond the bound
+        self._connections: set[_Connection] = set()
+
+    def admit(self, connection: _Connection) -> bool:
+        if len(self._connections) >= CONNECTIONS_MAX:
+            self.refused += 1
+            return False
+        self._connections.add(connection)
+        return True
+
+    def forget(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+
+    def connection(self) -> _Connection:
+        return _Connection(self)
+
+    async def sweep(self) -> None:
+        while True:
+            await asyncio.sleep(min(SWEEP_S, self.site.body_s / 4))
+            now = self.loop.time()
+            for connection in list(self._connections):
+                if connection.overdue(now):
+                    connection.give_up()
+
+    async def close(self) -> None:
+        """Let what is under way end, but not for long."""
+        for connection in list(self._connections):
+            connection.close_when_idle()
+        until = self.loop.time() + SHUTDOWN_S
+        while self._connections and self.loop.time() < until:
+            await asyncio.sleep(0.01)
+        for connection in list(self._connections):
+            connection.abort()
+        await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def serving(site: Site, host: str, port: int) -> AsyncIterator[str]:
+    """Listen while the context lasts; gives the URL (port 0 takes a free one). `PortInUseError` if it is taken."""
+    door = Door(site)
+    try:
+        server = await door.loop.create_server(door.connection, host, port, backlog=BACKLOG)
+    except OSError as error:
+        raise port_error(host, port, error) from None
+    sweeping = asyncio.create_task(door.sweep())
+    try:
+        address = server.sockets[0].getsockname()
+        yield f"http://[{address[0]}]:{address[1]}" if ":" in address[0] else f"http://{address[0]}:{address[1]}"
+    finally:
+        server.close()
+        sweeping.cancel()
+        await door.close()
+
+
+def _whole(answer: Answer, keeps: bool, is_new: bool, is_head: bool) -> bytes:
+    status = _STATUS.get(answer.status) or f"HTTP/1.1 {answer.status} Unknown\r\n".encode()
+    is_json = answer.content_type == "application/json"
+    parts = [status, _JSON if is_json else f"Content-Type: {answer.content_type}\r\n".encode()]
+    parts += _lines(answer.headers)
+    if not keeps:
+        parts.append(b"Connection: close\r\n")
+    elif not is_new:
+        parts.append(b"Connection: keep-alive\r\n")
+    parts.append(b"Content-Length: %d\r\n\r\n" % len(answer.body))
+    if not is_head:
+        parts.append(answer.body)
+    return b"".join(parts)
+
+
+def _lines(headers: Mapping[str, str]) -> Iterator[bytes]:
+    return (f"{name}: {value}\r\n".encode("latin-1", "replace") for name, value in headers.items())
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+
+
+def _too_many_headers() -> ApiError:
+    said = f"headers: more than {HEADERS_MAX}, or than {HEADERS_BYTES_MAX} bytes"
+    return ApiError(431, said, param="headers", code="headers_too_large")

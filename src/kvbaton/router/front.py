@@ -1,0 +1,231 @@
+"""What clients call: OpenAI's endpoints, each body checked once, each answer that of one engine.
+
+Laws: a body that stands for one request goes on as the bytes that came; only one that stands for several is taken apart
+and joined. A stream goes on as the bytes that came. Whatever ends a client's request (answer, error, deadline, the
+client itself) ends both of its legs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from kvbaton.api import responses, sse
+from kvbaton.api.bodies import Body, Kind, parse
+from kvbaton.api.errors import ApiError, bad_field, full, read_error, unavailable
+from kvbaton.api.gather import all_of, interleave
+from kvbaton.api.http import REQUEST_ID, checked_request_id
+from kvbaton.api.merge import Joiner, Part, join, split
+from kvbaton.api.params import FIELD, Mode
+from kvbaton.router.door import Answer, Events, Request
+from kvbaton.router.flow import Call, Flow, Reply
+from kvbaton.router.settings import RouterSettings
+from kvbaton.router.stats import RouterStats, count
+from kvbaton.router.wire import Header
+
+MODE_HEADER = "x-kvbaton-mode"
+PAIR_HEADER = "x-kvbaton-pair"
+_MODE_HEADER = MODE_HEADER.encode()
+
+_HOP = frozenset(
+    [
+        b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
+        b"trailer", b"transfer-encoding", b"upgrade", b"host", b"content-length", b"content-type", b"expect",
+    ]
+)  # fmt: skip
+"""Headers that are about one connection or one body, in either direction."""
+_NOT_TO_WORKERS = _HOP | {b"accept-encoding", b"cookie", b"x-request-id", _MODE_HEADER}
+_NOT_TO_CLIENTS = _HOP | {b"date", b"server", b"x-request-id", b"set-cookie", b"cache-control", b"retry-after"}
+
+
+def alone_reason(body: Body) -> str:
+    """Why an answer must be computed by one engine from the prompt's first token; "" if it need not."""
+    fields = body.fields
+    if fields.get("prompt_logprobs") is not None:
+        return "prompt_logprobs"
+    if fields.get("echo") and fields.get("logprobs") is not None:
+        return "echo"
+    if fields.get("use_beam_search") or (fields.get("best_of") or body.n) > body.n:
+        return "search"
+    return ""
+
+
+class Front:
+    """What clients call."""
+
+    def __init__(self, flow: Flow, settings: RouterSettings, stats: RouterStats, draining: asyncio.Event) -> None:
+        self._flow = flow
+        self._settings = settings
+        self._stats = stats
+        self.draining = draining
+        self._modes_default = (settings.mode, *(mode for mode in settings.modes_allowed if mode is not settings.mode))
+
+    async def completions(self, request: Request) -> Answer | Events:
+        return await self._answer(request, Kind.COMPLETION)
+
+    async def chat(self, request: Request) -> Answer | Events:
+        return await self._answer(request, Kind.CHAT)
+
+    async def responses(self, request: Request) -> Answer | Events:
+        return await self._answer(request, Kind.RESPONSES)
+
+    async def _answer(self, request: Request, kind: Kind) -> Answer | Events:
+        try:
+            body, parts, calls = self._understood(request, kind)
+        except ApiError as error:
+            count(self._stats.ends, error.code or str(error.status))
+            raise
+        headers = {REQUEST_ID: calls[0].name if len(calls) == 1 else calls[0].name.rpartition("-")[0]}
+        if not body.stream:
+            with self._under_way(len(calls)):
+                return Answer(await self._whole(parts, calls, headers), headers=headers)
+        several = len(calls) > 1
+        events = self._joined(body, parts, calls, headers) if several else self._events(calls[0], headers, 1)
+        tell = responses.error_event if kind is Kind.RESPONSES else sse.error_event
+        return Events(events, headers, calls[0].deadline, tell)
+
+    def _understood(self, request: Request, kind: Kind) -> tuple[Body, Sequence[Part], list[Call]]:
+        if self.draining.is_set():
+            raise unavailable("this router is stopping; ask another", "draining")
+        body = parse(kind, request.body)
+        if body.fields.get(FIELD) is not None:
+            raise bad_field(FIELD, "the router sets this; leave it out")
+        if body.fields.get("previous_response_id") is not None:
+            raise bad_field("previous_response_id", "answers are not kept here; send the conversation as input")
+        alone = alone_reason(body)
+        parts = (Part(0, 0, 0, body.fields),) if alone else split(body)
+        return body, parts, self._calls(request, body, parts, alone)
+
+    def _calls(self, request: Request, body: Body, parts: Sequence[Part], alone: str) -> list[Call]:
+        name = checked_request_id(request.header(b"x-request-id") or "")
+        modes = self._modes(request.header(_MODE_HEADER))
+        headers = passed(request.headers, _NOT_TO_WORKERS)
+        deadline = asyncio.get_running_loop().time() + self._settings.deadline_s
+        if len(parts) == 1:
+            return [Call(body.kind, body.fields, headers, modes, body.stream, deadline, name, request.body, alone)]
+        names = [f"{name}-{part.index}" for part in parts]
+        return [
+            Call(body.kind, part.fields, headers, modes, body.stream, deadline, own)
+            for part, own in zip(parts, names, strict=True)
+        ]
+
+    def _modes(self, wanted: str | None) -> tuple[Mode, ...]:
+        if wanted is None:
+            return self._modes_default
+        allowed = self._settings.modes_allowed
+        if wanted not in [str(mode) for mode in allowed]:
+            raise bad_field(MODE_HEADER, f"got {wanted[:40]!r}, expected one of {', '.join(allowed)}")
+        return (Mode(wanted),)
+
+    async def _whole(self, parts: Sequence[Part], calls: Sequence[Call], headers: dict[str, str]) -> bytes:
+        bodies = await all_of([self._body(call, headers) for call in calls])
+        if len(bodies) == 1:
+            return bodies[0]
+        return msgspec.json.encode(join(parts, [msgspec.json.decode(body) for body in bodies]))
+
+    async def _body(self, call: Call, headers: dict[str, str]) -> bytes:
+        reply = await self._flow.serve(call)
+        try:
+            self._note(headers, reply)
+            return reply.body
+        finally:
+            await reply.aclose()
+
+    async def _events(self, call: Call, headers: dict[str, str], counted: int = 0) -> AsyncGenerator[bytes, None]:
+        """One call's stream, untouched."""
+        with self._under_way(counted):
+            begun = call.deadline - self._settings.deadline_s
+            reply = await self._flow.serve(call)
+            try:
+                self._note(headers, reply)
+                self._stats.first_byte_s += asyncio.get_running_loop().time() - begun
+                self._stats.first_bytes += 1
+                try:
+                    async with contextlib.aclosing(reply.events()) as events:
+                        async for data in events:
+                            yield data
+                except ApiError as error:
+                    count(self._stats.failures, f"mid_stream:{error.code}")
+                    raise
+            finally:
+                await reply.aclose()
+
+    async def _joined(
+        self, body: Body, parts: Sequence[Part], calls: Sequence[Call], headers: dict[str, str]
+    ) -> AsyncGenerator[bytes, None]:
+        """Several calls' streams as one."""
+        with self._under_way(len(calls)):
+            joiner = Joiner()
+            streams = [self._events(call, headers) for call in calls]
+            async with contextlib.aclosing(interleave(streams)) as merged:
+                async for number, data in merged:
+                    events = b"".join(self._rejoined(joiner, parts[number], data))
+                    if events:
+                        yield events
+            if body.include_usage:
+                yield sse.event(joiner.usage_chunk())
+            yield sse.DONE
+
+    def _rejoined(self, joiner: Joiner, part: Part, data: bytes) -> Iterator[bytes]:
+        for payload in sse.payloads(data):
+            if payload == b"[DONE]":
+                continue
+            try:
+                chunk = msgspec.json.decode(payload, type=dict[str, Any])
+            except msgspec.DecodeError:
+                raise ApiError(502, "a worker sent an event that is not JSON", type="worker_error") from None
+            if "error" in chunk:
+                raise read_error(502, payload)
+            merged = joiner.chunk(part, chunk)
+            if merged is not None:
+                yield sse.event(merged)
+
+    def _note(self, headers: dict[str, str], reply: Reply) -> None:
+        """What the client is told besides the answer: D's own headers, and who served."""
+        for name, value in passed(reply.headers, _NOT_TO_CLIENTS):
+            headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        if self._settings.show_pair:
+            known, pair = headers.get(PAIR_HEADER), str(reply.route)
+            headers[PAIR_HEADER] = pair if known is None else f"{known},{pair}"
+
+    @contextlib.contextmanager
+    def _under_way(self, calls: int) -> Iterator[None]:
+        """Let a request's calls in if there is room, and count how it ended. None: the part of a request."""
+        stats = self._stats
+        if not calls:
+            yield
+            return
+        outcome = "broken"
+        try:
+            if stats.in_flight + calls > self._settings.in_flight_max:
+                raise full(f"{stats.in_flight} requests are under way, at most {self._settings.in_flight_max}")
+            stats.in_flight += calls
+            try:
+                yield
+            finally:
+                stats.in_flight -= calls
+            outcome = "ok"
+        except ApiError as error:
+            outcome = error.code or str(error.status)
+            raise
+        except (asyncio.CancelledError, GeneratorExit, ConnectionError):
+            outcome = "client_gone"
+            raise
+        finally:
+            count(stats.ends, outcome)
+
+
+def passed(headers: Sequence[Header], but: frozenset[bytes]) -> list[Header]:
+    """Those that go on: all but some, and but those that `Connection` names as its own."""
+    found = [header for header in headers if header[0].lower() not in but]
+    if len(found) == len(headers):
+        return found
+    for name, value in headers:
+        if name.lower() == b"connection" and value.lower() not in (b"keep-alive", b"close"):
+            named = {word.strip().lower() for word in value.split(b",")}
+            found = [header for header in found if header[0].lower() not in named]
+    return found

@@ -1,0 +1,105 @@
+"""What the router has seen of each worker's health, as pure code: outcomes and time go in, a standing comes out.
+
+    standing   asked                                left by
+    well       always                               a failure
+    suspect    only when nobody else is there       `suspect_s` of time, or a success
+    broken     never                                a probe that is answered: then suspect, until a success
+
+Laws: only failures that a worker cannot have meant count (it is away, hangs, answers 5xx or nonsense): one that says it
+is full is alive, and a client's mistake is nobody's failure. A worker breaks after `breaker_failures` in a row. Probes
+to one that stays away come ever more rarely, up to `probe_max_s`. What is known is of one life of a worker: a restart
+begins anew, and forgets.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kvbaton.protocol.ids import PeerId
+
+
+class Standing(enum.Enum):
+    WELL = "well"
+    SUSPECT = "suspect"
+    BROKEN = "broken"
+
+
+@dataclass(slots=True)
+class _Record:
+    failures: int = 0  # in a row
+    suspect_until: float = 0.0  # math.inf: until a success
+    probe_at: float | None = None  # set: broken
+    wait_s: float = 0.0  # before the next probe
+
+
+class Health:
+    """Standings of workers that gave cause. Those it does not know are well."""
+
+    def __init__(self, suspect_s: float, breaker_failures: int, probe_min_s: float, probe_max_s: float) -> None:
+        self.revision = 0  # rises whenever a standing may have changed other than by time
+        self.opened = 0
+        self._suspect_s = suspect_s
+        self._breaker_failures = breaker_failures
+        self._probe_min_s = probe_min_s
+        self._probe_max_s = probe_max_s
+        self._records: dict[PeerId, _Record] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anybody is less than well."""
+        return bool(self._records)
+
+    def standing(self, peer: PeerId, now: float) -> Standing:
+        record = self._records.get(peer)
+        if record is None:
+            return Standing.WELL
+        if record.probe_at is not None:
+            return Standing.BROKEN
+        return Standing.SUSPECT if record.suspect_until > now else Standing.WELL
+
+    def failed(self, peer: PeerId, now: float) -> Standing | None:
+        """Note a failure; returns the standing if it is news."""
+        before = self.standing(peer, now)
+        record = self._records.setdefault(peer, _Record())
+        record.failures += 1
+        record.suspect_until = max(record.suspect_until, now + self._suspect_s)
+        if record.probe_at is None and record.failures >= self._breaker_failures:
+            record.wait_s = max(record.wait_s, self._probe_min_s)
+            record.probe_at = now + record.wait_s
+            self.opened += 1
+        self.revision += 1
+        after = self.standing(peer, now)
+        return after if after is not before else None
+
+    def ok(self, peer: PeerId) -> None:
+        """A worker did its part: whatever was held against it is over."""
+        if self._records and self._records.pop(peer, None) is not None:
+            self.revision += 1
+
+    def due(self, now: float) -> list[PeerId]:
+        """Whom to probe now; each is due again only after its answer, or the next interval."""
+        found = []
+        for peer, record in self._records.items():
+            if record.probe_at is not None and record.probe_at <= now:
+                record.wait_s = min(2 * record.wait_s, self._probe_max_s)
+                record.probe_at = now + record.wait_s
+                found.append(peer)
+        return found
+
+    def probed(self, peer: PeerId, answered: bool) -> None:
+        """A probe's outcome. One that was answered lets requests in again, one failure from breaking anew."""
+        record = self._records.get(peer)
+        if record is None or record.probe_at is None or not answered:
+            return
+        record.probe_at = None
+        record.failures = self._breaker_failures - 1
+        record.suspect_until = math.inf
+        self.revision += 1
+
+    def keep(self, known: Collection[PeerId]) -> None:
+        """Forget all others: they are gone."""
+        if not self._records.keys() <= set(known):
+            self._records = {peer: record for peer, record in self._records.items() if peer in known}
+            self.revision += 1

@@ -1,0 +1,83 @@
+"""How much each worker has to do, as the router has sent it: estimated tokens that are under way.
+
+Law: whatever is taken is given back, once; a worker with nothing under way is not remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvbaton.api.bodies import Kind
+from kvbaton.protocol.ids import PeerId
+
+ANSWER_TOKENS_GUESS = 256
+"""Of a request that names no length."""
+_LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+
+class Loads:
+    """Tokens under way at each worker."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[PeerId, int] = {}
+
+    def take(self, peer: PeerId, tokens: int) -> Load:
+        self.tokens[peer] = self.tokens.get(peer, 0) + tokens
+        return Load(self, peer, tokens)
+
+    def _give(self, peer: PeerId, tokens: int) -> None:
+        left = self.tokens.get(peer, 0) - tokens
+        if left > 0:
+            self.tokens[peer] = left
+        else:
+            self.tokens.pop(peer, None)
+
+
+class Load:
+    """One request's share; `give` ends it."""
+
+    __slots__ = ("_loads", "_peer", "_tokens")
+
+    def __init__(self, loads: Loads, peer: PeerId, tokens: int) -> None:
+        self._loads = loads
+        self._peer = peer
+        self._tokens = tokens
+
+    def give(self) -> None:
+        tokens, self._tokens = self._tokens, 0
+        if tokens:
+            self._loads._give(self._peer, tokens)
+
+
+def prompt_tokens(kind: Kind, fields: Mapping[str, Any], chars_per_token: float) -> int:
+    """An estimate: token ids are counted, texts are measured. At least 1."""
+    if kind is Kind.COMPLETION:
+        prompt = fields.get("prompt")
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+            return len(prompt)
+        return max(1, int(_chars(prompt) / chars_per_token))
+    shaping = ("messages", "tools") if kind is Kind.CHAT else ("input", "instructions", "tools")
+    return max(1, int(sum(_chars(fields.get(name)) for name in shaping) / chars_per_token))
+
+
+def answer_tokens(fields: Mapping[str, Any]) -> int:
+    for name in _LENGTHS:
+        value = fields.get(name)
+        if isinstance(value, int):
+            return value
+    return ANSWER_TOKENS_GUESS
+
+
+def _chars(value: Any) -> int:
+    """Characters of all texts within."""
+    count, todo = 0, [value]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, str):
+            count += len(each)
+        elif isinstance(each, dict):
+            todo += each.values()
+        elif isinstance(each, list):
+            todo += each
+    return count

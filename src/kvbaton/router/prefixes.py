@@ -1,0 +1,72 @@
+"""Who has seen the beginning of a prompt lately: its KV may still be in that worker's prefix cache.
+
+A prompt is cut into pieces of equal length, each named by a hash of itself and all before it; a worker that served the
+prompt is noted under each. Laws: memory is bounded (pieces, workers per piece; the longest unused go first); hashes are
+keyed per process, so no client can aim at another's; a wrong guess costs time, never an answer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvbaton.api.bodies import Kind
+from kvbaton.protocol.ids import PeerId
+
+PIECE_BYTES = 256
+PIECES_MAX = 256
+"""Of one prompt; what comes later is not told apart."""
+HOLDERS_MAX = 4
+_encode = msgspec.json.Encoder().encode
+
+
+def pieces(kind: Kind, fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """The names of a prompt's beginnings, shortest first. What shapes the KV besides the text is in all of them."""
+    if kind is Kind.COMPLETION:
+        prompt = fields.get("prompt")
+        text = prompt.encode() if isinstance(prompt, str) else _encode(prompt)
+    elif kind is Kind.CHAT:
+        text = _encode((fields.get("tools"), fields.get("messages")))
+    else:
+        text = _encode((fields.get("tools"), fields.get("instructions"), fields.get("input")))
+    name = hash((kind.value, fields.get("model"), fields.get("cache_salt")))
+    found = []
+    for start in range(0, min(len(text), PIECE_BYTES * PIECES_MAX) - PIECE_BYTES + 1, PIECE_BYTES):
+        name = hash((name, text[start : start + PIECE_BYTES]))
+        found.append(name)
+    return tuple(found)
+
+
+class Prefixes:
+    """Which workers have seen which beginnings."""
+
+    def __init__(self, pieces_max: int) -> None:
+        self._pieces_max = pieces_max
+        self._holders: OrderedDict[int, tuple[PeerId, ...]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def share(self, names: Sequence[int]) -> dict[PeerId, float]:
+        """The part of the prompt, 0 to 1, that each worker has seen."""
+        seen: dict[PeerId, int] = {}
+        for before, name in enumerate(names):
+            holders = self._holders.get(name)
+            if holders is None:
+                break
+            for peer in holders:
+                if seen.get(peer, 0) == before:  # all that came earlier, too
+                    seen[peer] = before + 1
+        return {peer: count / len(names) for peer, count in seen.items()}
+
+    def note(self, peer: PeerId, names: Sequence[int]) -> None:
+        """A worker has served the prompt."""
+        for name in names:
+            others = [known for known in self._holders.get(name, ()) if known != peer]
+            self._holders[name] = (peer, *others[: HOLDERS_MAX - 1])
+            self._holders.move_to_end(name)
+        while len(self._holders) > self._pieces_max:
+            self._holders.popitem(last=False)

@@ -1,0 +1,73 @@
+"""Who may be asked now: what the directory lists, less whom experience speaks against.
+
+Law: a list is made anew only when the directory, a standing or a suspicion's end has changed it; whoever holds the
+`View` of one request sees one moment.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvbaton.api.params import Mode
+from kvbaton.protocol.ids import PeerId
+from kvbaton.router import policy
+from kvbaton.router.directory import State, Worker, WorkerDirectory
+from kvbaton.router.health import Health, Standing
+from kvbaton.router.policy import Pair
+
+VIEW_S = 0.25
+"""A view with a suspect in it is looked at again after this long."""
+
+
+class View:
+    """The workers of one moment, and the pairs among them."""
+
+    def __init__(self, workers: tuple[Worker, ...]) -> None:
+        self.workers = workers
+        self._pairs: dict[Mode, list[Pair]] = {}
+
+    def pairs(self, mode: Mode) -> list[Pair]:
+        found = self._pairs.get(mode)
+        if found is None:
+            found = self._pairs[mode] = policy.pairs(self.workers, mode)
+        return found
+
+
+class Roster:
+    """A directory seen through what requests have met with: they notice a death seconds before a registry does."""
+
+    def __init__(self, directory: WorkerDirectory, health: Health) -> None:
+        self.health = health
+        self._directory = directory
+        self._listed: object = None
+        self._revision = -1
+        self._until = 0.0
+        self._view = View(())
+        self._gone: list[PeerId] = []
+
+    def view(self, now: float) -> View:
+        listed = self._directory.snapshot()
+        if listed is self._listed and self.health.revision == self._revision and (not self.health or now < self._until):
+            return self._view
+        if listed is not self._listed:
+            here = {worker.peer for worker in listed}
+            before = {worker.peer for worker in self._view.workers}
+            self._gone += sorted(before - here)
+            self.health.keep(here)
+            self._listed = listed
+        self._revision = self.health.revision
+        self._until = now + VIEW_S
+        self._view = View(tuple(self._judged(worker, now) for worker in listed))
+        return self._view
+
+    def departed(self) -> list[PeerId]:
+        """Who left the list since the last time this was asked."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def _judged(self, worker: Worker, now: float) -> Worker:
+        standing = self.health.standing(worker.peer, now)
+        if standing is Standing.WELL or worker.state is State.DRAINING:
+            return worker
+        state = State.BROKEN if standing is Standing.BROKEN else State.SUSPECT
+        return msgspec.structs.replace(worker, state=state)

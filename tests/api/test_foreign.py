@@ -1,0 +1,119 @@
+"""What routers of other systems send becomes what ours would have sent, or one refusal."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbaton.api.foreign import Lookup, one_of, together, translated
+from kvbaton.api.params import Mode, TransferParams
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.ids import WorkerId
+from kvbaton.protocol.ticket import unseal
+
+KEY = b"k" * 32
+HEX = "0123456789abcdef" * 2
+P_AT, D_AT = "host:10.0.0.1,handshake:7100,notify:7100", "host:fd00::2,handshake:7200,notify:7200"
+BOOK = {("10.0.0.1", 7100): WorkerId("p0"), ("fd00::2", 7200): WorkerId("d0")}
+ID = f"___prefill_addr_{P_AT}___decode_addr_{D_AT}_{HEX}"
+COMMON: dict[str, Any] = {"transfer_id": f"tx-{HEX}", "remote_block_ids": None, "remote_engine_id": None, "odd": [1]}
+TO_P = {**COMMON, "do_remote_decode": True, "do_remote_prefill": False, "remote_dp_size": 1, "remote_tp_size": 4}
+TO_D = {**COMMON, "do_remote_decode": False, "do_remote_prefill": True, "remote_dp_size": 1, "remote_tp_size": 2}
+
+
+def lookup(me: str, mode: Mode = Mode.PUSH) -> Lookup:
+    return Lookup(mode, tuple(Mode), WorkerId(me), KEY, 60.0, lambda host, port: BOOK.get((host, port)))
+
+
+def handoff(params: TransferParams | None) -> tuple[str, str, str]:
+    assert params is not None and params.ticket is not None and params.mode is Mode.PUSH
+    ticket = unseal(params.ticket, [KEY], time.time())
+    return ticket.handoff, ticket.source, ticket.target
+
+
+@pytest.mark.parametrize("index", [0, 1, 255])
+def test_p_and_d_make_the_same_handoff_of_the_same_part(index: int) -> None:
+    source, target = translated(ID, TO_P, lookup("p0"), index), translated(ID, TO_D, lookup("d0"), index)
+    assert handoff(source) == handoff(target) == (f"{HEX}.{index}", "p0", "d0")
+    assert source is not None and source.do_remote_decode and not source.do_remote_prefill
+    assert target is not None and target.do_remote_prefill and not target.do_remote_decode
+
+
+def test_a_part_is_counted_on_from_the_one_that_the_id_names() -> None:
+    assert handoff(translated(f"cmpl-{ID}-3", TO_P, lookup("p0"), 2))[0] == f"{HEX}.5"
+    with pytest.raises(ProtocolError, match="too many"):
+        translated(ID, TO_P, lookup("p0"), 256)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "params", "mode"),
+    [
+        (ID, {**TO_D, "ticket": "t"}, Mode.PUSH),
+        (ID, TO_P, Mode.PULL),
+        (ID, {"do_remote_decode": True}, Mode.PUSH),
+        ("cmpl-plain", TO_P, Mode.PUSH),
+    ],
+)
+def test_what_needs_no_translation_passes(request_id: str, params: dict[str, Any], mode: Mode) -> None:
+    """P's own answer on its way to D, a worker that reads, another router's format, an id without addresses."""
+    assert translated(request_id, params, lookup("p0", mode)) is None
+
+
+@pytest.mark.parametrize(
+    ("request_id", "params", "me", "reason", "named"),
+    [
+        (ID.replace("10.0.0.1", "10.0.0.9"), TO_D, "d0", Reason.PEER_UNKNOWN, "prefill address host:10.0.0.9,"),
+        (ID.replace("fd00::2", "fd00::9"), TO_P, "p0", Reason.PEER_UNKNOWN, "decode address host:fd00::9,"),
+        (ID, TO_P, "p1", Reason.PEER_UNKNOWN, "it is for p0 and d0, this is p1"),
+        (ID, TO_P, "d0", Reason.PEER_UNKNOWN, "it is for p0 and d0, this is d0"),
+        (ID, {**TO_P, "transfer_id": "tx-1"}, "p0", Reason.BAD_MESSAGE, "kv_transfer_params.transfer_id"),
+        (ID.replace(":7100", ":71000"), TO_P, "p0", Reason.BAD_MESSAGE, "request id: prefill.handshake"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(
+    request_id: str, params: dict[str, Any], me: str, reason: Reason, named: str
+) -> None:
+    with pytest.raises(ProtocolError) as refusal:
+        translated(request_id, params, lookup(me))
+    assert refusal.value.reason is reason and named in refusal.value.detail
+
+
+def test_tickets_of_several_parts_travel_together_and_part_again() -> None:
+    answers = [{"do_remote_prefill": True, "mode": "pull", "ticket": text} for text in ("a", "b", "c")]
+    told = together(answers)
+    assert told is not None and told["ticket"] == "a"
+    assert [one_of({**told, "remote_dp_size": 1}, n, 3)["ticket"] for n in range(3)] == ["a", "b", "c"]
+    assert together([answers[0], None]) is None, "a part without KV to hand over leaves all to D"
+    assert one_of(answers[0], 0, 1) is answers[0]
+
+
+@pytest.mark.parametrize("tickets", ["ab", {}, [], ["a"], ["a", "b", "c"]])
+def test_tickets_that_do_not_fit_the_request_are_refused(tickets: object) -> None:
+    with pytest.raises(ProtocolError, match=r"kv_transfer_params\.tickets: expected a list of 2"):
+        one_of({"do_remote_prefill": True, "tickets": tickets}, 0, 2)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+fields = st.sampled_from([*TO_P, "ticket", "tickets", "mode"])
+
+
+@given(
+    st.dictionaries(fields, json_values | st.just(f"tx-{HEX}"), max_size=6),
+    st.text(max_size=80) | st.sampled_from([ID, ID[:-1], f"cmpl-{ID}-0", ID.replace("7100", "")]),
+    st.integers(0, 300),
+)
+def test_nothing_but_a_protocol_error_is_ever_raised(params: dict[str, Any], request_id: str, index: int) -> None:
+    try:
+        found = translated(request_id, one_of(params, 0, 1), lookup("p0"), index)
+    except ProtocolError as error:
+        assert error.detail
+        return
+    assert found is None or found.ticket
