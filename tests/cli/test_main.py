@@ -46,7 +46,7 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
         ([*WORKER, "--tp", "65"], "argument --tp: got 65, expected 1 to 64"),
         ([*WORKER, "--name", "a b"], "argument --name: got 'a b'"),
         ([*WORKER, "--registry", "here"], "argument --registry: got 'here', expected an endpoint such as tcp://"),
-        (["router"], "give either --keys DIR, or --prefill-url and --decode-url"),
+        (["router"], "workers must come from somewhere: give --keys DIR"),
         (["router", "--prefill-url", "p:1"], "argument --prefill-url: got 'p:1', expected http://host:port"),
         (["router", "--keys", "/nowhere"], "/nowhere: no key directory"),
         (["keys", "new", "/tmp", "p0"], "/tmp exists"),
@@ -67,7 +67,7 @@ def test_help_fits_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ([], ["up"], ["worker"], ["router"], ["keys"]):
         status, out, _ = call(capsys, *words, "--help")
         assert status == 0
-        assert len(out.splitlines()) <= 40, words
+        assert len(out.splitlines()) <= 44, words
         assert "None" not in out
 
 
@@ -102,9 +102,9 @@ def test_keys_are_minted_with_a_router_and_added_to(capsys: pytest.CaptureFixtur
     directory = str(tmp_path / "keys")
     status, out, _ = call(capsys, "keys", "new", directory, "p0", "d0")
     assert status == 0
-    assert "minted router, p0, d0" in out
+    assert "minted router, operator, p0, d0" in out
     assert call(capsys, "keys", "add", directory, "d1")[0] == 0
-    assert sorted(keys.load(directory, "d1").peers) == ["d0", "d1", "p0", "router"]
+    assert sorted(keys.load(directory, "d1").peers) == ["d0", "d1", "operator", "p0", "router"]
     status, _, err = call(capsys, "keys", "add", directory, "d1")
     assert (status, "there is a d1 already" in err) == (2, True)
 

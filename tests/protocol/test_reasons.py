@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 from pair import Pair
-from party import Load
+from party import Load, transfer
 
 from kvbaton.protocol import events as ev
 from kvbaton.protocol import messages as m
@@ -105,6 +105,14 @@ def _(make: Make) -> Load:
 def _(make: Make) -> Load:
     load = asked(pair := make(), pair.router_ticket())
     pair.run(61)
+    return load
+
+
+@story(Reason.DISCARDED)
+def _(make: Make) -> Load:
+    load = asked(pair := make(), pair.router_ticket())
+    pair.p.tell(ev.Discarded(transfer(1)))
+    pair.settle()
     return load
 
 

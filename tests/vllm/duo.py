@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvbaton.cli.fronting import fronted
+from kvbaton.cli.fronting import Sources, fronted
 from kvbaton.control import keys
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.ticket import Ticket, seal
@@ -158,14 +158,14 @@ def running_duo(
 @contextlib.contextmanager
 def _router(key_directory: Path) -> Iterator[tuple[str, str, Callable[[], set[str]]]]:
     """kvbaton's router and registry on a thread of this process."""
-    keyring = keys.load(key_directory, "router")
+    sources = Sources(keyring=keys.load(key_directory, "router"), registry_bind="tcp://127.0.0.1:0")
     loop = asyncio.new_event_loop()
     started, stop = threading.Event(), asyncio.Event()
     found: list[Any] = []
 
     async def serve() -> None:
         settings = RouterSettings(deadline_s=180.0, show_pair=True)
-        async with fronted(keyring, settings, host="127.0.0.1", port=0, registry_bind="tcp://127.0.0.1:0") as front:
+        async with fronted(sources, settings, host="127.0.0.1", port=0) as front:
             found.append(front)
             started.set()
             await stop.wait()

@@ -10,7 +10,7 @@ import sys
 import msgspec
 
 from kvbaton.bench import handoff, transfer
-from kvbaton.cli import bench_arguments
+from kvbaton.cli import bench_arguments, bench_router_arguments
 from kvbaton.cli.arguments import CommandError, HelpFormatter, Parser
 
 SHM_TARGET, TCP_TARGET = 0.9, 0.9
@@ -24,6 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "vllm",
             "one vLLM, pairs with kvbaton and a pair with NIXL, under vLLM's own load generator",
             bench_arguments.add,
+        ),
+        (
+            "router",
+            "what a request costs in the router, beside vllm-router and a toy proxy",
+            bench_router_arguments.add,
         ),
     ):
         said = text[0].upper() + text[1:] + "."
@@ -40,7 +45,13 @@ def _add_transfer(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return _transfer(args) if args.what == "transfer" else _vllm(args)
+    return {"transfer": _transfer, "vllm": _vllm, "router": _router}[args.what](args)
+
+
+def _router(args: argparse.Namespace) -> int:
+    bench_router_arguments.check(args)
+    status: int = importlib.import_module("kvbaton.cli.bench_router").run(args)
+    return status
 
 
 def _vllm(args: argparse.Namespace) -> int:

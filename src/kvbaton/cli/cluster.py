@@ -23,7 +23,8 @@ from typing import Protocol
 import msgspec
 
 from kvbaton.cli.arguments import CommandError, StoppedError
-from kvbaton.cli.fronting import Front, fronted
+from kvbaton.cli.fronting import Front, Sources, fronted
+from kvbaton.cli.keys import ALWAYS
 from kvbaton.cli.worker import argv_of
 from kvbaton.control import keys
 from kvbaton.engine.options import WorkerOptions
@@ -48,6 +49,7 @@ class Member(msgspec.Struct, frozen=True):
     argv: Sequence[str]
     command: str
     env: Mapping[str, str] = {}  # on top of this process's
+    stop: signal.Signals = signal.SIGTERM  # ends it soon; one that would drain on this is told otherwise
 
 
 class Startable(Protocol):
@@ -90,7 +92,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             changes = {**msgspec.structs.asdict(place), "keys": directory, "registry": registry}
             words = ["worker", *argv_of(msgspec.structs.replace(self.worker, **changes))]
             argv = [*COMMAND, *words, "--stop-on-eof"]
-            found.append(Member(place.name, place.role, argv, shlex.join([*_shown_command(), *words])))
+            command = shlex.join([*shown_command(), *words])
+            found.append(Member(place.name, place.role, argv, command, stop=signal.SIGHUP))
         return found
 
 
@@ -150,10 +153,9 @@ async def running(plan: Startable, say: Say, stop: asyncio.Event) -> AsyncIterat
     """A cluster whose workers are all registered; gone, with all its processes and files, after the context."""
     directory = Path(tempfile.mkdtemp(prefix="kvbaton-"))
     try:
-        keys.mint(directory / "keys", ["router", *plan.names()])
-        keyring = keys.load(directory / "keys", "router")
-        bind = "tcp://127.0.0.1:0"
-        async with fronted(keyring, plan.settings, host=plan.host, port=plan.port, registry_bind=bind) as front:
+        keys.mint(directory / "keys", [*ALWAYS, *plan.names()])
+        sources = Sources(keyring=keys.load(directory / "keys", "router"), registry_bind="tcp://127.0.0.1:0")
+        async with fronted(sources, plan.settings, host=plan.host, port=plan.port) as front:
             cluster = Cluster(front, directory)
             try:
                 for member in plan.members(str(directory / "keys"), front.registry_endpoint):
@@ -242,7 +244,7 @@ async def end(children: Sequence[Child]) -> None:
     for child in children:
         if child.watcher is not None:
             child.watcher.cancel()
-        _signal(child, signal.SIGTERM)
+        _signal(child, child.member.stop)
     exits = [asyncio.create_task(child.process.wait()) for child in children]
     if not exits:
         return
@@ -267,7 +269,7 @@ def _end_group(child: Child) -> None:
         os.killpg(child.process.pid, signal.SIGKILL)
 
 
-def _shown_command() -> list[str]:
+def shown_command() -> list[str]:
     """This program as the operator called it, where that can be typed again."""
     called = Path(sys.argv[0])
     if called.name == "kvbaton" and called.exists():

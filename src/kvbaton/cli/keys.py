@@ -7,20 +7,20 @@ import argparse
 from kvbaton.cli.arguments import CommandError
 from kvbaton.control import keys
 
-ROUTER_NAME = "router"
+ALWAYS = ("router", "operator")
+"""Whom every cluster has: its registry, and whoever may tell workers to go (kvbaton drain)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("new", "add"), help="new: a new key directory; add: one more name in it")
     parser.add_argument("directory", metavar="DIR", help="where the keys are; keep DIR/secret to yourself")
-    parser.add_argument("names", metavar="NAME", nargs="+", help=f"workers; new adds {ROUTER_NAME} if it is not named")
+    parser.add_argument("names", metavar="NAME", nargs="+", help=f"workers; new adds {' and '.join(ALWAYS)}")
 
 
 def run(args: argparse.Namespace) -> int:
     names: list[str] = args.names
     if args.action == "new":
-        if ROUTER_NAME not in names:
-            names = [ROUTER_NAME, *names]
+        names = [*(name for name in ALWAYS if name not in names), *names]
         keys.mint(args.directory, names)
     else:
         if len(set(names)) != len(names):

@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, str] = {
     "up": "start workers and a router on this machine; with --check, prove that their answers are right",
     "router": "serve clients in front of workers that register with it",
     "worker": "serve one engine, and register with a router",
+    "drain": "have a worker finish what is under way and stop, and wait until it is gone",
     "keys": "mint the keys by which a cluster's members know each other",
     "sim": "run thousands of simulated clusters under faults, or the mutants that the checkers must catch",
     "conformance": "hold the vLLM connector to vLLM's own scheduler: every hook, every ending, many interleavings",

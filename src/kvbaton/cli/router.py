@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 
 from kvbaton.api.http import run as run_loop
 from kvbaton.api.params import Mode
 from kvbaton.cli.arguments import CommandError, port, seconds, whole
-from kvbaton.cli.fronting import fronted, told_to_stop
+from kvbaton.cli.fronting import Front, Sources, fronted, told_to_stop
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.control import keys
+from kvbaton.control.plain import Fleet, PlainSettings
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router import wire
-from kvbaton.router.app import Router, router_app
-from kvbaton.router.directory import StaticDirectory, Worker
-from kvbaton.router.door import serving
+from kvbaton.router.directory import Worker
 from kvbaton.router.policy import Policy
 from kvbaton.router.settings import Fallback, RouterSettings
 
@@ -35,8 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_sources(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--keys", metavar="DIR", help="directory made by kvbaton keys new: workers register here")
     group.add_argument("--name", default="router", help="its name in the key directory")
-    group.add_argument("--registry-host", default="127.0.0.1", help="address where workers register")
-    group.add_argument("--registry-port", type=port, default=7700, help="port where workers register")
+    group.add_argument("--registry-host", metavar="HOST", default="127.0.0.1", help="address where workers register")
+    group.add_argument("--registry-port", metavar="PORT", type=port, default=7700, help="port where workers register")
+    group.add_argument(
+        "--plain-discovery",
+        metavar="HOST:PORT",
+        help="hear workers that announce themselves as MoRI-IO's and P2pNccl's do. Not authenticated",
+    )
+    group.add_argument(
+        "--plain-fleet", metavar="KIND", choices=list(Fleet), help=f"hear only one kind of them: {', '.join(Fleet)}"
+    )
     for flag in ("--prefill-url", "--decode-url"):
         group.add_argument(
             flag, action="append", default=[], metavar="URL", help="a worker that never changes; pull only"
@@ -46,29 +51,39 @@ def _add_sources(group: argparse._ArgumentGroup) -> None:
 def _add_choices(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--mode", choices=list(Mode), default=_DEFAULT.mode.value, help="where the client names none")
     group.add_argument("--only-mode", action="store_true", help="refuse requests that ask for another mode")
-    group.add_argument("--policy", choices=list(Policy), default=_DEFAULT.policy.value, help="who is asked")
+    group.add_argument(
+        "--policy", metavar="P", choices=list(Policy), default=_DEFAULT.policy.value, help=", ".join(Policy)
+    )
     group.add_argument("--no-same-host", action="store_true", help="do not prefer pairs on one host")
     group.add_argument(
         "--fallback",
         choices=list(Fallback),
         default=_DEFAULT.fallback.value,
-        help="when no prefill worker is left: let D compute the prompt (local), or refuse (strict)",
+        help="no prefill worker left: refuse, or let D do it all",
     )
     group.add_argument(
         "--disagg-min-tokens",
         type=whole(0, 1 << 30),
         default=_DEFAULT.disagg_min_tokens,
         metavar="N",
-        help="prompts with fewer tokens to compute go to D alone; texts are estimated at 4 characters a token",
+        help="shorter prompts go to D alone (estimated)",
     )
     group.add_argument("--show-pair", action="store_true", help="name the pair in the header x-kvbaton-pair")
 
 
 def _add_bounds(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--deadline-s", type=seconds, default=_DEFAULT.deadline_s, help="of a whole request")
-    group.add_argument("--first-byte-s", type=seconds, default=_DEFAULT.first_byte_s, help="of one try on one pair")
-    group.add_argument("--connect-s", type=seconds, default=_DEFAULT.connect_s, help="of a connection to a worker")
-    group.add_argument("--drain-s", type=seconds, default=_DEFAULT.drain_s, help="for requests under way at SIGTERM")
+    group.add_argument(
+        "--deadline-s", metavar="S", type=seconds, default=_DEFAULT.deadline_s, help="of a whole request"
+    )
+    group.add_argument(
+        "--first-byte-s", metavar="S", type=seconds, default=_DEFAULT.first_byte_s, help="of one try on one pair"
+    )
+    group.add_argument(
+        "--connect-s", metavar="S", type=seconds, default=_DEFAULT.connect_s, help="of a connection to a worker"
+    )
+    group.add_argument(
+        "--drain-s", metavar="S", type=seconds, default=_DEFAULT.drain_s, help="for requests under way at SIGTERM"
+    )
     for flag, field, what in (
         ("--prefill-retries", "prefill_retries", "further prefill workers that are asked for one request"),
         ("--decode-retries", "decode_retries", "further decode workers that are asked for one request"),
@@ -79,18 +94,23 @@ def _add_bounds(group: argparse._ArgumentGroup) -> None:
         type=whole(1, 1 << 20),
         default=_DEFAULT.breaker_failures,
         metavar="N",
-        help="a worker that fails this often in a row is probed instead of asked",
+        help="failures in a row after which a worker is only probed",
     )
     group.add_argument(
-        "--in-flight-max", type=whole(1, 1 << 20), default=_DEFAULT.in_flight_max, help="more get status 429"
+        "--in-flight-max",
+        metavar="N",
+        type=whole(1, 1 << 20),
+        default=_DEFAULT.in_flight_max,
+        help="more get status 429",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     raise_file_limit()
-    if bool(args.keys) == bool(args.prefill_url or args.decode_url):
-        raise CommandError("give either --keys DIR, or --prefill-url and --decode-url; see: kvbaton router --help")
-    return run_loop(_serve(args))
+    if not (args.keys or args.prefill_url or args.decode_url or args.plain_discovery):
+        said = "workers must come from somewhere: give --keys DIR, --prefill-url and --decode-url, or --plain-discovery"
+        raise CommandError(f"{said}; see: kvbaton router --help")
+    return run_loop(_serve(args, sources_of(args)))
 
 
 def settings_of(args: argparse.Namespace) -> RouterSettings:
@@ -115,15 +135,25 @@ def settings_of(args: argparse.Namespace) -> RouterSettings:
     )
 
 
-async def _serve(args: argparse.Namespace) -> int:
+def sources_of(args: argparse.Namespace) -> Sources:
+    host = f"[{args.registry_host}]" if ":" in args.registry_host else args.registry_host
+    return Sources(
+        keyring=keys.load(args.keys, args.name) if args.keys else None,
+        registry_bind=f"tcp://{host}:{args.registry_port}",
+        workers=_static(args),
+        plain_bind=f"tcp://{args.plain_discovery}" if args.plain_discovery else "",
+        plain=PlainSettings(fleet=Fleet(args.plain_fleet) if args.plain_fleet else None),
+    )
+
+
+async def _serve(args: argparse.Namespace, sources: Sources) -> int:
     """Until a signal comes; then what is under way is finished, unless a second one comes."""
-    serve = _registered(args) if args.keys else _listed(args)
     with told_to_stop() as stop:
-        async with serve as (app, lines):
-            print("\n".join(lines), flush=True)
+        async with fronted(sources, settings_of(args), host=args.host, port=args.port) as front:
+            print("\n".join(_told(args, front)), flush=True)
             await stop.wait()
             stop.clear()
-            ending = asyncio.ensure_future(app.drained(args.drain_s))
+            ending = asyncio.ensure_future(front.app.drained(args.drain_s))
             again = asyncio.ensure_future(stop.wait())
             await asyncio.wait((ending, again), return_when=asyncio.FIRST_COMPLETED)
             ending.cancel()
@@ -131,26 +161,20 @@ async def _serve(args: argparse.Namespace) -> int:
     return 0
 
 
-@contextlib.asynccontextmanager
-async def _registered(args: argparse.Namespace) -> AsyncIterator[tuple[Router, list[str]]]:
-    keyring = keys.load(args.keys, args.name)
-    host = f"[{args.registry_host}]" if ":" in args.registry_host else args.registry_host
-    bind = f"tcp://{host}:{args.registry_port}"
-    async with fronted(keyring, settings_of(args), host=args.host, port=args.port, registry_bind=bind) as front:
+def _told(args: argparse.Namespace, front: Front) -> list[str]:
+    """What an operator needs to know, and what to do next."""
+    told = [f"clients {front.url}/v1"]
+    if front.registry_endpoint:
+        told.append(f"registry {front.registry_endpoint}")
+    if front.plain_endpoint:
+        told.append(f"plain discovery {front.plain_endpoint}")
+    if args.prefill_url or args.decode_url:
+        told.append(f"{len(args.prefill_url)} prefill and {len(args.decode_url)} decode by URL")
+    lines = [f"kvbaton router: {', '.join(told)}"]
+    if front.registry_endpoint:
         worker = f"kvbaton worker --keys {args.keys} --registry {front.registry_endpoint}"
-        first = f"kvbaton router: clients {front.url}/v1, registry {front.registry_endpoint}"
-        yield front.app, [first, f"next: {worker} --role prefill --name NAME"]
-
-
-@contextlib.asynccontextmanager
-async def _listed(args: argparse.Namespace) -> AsyncIterator[tuple[Router, list[str]]]:
-    workers = _static(args)
-    async with (
-        router_app(StaticDirectory(workers), settings_of(args)) as app,
-        serving(app, args.host, args.port) as url,
-    ):
-        counts = f"{len(args.prefill_url)} prefill and {len(args.decode_url)} decode"
-        yield app, [f"kvbaton router: clients {url}/v1, {counts}"]
+        lines.append(f"next: {worker} --role prefill --name NAME")
+    return lines
 
 
 def _static(args: argparse.Namespace) -> list[Worker]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import kvbaton.cli.vllm_up as on_vllm
 from kvbaton.api.params import Mode
 from kvbaton.cli.arguments import CommandError, port, seconds, whole
 from kvbaton.cli.check import check
-from kvbaton.cli.cluster import Cluster, Plan, Startable, how_it_ended, running
+from kvbaton.cli.cluster import Cluster, Plan, Startable, how_it_ended, running, shown_command
 from kvbaton.cli.fronting import told_to_stop
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.cli.vllm_engine import ServerOptions
@@ -154,6 +155,8 @@ def _welcome(cluster: Cluster, plan: Startable, transport: str) -> Sequence[str]
         f"  mode  the same with -H 'x-kvbaton-mode: {' | '.join(Mode)}'",
         f"  look  {url}/workers  {url}/health  {url}/metrics",
         f"  logs  {cluster.directory}/*.log",
+        f"  drain {shlex.join([*shown_command(), 'drain'])} NAME --keys {cluster.directory}/keys "
+        f"--registry {cluster.front.registry_endpoint}",
         "  stop  Ctrl-C",
         "",
         "Nothing is restarted silently. To start a worker that died:",

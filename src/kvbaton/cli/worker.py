@@ -17,7 +17,7 @@ import msgspec
 
 from kvbaton.cli.arguments import CommandError, port, seconds, whole
 from kvbaton.cli.limits import raise_file_limit
-from kvbaton.engine.options import MODES, POLICIES, ROLES, TRANSPORTS, WorkerOptions
+from kvbaton.engine.options import DIALECTS, MODES, POLICIES, ROLES, TRANSPORTS, WorkerOptions
 
 _HELP: Mapping[str, str] = {
     "name": "its name in the key directory",
@@ -29,21 +29,29 @@ _HELP: Mapping[str, str] = {
     "http_port": "port for HTTP, 0 for a free one",
     "control_host": "address for control messages; peers must reach it",
     "control_port": "port for control messages, 0 for a free one",
+    "announce_to": "discovery address of vllm-router or its like, to tell it in plain text of this worker; empty: none",
+    "announce_as": "what that router speaks; it decides who moves the KV",
     "transport": "data plane; auto offers all",
     "modes": "modes it serves, with commas",
     "tp": "ranks that share each layer's heads",
-    "policy": "when a handoff fails on D: recompute the prompt here, or fail the request",
+    "policy": "when a handoff fails: recompute the prompt on D, or fail the request",
     "lease_s": "P keeps blocks this long after the last sign of the reader",
     "transfer_timeout": "seconds within which bytes must make progress",
     "defer_timeout": "seconds to wait for the other side to know the request",
     "claim_timeout": "seconds to wait for an answer to a claim",
+    "drain_s": "when told to stop, finish what is under way within this",
     "blocks": "KV blocks",
     "block_tokens": "tokens per block",
     "max_num_seqs": "requests that run at once",
     "waiting_max": "requests that wait; more are refused",
     "seed": "of the model's weights; the same on P and D",
 }
-_CHOICES: Mapping[str, tuple[str, ...]] = {"role": ROLES, "transport": TRANSPORTS, "policy": POLICIES}
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "role": ROLES,
+    "transport": TRANSPORTS,
+    "policy": POLICIES,
+    "announce_as": tuple(DIALECTS),
+}
 _TYPES: Mapping[type, Callable[[str], Any]] = {int: whole(0, 1 << 32), float: seconds, str: str}
 
 
@@ -99,7 +107,9 @@ def _flag(name: str) -> str:
 
 
 def _metavar(field: msgspec.structs.FieldInfo) -> str:
-    return {int: "N", float: "SECONDS"}.get(field.type, field.name.upper())
+    if field.name == "announce_to":
+        return "HOST:PORT"
+    return {int: "N", float: "SECONDS"}.get(field.type, field.name.rpartition("_")[2].upper())
 
 
 def _modes(text: str) -> tuple[str, ...]:
@@ -114,4 +124,4 @@ def _stop_on_eof() -> None:
     """End with the process that started this one, however that one ended: only it holds the other end of stdin."""
     while os.read(0, 4096):
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGHUP)  # at once: with the router gone, nobody waits for anything

@@ -6,21 +6,26 @@ Law: a bad value is refused here, by the name of its field, before any port is o
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import msgspec
 
+from kvbaton.control.base import check_authority
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
 
 Role = Literal["prefill", "decode", "both"]
 TransportChoice = Literal["auto", "shm", "tcp"]
 Policy = Literal["recompute", "fail"]
 ModeName = Literal["pull", "stream", "push"]
+Dialect = Literal["moriio-read", "moriio-write", "p2p-nccl"]
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 TRANSPORTS: tuple[TransportChoice, ...] = ("auto", "shm", "tcp")
 POLICIES: tuple[Policy, ...] = ("recompute", "fail")
 MODES: tuple[ModeName, ...] = ("pull", "stream", "push")
+DIALECTS: Mapping[Dialect, ModeName] = {"moriio-read": "pull", "moriio-write": "push", "p2p-nccl": "pull"}
+"""How other systems' routers find workers, and the mode in which such a router has KV handed over."""
 
 PORT_MAX = 65535
 TP_MAX = 64
@@ -39,6 +44,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     http_port: int = 0
     control_host: str = "127.0.0.1"
     control_port: int = 0
+    announce_to: str = ""  # host:port of another system's router; in plain text, so opt-in
+    announce_as: Dialect = "moriio-read"
     transport: TransportChoice = "auto"
     modes: tuple[ModeName, ...] = MODES
     tp: int = 1
@@ -47,6 +54,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     transfer_timeout: float = 30.0
     defer_timeout: float = 60.0
     claim_timeout: float = 10.0
+    drain_s: float = 30.0  # when told to stop: finish what is under way, for at most this long
     blocks: int = 1024
     block_tokens: int = 16
     max_num_seqs: int = 32
@@ -59,9 +67,11 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
                 expected = f"letters, digits, '.', '_', '-', at most {WORKER_ID_CHARS_MAX}"
                 raise _bad(field, getattr(self, field), expected)
         self._check_choices()
+        if self.announce_to:
+            self._check_announcement()
         for field in ("http_port", "control_port"):
             self._check_range(field, 0, PORT_MAX)
-        for field in ("lease_s", "transfer_timeout", "defer_timeout", "claim_timeout"):
+        for field in ("lease_s", "transfer_timeout", "defer_timeout", "claim_timeout", "drain_s"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value > 0):
                 raise _bad(field, value, "seconds, above 0")
@@ -73,13 +83,26 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
         self._check_range("seed", 0, (1 << 32) - 1)
 
     def _check_choices(self) -> None:
-        for field, choices in (("role", ROLES), ("transport", TRANSPORTS), ("policy", POLICIES)):
+        chosen: tuple[tuple[str, Collection[str]], ...] = (
+            ("role", ROLES), ("transport", TRANSPORTS), ("policy", POLICIES), ("announce_as", DIALECTS),
+        )  # fmt: skip
+        for field, choices in chosen:
             if getattr(self, field) not in choices:
                 raise _bad(field, getattr(self, field), f"one of {', '.join(choices)}")
         if not self.modes or any(mode not in MODES for mode in self.modes):
             raise _bad("modes", ",".join(self.modes), f"some of {', '.join(MODES)}")
         if "://" not in self.registry:
             raise _bad("registry", self.registry, "an endpoint such as tcp://127.0.0.1:7700")
+
+    def _check_announcement(self) -> None:
+        try:
+            check_authority(self.announce_to)
+        except ValueError:
+            raise _bad("announce_to", self.announce_to, "host:port of a router's discovery address") from None
+        if self.role == "both":
+            raise _bad("role", self.role, "prefill or decode: a router of another system knows these only")
+        if DIALECTS[self.announce_as] not in self.modes:
+            raise _bad("modes", ",".join(self.modes), f"{DIALECTS[self.announce_as]}, which {self.announce_as} needs")
 
     def _check_range(self, field: str, low: int, high: int) -> None:
         value = getattr(self, field)

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -18,27 +17,34 @@ from pathlib import Path
 from typing import Any
 
 import kvbaton
+from kvbaton.api.foreign import Lookup
 from kvbaton.api.http import serving
+from kvbaton.api.params import Mode
+from kvbaton.control.address_book import AddressBook
 from kvbaton.control.keys import Keyring, load
 from kvbaton.control.registry.client import RegistryClient
-from kvbaton.control.registry.messages import DirectoryEntry, Registration
+from kvbaton.control.registry.member import MemberState
+from kvbaton.control.registry.messages import DirectoryEntry, Held, Registration
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.engine import tokenizer
+from kvbaton.engine.announcing import Herald, announcement
 from kvbaton.engine.backend import MODEL_NAME, EngineBackend, EngineThread
 from kvbaton.engine.config import CacheConfig, EngineConfig, ModelConfig
 from kvbaton.engine.connector import BatonConnector
+from kvbaton.engine.draining import FORGET_S, Door, DrainSettings, Stopping, drain
 from kvbaton.engine.engine import Engine
 from kvbaton.engine.kv_layout import compat_key, engine_layout
 from kvbaton.engine.memory import KvGeometry
-from kvbaton.engine.options import WorkerOptions
+from kvbaton.engine.options import DIALECTS, WorkerOptions
 from kvbaton.engine.request import EngineRequest, Sampling
 from kvbaton.engine.server import worker_app
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.desk import Identity
-from kvbaton.protocol.events import Departed
+from kvbaton.protocol.events import Departed, DrainStarted
 from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId, rank_peer
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.settings import Settings
+from kvbaton.runtime.discarding import discarded
 from kvbaton.runtime.doorway import Doorway, DoorwayConfig
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.loop import NodeLoop
@@ -78,10 +84,13 @@ class Worker:
         self.engine = Engine(config, connector, [region.view for region in self.regions])
         self.thread = EngineThread(self.engine, self.doorway)
         self.control = ZmqControl(keyring, f"tcp://{_bracketed(options.control_host)}:{options.control_port}")
+        self.book = AddressBook()
+        self.lookup = self._make_lookup(keyring)
         self.compat = compat_key(config.model, kvbaton.__version__)
         self.node = self._make_node(geometry, keyring)
         self.loop = NodeLoop(self.node, self.control)
         self.backend = EngineBackend(self.thread, self.doorway, self.stats)
+        self.door = Door(self.backend)
 
     def start(self) -> None:
         self.loop.start()
@@ -107,13 +116,30 @@ class Worker:
             compat_digest=compat_digest(self.compat),
             tp_size=options.tp,
             model=MODEL_NAME,
+            host=_host(),
         )
 
     def on_directory(self, entries: Sequence[DirectoryEntry]) -> None:
+        others = {str(entry.worker): entry.control_endpoint for entry in entries}
+        self.book.replace({**others, self.options.name: self.control.endpoint})
         self.control.set_directory({entry.worker: (entry.control_endpoint, entry.public_key) for entry in entries})
 
     def on_departed(self, worker: WorkerId, incarnation: Incarnation) -> None:
         self.loop.tell(Departed(worker, incarnation))
+
+    def on_discard(self, tickets: Sequence[str]) -> None:
+        for event in discarded(self.doorway, tickets):
+            self.loop.tell(event)
+
+    def held(self) -> Held:
+        """What must end before this worker can go without costing anybody anything."""
+        ledger, engine = self.node.ledger, self.engine.stats()
+        return Held(
+            requests=max(self.door.inside, engine.running + engine.waiting + engine.loading),
+            leases=len(ledger.producer.leases),
+            intakes=len(ledger.consumer.by_handoff),
+            claims=len(ledger.producer.parked),
+        )
 
     def stats(self) -> Mapping[str, Any]:
         """Counters and gauges; reads of ints and small dicts, so no lock and no wait for the loop."""
@@ -124,6 +150,7 @@ class Worker:
         return {
             "worker": str(self.peer.worker),
             "incarnation": f"{self.peer.incarnation:016x}",
+            "peers": max(len(self.book) - 1, 0),
             "pins": self.doorway.pinned_blocks,
             "leases": len(ledger.producer.leases),
             "intakes": len(ledger.consumer.by_handoff),
@@ -156,6 +183,17 @@ class Worker:
             wall=time.time,
         )
         return Doorway(door, EpochTable(config.cache.blocks))
+
+    def _make_lookup(self, keyring: Keyring) -> Lookup:
+        options = self.options
+        return Lookup(
+            mode=Mode(DIALECTS[options.announce_as]),
+            modes=tuple(Mode(mode) for mode in options.modes),
+            me=self.peer.worker,
+            ticket_key=keyring.ticket_keys[0],
+            ttl_s=TICKET_TTL_S,
+            peer_at=self.book.at,
+        )
 
     def _make_node(self, geometry: KvGeometry, keyring: Keyring) -> Node:
         options = self.options
@@ -194,16 +232,21 @@ class Worker:
 
 
 def main(options: WorkerOptions) -> int:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT, or until an operator has this worker drained."""
     return asyncio.run(_serve(options))
 
 
 async def _serve(options: WorkerOptions) -> int:
     worker = Worker(options, load(options.keys, options.name))
-    async with _running(worker), serving(worker_app(worker.backend), options.http_host, options.http_port) as url:
-        with _registered(worker, url):
+    stop = Stopping()
+    worker.thread.on_death = stop.now  # a worker that cannot answer must not stay on the list
+    app = worker_app(worker.door, lookup=worker.lookup)
+    async with _running(worker), serving(app, options.http_host, options.http_port) as url:
+        with stop.on_signals(), _registered(worker, url, stop) as client:
             print(f"{options.name} {worker.peer.incarnation:016x} serves {url}", flush=True)
-            await _asked_to_stop(worker)
+            async with _announced(worker, url, client) as herald:
+                await stop.begun.wait()
+                await _drained(worker, client, herald, stop)
     return 1 if worker.thread.faults else 0
 
 
@@ -217,7 +260,7 @@ async def _running(worker: Worker) -> AsyncIterator[None]:
 
 
 @contextlib.contextmanager
-def _registered(worker: Worker, url: str) -> Iterator[None]:
+def _registered(worker: Worker, url: str, stop: Stopping) -> Iterator[RegistryClient]:
     options = worker.options
     client = RegistryClient(
         load(options.keys, options.name),
@@ -225,22 +268,41 @@ def _registered(worker: Worker, url: str) -> Iterator[None]:
         worker.registration(url),
         on_directory=worker.on_directory,
         on_departed=worker.on_departed,
+        on_drain=stop.ask_from_thread,
+        on_discard=worker.on_discard,
     )
     client.start()
     try:
-        yield
+        yield client
     finally:
         client.close()
 
 
-async def _asked_to_stop(worker: Worker) -> None:
-    """Until a signal comes, or the engine dies: a worker that cannot answer must not stay on the list."""
-    stopped = asyncio.Event()
-    worker.thread.on_death = stopped.set
-    loop = asyncio.get_running_loop()
-    for each in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(each, stopped.set)
-    await stopped.wait()
+@contextlib.asynccontextmanager
+async def _announced(worker: Worker, url: str, client: RegistryClient) -> AsyncIterator[Herald | None]:
+    """Known to another system's router too, where one was named, from when the registry lists this worker."""
+    options = worker.options
+    if not options.announce_to:
+        yield None
+        return
+    said = announcement(options, url.removeprefix("http://"), worker.control.endpoint)
+    herald = Herald(options.announce_to, said)
+    beginning = asyncio.create_task(herald.announce_when(lambda: client.state is MemberState.LISTED))
+    try:
+        yield herald
+    finally:
+        beginning.cancel()
+        await asyncio.to_thread(herald.stop)
+
+
+async def _drained(worker: Worker, client: RegistryClient, herald: Herald | None, stop: Stopping) -> None:
+    """Finish what is under way; a router that is only told by pings has to forget this worker first."""
+    if herald is not None:
+        await asyncio.to_thread(herald.stop)
+    settings = DrainSettings(drain_s=worker.options.drain_s, forget_s=FORGET_S if herald is not None else 0.0)
+    await drain(
+        worker.door, client, worker.held, settings, stop.at_once, on_shut=lambda: worker.loop.tell(DrainStarted())
+    )
 
 
 def reference_answers(prompts: Sequence[str | Sequence[int]], max_tokens: int, seed: int = 7) -> list[str]:

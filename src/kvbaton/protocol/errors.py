@@ -28,6 +28,7 @@ class Reason(enum.StrEnum):
     CLAIM_TIMEOUT = "claim_timeout"
     CONTENT_MISMATCH = "content_mismatch"
     DEFER_TIMEOUT = "defer_timeout"
+    DISCARDED = "discarded"
     DRAINING = "draining"
     DUPLICATE = "duplicate"
     HANDSHAKE_TIMEOUT = "handshake_timeout"
@@ -61,6 +62,7 @@ MEANING: dict[Reason, tuple[Blame, str]] = {
     Reason.CLAIM_TIMEOUT: (Blame.PEER, "P did not answer the claim in time."),
     Reason.CONTENT_MISMATCH: (Blame.CALLER, "The ticket or offer is for another prompt than the request's."),
     Reason.DEFER_TIMEOUT: (Blame.PEER, "The other side knew of the request too late, or never."),
+    Reason.DISCARDED: (Blame.NOBODY, "The router took the ticket back: the client left, or another pair was asked."),
     Reason.DRAINING: (Blame.OPERATOR, "The peer takes no new handoffs because it is about to stop."),
     Reason.DUPLICATE: (Blame.CALLER, "The transfer id is already in use by a live handoff."),
     Reason.HANDSHAKE_TIMEOUT: (Blame.PEER, "The peer did not answer the handshake in time."),

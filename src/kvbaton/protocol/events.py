@@ -155,6 +155,12 @@ class Departed(_Event, frozen=True):
     reason: Reason = Reason.PEER_GONE
 
 
+class Discarded(_Event, frozen=True):
+    """The router took this handoff's ticket back: whoever has not claimed with it by now never will."""
+
+    handoff: HandoffId
+
+
 class CacheReplaced(_Event, frozen=True):
     """The engine dropped its cache, or its weights: what was leased or is on its way cannot be vouched for."""
 
@@ -179,6 +185,7 @@ Event = (
     | PutWanted
     | StoreEnded
     | Departed
+    | Discarded
     | DrainStarted
     | CacheReplaced
 )

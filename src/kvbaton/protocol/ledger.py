@@ -234,6 +234,7 @@ class Ledger:
             ev.PutWanted: self.puts.on_wanted,
             ev.StoreEnded: self.puts.on_ended,
             ev.Departed: self._on_departed,
+            ev.Discarded: producer.on_discarded,
             ev.DrainStarted: self._on_drain,
             ev.CacheReplaced: self._on_cache_replaced,
         }

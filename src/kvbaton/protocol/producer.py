@@ -1,7 +1,8 @@
 """P's role: leases out, claims in, commits judged. Writing for push is in `writer.py`.
 
 Laws: a lease is found by its handoff id only while it is held; once released it is a tombstone that judges commits
-and refuses everything else. A claim for a handoff that P has not begun is parked, bounded, with a deadline.
+and refuses everything else. A claim for a handoff that P has not begun is parked, bounded, with a deadline. A handoff
+that was discarded is never leased; one that is being read ends as its reader ends it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kvbaton.protocol.codec import pack_blocks
 from kvbaton.protocol.desk import Desk
 from kvbaton.protocol.effects import Unpin
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.events import LeaseBegun, LeaseCompleted, LeaseExtended, LeaseProgressed, SourceEnded
+from kvbaton.protocol.events import Discarded, LeaseBegun, LeaseCompleted, LeaseExtended, LeaseProgressed, SourceEnded
 from kvbaton.protocol.ids import HandoffId, LeaseId, PeerId, Reader, WorkerId
 from kvbaton.protocol.lease import (
     LEASE,
@@ -77,8 +78,10 @@ class Producer:
         settings = self.desk.settings
         full = len(self.leases) >= settings.leases_max
         if full or event.handoff in self.by_handoff or event.lease in self.leases:
-            self.desk.count("lease_refused.busy" if full else "lease_refused.duplicate")
-            self.desk.emit(Unpin(event.lease))
+            self._refuse_lease(event, "busy" if full else "duplicate")
+            return
+        if self.ended.get(event.handoff) is Reason.DISCARDED:
+            self._refuse_lease(event, "discarded")
             return
         lease = new_lease(
             event.lease,
@@ -217,6 +220,18 @@ class Producer:
             if lease.target == worker and not live:
                 self.close(lease, Reason.PEER_GONE, now)
 
+    def on_discarded(self, event: Discarded, now: float) -> None:
+        """Nobody will come for this handoff any more. It may have come before its lease; then there will be none."""
+        lease = self.by_handoff.get(event.handoff)
+        if lease is None:
+            self.ended.put(event.handoff, Reason.DISCARDED)
+            self._refuse_parked(event.handoff)
+        elif any(seat.state is ReaderState.LIVE for seat in lease.seats.values()):
+            self.desk.count("late.discard")
+        else:
+            self.desk.count("leases_discarded")
+            self.close(lease, Reason.DISCARDED, now)
+
     def leave(self, lease: Lease, reader: Reader, event: ReaderEvent, now: float) -> None:
         """A reader's seat changes; when nobody is left to come or to sit, the lease is over."""
         seat = lease.seats[reader]
@@ -273,6 +288,10 @@ class Producer:
     def tell(self, peer: PeerId, seat: Seat, message: Message) -> None:
         self.desk.send(peer.worker, peer.incarnation, seat.session, message)
 
+    def _refuse_lease(self, event: LeaseBegun, why: str) -> None:
+        self.desk.count(f"lease_refused.{why}")
+        self.desk.emit(Unpin(event.lease))
+
     def _judge(self, lease: Lease) -> tuple[bool, tuple[int, ...]]:
         """By the epochs; without a watcher that raises them (rule 7), nothing is known once the pins are gone."""
         if lease.state is LeaseState.RELEASED and not self.desk.identity.exact_epochs:
@@ -321,6 +340,13 @@ class Producer:
         try:
             self._seat(lease, reader, waiting.session, waiting.claim, now)
         except ProtocolError as error:
+            self._refuse(waiting.session, waiting.claim, error)
+
+    def _refuse_parked(self, handoff: HandoffId) -> None:
+        error = ProtocolError(Reason.DISCARDED, "the router took the ticket of this handoff back")
+        for reader in [reader for reader, waiting in self.parked.items() if waiting.claim.handoff == handoff]:
+            waiting = self.parked.pop(reader)
+            self.desk.timers.clear(("parked", reader))
             self._refuse(waiting.session, waiting.claim, error)
 
     def _seat(self, lease: Lease, reader: Reader, session: Session, claim: Claim, now: float) -> None:

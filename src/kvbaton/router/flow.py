@@ -369,6 +369,8 @@ class Flow:
 
     def _note(self, call: Call, route: Route, tries: _Tries, error: LegError) -> None:
         """Blame a failed leg, and raise its fault where nobody else may be asked."""
+        if error.final and error.side == "decode" and (error.fault.param or "").startswith(FIELD):
+            error = _not_the_clients(error)
         count(self._stats.failures, f"{error.side}:{error.fault.code}")
         tries.last = error
         if error.final:

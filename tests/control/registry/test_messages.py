@@ -28,15 +28,28 @@ def _changed(**fields: object) -> bytes:
     return msgspec.msgpack.encode((m.VERSION, body))
 
 
-@pytest.mark.parametrize("message", [m.Register(GOOD), m.Ping(LIFE, m.Seen(3, 4)), m.Deregister(LIFE)])
-def test_what_a_worker_says_arrives_as_it_was(message: m.FromWorker) -> None:
-    assert m.decode_from_worker(m.encode(message)) == message
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Register(GOOD),
+        m.Register(msgspec.structs.replace(GOOD, host="a host", draining=True)),
+        m.Ping(LIFE, m.Seen(3, 4)),
+        m.Ping(LIFE, m.Seen(3, 4), "2 leases"),
+        m.Deregister(LIFE),
+        m.Drain(WorkerId("p0"), LIFE >> 1),
+    ],
+)
+def test_what_a_worker_or_an_operator_says_arrives_as_it_was(message: m.ToRegistry) -> None:
+    assert m.decode_to_registry(m.encode(message)) == message
 
 
 @pytest.mark.parametrize(
     "message",
     [
         m.Registered(Incarnation(1)),
+        m.Registered(Incarnation(1), draining=True),
+        m.Drain(WorkerId("p0"), 7),
+        m.Discard(Incarnation(1), ("ticket", "x" * 1024)),
         m.Unknown(Incarnation(1)),
         m.Superseded(Incarnation(1)),
         m.Refused("why"),
@@ -72,21 +85,66 @@ def test_what_the_registry_says_arrives_as_it_was(message: m.FromRegistry) -> No
         ("tp_size", 0),
         ("tp_size", 4096),
         ("model", "x" * 257),
+        ("host", "x" * 257),
+        ("draining", "yes"),
     ],
 )
 def test_a_field_out_of_bounds_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(m.RegistryFault, match=field):
-        m.decode_from_worker(_changed(**{field: value}))
+        m.decode_to_registry(_changed(**{field: value}))
 
 
 def test_a_field_that_this_version_does_not_know_passes() -> None:
-    message = m.decode_from_worker(_changed(colour="blue"))
+    message = m.decode_to_registry(_changed(colour="blue"))
     assert message == m.Register(GOOD)
+
+
+def test_a_release_that_knows_nothing_of_draining_is_understood_and_understands() -> None:
+    body = msgspec.to_builtins(m.Register(GOOD))
+    for field in ("host", "draining"):
+        del body["registration"][field]
+    assert m.decode_to_registry(msgspec.msgpack.encode((m.VERSION, body))) == m.Register(GOOD)
+    answer = {"type": "registered", "incarnation": 1}
+    assert m.decode_from_registry(msgspec.msgpack.encode((m.VERSION, answer))) == m.Registered(Incarnation(1))
+
+
+@pytest.mark.parametrize(
+    ("frame", "field"),
+    [
+        ({"type": "drain", "worker": "../p0"}, "worker"),
+        ({"type": "drain", "worker": "x" * 65}, "worker"),
+        ({"type": "drain", "worker": "p0", "incarnation": -1}, "incarnation"),
+        ({"type": "ping", "incarnation": 1, "seen": {}, "held": "x" * 257}, "held"),
+    ],
+)
+def test_an_order_out_of_bounds_is_refused_by_name(frame: dict[str, object], field: str) -> None:
+    with pytest.raises(m.RegistryFault, match=field):
+        m.decode_to_registry(msgspec.msgpack.encode((m.VERSION, frame)))
+
+
+def test_discards_are_bounded_in_number_and_length() -> None:
+    m.decode_from_registry(m.encode(m.Discard(Incarnation(1), ("x",) * m.TICKETS_MAX)))
+    for tickets in (("x",) * (m.TICKETS_MAX + 1), ("x" * 1025,)):
+        with pytest.raises(m.RegistryFault, match="tickets"):
+            m.decode_from_registry(m.encode(m.Discard(Incarnation(1), tickets)))
+
+
+@pytest.mark.parametrize("name", ["operator", "operator-alice"])
+def test_operators_are_known_by_their_names(name: str) -> None:
+    assert m.is_operator(name)
+    assert not any(map(m.is_operator, ("p0", "operators", "an-operator", "")))
+
+
+def test_what_the_registry_tells_an_operator_arrives_as_it_was() -> None:
+    for message in (m.DrainState(WorkerId("p0"), "unknown", workers=("d0",)), m.Refused("why")):
+        assert m.decode_to_operator(m.encode(message)) == message
+    with pytest.raises(m.RegistryFault):
+        m.decode_to_operator(m.encode(m.Registered(Incarnation(1))))
 
 
 def test_another_version_is_refused_by_name() -> None:
     with pytest.raises(m.RegistryFault, match="version: got 2"):
-        m.decode_from_worker(msgspec.msgpack.encode((2, {})))
+        m.decode_to_registry(msgspec.msgpack.encode((2, {})))
 
 
 @pytest.mark.parametrize("field", ["worker", "incarnation", "control_endpoint", "public_key"])
@@ -99,7 +157,7 @@ def test_a_worker_checks_what_the_registry_says_too(field: str) -> None:
 
 @given(st.binary(max_size=300))
 def test_whatever_the_bytes_decoding_fails_in_one_way_only(frame: bytes) -> None:
-    for decode in (m.decode_from_worker, m.decode_from_registry):
+    for decode in (m.decode_to_registry, m.decode_from_registry, m.decode_to_operator):
         with suppress(m.RegistryFault):
             decode(frame)
 
@@ -110,7 +168,7 @@ def test_a_damaged_registration_is_refused_or_within_bounds(data: st.DataObject)
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     try:
-        message = m.decode_from_worker(bytes(frame))
+        message = m.decode_to_registry(bytes(frame))
     except m.RegistryFault:
         return
     if isinstance(message, m.Register):

@@ -17,7 +17,7 @@ from kvbaton.protocol.ids import Incarnation, WorkerId
 
 from ..rig import cluster
 
-RINGS = cluster("router", "p0", "d0", "d1")
+RINGS = cluster("router", "operator", "p0", "d0", "d1")
 ROUTER = WorkerId("router")
 CALM = RegistrySettings(ping_s=0.03, suspect_s=30.0, evict_s=60.0, settle_s=0.1)  # nobody is ever late
 HASTY = RegistrySettings(ping_s=0.03, suspect_s=0.2, evict_s=0.6, settle_s=0.1)
@@ -35,6 +35,8 @@ class Worker:
     def __init__(self, endpoint: str, registration: Registration, settings: RegistrySettings) -> None:
         self.directories: list[tuple[DirectoryEntry, ...]] = []
         self.departed: list[tuple[str, int]] = []
+        self.drains = 0
+        self.discards: list[str] = []
         self.registration = registration
         self.client = RegistryClient(
             RINGS[registration.worker],
@@ -43,8 +45,13 @@ class Worker:
             on_directory=self.directories.append,
             settings=settings,
             on_departed=lambda worker, incarnation: self.departed.append((worker, incarnation)),
+            on_drain=self._count_drain,
+            on_discard=self.discards.extend,
         )
         self.client.start()
+
+    def _count_drain(self) -> None:
+        self.drains += 1
 
     def sees(self) -> dict[str, int]:
         return {entry.worker: entry.incarnation for entry in self.directories[-1]} if self.directories else {}

@@ -6,14 +6,18 @@ about the others. Losing the registry costs news, never service: workers go on w
 
 from kvbaton.control.registry.client import RegistryClient
 from kvbaton.control.registry.member import MemberState
-from kvbaton.control.registry.messages import DirectoryEntry, Registration, Role, addresses
+from kvbaton.control.registry.messages import DirectoryEntry, DrainState, Held, Registration, Role, addresses
+from kvbaton.control.registry.operator import OperatorLine
 from kvbaton.control.registry.roster import Entry, RegistrySettings, WorkerState
 from kvbaton.control.registry.server import RegistryServer
 
 __all__ = [
     "DirectoryEntry",
+    "DrainState",
     "Entry",
+    "Held",
     "MemberState",
+    "OperatorLine",
     "Registration",
     "RegistryClient",
     "RegistryServer",

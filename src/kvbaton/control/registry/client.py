@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+
+import msgspec
 
 from kvbaton.control.base import ControlError, Limits, check_endpoint, worth_saying
 from kvbaton.control.keys import Keyring
@@ -30,6 +32,12 @@ LIMITS = Limits(frames_queued_max=64)  # pings to a registry that is away are wo
 
 OnDirectory = Callable[[tuple[m.DirectoryEntry, ...]], None]
 OnDeparted = Callable[[WorkerId, Incarnation], None]
+OnDrain = Callable[[], None]
+OnDiscard = Callable[[Sequence[str]], None]
+
+
+def _ignore(*_: object) -> None:
+    pass
 
 
 class RegistryClient:
@@ -43,14 +51,23 @@ class RegistryClient:
         *,
         on_directory: OnDirectory,
         on_departed: OnDeparted,
+        on_drain: OnDrain = _ignore,
+        on_discard: OnDiscard = _ignore,
         settings: RegistrySettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`registry` is the registry's name in the key directory and its endpoint."""
+        """`registry` is the registry's name in the key directory and its endpoint.
+
+        `on_drain` is called when an operator wants this worker to drain, until it has called `drain`; `on_discard` with
+        the tickets that nobody will use.
+        """
         self.counters: Counter[str] = Counter()
         self._registry, address = registry[0], (_dialable(registry[1]), _key(keyring, registry[0]))
         self._on_directory = on_directory
         self._on_departed = on_departed
+        self._on_drain = on_drain
+        self._on_discard = on_discard
+        self._is_draining = False
         self._clock = clock
         self._member = _member(keyring, registration, settings or RegistrySettings(), clock())
         self._control = ZmqControl(keyring, None, LIMITS, clock)
@@ -69,6 +86,20 @@ class RegistryClient:
         """Present this worker anew (another life, another address). From any thread."""
         self._updates.append(m.validate(registration))
         self._control.wake()
+
+    def drain(self) -> None:
+        """Say that this worker finishes what it has and then goes. From any thread."""
+        self._is_draining = True
+        self.update(msgspec.structs.replace(self._member.registration, draining=True))
+
+    @property
+    def is_known_to_drain(self) -> bool:
+        """Whether the registry has confirmed it: from then on the router sends nobody new."""
+        return self._member.is_known_to_drain
+
+    def tell_held(self, held: str) -> None:
+        """What is still waited for, in words for the operator; goes with the next ping. From any thread."""
+        self._member.held = held[: m.FIELD_CHARS_MAX]
 
     def close(self) -> bool:
         """Deregister and stop; False when the thread did not end in time."""
@@ -96,6 +127,9 @@ class RegistryClient:
         return found
 
     def _take(self, message: m.FromRegistry, now: float) -> None:
+        if isinstance(message, m.Drain | m.Discard):
+            self._obey(message)
+            return
         before = self._member.state
         news = self._member.on_message(message, now)
         if self._member.state is not before:
@@ -105,6 +139,15 @@ class RegistryClient:
             log.log(logging.INFO if quiet else logging.ERROR, said, *args)
         if news is not None:
             self._pass_on(news)
+
+    def _obey(self, message: m.Drain | m.Discard) -> None:
+        """The registry's key was proven with the connection; an order for another life is nobody's."""
+        if message.incarnation != self._member.registration.incarnation:
+            self.counters["orders_late"] += 1
+        elif isinstance(message, m.Discard):
+            self._guard(partial(self._on_discard, message.tickets))
+        elif not self._is_draining:
+            self._guard(self._on_drain)
 
     def _pass_on(self, news: News) -> None:
         self._guard(partial(self._on_directory, news.entries))

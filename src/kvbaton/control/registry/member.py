@@ -2,7 +2,7 @@
 
 Laws: what is known of the peers survives the registry. A peer is departed when a registry that has heard everybody does
 not list it, when it is named as gone, or when it is listed in another life; never because the registry is away. Until
-the registry says otherwise, registering is repeated.
+the registry says otherwise, registering is repeated; a worker that drains is listed once the registry says that of it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Member:
         self.state = MemberState.JOINING
         self.detail = ""  # why, when refused
         self.has_spoken = False  # the registry may list it, even if no answer has come
+        self.held = ""  # what it still waits for while it drains
         self._ping_s = settings.ping_s
         self._speak_at = now
         self._seen = m.Seen()
@@ -51,10 +52,15 @@ class Member:
         self.has_spoken = True
         if self.state in (MemberState.JOINING, MemberState.REFUSED):
             return m.Register(self.registration)
-        return m.Ping(self.registration.incarnation, self._seen)
+        return m.Ping(self.registration.incarnation, self._seen, self.held)
 
     def next_deadline(self) -> float:
         return self._speak_at
+
+    @property
+    def is_known_to_drain(self) -> bool:
+        """Whether the registry has said that nobody new is sent here."""
+        return self.registration.draining and self.state is MemberState.LISTED
 
     def present(self, registration: m.Registration, now: float) -> None:
         """Register anew: the worker began another life, or can be reached otherwise."""
@@ -70,13 +76,18 @@ class Member:
             self.state, self.detail = MemberState.REFUSED, message.detail
         elif message.incarnation == self.registration.incarnation:
             if isinstance(message, m.Registered):
-                self.state, self.detail = MemberState.LISTED, ""
+                self._on_registered(message)
             elif isinstance(message, m.Superseded):
                 self.state = MemberState.SUPERSEDED
             elif isinstance(message, m.Unknown):
                 self.state = MemberState.JOINING
                 self._speak_at = now
         return None
+
+    def _on_registered(self, message: m.Registered) -> None:
+        if self.registration.draining and not message.draining:
+            return  # the answer to what was said before
+        self.state, self.detail = MemberState.LISTED, ""
 
     def _on_directory(self, message: m.Directory) -> News | None:
         if message.seen.registry == self._seen.registry and message.seen.version <= self._seen.version:

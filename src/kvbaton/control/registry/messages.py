@@ -1,4 +1,6 @@
-"""What workers and the registry say to each other. Maps, not arrays: errors name the field, and unknown fields pass.
+"""What workers and operators say to the registry, and it to them.
+
+Maps, not arrays: errors name the field, and unknown fields pass.
 
 Law: `decode` raises `RegistryFault` and nothing else, whatever the bytes; past it every field is within its bounds.
 """
@@ -14,17 +16,25 @@ from msgspec import Meta
 from kvbaton.control.base import check_authority, check_endpoint
 from kvbaton.control.keys import is_public_key
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, Incarnation, PeerId, WorkerId, is_worker_id
+from kvbaton.protocol.ticket import TICKET_CHARS_MAX
 
 VERSION = 1
 WORKERS_MAX = 1024
 FIELD_CHARS_MAX = 256
 DETAIL_CHARS_MAX = 512
+OPERATOR = "operator"
+NOTHING = "nothing"
+"""How a worker says that it holds nothing, and has held nothing for a while."""
+TICKETS_MAX = 64
+"""In one message: 64 KiB of the longest."""
 
 Role = Literal["prefill", "decode", "both"]
 Name = Annotated[str, Meta(max_length=64)]
 Names = Annotated[tuple[Name, ...], Meta(max_length=16)]
 Text = Annotated[str, Meta(max_length=FIELD_CHARS_MAX)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Worker = Annotated[WorkerId, Meta(max_length=WORKER_ID_CHARS_MAX)]
+Tickets = Annotated[tuple[Annotated[str, Meta(max_length=TICKET_CHARS_MAX)], ...], Meta(max_length=TICKETS_MAX)]
 
 
 class RegistryFault(Exception):
@@ -34,7 +44,7 @@ class RegistryFault(Exception):
 class Registration(msgspec.Struct, frozen=True):
     """How a worker presents itself when it can serve."""
 
-    worker: Annotated[WorkerId, Meta(max_length=WORKER_ID_CHARS_MAX)]
+    worker: Worker
     incarnation: Incarnation
     role: Role
     http_address: Text  # host:port, without a scheme
@@ -44,6 +54,9 @@ class Registration(msgspec.Struct, frozen=True):
     compat_digest: Name = ""
     tp_size: Annotated[int, Meta(ge=1, le=1024)] = 1
     model: Text = ""
+    host: Text = ""  # workers that name the same can share memory
+    draining: bool = False  # finishes what it has and then goes: ask others
+    stays: bool = False  # its process does not end by itself when it has drained
 
     @property
     def peer(self) -> PeerId:
@@ -53,7 +66,7 @@ class Registration(msgspec.Struct, frozen=True):
 class DirectoryEntry(msgspec.Struct, frozen=True):
     """A worker as the others need to know it."""
 
-    worker: Annotated[WorkerId, Meta(max_length=WORKER_ID_CHARS_MAX)]
+    worker: Worker
     incarnation: Incarnation
     role: Role
     control_endpoint: Text
@@ -62,6 +75,23 @@ class DirectoryEntry(msgspec.Struct, frozen=True):
     @property
     def peer(self) -> PeerId:
         return PeerId(self.worker, self.incarnation)
+
+
+class Held(msgspec.Struct, frozen=True):
+    """What a worker still does or keeps for others."""
+
+    requests: int = 0
+    leases: int = 0
+    intakes: int = 0
+    claims: int = 0  # that wait for a prompt to begin
+
+    @property
+    def nothing(self) -> bool:
+        return not any(msgspec.structs.astuple(self))
+
+    def __str__(self) -> str:
+        counts = msgspec.structs.asdict(self).items()
+        return ", ".join(f"{n} {name if n > 1 else name[:-1]}" for name, n in counts if n) or NOTHING
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -81,10 +111,37 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     incarnation: Incarnation
     seen: Seen
+    held: Text = ""  # in words: what a draining worker still waits for
 
 
 class Deregister(msgspec.Struct, frozen=True, tag="deregister"):
     incarnation: Incarnation
+
+
+# --- operator to registry, and on from there to the worker
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Finish and go. From an operator 0 means: whichever life is listed; asked again, it is the life of the answer."""
+
+    worker: Worker
+    incarnation: Count = 0
+
+
+# --- registry to operator
+
+
+class DrainState(msgspec.Struct, frozen=True, tag="drain_state"):
+    """How far a worker is; `workers` are the names that are listed, where this one is unknown.
+
+    One that is idle has drained, holds nothing and waits for its process to be ended.
+    """
+
+    worker: Worker
+    state: Literal["unknown", "draining", "idle", "gone"]
+    incarnation: Count = 0
+    held: Text = ""
+    workers: Annotated[tuple[Name, ...], Meta(max_length=WORKERS_MAX)] = ()
 
 
 # --- registry to worker
@@ -94,6 +151,7 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
     """You are listed, in this life; also the answer to a ping that needs nothing more."""
 
     incarnation: Incarnation
+    draining: bool = False  # and nobody new is sent to you
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
@@ -125,26 +183,49 @@ class Directory(msgspec.Struct, frozen=True, tag="directory"):
     gone: Annotated[tuple[PeerId, ...], Meta(max_length=WORKERS_MAX)] = ()
 
 
+class Discard(msgspec.Struct, frozen=True, tag="discard"):
+    """Nobody will use these tickets of yours, unless somebody has begun to."""
+
+    incarnation: Incarnation
+    tickets: Tickets
+
+
 FromWorker = Register | Ping | Deregister
-FromRegistry = Registered | Unknown | Superseded | Refused | Deregistered | Directory
+FromOperator = Drain
+ToRegistry = FromWorker | FromOperator
+FromRegistry = Registered | Unknown | Superseded | Refused | Deregistered | Directory | Drain | Discard
+ToOperator = DrainState | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _frames = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
-_from_worker = msgspec.msgpack.Decoder(FromWorker)
+_to_registry = msgspec.msgpack.Decoder(ToRegistry)
 _from_registry = msgspec.msgpack.Decoder(FromRegistry)
+_to_operator = msgspec.msgpack.Decoder(ToOperator)
 T = TypeVar("T")
 
 
-def encode(message: FromWorker | FromRegistry) -> bytes:
+def encode(message: ToRegistry | FromRegistry | ToOperator) -> bytes:
     return _encoder.encode((VERSION, message))
 
 
-def decode_from_worker(frame: bytes) -> FromWorker:
-    message: FromWorker = _decode(frame, _from_worker)
+def is_operator(name: str) -> bool:
+    """Whether an identity may order workers about: by its name, which its key proves. Such a one is no worker."""
+    return name == OPERATOR or name.startswith(f"{OPERATOR}-")
+
+
+def decode_to_registry(frame: bytes) -> ToRegistry:
+    message: ToRegistry = _decode(frame, _to_registry)
     if isinstance(message, Register):
         validate(message.registration)
+    elif isinstance(message, Drain):
+        _check_worker(message.worker)
     else:
         _check_incarnation(message.incarnation)
+    return message
+
+
+def decode_to_operator(frame: bytes) -> ToOperator:
+    message: ToOperator = _decode(frame, _to_operator)
     return message
 
 

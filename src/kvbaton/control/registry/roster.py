@@ -2,7 +2,8 @@
 
 Laws: the latest life of a worker replaces the one before at once, and a life once replaced does not come back while its
 successor is alive. Silence makes a worker suspect and then gone, but only silence that the registry was awake to hear.
-A young registry does not know whom it does not know: its directory says so.
+A young registry does not know whom it does not know: its directory says so. A life that was told to drain drains until
+it is gone, whatever it says itself; it stays listed, since its peers still read from it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvbaton.control.registry.messages import WORKERS_MAX, Directory, DirectoryEntry, Registration, Seen
+from kvbaton.control.registry.messages import (
+    NOTHING,
+    WORKERS_MAX,
+    Directory,
+    DirectoryEntry,
+    Drain,
+    DrainState,
+    Registration,
+    Seen,
+)
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 
@@ -47,6 +57,7 @@ class Entry(msgspec.Struct, frozen=True):
     registration: Registration
     public_key: str
     state: WorkerState
+    draining: bool = False  # by its own word or an operator's
 
 
 class Standing(enum.Enum):
@@ -64,6 +75,12 @@ class _Listed:
     public_key: str
     heard_at: float
     state: WorkerState = WorkerState.READY
+    ordered: bool = False  # an operator told it to drain
+    held: str = ""  # what it still waits for, in its words
+
+    @property
+    def draining(self) -> bool:
+        return self.ordered or self.registration.draining
 
 
 class Roster:
@@ -95,19 +112,44 @@ class Roster:
             self._replaced.put(current.registration.peer, None)
             self._leave(current)
         if current is None or (current.registration, current.public_key) != (registration, public_key):
-            self._listed[worker] = _Listed(registration, public_key, now)
-            self._changed()
+            self._list(registration, public_key, now)
         self._hear(self._listed[worker], now)
         return Standing.LISTED
 
-    def ping(self, worker: WorkerId, incarnation: Incarnation, now: float) -> Standing:
+    def ping(self, worker: WorkerId, incarnation: Incarnation, now: float, held: str = "") -> Standing:
         current = self._listed.get(worker)
         if current is None:
             return Standing.UNKNOWN
         if current.registration.incarnation != incarnation:
             return Standing.SUPERSEDED if PeerId(worker, incarnation) in self._replaced else Standing.UNKNOWN
         self._hear(current, now)
+        current.held = held
         return Standing.LISTED
+
+    def drain(self, worker: WorkerId, incarnation: int) -> DrainState:
+        """An operator wants a worker (in this life, if given) to finish and go; asked again, says how far that is."""
+        current = self._listed.get(worker)
+        if current is None and self._may_be_back(worker, incarnation):
+            return DrainState(worker, "draining", incarnation, "the registry is young and waits for its workers")
+        if current is None or incarnation not in (0, current.registration.incarnation):
+            names = () if incarnation else tuple(sorted(self._listed))
+            return DrainState(worker, "gone" if incarnation else "unknown", incarnation, workers=names)
+        if not current.draining:
+            self.revision += 1
+        current.ordered = True
+        told = current.registration
+        idle = told.stays and told.draining and current.held == NOTHING
+        return DrainState(worker, "idle" if idle else "draining", told.incarnation, current.held)
+
+    def is_draining(self, worker: WorkerId) -> bool:
+        return worker in self._listed and self._listed[worker].draining
+
+    def order(self, worker: WorkerId) -> Drain | None:
+        """What a worker must be told, until it says the same of itself."""
+        current = self._listed.get(worker)
+        if current is None or not current.ordered or current.registration.draining:
+            return None
+        return Drain(worker, current.registration.incarnation)
 
     def deregister(self, worker: WorkerId, incarnation: Incarnation) -> None:
         """A worker leaves; a life that is not listed has left already."""
@@ -137,7 +179,8 @@ class Roster:
 
     def entries(self) -> tuple[Entry, ...]:
         return tuple(
-            Entry(listed.registration, listed.public_key, listed.state) for _, listed in sorted(self._listed.items())
+            Entry(listed.registration, listed.public_key, listed.state, listed.draining)
+            for _, listed in sorted(self._listed.items())
         )
 
     def directory(self) -> Directory:
@@ -147,6 +190,22 @@ class Roster:
         here = {entry.peer for entry in entries}
         gone = () if complete else tuple(peer for peer in self._gone if peer not in here)
         return Directory(self._seen, complete, entries, gone)
+
+    def _may_be_back(self, worker: WorkerId, incarnation: int) -> bool:
+        """Whether a life that is not listed may not have been heard yet: of a young registry that it has not left."""
+        young = self._looked_at < self._settles_at
+        return young and incarnation != 0 and PeerId(worker, Incarnation(incarnation)) not in self._gone
+
+    def _list(self, registration: Registration, public_key: str, now: float) -> None:
+        before = self._listed.get(registration.worker)
+        fresh = _Listed(registration, public_key, now)
+        if before is not None:  # the same life, presented anew
+            fresh.ordered, fresh.held = before.ordered, before.held
+        self._listed[registration.worker] = fresh
+        if before is not None and _told(before) == _told(fresh):
+            self.revision += 1  # the router's business alone
+        else:
+            self._changed()
 
     def _hear(self, listed: _Listed, now: float) -> None:
         listed.heard_at = now

@@ -3,7 +3,7 @@
 Laws: a worker registers only under the name that its key proves, and is told that it is listed only after the router
 can see it. A bad message is counted, answered with the field at fault and skipped; it never ends the server. Every
 worker hears of every change, once per turn however many there were, and whoever missed it gets it with the answer to
-its next ping.
+its next ping. Only an operator's identity can have a worker drained, and the router knows before the worker is told.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvbaton.control.base import Limits, worth_saying
 from kvbaton.control.keys import Keyring
@@ -20,14 +20,18 @@ from kvbaton.control.looping import LoopThread
 from kvbaton.control.registry import messages as m
 from kvbaton.control.registry.roster import Entry, RegistrySettings, Roster, Standing
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
-from kvbaton.protocol.ids import WorkerId
+from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+from kvbaton.protocol.ticket import TICKET_CHARS_MAX
 
 log = logging.getLogger(__name__)
 
 ROUNDS_PER_TURN_MAX = 64  # all that came is heard before silence is judged, unless someone floods
 CLOSE_S = 2.0
+DISCARDS_MAX = 4096
+"""Tickets that wait for the next turn; beyond it they are not told, and their leases run out by themselves."""
 
 Workers = tuple[Entry, ...]
+Answer = m.FromRegistry | m.ToOperator
 
 
 def _ignore(_: Workers) -> None:
@@ -50,6 +54,7 @@ class RegistryServer:
         self.counters: Counter[str] = Counter()
         self._control = ZmqControl(keyring, bind, limits, clock)
         self._roster = Roster(settings or RegistrySettings(), 1 + secrets.randbits(62), clock())
+        self._discards: deque[tuple[PeerId, str]] = deque()
         self._peers: Mapping[WorkerId, str] = keyring.peers
         self._on_change = on_change
         self._workers: Workers = ()
@@ -73,6 +78,19 @@ class RegistryServer:
         """Who is listed now, by name. From any thread."""
         return self._workers
 
+    def discard(self, worker: WorkerId, incarnation: Incarnation, tickets: Sequence[str]) -> int:
+        """Have a worker told that nobody will use these tickets; returns how many will be. From any thread.
+
+        Never blocks. A worker that is gone, or in another life, has nothing to release and is told nothing.
+        """
+        taken = [ticket for ticket in tickets if len(ticket) <= TICKET_CHARS_MAX]
+        taken = taken[: max(0, DISCARDS_MAX - len(self._discards))]
+        self.counters["discards_dropped"] += len(tickets) - len(taken)
+        self._discards.extend((PeerId(worker, incarnation), ticket) for ticket in taken)
+        if taken:
+            self._control.wake()
+        return len(taken)
+
     def set_peers(self, peers: Mapping[WorkerId, str]) -> None:
         """The identities of a key directory that was loaded again. From any thread."""
         self._peers = dict(peers)
@@ -83,32 +101,43 @@ class RegistryServer:
         return self._thread.stop(CLOSE_S)
 
     def _turn(self, now: float) -> float:
-        answers: list[tuple[WorkerId, m.FromRegistry]] = []
+        answers: list[tuple[WorkerId, Answer]] = []
         for _ in range(ROUNDS_PER_TURN_MAX):
             frames = self._control.receive()
             if not frames:
                 break
             for worker, frame in frames:
-                answers += [(worker, answer) for answer in self._on_frame(worker, frame, now)]
+                answers += self._on_frame(worker, frame, now)
         self._roster.on_time(now)
         self._publish()
-        for worker, answer in answers:
+        for worker, answer in [*answers, *self._discarded()]:
             self._send(worker, m.encode(answer))
         self._announce()
         return self._roster.next_deadline()
 
-    def _on_frame(self, worker: WorkerId, frame: bytes, now: float) -> list[m.FromRegistry]:
+    def _on_frame(self, sender: WorkerId, frame: bytes, now: float) -> list[tuple[WorkerId, Answer]]:
         try:
-            message = m.decode_from_worker(frame)
-            if isinstance(message, m.Register) and message.registration.worker != worker:
-                raise m.RegistryFault(f"worker: {worker} registers as {message.registration.worker}")
+            message = m.decode_to_registry(frame)
+            _check_sender(sender, message)
         except m.RegistryFault as fault:
             self.counters["bad_messages"] += 1
             if worth_saying(self.counters["bad_messages"]):
-                log.warning("a message of %s was skipped: %s", worker, fault)
-            return [m.Refused(str(fault)[: m.DETAIL_CHARS_MAX])]
+                log.warning("a message of %s was skipped: %s", sender, fault)
+            return [(sender, m.Refused(str(fault)[: m.DETAIL_CHARS_MAX]))]
         self.counters["messages"] += 1
-        return self._answers(worker, message, now)
+        if isinstance(message, m.Drain):
+            return self._on_drain(sender, message)
+        answers: list[tuple[WorkerId, Answer]] = [(sender, answer) for answer in self._answers(sender, message, now)]
+        order = self._roster.order(sender)  # with every ping, until the worker has heard it
+        return answers if order is None else [*answers, (sender, order)]
+
+    def _on_drain(self, operator: WorkerId, message: m.Drain) -> list[tuple[WorkerId, Answer]]:
+        said = self._roster.drain(message.worker, message.incarnation)
+        if not message.incarnation:
+            log.info("%s wants %s to drain: %s", operator, message.worker, said.state)
+        order = self._roster.order(message.worker) if said.state == "draining" else None
+        answers: list[tuple[WorkerId, Answer]] = [(operator, said)]
+        return answers if order is None else [*answers, (message.worker, order)]
 
     def _answers(self, worker: WorkerId, message: m.FromWorker, now: float) -> list[m.FromRegistry]:
         if isinstance(message, m.Deregister):
@@ -119,7 +148,7 @@ class RegistryServer:
             standing = self._roster.register(message.registration, self._peers.get(worker, ""), now)
         else:
             incarnation = message.incarnation
-            standing = self._roster.ping(worker, incarnation, now)
+            standing = self._roster.ping(worker, incarnation, now, message.held)
         match standing:
             case Standing.UNKNOWN:
                 return [m.Unknown(incarnation)]
@@ -127,9 +156,23 @@ class RegistryServer:
                 return [m.Superseded(incarnation)]
             case Standing.FULL:
                 return [m.Refused(f"workers: {self._roster.settings.workers_max} are listed, the most there can be")]
+        listed = m.Registered(incarnation, self._roster.is_draining(worker))
         if isinstance(message, m.Ping) and message.seen != self._roster.seen:
-            return [m.Registered(incarnation), self._roster.directory()]
-        return [m.Registered(incarnation)]
+            return [listed, self._roster.directory()]
+        return [listed]
+
+    def _discarded(self) -> Iterator[tuple[WorkerId, Answer]]:
+        """What was queued since the last turn, together for each worker that is listed in that life."""
+        if not self._discards:
+            return
+        here = {entry.registration.peer for entry in self._workers}
+        found: dict[PeerId, list[str]] = {}
+        for _ in range(len(self._discards)):
+            peer, ticket = self._discards.popleft()
+            found.setdefault(peer, []).append(ticket)
+        for peer, tickets in found.items():
+            for first in range(0, len(tickets) if peer in here else 0, m.TICKETS_MAX):
+                yield peer.worker, m.Discard(peer.incarnation, tuple(tickets[first : first + m.TICKETS_MAX]))
 
     def _publish(self) -> None:
         """Tell the router what has changed since the last time."""
@@ -155,3 +198,16 @@ class RegistryServer:
     def _send(self, worker: WorkerId, frame: bytes) -> None:
         if not self._control.send(worker, frame):
             self.counters["unreached"] += 1
+
+
+def _check_sender(sender: WorkerId, message: m.ToRegistry) -> None:
+    """Who may say this, by the name that the sender's key proves."""
+    if isinstance(message, m.Drain):
+        if not m.is_operator(sender):
+            raise m.RegistryFault(
+                f"drain: {sender} is no operator; use an identity named {m.OPERATOR} or {m.OPERATOR}-…"
+            )
+    elif m.is_operator(sender):
+        raise m.RegistryFault(f"worker: {sender} is the name of an operator; give the worker another")
+    elif isinstance(message, m.Register) and message.registration.worker != sender:
+        raise m.RegistryFault(f"worker: {sender} registers as {message.registration.worker}")

@@ -7,18 +7,19 @@ Everything has threads of its own; the scheduler's thread meets it at the `Doorw
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import secrets
 import threading
 import time
 import urllib.request
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
 
+from kvbaton.control.address_book import AddressBook, moriio_address
 from kvbaton.control.base import ControlError
 from kvbaton.control.keys import Keyring
 from kvbaton.control.moriio import MoriioAnnouncer
@@ -26,6 +27,7 @@ from kvbaton.control.moriio import registration as moriio_registration
 from kvbaton.control.registry.client import RegistryClient
 from kvbaton.control.registry.messages import DirectoryEntry, Registration
 from kvbaton.control.zmq import ZmqControl
+from kvbaton.integrations.vllm.draining import DrainWatch, ledger_holds
 from kvbaton.integrations.vllm.settings import ConnectorSettings
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.desk import Identity
@@ -33,6 +35,7 @@ from kvbaton.protocol.events import Departed
 from kvbaton.protocol.ids import Incarnation, PeerId, TransferId, WorkerId
 from kvbaton.protocol.layout import EngineLayout
 from kvbaton.protocol.ledger import Ledger
+from kvbaton.runtime.discarding import discarded
 from kvbaton.runtime.doorway import Doorway, DoorwayConfig
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.loop import NodeLoop
@@ -125,6 +128,8 @@ class Presence:
                     self._registration(),
                     on_directory=self._on_directory,
                     on_departed=self._on_departed,
+                    on_drain=self._on_drain,
+                    on_discard=self._on_discard,
                 )
                 self._listings.append(client)
             if settings.moriio is not None:
@@ -155,19 +160,18 @@ class Presence:
             compat_digest=compat_digest(facts.compat),
             tp_size=facts.tp_size,
             model=facts.model[-256:],
+            host=host_id(),
+            stays=True,
         )
 
     def _moriio(self) -> MoriioAnnouncer:
-        """MoRI-IO names a worker by two ports; here both are the control socket's, by which peers find it again."""
         asked = self.settings.moriio
         assert asked is not None
-        host, port = _split(self.control.endpoint)
-        address = f"host:{host},handshake:{port},notify:{port}"
         role: Literal["P", "D"] = "P" if self.facts.role == "prefill" else "D"
         message = moriio_registration(
             role,
             self.settings.http_address,
-            address,
+            moriio_address(self.control.endpoint),
             transfer_mode=asked.transfer_mode,
             tp_size=self.facts.tp_size,
         )
@@ -179,11 +183,27 @@ class Presence:
     def _on_departed(self, worker: WorkerId, incarnation: Incarnation) -> None:
         self.loop.tell(Departed(worker, incarnation))
 
+    def _on_discard(self, tickets: Sequence[str]) -> None:
+        for event in discarded(self.doorway, tickets):
+            self.loop.tell(event)
+
+    def _on_drain(self) -> None:
+        """Routers send nobody new from now on. Ending vLLM is its operator's business, who is told when it is idle."""
+        log.info("kvbaton: %s drains", self.peer)
+        for listing in list(self._listings):
+            if isinstance(listing, RegistryClient):
+                listing.drain()
+                holds = partial(ledger_holds, self.node.ledger)
+                DrainWatch(listing, self.settings.http_address, holds, self._closing).start()
+            else:
+                listing.stop(STOP_S)
+
     def _static(self) -> list[tuple[str, str]]:
         return [*self.settings.peers.items(), (self.settings.name, self.control.endpoint)]
 
     def _know(self, directory: dict[str, tuple[str, str]]) -> None:
-        self.book.replace({name: endpoint for name, (endpoint, _) in directory.items()})
+        endpoints = {name: endpoint for name, (endpoint, _) in directory.items()}
+        self.book.replace({**endpoints, self.settings.name: self.control.endpoint})  # a registry tells of the others
         others = {WorkerId(name): address for name, address in directory.items() if name != self.settings.name}
         unknown = [name for name, (_, key) in others.items() if not key]
         if unknown:
@@ -220,32 +240,7 @@ class Presence:
         return Node(ledger, self.control, planes, self.doorway, extra=self.links.drain_progress)
 
 
-class AddressBook:
-    """Which worker listens where. Replaced as a whole, by whoever learns of it; read by the scheduler's thread."""
-
-    def __init__(self) -> None:
-        self._names: dict[tuple[str, int], WorkerId] = {}
-
-    def replace(self, endpoints: dict[str, str]) -> None:
-        self._names = {_split(endpoint): WorkerId(name) for name, endpoint in endpoints.items()}
-
-    def at(self, host: str, port: int) -> WorkerId | None:
-        return self._names.get((_canonical(host), port))
-
-
 def host_id() -> str:
     """Who may share memory with us: the same kernel, by its boot id."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else secrets.token_hex(16)
-
-
-def _split(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return _canonical(host), int(port)
-
-
-def _canonical(host: str) -> str:
-    bare = host.strip("[]").lower()
-    with contextlib.suppress(ValueError):
-        return str(ipaddress.ip_address(bare))
-    return bare

@@ -78,8 +78,9 @@ def a_commit_on_blocks_that_were_reused_is_never_delivered(lab: Lab, mode: str, 
         tap.hold()
         handoff = lab.hand_over(mode, prompt_of(30))
         lab.until(lambda: d.status(handoff.at_d) == LOADING or d.outcomes[handoff.at_d].reason, "D to load")
+        lab.until(lambda: p.outcomes[handoff.at_p].reason, "P to have computed the prompt")  # or it holds nothing yet
         lab.until(lambda: p.blocks_left == 0, "P's lease to end", 5.0)
-        for seed in range(4):
+        for seed in range(8):  # more than all blocks together: none is left untouched
             p.add(prompt_of(60, 100 + seed), max_tokens=1)
         lab.until(lambda: all(outcome.reason for outcome in p.outcomes.values()), "P to reuse its blocks")
         tap.release()

@@ -1,0 +1,228 @@
+"""`kvbaton bench router`: what the router costs, beside vLLM's router and a toy proxy, in one run on this machine.
+
+Laws: targets run one after the other and each is started fresh in each round, so that no two share the machine. A
+target that fails costs its own rows and no other's. The exit status is 0 only if everything that was to be measured was
+(a missing vllm-router must be left out by name), no request failed anywhere, and kvbaton's router met its bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+import kvbaton.bench.router_page as bench_page
+from kvbaton.bench import router_meters
+from kvbaton.bench.router_backends import Counts
+from kvbaton.bench.router_client import get
+from kvbaton.bench.router_load import Order
+from kvbaton.bench.router_meters import Watched
+from kvbaton.bench.router_page import Facts
+from kvbaton.bench.router_rows import DIRECT, THEIRS, Level, Row, Streams
+from kvbaton.bench.router_targets import (
+    HOW_TO_GET_VLLM_ROUTER,
+    Backends,
+    Helper,
+    Site,
+    Standing,
+    TargetError,
+    find_vllm_router,
+    helper,
+    standing,
+)
+from kvbaton.cli import bench_router_report
+from kvbaton.cli.arguments import CommandError, StoppedError
+from kvbaton.cli.fronting import told_to_stop
+from kvbaton.cli.limits import raise_file_limit
+
+GUARD = (sys.executable, "-m", "kvbaton.cli.vllm_child")
+READY_S = 30.0
+COUNTS_S = 20.0
+
+
+@dataclass(slots=True)
+class Findings:
+    """What has been measured so far."""
+
+    rows: list[Row] = field(default_factory=list)
+    streams: list[Streams] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    commands: dict[str, str] = field(default_factory=dict)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure."""
+
+    targets: tuple[str, ...]
+    levels: tuple[Level, ...]
+    streams: int
+    rounds: int
+    window_s: float
+    warmup_s: float
+    laps_min: int
+    vllm_router: str | None
+    seed: int  # of the ports
+
+    def order(self, number: int) -> tuple[str, ...]:
+        """Every second round goes backwards, so that a drift of the machine does not always hit the same target."""
+        return self.targets if number % 2 else self.targets[::-1]
+
+
+@dataclass(slots=True)
+class Bench:
+    """The processes that every target is measured with."""
+
+    plan: Plan
+    site: Site
+    client: Helper
+    backends: Helper
+
+    def watched(self, target: Standing) -> Watched:
+        """Whoever is there now: a router may have started more processes since it was healthy."""
+        router = () if target.pid is None else router_meters.family(target.pid)
+        return Watched(router, (self.backends.pid,), (self.client.pid,), (os.getpid(),))
+
+    async def counts(self) -> Counts:
+        try:
+            _, body = await get(self.site.backends.decode, "/counts", COUNTS_S)
+        except OSError as error:
+            raise TargetError(f"the benchmark's own backends do not tell what they were asked: {error}") from None
+        return msgspec.json.decode(body, type=Counts)
+
+
+def run(args: argparse.Namespace) -> int:
+    for name in ("uvloop", "aiohttp"):
+        if importlib.util.find_spec(name) is None:
+            raise CommandError(f"this command serves HTTP and needs {name}: pip install 'kvbaton[serve]'")
+    out = None if args.out is None else Path(args.out)
+    if out is not None and (out.exists() or not out.parent.is_dir()):
+        raise CommandError(f"argument --out: {out} is there already, or its directory is not; name a new file")
+    raise_file_limit()
+    plan, missing = _plan(args)
+    load, begun = os.getloadavg(), time.monotonic()
+    try:
+        findings = asyncio.run(_unless_stopped(plan))
+    except TargetError as error:
+        raise CommandError(f"{error}; is this machine very busy?") from None
+    facts = Facts(
+        targets=plan.targets, missing=missing, commands=findings.commands, failures=findings.failures,
+        versions=bench_router_report.versions(plan.vllm_router), load_before=load, load_after=os.getloadavg(),
+        window_s=plan.window_s, rounds=plan.rounds, seconds=round(time.monotonic() - begun, 1),
+        command=bench_router_report.shown(sys.argv[1:]), **bench_router_report.place(),
+    )  # fmt: skip
+    report = bench_router_report.Report(facts, findings.rows, findings.streams, judged=not args.no_verdict)
+    print(json.dumps(report.as_object()) if args.json else report.as_text())
+    if out is not None:
+        out.write_text(bench_page.page(facts, findings.rows, findings.streams))
+        _note(f"wrote {out}")
+    return report.status
+
+
+def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, str]]:
+    """What can be measured, and how to get what cannot."""
+    wanted = [name for name in args.targets if name in THEIRS]
+    found = find_vllm_router(args.vllm_router, Path.cwd(), os.environ.get("PATH")) if wanted else None
+    if wanted and found is None and args.vllm_router is not None:
+        raise CommandError(f"argument --vllm-router: {args.vllm_router} is no program; {HOW_TO_GET_VLLM_ROUTER}")
+    missing = dict.fromkeys(wanted, HOW_TO_GET_VLLM_ROUTER) if found is None else {}
+    if missing:
+        _note(f"vllm-router is not installed and will not be measured: {HOW_TO_GET_VLLM_ROUTER}")
+    plan = Plan(
+        targets=tuple(name for name in args.targets if name not in missing),
+        levels=(*(Level(False, count) for count in args.concurrency), Level(True, args.streams)),
+        streams=args.streams, rounds=args.rounds, window_s=args.window_s, warmup_s=args.warmup_s, vllm_router=found,
+        laps_min=args.laps_min, seed=os.getpid(),
+    )  # fmt: skip
+    return plan, missing
+
+
+async def _unless_stopped(plan: Plan) -> Findings:
+    with told_to_stop() as stop:
+        measuring = asyncio.create_task(_measure(plan))
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait((measuring, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not measuring.done():
+            _note("stopping")
+            measuring.cancel()
+            await asyncio.wait((measuring,))
+            raise StoppedError
+        return measuring.result()
+
+
+async def _measure(plan: Plan) -> Findings:
+    findings, rng = Findings(), random.Random(plan.seed)
+    async with helper("kvbaton.bench.router_backends") as backends, helper("kvbaton.bench.router_client") as client:
+        ports = msgspec.json.decode(await backends.line(READY_S), type=Backends)
+        await client.line(READY_S)
+        bench = Bench(plan, Site(ports, plan.vllm_router, GUARD), client, backends)
+        for number in range(1, plan.rounds + 1):
+            for name in plan.order(number):
+                begun = time.monotonic()
+                try:
+                    async with standing(name, bench.site, rng) as target:
+                        findings.commands.setdefault(name, target.command)
+                        _note(f"round {number} of {plan.rounds}: {name} is up after {time.monotonic() - begun:.1f} s")
+                        await _target(bench, number, target, findings)
+                except TargetError as error:
+                    findings.failures.append(f"{name}, round {number}, could not be measured: {error}")
+                    _note(findings.failures[-1])
+    return findings
+
+
+async def _target(bench: Bench, number: int, target: Standing, findings: Findings) -> None:
+    for level in bench.plan.levels:
+        row = await _one_level(bench, number, target, level)
+        findings.rows.append(row)
+        _note(_short(row))
+    hold = Order(port=target.port, concurrency=bench.plan.streams, stream=True, hold_port=bench.site.backends.decode)
+    outcome = await bench.client.carry_out(hold)
+    findings.streams.append(
+        Streams(
+            round=number,
+            target=target.name,
+            asked=bench.plan.streams,
+            open_at_once=outcome.open_at_once or 0,
+            complete=outcome.answered,
+            errors=outcome.errors,
+        )
+    )
+
+
+async def _one_level(bench: Bench, number: int, target: Standing, level: Level) -> Row:
+    before = await bench.counts()
+    order = Order(
+        port=target.port, concurrency=level.concurrency, stream=level.stream, window_s=bench.plan.window_s,
+        warmup_s=bench.plan.warmup_s, laps_min=bench.plan.laps_min, watched=bench.watched(target),
+    )  # fmt: skip
+    outcome = await bench.client.carry_out(order)
+    after, used = await bench.counts(), outcome.used
+    both = min(after.prefills - before.prefills, after.handed_over - before.handed_over)
+    return Row(
+        round=number, target=target.name, level=level, answered=outcome.answered, asked=outcome.asked,
+        errors=outcome.errors, p50_ms=outcome.p50_ms, p99_ms=outcome.p99_ms,
+        first_byte_p50_ms=outcome.first_byte_p50_ms, seconds=used.at if used else 0.0,
+        router_cpu_s=used.router if used and target.pid is not None else None,
+        backends_cpu_s=used.backends if used else None, client_cpu_s=used.client if used else None,
+        others_cores=max(0.0, used.others) / used.at if used else None,
+        handed_over=None if target.name == DIRECT else both,
+    )  # fmt: skip
+
+
+def _short(row: Row) -> str:
+    cpu = "" if row.cpu_us is None else f", CPU {row.cpu_us:.0f} µs/req"
+    figures = f"{row.req_per_s or 0:.0f} req/s, p50 {row.p50_ms or 0:.2f} ms, p99 {row.p99_ms or 0:.2f} ms"
+    return f"  {row.target}, {row.level} at once: {figures}{cpu}, errors {row.error_count}"
+
+
+def _note(text: str) -> None:
+    print(f"kvbaton bench: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,63 @@
+"""What `kvbaton bench router` may be told.
+
+Law: what cannot be meant is refused by its name, before anything is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from kvbaton.bench.router_rows import DIRECT, KVBATON, TARGETS, THEIRS, TOY
+from kvbaton.cli.arguments import CommandError, seconds, whole
+
+CONCURRENCY = (1, 64, 512)
+CONCURRENCY_MAX = 4096
+ROUNDS, WINDOW_S, WARMUP_S, LAPS_MIN = 2, 2.0, 0.4, 2
+QUICK_ROUNDS, QUICK_WINDOW_S, QUICK_WARMUP_S, QUICK_LAPS_MIN = 1, 0.6, 0.1, 1
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("--targets", type=_targets, metavar="A,B", help=f"of {', '.join(TARGETS[1:])} (else all); direct always is")
+    option("--concurrency", type=_levels, default=",".join(map(str, CONCURRENCY)), metavar="N,N",
+           help="requests at once, level by level")  # fmt: skip
+    option("--streams", type=whole(1, CONCURRENCY_MAX), default=512, metavar="N", help="streams at once")
+    option("--rounds", type=whole(1, 100), metavar="N",
+           help=f"the whole set again, every second one backwards (else {ROUNDS})")  # fmt: skip
+    option("--window-s", type=seconds, metavar="SECONDS", help=f"measured per level (else {WINDOW_S:g})")
+    option("--quick", action="store_true", help=f"one round of short windows ({QUICK_WINDOW_S:g} s): coarse figures")
+    option("--vllm-router", metavar="PATH", help="the program (else .venv-router/bin/vllm-router, else on the path)")
+    option("--without-vllm-router", action="store_true", help="do not measure it; else its absence is a failure")
+    option("--no-verdict", action="store_true", help="only measure: status 0 if kvbaton's router could be measured")
+    option("--out", "--page", dest="out", metavar="FILE",
+           help="write a Markdown page as well; docs/lab is for these")  # fmt: skip
+    option("--json", action="store_true", help="print one object with the figures")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Put in what was left to us."""
+    args.rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
+    args.window_s = args.window_s or (QUICK_WINDOW_S if args.quick else WINDOW_S)
+    args.warmup_s = min(args.window_s, QUICK_WARMUP_S if args.quick else WARMUP_S)
+    args.laps_min = QUICK_LAPS_MIN if args.quick else LAPS_MIN
+    named = args.targets or TARGETS[1:]
+    if args.without_vllm_router:
+        if args.vllm_router is not None:
+            raise CommandError("argument --vllm-router: cannot go with --without-vllm-router; give one of them")
+        named = tuple(name for name in named if name not in THEIRS)
+    if not named:
+        raise CommandError(f"argument --targets: nothing is left to measure; name {KVBATON} or {TOY}")
+    args.targets = (DIRECT, *named)
+
+
+def _targets(text: str) -> tuple[str, ...]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in TARGETS:
+            raise argparse.ArgumentTypeError(f"got {name!r}, expected some of {', '.join(TARGETS[1:])}")
+    return tuple(name for name in TARGETS[1:] if name in names)
+
+
+def _levels(text: str) -> tuple[int, ...]:
+    one = whole(1, CONCURRENCY_MAX)
+    return tuple(sorted({one(part) for part in text.split(",")}))

@@ -1,0 +1,126 @@
+"""`kvbaton drain`: have a worker finish what it has and go, and wait until it is gone.
+
+Law: the exit status is the verdict: 0 when that life of the worker is gone from the registry, or idle where it does not
+end by itself (vLLM); 1 when it is not, with what is still held. A worker that is started again meanwhile is another
+life, and left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from kvbaton.cli.arguments import CommandError, seconds
+from kvbaton.control import keys
+from kvbaton.control.registry import DrainState, OperatorLine
+from kvbaton.protocol.ids import WorkerId, is_worker_id
+
+ANSWER_S = 5.0  # a registry that answers does so in milliseconds
+POLL_S = 0.25
+NEWS_S = 3.0
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of the worker."""
+
+    worker: str
+    outcome: Literal["gone", "idle", "held", "unknown", "no_answer"]
+    seconds: float
+    incarnation: str = ""
+    held: str = ""  # what the worker still waited for
+    workers: tuple[str, ...] = ()  # that are listed, where the name is unknown
+
+    @property
+    def status(self) -> int:
+        return 0 if self.outcome in ("gone", "idle") else 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("worker", metavar="WORKER", help="its name, as in /workers of the router")
+    parser.add_argument("--keys", metavar="DIR", required=True, default=argparse.SUPPRESS, help="the key directory")
+    parser.add_argument(
+        "--registry", metavar="ENDPOINT", required=True, default=argparse.SUPPRESS,
+        help="where the router's registry listens, tcp://host:port",
+    )  # fmt: skip
+    parser.add_argument("--registry-name", default="router", help="the registry's name in the key directory")
+    parser.add_argument("--name", default="operator", help="your name in the key directory: operator or operator-…")
+    parser.add_argument("--timeout-s", type=seconds, default=60.0, help="how long to wait until it is gone")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, all else on stderr")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not is_worker_id(args.worker):
+        raise CommandError(f"argument WORKER: got {args.worker[:80]!r}, expected letters, digits, '.', '_' and '-'")
+    keyring = keys.load(args.keys, args.name)
+    with OperatorLine(keyring, (WorkerId(args.registry_name), args.registry)) as line:
+        found = drain(line, WorkerId(args.worker), args.timeout_s, _note)
+    if args.json:
+        print(msgspec.json.encode(found).decode(), flush=True)
+    _note(_verdict(found, args))
+    return found.status
+
+
+def drain(
+    line: OperatorLine,
+    worker: WorkerId,
+    timeout_s: float,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> Outcome:
+    """Ask until the worker is gone, or the time is over."""
+    begun = told = clock()
+    until = begun + timeout_s
+    said = line.drain(worker, 0, min(ANSWER_S, timeout_s))
+    if said is None:
+        return Outcome(worker, "no_answer", clock() - begun)
+    if said.state == "unknown":
+        return Outcome(worker, "unknown", clock() - begun, workers=said.workers)
+    life, held = said.incarnation, said.held
+    say(f"{worker} drains")
+    while said is None or said.state == "draining":
+        now = clock()
+        if now >= until:
+            return _outcome("held", worker, life, held, now - begun)
+        if now >= told + NEWS_S:
+            told = now
+            say(f"{now - begun:.0f} s: {_waits(worker, said, held)}")
+        time.sleep(min(POLL_S, until - now))
+        said = line.drain(worker, life, min(ANSWER_S, max(until - clock(), POLL_S)))
+        held = said.held if said is not None and said.held else held
+    return _outcome("gone" if said.state == "gone" else "idle", worker, life, "", clock() - begun)
+
+
+def _outcome(how: Literal["gone", "idle", "held"], worker: WorkerId, life: int, held: str, seconds: float) -> Outcome:
+    return Outcome(worker, how, round(seconds, 3), f"{life:016x}", held)
+
+
+def _waits(worker: WorkerId, said: DrainState | None, held: str) -> str:
+    if said is None:
+        return "the registry does not answer"
+    return f"{worker} waits for {held}" if held else f"{worker} has not said what it waits for"
+
+
+def _verdict(found: Outcome, args: argparse.Namespace) -> str:
+    if found.outcome == "gone":
+        return f"{found.worker} is gone after {found.seconds:.1f} s"
+    if found.outcome == "idle":
+        return f"{found.worker} holds nothing and gets no new requests; end its process now, it does not end by itself"
+    if found.outcome == "unknown":
+        names = ", ".join(found.workers) or "none at all"
+        return f"no worker {found.worker} is registered; there are: {names}"
+    if found.outcome == "no_answer":
+        return (
+            f"the registry at {args.registry} gives no answer; is that its address, and was the router started with "
+            f"{args.name} in its key directory?"
+        )
+    held = found.held or "it has not said what"
+    return f"{found.worker} is still there after {found.seconds:.0f} s, with: {held}; it goes on draining, ask again"
+
+
+def _note(text: str) -> None:
+    print(f"kvbaton drain: {text}", file=sys.stderr, flush=True)

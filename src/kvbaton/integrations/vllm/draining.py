@@ -1,0 +1,78 @@
+"""A vLLM server that drains: routers send nobody new, and the operator learns when nothing is left.
+
+Law: vLLM is not ended from here. "Nothing" is said only when the server itself says that no request runs or waits, the
+ledger holds nothing for anybody, and both have been so for `QUIET_S`; a server that cannot be asked is never idle.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+
+import msgspec
+
+from kvbaton.control.registry.client import RegistryClient
+from kvbaton.control.registry.messages import Held
+from kvbaton.protocol.ledger import Ledger
+
+POLL_S = 0.5
+QUIET_S = 2.0
+ASK_S = 5.0
+
+_GAUGE = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.eE+]+)$", re.MULTILINE)
+
+
+def requests_in(metrics: str) -> int | None:
+    """How many requests run or wait, by vLLM's own gauges; None where they are not told."""
+    found = _GAUGE.findall(metrics)
+    return int(sum(map(float, found))) if found else None
+
+
+def ledger_holds(ledger: Ledger) -> Held:
+    """Reads of lengths, so no wait for the loop."""
+    return Held(
+        leases=len(ledger.producer.leases),
+        intakes=len(ledger.consumer.by_handoff),
+        claims=len(ledger.producer.parked),
+    )
+
+
+class DrainWatch:
+    """Tells the registry what a draining server still does, from a thread of its own until `closing`."""
+
+    def __init__(
+        self, client: RegistryClient, http_address: str, holds: Callable[[], Held], closing: threading.Event
+    ) -> None:
+        self._client = client
+        self._url = f"http://{http_address}/metrics"
+        self._holds = holds
+        self._closing = closing
+        self._quiet_since = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="kvbaton-drain", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing.wait(POLL_S):
+            self._client.tell_held(self.told(time.monotonic()))
+
+    def told(self, now: float) -> str:
+        """What to say now."""
+        requests = self._requests()
+        held = self._holds() if requests is None else msgspec.structs.replace(self._holds(), requests=requests)
+        if requests is None or not held.nothing or not self._client.is_known_to_drain:
+            self._quiet_since = now
+        if requests is None:
+            return f"{held}; {self._url} does not say how many requests there are"
+        return "the end of its last request" if held.nothing and now < self._quiet_since + QUIET_S else str(held)
+
+    def _requests(self) -> int | None:
+        try:
+            with urllib.request.urlopen(self._url, timeout=ASK_S) as answer:
+                return requests_in(answer.read().decode(errors="replace"))
+        except OSError:
+            return None

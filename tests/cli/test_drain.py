@@ -1,0 +1,175 @@
+"""`kvbaton drain` against a registry over real sockets: its exit status is the verdict, its words say the next step."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvbaton.cli import drain as command
+from kvbaton.cli import main as cli
+from kvbaton.control import keys
+from kvbaton.control.registry import DrainState, Registration, RegistryClient, RegistryServer, RegistrySettings
+from kvbaton.protocol.ids import Incarnation, WorkerId
+
+CALM = RegistrySettings(ping_s=0.03, suspect_s=30.0, evict_s=60.0, settle_s=0.0)
+P0 = WorkerId("p0")
+
+
+class Town:
+    """A key directory, a registry and a worker that does with an order what the test wants."""
+
+    def __init__(self, directory: Path) -> None:
+        self.keys = str(directory / "keys")
+        keys.mint(self.keys, ["router", "operator", "p0"])
+        self.server = RegistryServer(keys.load(self.keys, "router"), settings=CALM)
+        self.server.start()
+        self.on_drain: Callable[[], None] = lambda: None
+        self.client: RegistryClient | None = None
+
+    def join(self, stays: bool = False) -> RegistryClient:
+        registration = Registration(
+            P0, Incarnation(0xAB), "prefill", "127.0.0.1:80", "tcp://127.0.0.1:5000", stays=stays
+        )
+        self.client = RegistryClient(
+            keys.load(self.keys, "p0"),
+            (WorkerId("router"), self.server.endpoint),
+            registration,
+            on_directory=lambda entries: None,
+            on_departed=lambda worker, incarnation: None,
+            on_drain=self._drain,
+            settings=CALM,
+        )
+        self.client.start()
+        self.wait(self.server.workers)
+        return self.client
+
+    def _drain(self) -> None:
+        self.on_drain()
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        for _ in range(10_000):
+            if condition():
+                return
+            threading.Event().wait(0.001)
+        raise AssertionError("not in time")
+
+    def drain(self, worker: str, *words: str) -> int:
+        where = ["--keys", self.keys, "--registry", self.server.endpoint]
+        return cli.main(["drain", worker, *where, *words])
+
+    def close(self) -> None:
+        if self.client is not None:
+            self.client.close()
+        self.server.close()
+
+
+@pytest.fixture
+def town(tmp_path: Path) -> Iterator[Town]:
+    town = Town(tmp_path)
+    yield town
+    town.close()
+
+
+def test_it_waits_until_the_worker_is_gone(town: Town, capsys: pytest.CaptureFixture[str]) -> None:
+    client = town.join()
+    leaving = threading.Thread(target=client.close)  # a callback cannot wait for its own thread
+    town.on_drain = leaving.start
+    assert town.drain("p0", "--json") == 0
+    leaving.join()
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert (told["worker"], told["outcome"], told["incarnation"]) == ("p0", "gone", f"{0xAB:016x}")
+    assert "kvbaton drain: p0 drains\n" in err and "p0 is gone after" in err
+    assert town.server.workers() == ()
+
+
+def test_a_worker_that_does_not_go_in_time_is_told_with_what_it_holds(
+    town: Town, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = town.join()
+    client.tell_held("2 leases")
+    town.on_drain = client.drain
+    assert town.drain("p0", "--timeout-s", "0.6", "--json") == 1
+    out, err = capsys.readouterr()
+    assert (json.loads(out)["outcome"], json.loads(out)["held"]) == ("held", "2 leases")
+    assert "p0 is still there after 1 s, with: 2 leases; it goes on draining, ask again" in err
+    (entry,) = town.server.workers()
+    assert entry.draining
+
+
+def test_a_worker_that_does_not_end_by_itself_is_done_when_it_is_idle(
+    town: Town, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = town.join(stays=True)
+    client.tell_held("nothing")
+    town.on_drain = client.drain
+    assert town.drain("p0", "--json") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["outcome"] == "idle"
+    assert "p0 holds nothing and gets no new requests; end its process now" in err
+
+
+def test_an_unknown_worker_is_status_1_and_the_names_are_told(town: Town, capsys: pytest.CaptureFixture[str]) -> None:
+    assert town.drain("p1") == 1
+    assert "no worker p1 is registered; there are: none at all" in capsys.readouterr().err
+    town.join()
+    assert town.drain("p1", "--json") == 1
+    out, err = capsys.readouterr()
+    assert "no worker p1 is registered; there are: p0" in err
+    assert json.loads(out)["workers"] == ["p0"]
+
+
+def test_a_registry_that_gives_no_answer_is_status_1(town: Town, capsys: pytest.CaptureFixture[str]) -> None:
+    town.server.close()
+    assert town.drain("p0", "--timeout-s", "0.2", "--json") == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["outcome"] == "no_answer"
+    assert town.server.endpoint in err and "operator in its key directory" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["p 0"], "argument WORKER: got 'p 0'"),
+        (["p0", "--name", "p0"], "p0 is no operator"),
+        (["p0", "--name", "operator-bob"], "operator-bob.json is missing"),
+        (["p0", "--registry-name", "nobody"], "nobody: not in the key directory"),
+    ],
+)
+def test_what_the_operator_got_wrong_is_one_line_and_status_2(
+    words: list[str], said: str, town: Town, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert town.drain(*words) == 2
+    _, err = capsys.readouterr()
+    assert said in err and err.count("\n") == 1
+
+
+class Line:
+    """A registry's answers, one after the other; the last goes on."""
+
+    def __init__(self, *answers: DrainState | None) -> None:
+        self._answers = list(answers)
+        self.asked: list[int] = []
+
+    def drain(self, worker: WorkerId, incarnation: int, timeout_s: float) -> DrainState | None:
+        self.asked.append(incarnation)
+        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+
+
+def test_progress_is_told_and_silence_of_the_registry_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "POLL_S", 0.001)
+    monkeypatch.setattr(command, "NEWS_S", 0.0)
+    busy, told = DrainState(P0, "draining", 5, "1 request"), DrainState(P0, "draining", 5)
+    line, news = Line(told, busy, None, DrainState(P0, "gone", 5)), list[str]()
+    found = command.drain(line, P0, 30.0, news.append)  # type: ignore[arg-type]
+    assert (found.outcome, found.status, line.asked) == ("gone", 0, [0, 5, 5, 5]), "of one life only"
+    assert news == [
+        "p0 drains",
+        "0 s: p0 has not said what it waits for",
+        "0 s: p0 waits for 1 request",
+        "0 s: the registry does not answer",
+    ]

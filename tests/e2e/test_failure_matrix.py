@@ -1,0 +1,1020 @@
+"""The router's failure matrix with real worker processes: each way to fail, its one outcome, and nobody left waiting.
+
+Law: every test is one row (or one column of it). `row` ends each of them the same way: no pin, lease, intake or request
+is left on either side, no ticket was used twice, and the next request of the same router is answered right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import signal
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from kvbaton.api.params import FIELD, Mode, target_params
+from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
+from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.router.policy import Policy
+from kvbaton.router.settings import Fallback, RouterSettings
+from tests.e2e import faulty
+from tests.e2e.cluster import eventually
+from tests.e2e.crew import Crew, Got, Town, crew_in, decoded, only, row, until
+from tests.e2e.faulty import Script, dies, first, hangs, held, loses, says, stops_after, talks_nonsense
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+MODES = ("pull", "stream", "push")
+TOGETHER = ("stream", "push")
+QUICK = RouterSettings(
+    policy=Policy.ROUND_ROBIN,
+    deadline_s=30.0,
+    first_byte_s=20.0,
+    connect_s=5.0,
+    suspect_s=0.05,
+    settle_s=2.0,
+    probe_min_s=0.2,
+    probe_max_s=0.5,
+    show_pair=True,
+)
+HASTY = msgspec.structs.replace(QUICK, first_byte_s=2.0)
+LOCAL = msgspec.structs.replace(QUICK, fallback=Fallback.LOCAL)
+
+modes = pytest.mark.parametrize("mode", MODES)
+together = pytest.mark.parametrize("mode", TOGETHER)
+told = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+
+Fault = Script | None  # None: nobody listens there
+FAULTS: dict[str, tuple[Fault, int, str]] = {
+    "is away": (None, 502, "worker_unreachable"),
+    "answers 500": (says(500), 502, "scripted"),
+    "answers 429": (says(429), 429, "scripted"),
+    "answers 503": (says(503), 503, "scripted"),
+    "dies": (dies, 502, "worker_died"),
+    "talks nonsense": (talks_nonsense, 502, "bad_answer"),
+}
+
+
+def faults(*more: str, table: dict[str, tuple[Fault, int, str]] = FAULTS) -> Any:
+    return pytest.mark.parametrize(("fault", "status", "code"), table.values(), ids=table.keys())
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    with crew_in(tmp_path_factory.mktemp("crew")) as made:
+        yield made
+
+
+def run(story: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(story, 110))
+
+
+@contextlib.asynccontextmanager
+async def spoiled(town: Town, name: str, fault: Fault, after: Callable[[], object] = lambda: True) -> Any:
+    """A worker that fails, once `after` holds."""
+
+    async def script(door: faulty.Door, request: Any, seen: faulty.Seen) -> Any:
+        assert fault is not None
+        await until(after)
+        return await fault(door, request, seen)
+
+    with faulty.nobody_listens() as nowhere:
+        if fault is None:
+            town.listing.urls[name] = nowhere
+        else:
+            town[name].script = script
+        yield
+
+
+def d_has_it(town: Town, mode: str) -> Callable[[], object]:
+    """When both are asked at once, P fails after D has begun."""
+    return lambda: mode == "pull" or any(seen.sent for seen in town["d0"].seen)
+
+
+def is_told_when_to_come_back(got: Got) -> bool:
+    return got.headers.get("Retry-After") == ("7" if got.status in (429, 503) else None)
+
+
+# --- P
+
+
+@modes
+@faults()
+def test_the_only_p_fails(crew: Crew, mode: str, fault: Fault, status: int, code: str) -> None:
+    """Told to the client with P's name; D is not asked (pull), or closed."""
+
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        async with row(crew, mode, "p0", "d0", settings=QUICK) as town:
+            async with spoiled(town, "p0", fault, d_has_it(town, mode)):
+                got = await town.ask(mode, prompt)
+            assert got.fault == (status, code)
+            assert "p0" in got.body["error"]["message"]
+            assert is_told_when_to_come_back(got)
+            assert mode != "pull" or town["d0"].seen == []
+            await until(lambda: all(seen.left for seen in town["d0"].seen))
+            assert (await town.router_stats())["leg_failures_total"] == {f"prefill:{code}": 1}
+
+    run(story())
+
+
+@modes
+@faults()
+def test_another_p_takes_over(crew: Crew, mode: str, fault: Fault, status: int, code: str) -> None:
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        async with row(crew, mode, "p0", "p1", "d0", settings=QUICK) as town:
+            async with spoiled(town, "p0", fault, d_has_it(town, mode)):
+                got = await town.ask(mode, prompt, stream=True)
+            assert (got.status, got.text, got.body[-1]) == (200, right, "[DONE]")
+            assert got.headers["x-kvbaton-pair"] == "p1/d0"
+            assert len(town["p1"].seen) == 1
+            assert (await town.router_stats())["retries_total"] == {"prefill": 1}
+
+    run(story())
+
+
+@modes
+@faults()
+def test_with_fallback_local_d_answers_when_the_only_p_fails(
+    crew: Crew, mode: str, fault: Fault, status: int, code: str
+) -> None:
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        async with row(crew, mode, "p0", "d0", settings=LOCAL) as town:
+            async with spoiled(town, "p0", fault, d_has_it(town, mode)):
+                got = await town.ask(mode, prompt)
+            assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "-/d0")
+            assert (await town.router_stats())["alone_total"] == {"fallback": 1}
+
+    run(story())
+
+
+@modes
+def test_a_p_that_knows_no_such_thing_is_passed_on(crew: Crew, mode: str) -> None:
+    """A 4xx is the request's own fault: nobody else is asked, and D is not asked (pull) or closed."""
+
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        async with row(crew, mode, "p0", "p1", "d0", settings=QUICK) as town:
+            async with spoiled(town, "p0", says(404), d_has_it(town, mode)):
+                got = await town.ask(mode, prompt)
+            assert (got.status, got.body["error"]["message"], got.body["error"]["type"]) == (
+                404,
+                "scripted",
+                "scripted_error",
+            )
+            assert town["p1"].seen == []
+            assert mode != "pull" or town["d0"].seen == []
+            await until(lambda: all(seen.left for seen in town["d0"].seen))
+
+    run(story())
+
+
+@modes
+@told
+def test_a_fault_that_only_the_engine_finds_is_passed_on(crew: Crew, mode: str, stream: bool) -> None:
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        async with row(crew, mode, "p0", "p1", "d0", "d1", settings=QUICK) as town:
+            got = await town.ask(mode, prompt, stream=stream, presence_penalty=1.5)
+            assert got.fault == (400, "invalid_value")
+            assert got.body["error"]["message"].startswith("presence_penalty: the embedded engine cannot do this")
+            got = await town.ask(mode, prompt, stream=stream, model="another")
+            assert got.fault == (404, "model_not_found")
+            asked = [len(town[name].seen) for name in ("p0", "p1", "d0", "d1")]
+            assert sum(asked[:2]) == 2, "each by one P"
+            assert sum(asked[2:]) == (0 if mode == "pull" else sum(asked[2:]))
+
+    run(story())
+
+
+@modes
+def test_the_only_p_hangs(crew: Crew, mode: str) -> None:
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        async with row(crew, mode, "p0", "d0", settings=HASTY) as town:
+            town["p0"].script = hangs
+            got = await town.ask(mode, prompt)
+            assert got.fault == (504, "worker_timeout")
+            assert got.seconds >= HASTY.first_byte_s
+            await until(lambda: only(town["p0"].seen).left and all(seen.left for seen in town["d0"].seen))
+
+    run(story())
+
+
+@modes
+def test_a_p_that_hangs_is_followed_by_another(crew: Crew, mode: str) -> None:
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        async with row(crew, mode, "p0", "p1", "d0", settings=HASTY) as town:
+            town["p0"].script = hangs
+            got = await town.ask(mode, prompt)
+            assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p1/d0")
+            assert only(town["p0"].seen).left
+
+    run(story())
+
+
+@modes
+@pytest.mark.parametrize("others", [(), ("p1",)], ids=["alone", "with another"])
+def test_p_is_killed_before_its_answer(crew: Crew, mode: str, others: tuple[str, ...]) -> None:
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        async with row(crew, mode, "p0", *others, "d0", settings=QUICK) as town:
+            with crew.stopped("p0"):
+                call = asyncio.create_task(town.ask(mode, prompt))
+                await until(lambda: town["p0"].seen and town["p0"].seen[0].sent)
+                crew.kill("p0")
+            got = await call
+            if others:
+                assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p1/d0")
+            else:
+                assert got.fault == (502, "worker_died")
+
+    run(story())
+
+
+@contextlib.asynccontextmanager
+async def killed_after_its_answer(town: Town, mode: str, prompt: str, d: str) -> Any:
+    """p0 answers, and is dead before D has its request; gives the client's task."""
+    gate = asyncio.Event()
+    town[d].script = first(held(gate))
+    call = asyncio.create_task(town.ask(mode, prompt))
+    await until(lambda: town["p0"].seen and town["p0"].seen[0].answered and town[d].seen)
+    town.crew.kill("p0")
+    gate.set()
+    yield call
+
+
+@modes
+def test_p_is_killed_after_its_answer_and_d_computes_the_prompt_itself(crew: Crew, mode: str) -> None:
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        async with row(crew, mode, "p0", "d0", settings=QUICK) as town:
+            async with killed_after_its_answer(town, mode, prompt, "d0") as call:
+                got = await call
+            assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p0/d0")
+
+    run(story())
+
+
+@modes
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "with others"])
+def test_p_is_killed_after_its_answer_and_d_must_not_compute(crew: Crew, mode: str, others: bool) -> None:
+    """Policy `fail`: told with the reason, or done by two other workers."""
+
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        names = ("p0", "p1", "f0", "f1") if others else ("p0", "f0")
+        async with row(crew, mode, *names, settings=QUICK) as town:
+            async with killed_after_its_answer(town, mode, prompt, "f0") as call:
+                got = await call
+            if others:
+                assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p1/f1")
+                return
+            assert (got.status, got.body["error"]["type"]) == (502, "handoff_failed")
+            assert got.body["error"]["code"] in ("claim_timeout", "handshake_timeout", "peer_gone", "defer_timeout")
+
+    run(story())
+
+
+@modes
+def test_an_answer_of_p_that_is_lost_on_the_way(crew: Crew, mode: str) -> None:
+    """Another P is asked. What the first has leased nobody can name: it is released when its time is over."""
+
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        async with row(crew, mode, "p0", "p1", "d0", settings=QUICK) as town:
+            town["p0"].script = loses
+            if mode != "pull":
+                town["d0"].script = first(hangs)
+            got = await town.ask(mode, prompt)
+            assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p1/d0")
+            assert only(town["p0"].seen).answered
+
+    run(story())
+
+
+@together
+def test_a_p_that_fails_after_ds_first_byte_is_counted_and_no_more(crew: Crew, mode: str) -> None:
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        async with row(crew, mode, "p0", "d0", settings=QUICK) as town:
+
+            async def late(door: faulty.Door, request: Any, seen: faulty.Seen) -> Any:
+                await until(lambda: town["d0"].seen and town["d0"].seen[0].answered)
+                return await dies(door, request, seen)
+
+            town["p0"].script = faulty.answered_then(late)
+            got = await town.ask(mode, prompt, stream=True)
+            assert (got.text, got.body[-1]) == (right, "[DONE]")
+            numbers = await eventually(_late_failures(town), 10.0)
+            assert numbers == {"prefill:late:worker_died": 1}
+
+    run(story())
+
+
+def _late_failures(town: Town) -> Callable[[], Awaitable[Any]]:
+    async def look() -> Any:
+        return (await town.router_stats())["leg_failures_total"]
+
+    return look
+
+
+def answer(**params: Any) -> Script:
+    return says(200, json.dumps({"choices": [], FIELD: params}).encode())
+
+
+NONSENSE: dict[str, tuple[Fault, int, str]] = {
+    "no JSON": (says(200, b"<html>"), 502, "bad_answer"),
+    "a list": (says(200, b"[1]"), 502, "bad_answer"),
+    "nothing of a ticket": (says(200, b'{"choices": []}'), 502, "bad_answer"),
+    "a text": (says(200, b'{"kv_transfer_params": "odd"}'), 502, "bad_answer"),
+    "a number for a ticket": (answer(do_remote_prefill=True, ticket=7), 502, "bad_answer"),
+    "no ticket": (answer(do_remote_prefill=True), 502, "invalid_value"),
+    "an unknown mode": (answer(do_remote_prefill=True, ticket="t", mode="odd"), 502, "invalid_value"),
+    "a ticket that nobody signed": (answer(do_remote_prefill=True, ticket="odd"), 502, "ticket_forged"),
+}
+
+
+@faults(table=NONSENSE)
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "with another"])
+def test_in_pull_p_answers_nonsense(crew: Crew, fault: Script, status: int, code: str, others: bool) -> None:
+    """It is P's fault, never the client's, also where D is the one to find it."""
+
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        async with row(crew, "pull", *(("p0", "p1") if others else ("p0",)), "d0", settings=QUICK) as town:
+            town["p0"].script = fault
+            got = await town.ask("pull", prompt)
+            if others:
+                assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p1/d0")
+            else:
+                assert got.fault == (status, code)
+
+    run(story())
+
+
+def flipped(data: bytes) -> bytes:
+    """P's own answer, with another character in the middle of its ticket."""
+    told_so = json.loads(data)
+    ticket = told_so[FIELD]["ticket"]
+    at = len(ticket) // 2
+    told_so[FIELD]["ticket"] = ticket[:at] + ("A" if ticket[at] != "A" else "B") + ticket[at + 1 :]
+    return json.dumps(told_so).encode()
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "with others"])
+def test_in_pull_a_ticket_is_spoiled_on_its_way(crew: Crew, others: bool) -> None:
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        names = ("p0", "p1", "d0", "d1") if others else ("p0", "d0")
+        async with row(crew, "pull", *names, settings=QUICK) as town:
+            town["p0"].script = faulty.changed(flipped)
+            got = await town.ask("pull", prompt)
+            if others:
+                assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p1/d1")
+            else:
+                assert (*got.fault, got.body["error"]["type"]) == (502, "ticket_forged", "handoff_failed")
+
+    run(story())
+
+
+@together
+def test_when_both_begin_at_once_nobody_reads_what_p_answers(crew: Crew, mode: str) -> None:
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        async with row(crew, mode, "p0", "d0", settings=QUICK) as town:
+            town["p0"].script = faulty.changed(lambda _: b"<html>")
+            got = await town.ask(mode, prompt)
+            assert (got.status, got.text) == (200, right)
+
+    run(story())
+
+
+@modes
+def test_p_is_stopped_and_another_takes_over_in_time(crew: Crew, mode: str) -> None:
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        async with row(crew, mode, "p0", "p1", "d0", settings=HASTY) as town:
+            with crew.stopped("p0"):
+                got = await town.ask(mode, prompt)
+            assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p1/d0")
+
+    run(story())
+
+
+@together
+def test_p_is_stopped_and_d_does_not_wait_for_ever(crew: Crew, mode: str) -> None:
+    """D computes the prompt itself when the KV has not begun to come within its `defer_timeout`."""
+
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        async with row(crew, mode, "p0", "d0", settings=QUICK) as town:
+            with crew.stopped("p0"):
+                got = await town.ask(mode, prompt)
+            assert (got.status, got.text) == (200, right)
+            assert got.seconds < QUICK.first_byte_s
+
+    run(story())
+
+
+def test_p_misses_its_pings(crew: Crew) -> None:
+    """First suspect, so that others are asked; then gone, so that what it was asked is broken off and asked anew."""
+
+    async def story() -> None:
+        (first_prompt, first_right), (prompt, right) = next(crew.prompts), next(crew.prompts)
+        async with row(crew, "pull", "p0", "p1", "d0", settings=QUICK) as town:
+            town.listing.follows_pings = True
+            with crew.stopped("p0"):
+                call = asyncio.create_task(town.ask("pull", first_prompt))
+                await until(lambda: town["p0"].seen and town["p0"].seen[0].sent)
+                await eventually(_is(town, "p0", "suspect"), 20.0)
+                for _ in range(3):
+                    got = await town.ask("pull", prompt)
+                    assert (got.text, got.headers["x-kvbaton-pair"]) == (right, "p1/d0")
+                got = await call
+                assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, first_right, "p1/d0")
+                assert (await town.router_stats())["legs_dropped_total"] == 1
+            await eventually(_is(town, "p0", "serving"), 20.0)
+
+    run(story())
+
+
+def _is(town: Town, name: str, state: str) -> Callable[[], Awaitable[bool]]:
+    async def look() -> bool:
+        return (await town.states()).get(name) == state
+
+    return look
+
+
+# --- D before its first byte. P is the keeper: what it leased is given back, or it would be held for minutes.
+
+D_FAULTS = {**FAULTS, "answers no answer": (says(200, b"<html>", "text/html"), 502, "bad_answer")}
+
+
+def p_is_done(town: Town, mode: str) -> Callable[[], object]:
+    """When both are asked at once, D fails after P has leased and answered."""
+    return lambda: mode == "pull" or town["keeper"].seen[-1].answered
+
+
+@modes
+@told
+@faults(table=D_FAULTS)
+def test_the_only_d_fails(crew: Crew, mode: str, stream: bool, fault: Fault, status: int, code: str) -> None:
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        async with row(crew, mode, "keeper", "d0", settings=QUICK) as town:
+            async with spoiled(town, "d0", fault, p_is_done(town, mode)):
+                got = await town.ask(mode, prompt, stream=stream)
+            assert got.fault == (status, code)
+            assert "d0" in got.body["error"]["message"]
+            assert is_told_when_to_come_back(got)
+            numbers = await town.router_stats()
+            assert numbers["leg_failures_total"] == {f"decode:{code}": 1}
+            assert numbers["tickets_discarded_total"] == len(town.discarded) == 1
+
+    run(story())
+
+
+@modes
+@told
+@faults(table=D_FAULTS)
+def test_another_d_takes_over(crew: Crew, mode: str, stream: bool, fault: Fault, status: int, code: str) -> None:
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        async with row(crew, mode, "keeper", "d0", "d1", settings=QUICK) as town:
+            async with spoiled(town, "d0", fault, p_is_done(town, mode)):
+                got = await town.ask(mode, prompt, stream=stream)
+            assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "keeper/d1")
+            assert not stream or got.body[-1] == "[DONE]"
+            assert len(town["keeper"].seen) == 2, "with a lease of its own"
+            assert (await town.router_stats())["retries_total"] == {"decode": 1}
+
+    run(story())
+
+
+@modes
+def test_a_fault_that_only_d_finds_is_passed_on(crew: Crew, mode: str) -> None:
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        async with row(crew, mode, "keeper", "d0", "d1", settings=QUICK) as town:
+            got = await town.ask(mode, prompt, min_tokens=9)
+            assert got.fault == (400, "invalid_value")
+            assert got.body["error"]["message"].startswith("min_tokens: got 9")
+            async with spoiled(town, "d1", says(404), p_is_done(town, mode)):
+                got = await town.ask(mode, prompt)
+            assert (got.status, got.body["error"]["message"]) == (404, "scripted")
+            assert [len(town[name].seen) for name in ("keeper", "d0", "d1")] == [2, 1, 1]
+
+    run(story())
+
+
+@modes
+@told
+def test_the_only_d_hangs_before_its_first_byte(crew: Crew, mode: str, stream: bool) -> None:
+    """A stream's first event has a time of its own; a whole answer has the request's."""
+
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        settings = HASTY if stream else msgspec.structs.replace(QUICK, deadline_s=2.0)
+        async with row(crew, mode, "keeper", "d0", settings=settings) as town:
+            town["d0"].script = hangs
+            got = await town.ask(mode, prompt, stream=stream)
+            assert got.fault == (504, "worker_timeout" if stream else "deadline")
+            assert only(town["d0"].seen).left
+
+    run(story())
+
+
+@modes
+def test_a_d_that_hangs_before_its_first_byte_is_followed_by_another(crew: Crew, mode: str) -> None:
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        async with row(crew, mode, "keeper", "d0", "d1", settings=HASTY) as town:
+            town["d0"].script = hangs
+            got = await town.ask(mode, prompt, stream=True)
+            assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "keeper/d1")
+            assert only(town["d0"].seen).left
+
+    run(story())
+
+
+@modes
+def test_d_is_killed_before_its_first_byte(crew: Crew, mode: str) -> None:
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        async with row(crew, mode, "keeper", "d0", "d1", settings=QUICK) as town:
+            with crew.stopped("d0"):
+                call = asyncio.create_task(town.ask(mode, prompt))
+                await until(lambda: town["d0"].seen and town["d0"].seen[0].sent)
+                crew.kill("d0")
+            got = await call
+            assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "keeper/d1")
+
+    run(story())
+
+
+# --- D in mid-stream
+
+ENDS = {
+    "breaks": (faulty.breaks, "worker_died"),
+    "breaks in mid-event": (faulty.breaks_in_mid_event, "worker_died"),
+    "ends early": (faulty.ends_early, "worker_died"),
+    "breaks the framing": (faulty.breaks_the_framing, "worker_died"),
+}
+
+
+def ends_with(got: Got, code: str, events: int | None = None) -> None:
+    """One error event after some good ones, and nothing after it."""
+    assert got.status == 200
+    assert [("error" in each) for each in got.body] == [False] * (len(got.body) - 1) + [True]
+    assert got.body[-1]["error"]["code"] == code
+    assert len(got.body) > 1
+    assert events is None or len(got.body) == events + 1
+
+
+@modes
+@pytest.mark.parametrize(("end", "code"), ENDS.values(), ids=ENDS.keys())
+def test_a_stream_that_breaks_ends_with_an_error_event(crew: Crew, mode: str, end: Any, code: str) -> None:
+    """No `[DONE]`, and nobody else is asked: the client has bytes already."""
+
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        async with row(crew, mode, "keeper", "p0", "d0", "d1", settings=QUICK) as town:
+            town["d0"].script = stops_after(3, end)
+            got = await town.ask(mode, prompt, stream=True)
+            ends_with(got, code, 3)
+            assert "".join(each["choices"][0]["text"] for each in got.body[:-1]) == right[:3]
+            assert [len(town[name].seen) for name in ("keeper", "p0", "d0", "d1")] == [1, 0, 1, 0]
+            assert (await town.router_stats())["leg_failures_total"] == {f"mid_stream:{code}": 1}
+
+    run(story())
+
+
+@modes
+def test_d_is_killed_in_mid_stream(crew: Crew, mode: str) -> None:
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        async with row(crew, mode, "keeper", "d0", "d1", settings=QUICK) as town:
+            async with town.post(mode, prompt, stream=True, max_tokens=3000, ignore_eos=True) as response:
+                begun = await response.content.readuntil(b"\n\n")
+                crew.kill("d0")
+                rest = await response.read()
+            events = decoded(begun + rest)
+            ends_with(Got(response.status, events, response.headers, 0.0), "worker_died")
+            assert town["d1"].seen == []
+
+    run(story())
+
+
+# --- the client
+
+
+@contextlib.asynccontextmanager
+async def leaving(town: Town, mode: str, prompt: str, **more: Any) -> Any:
+    """A client that goes when the block ends, before its first byte has come."""
+    call = asyncio.create_task(town.ask(mode, prompt, **more))
+    yield call
+    assert not call.done()
+    call.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await call
+    await until(lambda: all(seen.left or seen.answered for door in town.doors.values() for seen in door.seen))
+    await eventually(_ended(town), 10.0)
+
+
+def _ended(town: Town) -> Callable[[], Awaitable[bool]]:
+    async def look() -> bool:
+        numbers = await town.router_stats()
+        return bool(numbers["in_flight"] == 0 and numbers["ends_total"] == {"client_gone": 1})
+
+    return look
+
+
+@modes
+@told
+def test_the_client_leaves_while_p_computes(crew: Crew, mode: str, stream: bool) -> None:
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        async with row(crew, mode, "keeper", "d0", settings=QUICK) as town:
+            async with leaving(town, mode, prompt * 40, stream=stream):
+                await town.holds("keeper", running=1)
+            assert only(town["keeper"].seen).left
+
+    run(story())
+
+
+@told
+def test_the_client_leaves_between_ps_answer_and_ds(crew: Crew, stream: bool) -> None:
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        async with row(crew, "pull", "keeper", "d0", settings=QUICK) as town:
+            town["d0"].script = hangs
+            async with leaving(town, "pull", prompt, stream=stream):
+                await until(lambda: town["d0"].seen)
+                await town.holds("keeper", leases=1)
+            assert town.discarded == [("keeper", only(town["d0"].seen).ticket)]
+
+    run(story())
+
+
+@together
+@told
+def test_the_client_leaves_when_p_is_done_and_d_has_not_come(crew: Crew, mode: str, stream: bool) -> None:
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        async with row(crew, mode, "keeper", "d0", settings=QUICK) as town:
+            town["d0"].script = hangs
+            async with leaving(town, mode, prompt, stream=stream):
+                await until(lambda: town["keeper"].seen and town["keeper"].seen[0].answered)
+                await town.holds("keeper", leases=1)
+            assert town.discarded == [("keeper", only(town["d0"].seen).ticket)]
+
+    run(story())
+
+
+@modes
+@told
+def test_the_client_leaves_while_d_waits_for_its_kv(crew: Crew, mode: str, stream: bool) -> None:
+    """P is asked too late (or, in pull, is stopped before D claims): D lets go at once."""
+
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        async with row(crew, mode, "keeper", "d0", settings=QUICK) as town:
+            gate = asyncio.Event()
+            town["d0" if mode == "pull" else "keeper"].script = held(gate) if mode == "pull" else hangs
+            with contextlib.ExitStack() as stack:
+                async with leaving(town, mode, prompt, stream=stream):
+                    await until(lambda: town["d0"].seen)
+                    if mode == "pull":
+                        stack.enter_context(crew.stopped("keeper"))
+                        gate.set()
+                    await town.holds("d0", waiting=1, intakes=1)
+                await town.holds("d0", waiting=0, intakes=0, loading=0)
+
+    run(story())
+
+
+@modes
+def test_the_client_leaves_in_mid_stream(crew: Crew, mode: str) -> None:
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        async with row(crew, mode, "keeper", "d0", settings=QUICK) as town:
+            async with town.post(mode, prompt, stream=True, max_tokens=3000, ignore_eos=True) as response:
+                await response.content.readuntil(b"\n\n")
+                await town.holds("d0", running=1)
+                response.close()
+            await until(lambda: only(town["d0"].seen).left)
+            await eventually(_ended(town), 10.0)
+            await town.holds("d0", running=0)
+
+    run(story())
+
+
+# --- nobody
+
+
+@told
+def test_without_p_strict_refuses_and_local_lets_d_answer(crew: Crew, stream: bool) -> None:
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        async with row(crew, "pull", "p0", "d0", settings=QUICK) as town:
+            town.listing.gone = frozenset({"p0"})
+            got = await town.ask("pull", prompt, stream=stream)
+            assert (*got.fault, got.headers["Retry-After"]) == (503, "no_pair", "1")
+            assert "no prefill worker is registered" in got.body["error"]["message"]
+            assert town["d0"].seen == []
+        async with row(crew, "pull", "p0", "d0", settings=LOCAL) as town:
+            town.listing.gone = frozenset({"p0"})
+            got = await town.ask("pull", prompt, stream=stream)
+            assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "-/d0")
+
+    run(story())
+
+
+@modes
+@pytest.mark.parametrize("settings", [QUICK, LOCAL], ids=["strict", "local"])
+def test_without_d_nobody_answers(crew: Crew, mode: str, settings: RouterSettings) -> None:
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        async with row(crew, mode, "p0", "d0", settings=settings) as town:
+            town.listing.gone = frozenset({"d0"})
+            got = await town.ask(mode, prompt)
+            assert (*got.fault, got.headers["Retry-After"]) == (503, "no_pair", "1")
+            assert "no decode worker is registered" in got.body["error"]["message"]
+            assert town["p0"].seen == []
+
+    run(story())
+
+
+@contextlib.asynccontextmanager
+async def filled(town: Town, name: str, source: str) -> Any:
+    """A worker whose queue holds all that it may: one request that waits for KV of `source`, which never begins."""
+    handoff = handoff_id(TransferId(secrets.token_hex(16)))
+    ticket = seal(
+        Ticket(handoff, WorkerId(source), time.time() + 60, target=WorkerId(name)), town.crew.keyring.ticket_keys[0]
+    )
+    body = {"prompt": "waits", "max_tokens": 1, FIELD: target_params(Mode.STREAM, ticket)}
+    async with aiohttp.ClientSession() as session:
+        waiting = asyncio.create_task(_posted(session, f"{town.crew.url(name)}/v1/completions", body))
+        try:
+            await town.holds(name, waiting=1)
+            yield
+            assert not waiting.done()
+        finally:
+            waiting.cancel()
+            await asyncio.wait([waiting])
+
+
+async def _posted(session: aiohttp.ClientSession, url: str, body: Any) -> None:
+    async with session.post(url, json=body) as response:
+        await response.read()
+
+
+@modes
+@told
+@pytest.mark.parametrize("others", [False, True], ids=["all", "one of two"])
+def test_d_is_full(crew: Crew, mode: str, stream: bool, others: bool) -> None:
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        names = ("keeper", "narrow-d", "d0") if others else ("keeper", "narrow-d")
+        async with row(crew, mode, *names, settings=QUICK) as town:
+            async with filled(town, "narrow-d", "keeper"):
+                got = await town.ask(mode, prompt, stream=stream)
+            if others:
+                assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "keeper/d0")
+            else:
+                assert (got.status, got.headers["Retry-After"]) == (429, "1")
+                assert got.body["error"]["type"] == "overloaded_error"
+            assert (await town.states())["narrow-d"] == "serving", "who is full is alive"
+
+    run(story())
+
+
+@modes
+@pytest.mark.parametrize("others", [False, True], ids=["all", "one of two"])
+def test_p_is_full(crew: Crew, mode: str, others: bool) -> None:
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        names = ("narrow-p", "p0", "d0") if others else ("narrow-p", "d0")
+        async with row(crew, mode, *names, settings=QUICK) as town:
+            async with filled(town, "narrow-p", "d0"):
+                got = await town.ask(mode, prompt)
+            if others:
+                assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p0/d0")
+            else:
+                assert (got.status, got.headers["Retry-After"]) == (429, "1")
+                assert got.body["error"]["type"] == "overloaded_error"
+
+    run(story())
+
+
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+def test_all_are_draining(crew: Crew, victim: str) -> None:
+    """Told to stop while it still has something to do: nothing new comes to it, and it goes when it is done."""
+
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        async with row(crew, "pull", "p0", "d0", settings=QUICK) as town:
+            other = "d0" if victim == "p0" else "p0"
+            async with filled_open(town, victim, other):
+                crew.signal(victim, signal.SIGTERM)
+                await eventually(_is(town, victim, "draining"), 10.0)
+                got = await town.ask("pull", prompt)
+            assert (*got.fault, got.headers["Retry-After"]) == (503, "no_pair", "1")
+            assert "worker is draining" in got.body["error"]["message"]
+            assert await asyncio.to_thread(crew.wait_ended, victim, 20.0) == 0
+
+    run(story())
+
+
+filled_open = filled
+
+
+def test_the_router_is_full(crew: Crew) -> None:
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        settings = msgspec.structs.replace(QUICK, in_flight_max=1)
+        async with row(crew, "pull", "p0", "d0", settings=settings) as town:
+            gate = asyncio.Event()
+            town["p0"].script = held(gate)
+            call = asyncio.create_task(town.ask("pull", prompt))
+            await until(lambda: town["p0"].seen)
+            got = await town.ask("pull", prompt)
+            assert (*got.fault, got.headers["Retry-After"]) == (429, "full", "1")
+            gate.set()
+            got = await call
+            assert (got.status, got.text) == (200, right)
+
+    run(story())
+
+
+@modes
+@told
+@pytest.mark.parametrize("where", ["keeper", "d0"])
+def test_the_deadline_passes_before_the_first_byte(crew: Crew, mode: str, stream: bool, where: str) -> None:
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        settings = msgspec.structs.replace(QUICK, deadline_s=1.5)
+        async with row(crew, mode, "keeper", "d0", settings=settings) as town:
+            town[where].script = hangs
+            got = await town.ask(mode, prompt, stream=stream)
+            assert got.fault == (504, "deadline")
+            await until(lambda: only(town[where].seen).left)
+
+    run(story())
+
+
+@modes
+def test_the_deadline_passes_in_mid_stream(crew: Crew, mode: str) -> None:
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        settings = msgspec.structs.replace(QUICK, deadline_s=3.0)
+        async with row(crew, mode, "keeper", "d0", settings=settings) as town:
+            town["d0"].script = stops_after(2, faulty.stalls)
+            got = await town.ask(mode, prompt, stream=True)
+            ends_with(got, "deadline", 2)
+            await until(lambda: only(town["d0"].seen).left)
+
+    run(story())
+
+
+# --- how often others are asked
+
+
+@modes
+@pytest.mark.parametrize("retries", [0, 1])
+def test_other_ps_are_asked_a_bounded_number_of_times(crew: Crew, mode: str, retries: int) -> None:
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        settings = msgspec.structs.replace(QUICK, prefill_retries=retries)
+        names = ("p0", "p1", "keeper")
+        async with row(crew, mode, *names, "d0", settings=settings) as town:
+            for name in names:
+                town[name].script = says(500)
+            got = await town.ask(mode, prompt)
+            assert got.fault == (502, "scripted")
+            assert sum(len(town[name].seen) for name in names) == 1 + retries
+
+    run(story())
+
+
+@modes
+@pytest.mark.parametrize("retries", [0, 1])
+def test_other_ds_are_asked_a_bounded_number_of_times(crew: Crew, mode: str, retries: int) -> None:
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        settings = msgspec.structs.replace(QUICK, decode_retries=retries)
+        names = ("d0", "d1", "f0")
+        async with row(crew, mode, "keeper", *names, settings=settings) as town:
+            for name in names:
+                town[name].script = says(500)
+            got = await town.ask(mode, prompt)
+            assert got.fault == (502, "scripted")
+            assert sum(len(town[name].seen) for name in names) == 1 + retries
+            tickets = [ticket for name in names for ticket in town[name].tickets]
+            assert [ticket for _, ticket in town.discarded] == tickets, "each was given back, and used once"
+
+    run(story())
+
+
+# --- whom the router has given up
+
+
+@modes
+def test_a_dead_p_is_probed_instead_of_asked_and_its_next_life_serves(crew: Crew, mode: str) -> None:
+    async def story() -> None:
+        settings = msgspec.structs.replace(QUICK, breaker_failures=2, suspect_s=0.01)
+        async with row(crew, mode, "p0", "p1", "d0", settings=settings) as town:
+            crew.kill("p0")
+
+            async def asked() -> Got:
+                prompt, right = next(crew.prompts)
+                got = await town.ask(mode, prompt)
+                assert (got.status, got.text) == (200, right)
+                return got
+
+            for _ in range(20):
+                assert (await asked()).headers["x-kvbaton-pair"] == "p1/d0"
+                if (await town.states())["p0"] == "broken":
+                    break
+            assert len(town["p0"].seen) == settings.breaker_failures
+            for _ in range(4):
+                await asked()
+            assert len(town["p0"].seen) == settings.breaker_failures, "never while it is broken"
+            await eventually(_was_silent(town), 10.0)
+            assert (await town.router_stats())["breakers_opened_total"] == 1
+            await asyncio.to_thread(crew.need, "p0")
+            await eventually(_is(town, "p0", "serving"), 10.0)
+            served = {(await asked()).headers["x-kvbaton-pair"] for _ in range(2)}
+            assert served == {"p0/d0", "p1/d0"}, "the router was not restarted for it"
+
+    run(story())
+
+
+def _was_silent(town: Town) -> Callable[[], Awaitable[bool]]:
+    async def look() -> bool:
+        return (await town.router_stats())["probes_total"].get("silent", 0) > 0
+
+    return look
+
+
+@modes
+def test_a_p_that_comes_to_itself_serves_after_a_probe(crew: Crew, mode: str) -> None:
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        settings = msgspec.structs.replace(HASTY, first_byte_s=1.0, breaker_failures=1, probe_s=0.3)
+        async with row(crew, mode, "p0", "d0", settings=settings) as town:
+            with crew.stopped("p0"):
+                got = await town.ask(mode, prompt)
+                assert got.fault == (504, "worker_timeout")
+                assert (await town.states())["p0"] == "broken"
+                got = await town.ask(mode, prompt)
+                assert (*got.fault, got.headers["Retry-After"]) == (503, "no_pair", "1")
+                assert "no prefill worker answers" in got.body["error"]["message"]
+            await eventually(_is(town, "p0", "suspect"), 10.0)
+            assert (await town.router_stats())["probes_total"]["answered"] == 1
+
+    run(story())
+
+
+@modes
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+def test_a_worker_leaves_the_list_while_it_is_asked(crew: Crew, mode: str, victim: str) -> None:
+    async def story() -> None:
+        prompt, right = next(crew.prompts)
+        async with row(crew, mode, "p0", "p1", "d0", "d1", settings=QUICK) as town:
+            town[victim].script = hangs
+            call = asyncio.create_task(town.ask(mode, prompt))
+            await until(lambda: town[victim].seen)
+            town.listing.gone = frozenset({victim})
+            got = await call
+            assert (got.status, got.text) == (200, right)
+            assert victim not in got.headers["x-kvbaton-pair"]
+            assert (await town.router_stats())["legs_dropped_total"] == 1
+
+    run(story())
+
+
+@modes
+def test_a_d_that_leaves_the_list_in_mid_stream_ends_it(crew: Crew, mode: str) -> None:
+    async def story() -> None:
+        prompt, _ = next(crew.prompts)
+        async with row(crew, mode, "p0", "d0", "d1", settings=QUICK) as town:
+            town["d0"].script = stops_after(2, faulty.stalls)
+            call = asyncio.create_task(town.ask(mode, prompt, stream=True))
+            await until(lambda: town["d0"].seen and town["d0"].seen[0].answered)
+            town.listing.gone = frozenset({"d0"})
+            ends_with(await call, "worker_died")
+            assert town["d1"].seen == []
+
+    run(story())

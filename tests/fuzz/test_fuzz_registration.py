@@ -1,0 +1,408 @@
+"""Registrations from anyone: the plain announcements and their list, and what the authenticated registry is told."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import typing
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+import pytest
+from fuzzing import (
+    CASES_MIN,
+    TIMEOUT_S,
+    Family,
+    damaged,
+    damaged_text,
+    dialable,
+    edits,
+    host_port,
+    hosts,
+    names,
+    numeric,
+    packed,
+    ports,
+    scalars,
+    text_edits,
+    values,
+)
+from hypothesis import strategies as st
+
+from kvbaton.api.request_ids import RequestIdError, parse_address
+from kvbaton.control.moriio import p2p_nccl_registration, registration
+from kvbaton.control.plain import Announcement, Fleet, Listed, PlainFault, PlainSettings
+from kvbaton.control.plain.messages import RANKS_MAX, decode, payload_of
+from kvbaton.control.plain.roster import PlainRoster
+from kvbaton.control.registry import messages as m
+from kvbaton.protocol.ids import Incarnation, PeerId, is_worker_id
+from kvbaton.router.announced import AnnouncedDirectory, worker_name
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
+plain, registry = Family(), Family()
+
+
+def test_enough_cases_are_tried() -> None:
+    assert plain.cases >= CASES_MIN
+    assert registry.cases >= CASES_MIN
+
+
+# --- plain announcements
+
+
+def moriio(host: str, handshake: int, notify: int) -> str:
+    return f"host:{host},handshake:{handshake},notify:{notify}"
+
+
+http_addresses = st.builds(host_port, dialable, ports)
+sizes = st.integers(1, RANKS_MAX)
+announcements = st.builds(
+    Announcement,
+    st.sampled_from([Fleet.MORIIO_READ, Fleet.MORIIO_WRITE]),
+    st.sampled_from("PD"),
+    http_addresses,
+    st.builds(moriio, dialable, ports, ports),
+    sizes,
+    sizes,
+) | st.builds(Announcement, st.just(Fleet.P2P_NCCL), st.sampled_from("PD"), http_addresses, http_addresses)
+
+
+def told(said: Announcement) -> dict[str, object]:
+    """The map that a worker would send."""
+    fields: dict[str, object] = {
+        "type": said.role,
+        "http_address": said.http_address,
+        "zmq_address": said.zmq_address,
+        "dp_size": said.dp_size,
+        "tp_size": said.tp_size,
+    }
+    if said.fleet is not Fleet.P2P_NCCL:
+        fields["transfer_mode"] = said.fleet.transfer_mode
+    return fields
+
+
+def heard(payload: bytes) -> Announcement | None:
+    """What is understood: nothing, with a short fault that names a field, or something in one form that can be used."""
+    try:
+        found = decode(payload)
+    except PlainFault as fault:
+        assert str(fault).startswith(f"{fault.field}: ") and len(str(fault)) < 400
+        return None
+    assert decode(packed(told(found))) == found
+    assert str(parse_address(found.zmq_address)) == found.zmq_address
+    assert str(parse_address(found.http_address)) == found.http_address
+    assert 1 <= found.dp_size <= RANKS_MAX and 1 <= found.tp_size <= RANKS_MAX
+    assert len(found.http_address) < 300 and len(found.zmq_address) < 300
+    assert is_worker_id(worker_name(found))
+    return found
+
+
+@plain.fuzz(st.binary(max_size=200))
+def test_any_bytes(payload: bytes) -> None:
+    heard(payload)
+
+
+@plain.fuzz(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from("PD") | scalars,
+            "http_address": http_addresses | scalars,
+            "zmq_address": http_addresses | st.builds(moriio, dialable, ports, ports) | scalars,
+            "dp_size": sizes | scalars,
+            "tp_size": sizes | scalars,
+            "transfer_mode": st.sampled_from(["READ", "WRITE", "read"]) | scalars,
+        },
+    ),
+    values,
+)
+def test_any_values_in_its_fields_and_in_others(fields: dict[str, object], more: object) -> None:
+    heard(packed(more))
+    heard(packed({**fields, "later": more}))
+
+
+@plain.fuzz(announcements, edits)
+def test_any_damage_to_an_announcement(said: Announcement, damage: list[tuple[int, int, bytes]]) -> None:
+    heard(damaged(packed(told(said)), damage))
+
+
+@plain.fuzz(announcements, values)
+def test_every_announcement_arrives_as_it_was(said: Announcement, more: object) -> None:
+    assert heard(packed(told(said))) == said
+    assert heard(packed({**told(said), "later": more})) == said
+
+
+@plain.fuzz(st.sampled_from("PD"), http_addresses, numeric, ports, ports, sizes)
+def test_what_our_own_workers_send_is_understood(
+    role: typing.Literal["P", "D"], http: str, ip: str, one: int, other: int, size: int
+) -> None:
+    moriios = registration(role, http, moriio(ip, one, other), transfer_mode="WRITE", tp_size=size, dp_size=size)
+    assert decode(moriios.payload) == Announcement(Fleet.MORIIO_WRITE, role, http, moriio(ip, one, other), size, size)
+    p2p = p2p_nccl_registration(role, http, host_port(ip, one))
+    assert decode(p2p.payload) == Announcement(Fleet.P2P_NCCL, role, http, host_port(ip, one))
+
+
+near_ports = ports | st.integers(65_530, 70_000)
+
+
+@plain.fuzz(st.builds(host_port, hosts, near_ports) | st.builds(moriio, hosts, near_ports, near_ports), text_edits)
+def test_an_address_that_is_listed_can_stand_in_a_request_id(address: str, damage: list[tuple[int, int, str]]) -> None:
+    for text in (address, damaged_text(address, damage)):
+        try:
+            expected = str(parse_address(text))
+        except RequestIdError:
+            expected = None
+        fields = {"type": "P", "http_address": "a:1", "zmq_address": text}
+        for message in (fields, {**fields, "transfer_mode": "READ"}):
+            found = heard(packed(message))
+            assert found is None or found.zmq_address == expected
+
+
+@plain.fuzz(st.lists(st.binary(max_size=2), max_size=4))
+def test_any_frames(frames: list[bytes]) -> None:
+    try:
+        said = payload_of(frames)
+    except PlainFault as fault:
+        assert fault.field == "frames"
+    else:
+        assert frames in ([said], [b"", said])
+
+
+few = st.builds(
+    Announcement,
+    st.sampled_from(Fleet),
+    st.sampled_from("PD"),
+    st.integers(1, 6).map("a:{}".format),
+    st.integers(1, 2).map("a:{}".format),
+    st.just(1),
+    st.integers(1, 2),
+)
+
+
+@plain.fuzz(st.lists(few | st.floats(0.0, 8.0), max_size=40))
+def test_the_list_stays_one_bounded_fleet_in_which_same_words_mean_the_same_life(events: list[object]) -> None:
+    lives = itertools.count(1)
+    now = 0.0
+    roster = PlainRoster(PlainSettings(workers_max=4), lambda: Incarnation(next(lives)), now)
+    before: tuple[Listed, ...] = ()
+    revision = 0
+    for event in events:
+        if isinstance(event, Announcement):
+            with suppress(PlainFault):
+                roster.announce(event, now)
+                assert any(entry.announcement == event and not entry.suspect for entry in roster.entries())
+        else:
+            now += typing.cast(float, event)
+            roster.on_time(now)
+        entries = roster.entries()
+        assert len(entries) == len(roster) <= 4
+        assert len({entry.announcement.fleet for entry in entries}) <= 1
+        keys = [entry.announcement.key for entry in entries]
+        assert keys == sorted(set(keys))
+        assert (entries == before) == (roster.revision == revision)
+        known = {entry.incarnation: entry.announcement for entry in before}
+        assert all(known.get(entry.incarnation, entry.announcement) == entry.announcement for entry in entries)
+        before, revision = entries, roster.revision
+    now += 1000.0
+    for _ in range(40):  # what it sleeps through it forgives; so in steps
+        now += 0.5
+        roster.on_time(now)
+    assert roster.entries() == ()
+
+
+def test_thousands_of_distinct_workers_leave_no_more_than_the_bound() -> None:
+    roster = PlainRoster(PlainSettings(), lambda: Incarnation(1), 0.0)
+    refused = 0
+    for number in range(20_000):
+        said = Announcement(Fleet.P2P_NCCL, "P", f"10.{number >> 8}.{number & 255}.1:80", "10.0.0.1:1")
+        try:
+            roster.announce(said, number / 1000)
+        except PlainFault:
+            refused += 1
+        assert len(roster) <= 256
+    assert refused == 20_000 - 256
+
+
+class Listening:
+    def __init__(self, said: list[Announcement]) -> None:
+        self._listed = tuple(Listed(one, Incarnation(1)) for one in said)
+
+    def workers(self) -> tuple[Listed, ...]:
+        return self._listed
+
+
+@plain.fuzz(st.lists(announcements, min_size=1, max_size=6, unique_by=lambda said: said.key))
+def test_every_list_is_one_of_workers_with_distinct_names(said: list[Announcement]) -> None:
+    found = AnnouncedDirectory(Listening(said)).snapshot()
+    assert len({worker.name for worker in found}) == len(said)
+    assert [worker.address for worker in found] == [one.zmq_address for one in said]
+
+
+# --- the authenticated registry
+
+DECODERS: dict[str, Callable[[bytes], msgspec.Struct]] = {
+    name: decoder for name, decoder in vars(m).items() if name.startswith("decode_")
+}
+
+worker_ids = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
+lives = st.integers(1, (1 << 63) - 1)
+counts = st.integers(0, (1 << 63) - 1)
+endpoints = st.builds(lambda ip, port: f"tcp://{host_port(ip, port)}", numeric, ports)
+keys = st.text("0123456789abcdefghijABCDEFGHIJ.-:+=^!/*?&<>()[]{}@%$#", min_size=40, max_size=40)
+short = st.lists(st.text(max_size=10), max_size=3).map(tuple)
+generated: dict[type, st.SearchStrategy[typing.Any]] = {
+    m.Registration: st.builds(
+        m.Registration,
+        worker_ids,
+        lives,
+        st.sampled_from(["prefill", "decode", "both"]),
+        st.builds(host_port, names, ports),
+        endpoints,
+        short,
+        short,
+        st.text(max_size=64),
+        st.integers(1, 1024),
+    ),
+    m.DirectoryEntry: st.builds(
+        m.DirectoryEntry, worker_ids, lives, st.sampled_from(["prefill", "decode", "both"]), endpoints, keys
+    ),
+    m.Seen: st.builds(m.Seen, counts, counts),
+    PeerId: st.builds(PeerId, worker_ids, lives),
+}
+
+
+def field(name: str, annotation: object) -> st.SearchStrategy[typing.Any]:
+    """Legal values of one field of one message, by its name and type."""
+    if name == "worker":
+        return worker_ids
+    if name == "incarnation":
+        return lives
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation = typing.get_args(annotation)[0]
+    if annotation in generated:
+        return generated[typing.cast(type, annotation)]
+    if typing.get_origin(annotation) is tuple:
+        return st.lists(field("", typing.get_args(annotation)[0]), max_size=3).map(tuple)
+    if typing.get_origin(annotation) is typing.Literal:
+        return st.sampled_from(typing.get_args(annotation))
+    if annotation is int:
+        return counts
+    if annotation is str:
+        return st.text(max_size=40)
+    if annotation is bool:
+        return st.booleans()
+    raise AssertionError(f"{name}: {annotation} has no strategy; add one")
+
+
+def messages_of(decoder: Callable[[bytes], msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
+    """All that a decoder promises to understand."""
+    result = typing.get_type_hints(decoder)["return"]
+    strategies = []
+    for kind in typing.get_args(result) or (result,):
+        hints = typing.get_type_hints(kind, include_extras=True)
+        fields = {name: field(name, hints[name]) for name in kind.__struct_fields__}
+        strategies.append(st.builds(kind, **fields))
+    return st.one_of(strategies)
+
+
+said_with_decoder = st.one_of(
+    [st.tuples(messages_of(decoder), st.just(decoder)) for _, decoder in sorted(DECODERS.items())]
+)
+tags = sorted(
+    {
+        str(kind.__struct_config__.tag)
+        for kind in vars(m).values()
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    }
+    - {"None"}
+)
+
+
+def understood(frame: bytes) -> None:
+    """Whatever each decoder makes of it can be said and understood again; or a fault with a text."""
+    for decoder in DECODERS.values():
+        try:
+            found = decoder(frame)
+        except m.RegistryFault as fault:
+            assert str(fault)
+        else:
+            assert decoder(m.encode(found)) == found  # type: ignore[arg-type]
+
+
+def test_there_are_decoders_and_messages_to_try() -> None:
+    assert len(DECODERS) >= 2 and {"register", "ping", "directory"} <= set(tags)
+
+
+@registry.fuzz(st.binary(max_size=200))
+def test_any_bytes_to_the_registry(frame: bytes) -> None:
+    understood(frame)
+
+
+@registry.fuzz(
+    st.sampled_from(tags),
+    st.dictionaries(
+        st.sampled_from(
+            ["registration", "incarnation", "seen", "worker", "entries", "complete", "detail", "gone", "held"]
+        ),
+        values,
+        max_size=5,
+    ),
+    values,
+    st.just(m.VERSION) | scalars,
+)
+def test_any_values_to_the_registry(tag: str, fields: dict[str, object], value: object, version: object) -> None:
+    understood(packed(value))
+    understood(packed([version, {"type": tag, **fields}]))
+    understood(packed([m.VERSION, {"type": tag, **fields}]))
+
+
+@registry.fuzz(said_with_decoder, edits)
+def test_any_damage_to_a_message_of_the_registry(
+    said: tuple[typing.Any, Callable[[bytes], msgspec.Struct]], damage: list[tuple[int, int, bytes]]
+) -> None:
+    understood(damaged(m.encode(said[0]), damage))
+
+
+@registry.fuzz(said_with_decoder)
+def test_every_message_of_the_registry_arrives_as_it_was(
+    said: tuple[typing.Any, Callable[[bytes], msgspec.Struct]],
+) -> None:
+    message, decoder = said
+    assert decoder(m.encode(message)) == message
+
+
+# --- long input
+
+
+LONG = 200_000
+LONGEST = [
+    b"\x91" * LONG,
+    b"\x81\xa1x" * LONG,
+    b"\xdf\xff\xff\xff\xff" + b"\x01" * LONG,
+    b"\xdd\xff\xff\xff\xff" + b"\x90" * LONG,
+    b"\xc6\x7f\xff\xff\xff" + b"x" * LONG,
+    packed({"type": "P", "http_address": "a." * LONG + ":1", "zmq_address": "a:1"}),
+    packed([m.VERSION, {"type": "register", "registration": {"worker": "a" * LONG}}]),
+    packed([m.VERSION, {"type": "directory", "entries": [{}] * LONG}]),
+    packed([m.VERSION, {"type": "refused", "detail": ":" * LONG}]),
+    packed([m.VERSION, {"type": "x" * LONG}]),
+]
+
+
+@pytest.mark.parametrize("payload", LONGEST, ids=range(len(LONGEST)))
+def test_long_input_takes_time_in_proportion(payload: bytes) -> None:
+    began = time.process_time()
+    heard(payload)
+    understood(payload)
+    assert time.process_time() - began < 2.0  # milliseconds; hours if it grew with the square
+
+
+@pytest.mark.parametrize("unit", ["a", "a.", "a-", "-", ".", ":", "::", "[", "1.", "0x", "_", ",", "ü"])
+def test_the_longest_addresses_that_fit_take_time_in_proportion(unit: str) -> None:
+    text = (unit * 4000)[:3800]
+    began = time.process_time()
+    for address in (text, f"{text}:1", f"[{text}]:1", f"host:{text},handshake:1,notify:1", f"a:{text}"):
+        for field_name in ("http_address", "zmq_address"):
+            heard(packed({"type": "P", "http_address": "a:1", "zmq_address": "a:1", field_name: address}))
+    assert time.process_time() - began < 2.0
