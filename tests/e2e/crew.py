@@ -48,17 +48,14 @@ HELD = ("pins", "leases", "intakes", "running", "waiting", "loading", "quarantin
 ANSWER_TOKENS = 8
 
 _SHORT = {"--lease-s": LEASE_S, "--claim-timeout": CLAIM_S, "--defer-timeout": DEFER_S, "--transfer-timeout": DEFER_S}
-_LONG = {**_SHORT, "--lease-s": LONG_S, "--defer-timeout": LONG_S}
+_LONG = {**_SHORT, "--lease-s": LONG_S, "--defer-timeout": LONG_S, "--waiting-max": 1}
 SPECS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "p0": ("prefill", _SHORT),
     "p1": ("prefill", _SHORT),
     "keeper": ("prefill", _LONG),  # what it promised it keeps, unless somebody says that it need not
-    "narrow-p": ("prefill", {**_SHORT, "--waiting-max": 1, "--defer-timeout": LONG_S}),
     "d0": ("decode", _SHORT),
-    "d1": ("decode", _SHORT),
-    "f0": ("decode", {**_SHORT, "--policy": "fail"}),
-    "f1": ("decode", {**_SHORT, "--policy": "fail"}),
-    "narrow-d": ("decode", {**_SHORT, "--waiting-max": 1, "--defer-timeout": LONG_S}),
+    "d1": ("decode", _LONG),
+    "strict": ("decode", {**_SHORT, "--policy": "fail"}),
 }
 
 

@@ -271,6 +271,12 @@ async def breaks_the_framing(request: web.Request, response: web.StreamResponse)
     await asyncio.Event().wait()
 
 
+async def tells_nonsense(_: web.Request, response: web.StreamResponse) -> None:
+    """A whole event, of nothing that anybody could read."""
+    await response.write(b"data: <html>\n\n")
+    await asyncio.Event().wait()
+
+
 async def stalls(_: web.Request, __: web.StreamResponse) -> None:
     await asyncio.Event().wait()
 

@@ -23,7 +23,7 @@ COMMANDS: Mapping[str, str] = {
     "keys": "mint the keys by which a cluster's members know each other",
     "sim": "run thousands of simulated clusters under faults, or the mutants that the checkers must catch",
     "conformance": "hold the vLLM connector to vLLM's own scheduler: every hook, every ending, many interleavings",
-    "bench": "measure transfers, or vLLM with kvbaton beside vLLM with NIXL and vLLM alone",
+    "bench": "measure transfers, the router beside vllm-router, or vLLM with kvbaton beside NIXL and alone",
 }
 _INTERRUPTED = 130
 
