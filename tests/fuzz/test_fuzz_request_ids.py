@@ -78,6 +78,7 @@ def looked_at(text: str) -> None:
         bounded(error)
     else:
         assert parse_address(str(address)) == address and len(str(address)) < 300
+        assert all(1 <= port <= 65_535 for port in msgspec.structs.astuple(address)[1:])
     digits = transfer_hex(text)
     assert digits is None or (len(digits) == 32 and set(digits) <= set(HEX))
 
@@ -132,6 +133,7 @@ def test_every_address_is_read_back_and_a_damaged_one_is_refused_or_another(
         "NOTIFY", "notify"
     )) == address  # fmt: skip
     looked_at(damaged_text(str(address), damage))
+    looked_at(str(msgspec.structs.replace(address, **{address.__struct_fields__[-1]: 65_536 + len(damage)})))
 
 
 anyone = st.text(max_size=12) | hosts

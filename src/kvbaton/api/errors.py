@@ -94,7 +94,7 @@ def read_error(status: int, data: bytes) -> ApiError:
     """A worker's error body as a value; whatever it sent, the answer is an `ApiError` with a bounded message."""
     try:
         body = msgspec.json.decode(data, type=_FaultBody)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ApiError(status, data[:200].decode(errors="replace"), type="unknown_error")
     fault = body.error if isinstance(body.error, _Fault) else _Fault(message=body.error or body.message)
     code = None if fault.code is None else str(fault.code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 
 from kvbaton.api.http import run as run_loop
 from kvbaton.api.params import Mode
@@ -110,7 +111,10 @@ def run(args: argparse.Namespace) -> int:
     if not (args.keys or args.prefill_url or args.decode_url or args.plain_discovery):
         said = "workers must come from somewhere: give --keys DIR, --prefill-url and --decode-url, or --plain-discovery"
         raise CommandError(f"{said}; see: kvbaton router --help")
-    return run_loop(_serve(args, sources_of(args)))
+    sources = sources_of(args)
+    gc.freeze()  # what is there now stays; requests leave few cycles behind, so look for them rarely
+    gc.set_threshold(20_000, 20, 50)
+    return run_loop(_serve(args, sources))
 
 
 def settings_of(args: argparse.Namespace) -> RouterSettings:

@@ -22,6 +22,7 @@ docs/router.md has the same table with what an operator sees; tests/e2e/test_fai
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 from collections import defaultdict
@@ -89,12 +90,14 @@ class Reply:
         decoding: Answer | EventStream,
         load: Load,
         source: asyncio.Task[Any] | None = None,
+        unused: Callable[[], None] = lambda: None,
     ) -> None:
         self.route = route
         self._flow = flow
         self._decoding = decoding
         self._load = load
         self._source = source  # P's leg, where it may outlast D's first byte
+        self._unused = unused  # gives its ticket back
 
     @property
     def headers(self) -> Sequence[Header]:
@@ -118,10 +121,11 @@ class Reply:
             self._decoding.close()
         if self._source is None:
             return
-        if ended:
-            self._flow.settle(self._source)
+        if ended or self._source.done():
+            self._flow.settle(self._source, self._unused)
         else:
             await cancel([self._source])
+            self._unused()
 
 
 @dataclass(slots=True)
@@ -139,8 +143,8 @@ class _Tries:
     alone: str = ""  # why no P is asked any more
 
 
-STALE_MAX = 8
-"""Tries that met with a connection closed while idle. They count for nothing, but not for ever."""
+STALE_MAX = 2
+"""Tries that met with a connection closed while idle and count for nothing; a worker that dies looks the same."""
 
 
 class Flow:
@@ -323,18 +327,21 @@ class Flow:
         source = asyncio.create_task(self._legs.whole(leg, self._settings.first_byte_s))
         source.add_done_callback(lambda _: prefilling.give())
         target = asyncio.create_task(self._decode(call, headers, pair.decode, params))
+        unused = functools.partial(self._give_back_of, pair.prefill, params)
         try:
             await asyncio.wait((source, target), return_when=asyncio.FIRST_COMPLETED)
             if source.done() and not (target.done() and target.exception() is None):
                 source.result()  # P's failure is the cause of D's, where both have failed
-            return Reply(self, route, await target, decoding, source)
+            return Reply(self, route, await target, decoding, source, unused)
         except BaseException:
             await cancel((source, target))
             if not target.cancelled() and target.exception() is None:
                 _close(target.result())
-            # P may have leased it already, and D will not come for it
-            self._give_back(pair.prefill, msgspec.json.decode(params, type=dialects.Handover).ticket)
+            unused()  # P may have leased already, and D will not come for it
             raise
+
+    def _give_back_of(self, worker: Worker, params: bytes) -> None:
+        self._give_back(worker, msgspec.json.decode(params, type=dialects.Handover).ticket)
 
     def _give_back(self, worker: Worker, ticket: str | None) -> None:
         if ticket is not None and self._discard is not None:
@@ -402,21 +409,22 @@ class Flow:
 
     # --- what outlasts a request
 
-    def settle(self, source: asyncio.Task[Any]) -> None:
-        """D has all it needs: let P finish in its own time, but not for ever."""
+    def settle(self, source: asyncio.Task[Any], unused: Callable[[], None]) -> None:
+        """D has all it needs: let P finish in its own time, but not for ever. It cannot be read any more then."""
         if source.done():
             self._settled(source)
             return
-        task = asyncio.create_task(self._settle(source))
+        task = asyncio.create_task(self._settle(source, unused))
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
-    async def _settle(self, source: asyncio.Task[Any]) -> None:
+    async def _settle(self, source: asyncio.Task[Any], unused: Callable[[], None]) -> None:
         try:
             await asyncio.wait([source], timeout=self._settings.settle_s)
         finally:
             if not source.done():
                 await cancel([source])
+            unused()
         self._settled(source)
 
     def _settled(self, source: asyncio.Task[Any]) -> None:

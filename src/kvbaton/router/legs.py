@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -97,34 +97,36 @@ class Legs:
 
     async def whole(self, leg: Leg, timeout_s: float | None = None) -> Answer:
         """A 200 answer, read to its end."""
-        with _translated(leg, timeout_s):
-            async with asyncio.timeout(timeout_s):
-                exchange = await self._send(leg)
-                try:
-                    data = await exchange.whole(self._settings.answer_bytes_max)
-                    if exchange.status != 200:
-                        raise _refusal(leg, exchange.status, data, wire.header(exchange.headers, b"retry-after"))
-                    return Answer(data, exchange.headers)
-                finally:
-                    self._close(leg, exchange)
+        try:
+            exchange = await self._send(leg, timeout_s)
+            try:
+                data = await exchange.whole(self._settings.answer_bytes_max)
+                if exchange.status != 200:
+                    raise _refusal(leg, exchange.status, data, wire.header(exchange.headers, b"retry-after"))
+                return Answer(data, exchange.headers)
+            finally:
+                self._close(leg, exchange)
+        except wire.WireError as error:
+            raise _told(leg, error, timeout_s) from None
 
     async def stream(self, leg: Leg, deadline: float) -> EventStream:
         """An open stream whose first event has arrived; the caller closes it."""
         timeout_s = self._settings.first_byte_s
-        with _translated(leg, timeout_s):
-            async with asyncio.timeout(timeout_s):
-                exchange = await self._send(leg)
-                try:
-                    await exchange.head()
-                    if exchange.status != 200:
-                        data = await exchange.whole(self._settings.answer_bytes_max)
-                        raise _refusal(leg, exchange.status, data, wire.header(exchange.headers, b"retry-after"))
-                    stream = EventStream(self, leg, exchange, deadline)
-                    await stream.begin()
-                except BaseException:
-                    self._close(leg, exchange)
-                    raise
-                return stream
+        try:
+            exchange = await self._send(leg, timeout_s)
+            try:
+                await exchange.head()
+                if exchange.status != 200:
+                    data = await exchange.whole(self._settings.answer_bytes_max)
+                    raise _refusal(leg, exchange.status, data, wire.header(exchange.headers, b"retry-after"))
+                stream = EventStream(self, leg, exchange, deadline)
+                await stream.begin()
+            except BaseException:
+                self._close(leg, exchange)
+                raise
+            return stream
+        except wire.WireError as error:
+            raise _told(leg, error, timeout_s) from None
 
     async def get(self, worker: Worker, path: str, headers: Sequence[Header] = ()) -> bytes:
         """What a worker says under `path`; for questions that cost nothing."""
@@ -138,7 +140,7 @@ class Legs:
             exchange.abort()
         return len(found)
 
-    async def _send(self, leg: Leg) -> Exchange:
+    async def _send(self, leg: Leg, timeout_s: float | None) -> Exchange:
         try:
             place = wire.origin(leg.worker.url)
         except ValueError as error:
@@ -146,6 +148,8 @@ class Legs:
         method = "GET" if leg.body is None else "POST"
         data = wire.request_bytes(method, place, leg.path, leg.headers, leg.body)
         exchange = await self._pool.exchange(place, data)
+        if timeout_s is not None:
+            exchange.expire_in(timeout_s)
         self._open.setdefault(leg.worker.peer, set()).add(exchange)
         return exchange
 
@@ -159,21 +163,18 @@ class Legs:
         exchange.close()
 
 
-@contextlib.contextmanager
-def _translated(leg: Leg, timeout_s: float | None) -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError:
-        raise leg.failed(504, f"gave no answer within {timeout_s} s", "worker_timeout", lost=True) from None
-    except wire.UnreachableError as error:
-        raise leg.failed(502, f"cannot be reached ({error})", "worker_unreachable", lost=True) from None
-    except wire.StaleError as error:
-        raise leg.failed(502, str(error), "worker_died", stale=True) from None
-    except wire.GarbageError as error:
-        raise leg.failed(502, str(error), "bad_answer") from None
-    except wire.WireError as error:
-        what = f"went away before its answer was complete ({error})"
-        raise leg.failed(502, what, "worker_died", lost=True) from None
+def _told(leg: Leg, error: wire.WireError, timeout_s: float | None) -> LegError:
+    """The wire's error as the router's."""
+    match error:
+        case wire.LateError():
+            return leg.failed(504, f"gave no answer within {timeout_s} s", "worker_timeout", lost=True)
+        case wire.UnreachableError():
+            return leg.failed(502, f"cannot be reached ({error})", "worker_unreachable", lost=True)
+        case wire.StaleError():
+            return leg.failed(502, str(error), "worker_died", stale=True)
+        case wire.GarbageError():
+            return leg.failed(502, str(error), "bad_answer")
+    return leg.failed(502, f"went away before its answer was complete ({error})", "worker_died", lost=True)
 
 
 class EventStream:
@@ -185,9 +186,7 @@ class EventStream:
         self._legs = legs
         self._leg = leg
         self._exchange: Exchange | None = exchange
-        self._late = False
         self._deadline = deadline
-        self._timer: asyncio.TimerHandle | None = None  # from the first event on
         self._relay = sse.Relay()
         self._first = b""
 
@@ -205,7 +204,8 @@ class EventStream:
         first = next(sse.payloads(fresh), b"")
         if first.startswith((b'{"error"', b'{"type":"error"')):
             raise _refusal(self._leg, _status_in(first), first, None)
-        self._timer = asyncio.get_running_loop().call_at(self._deadline, self._expire)
+        self._exchange.take_your_time()
+        self._exchange.expire_in(self._deadline - asyncio.get_running_loop().time())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Bytes of whole events, as they come."""
@@ -215,6 +215,8 @@ class EventStream:
             try:
                 data = await self._exchange.read()
                 whole = self._feed(data)
+            except wire.LateError:
+                raise out_of_time("the request's deadline passed in mid-stream") from None
             except wire.WireError as error:
                 raise self._broke(str(error)) from None
             except LegError as error:
@@ -229,8 +231,6 @@ class EventStream:
 
     def close(self) -> None:
         """Closes the connection too, unless the stream came to its end: that is what aborts D. Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             self._legs._close(self._leg, exchange)
@@ -241,14 +241,7 @@ class EventStream:
         except sse.TooLongError as error:
             raise self._leg.failed(502, f"sent {error}", "bad_answer") from None
 
-    def _expire(self) -> None:
-        self._late = True
-        if self._exchange is not None:
-            self._exchange.abort()
-
     def _broke(self, what: str) -> ApiError:
-        if self._late:
-            return out_of_time("the request's deadline passed in mid-stream")
         return self._leg.failed(502, f"went away in mid-stream ({what})", "worker_died").fault
 
 

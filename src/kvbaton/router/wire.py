@@ -24,6 +24,8 @@ IDLE_S = 4.0
 IDLE_MAX = 1024
 """Idle connections to one worker; more are closed."""
 HEADERS_BYTES_MAX = 64 << 10
+PIECES_MAX = 1 << 16
+"""Of a whole answer: each costs more than its bytes."""
 UNREAD_BYTES_MAX = 256 << 10
 """A stream that is read slower than it comes is stopped here until it is read."""
 
@@ -44,6 +46,10 @@ class StaleError(WireError):
 
 class BrokenError(WireError):
     """The worker closed the connection in the middle of an exchange."""
+
+
+class LateError(WireError):
+    """The time that was given to the exchange has passed."""
 
 
 class GarbageError(WireError):
@@ -92,6 +98,7 @@ class Exchange(asyncio.Protocol):
         self._parser: Any = None
         self._waiter: asyncio.Future[None] | None = None
         self._served = 0  # answers that came whole over this connection
+        self._timer: asyncio.TimerHandle | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -114,6 +121,19 @@ class Exchange(asyncio.Protocol):
             self._begin()
         if not self._transport.is_closing():
             self._transport.write(data)
+
+    def expire_in(self, timeout_s: float) -> None:
+        """Fail with `LateError` unless closed, or told otherwise, before."""
+        self._timer = self._pool.loop.call_later(timeout_s, self._late)
+
+    def take_your_time(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        self._fail(LateError("late"))
 
     async def head(self) -> None:
         """Wait until status and headers are there."""
@@ -138,6 +158,7 @@ class Exchange(asyncio.Protocol):
 
     def close(self) -> None:
         """Let the connection go: to the pool if its answer was read whole, else for good. Once for each exchange."""
+        self.take_your_time()
         whole = self._complete and self._keeps and not self._pieces
         if whole and not self._transport.get_write_buffer_size():  # an answer may come before its request is sent
             self._served += 1
@@ -256,6 +277,8 @@ class Exchange(asyncio.Protocol):
         if self._limit is not None:
             if self._unread > self._limit:
                 raise GarbageError(f"answered more than {self._limit} bytes")
+            if len(self._pieces) > PIECES_MAX:
+                raise GarbageError(f"answered in more than {PIECES_MAX} pieces")
         elif self._unread > UNREAD_BYTES_MAX and not self._paused:
             self._paused = True
             self._transport.pause_reading()
