@@ -16,7 +16,8 @@ VLLM_ROUTER ?= 0.1.16
 
 VLLM_PIP := $(VLLM_BIN)/pip install -qq --disable-pip-version-check
 
-.PHONY: demo test test-full check lint types layers unit coverage runtime processes sim mutants bench docs clean
+.PHONY: demo test test-full check lint types layers unit coverage runtime processes sim mutants bench bench-router fuzz
+.PHONY: docs clean
 .PHONY: vllm vllm-nixl vllm-test vllm-full vllm-matrix conformance
 
 demo: $(VENV)/.serve
@@ -60,8 +61,12 @@ runtime: $(VENV)/.dev
 # Real sockets, real processes, a real model.
 processes: $(VENV)/.dev $(ROUTER_VENV)/.ready
 	$(BIN)/pytest -n 2 tests/engine tests/transports tests/control tests/api tests/router tests/cli tests/bench \
-		tests/integrations
-	$(BIN)/pytest tests/e2e
+		tests/integrations tests/fuzz
+	$(BIN)/pytest -n 2 --dist loadfile tests/e2e
+
+# Ten times as many cases, and other ones each time, for the parsers that strangers can reach: twenty minutes.
+fuzz: $(VENV)/.dev
+	KVBATON_FUZZ=nightly $(BIN)/pytest -n 2 tests/fuzz
 
 sim: $(VENV)/.dev
 	$(BIN)/kvbaton sim --seeds 0..149
@@ -71,6 +76,10 @@ mutants: $(VENV)/.dev
 
 bench: $(VENV)/.serve
 	$(BIN)/kvbaton bench transfer
+
+# The router beside vllm-router and a toy proxy.
+bench-router: $(VENV)/.serve $(ROUTER_VENV)/.ready
+	$(BIN)/kvbaton bench router
 
 docs: $(VENV)/.dev
 	$(BIN)/python tools/protocol_docs.py
@@ -83,13 +92,14 @@ vllm: $(VLLM_VENV)/.ready
 conformance: $(VENV)/.dev $(VLLM_VENV)/.ready
 	$(BIN)/kvbaton conformance vllm
 
-# One P and one D on real vLLM, every answer compared with one engine's.
-vllm-test: $(VLLM_VENV)/.ready
+# One P and one D on real vLLM, every answer compared with one engine's: behind our router, and behind vllm-router.
+vllm-test: $(VLLM_VENV)/.ready $(ROUTER_VENV)/.ready
 	$(VLLM_BIN)/python -m pytest tests/vllm/test_one_p_one_d.py
+	KVBATON_VLLM_ROUTER=$(ROUTER_VENV)/bin/vllm-router $(VLLM_BIN)/python -m pytest tests/vllm/test_routers.py
 
 vllm-full: $(VLLM_VENV)/.nixl
 	$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/test_shapes.py tests/vllm/test_expiry.py tests/vllm/test_faults.py \
-		tests/vllm/test_routers.py tests/vllm/test_real_router_formats.py tests/vllm/test_conformance.py
+		tests/vllm/test_real_router_formats.py tests/vllm/test_conformance.py
 
 # P and D of every supported vLLM with itself and with its neighbours. Each version gets its own environment.
 vllm-matrix: $(VLLM_VENV)/.ready

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,10 @@ class Crew:
         self._starts = itertools.count()
 
     def need(self, *names: str) -> None:
-        """Start those that do not run, and wait until each is listed in this life and knows its peers."""
+        """Start those that do not run, and wait until each is listed in its new life."""
         begun = {name: self._start(name) for name in names if not self._runs(name)}
         for name, log in begun.items():
-            life = wait_for(lambda name=name, log=log: self._life(name, log), START_S, log)
-            wait_for(lambda name=name, life=life: self._listed(name) == life, START_S, log)
+            wait_for(partial(self._is_listed, name, log), START_S, log)
 
     def url(self, name: str) -> str:
         """Where it listens; where it did, while it is dead."""
@@ -145,14 +145,12 @@ class Crew:
             )
         return log
 
-    def _life(self, name: str, log: Path) -> str:
+    def _is_listed(self, name: str, log: Path) -> bool:
+        """Whether the registry lists it in the life that its log tells of."""
         assert self._runs(name), log.read_text()
         match = re.search(rf"^{name} ([0-9a-f]{{16}}) serves ", log.read_text(), re.MULTILINE)
-        return match[1] if match else ""
-
-    def _listed(self, name: str) -> str:
-        found = [each.registration for each in self.registry.workers() if each.registration.worker == name]
-        return f"{found[0].incarnation:016x}" if found else ""
+        lives = [each.registration.incarnation for each in self.registry.workers() if each.registration.worker == name]
+        return match is not None and lives == [int(match[1], 16)]
 
 
 @contextlib.contextmanager
@@ -260,6 +258,11 @@ class Town:
     async def router_stats(self) -> dict[str, Any]:
         return dict(await self.get("/stats"))
 
+    async def counted(self, **wanted: Mapping[str, int]) -> None:
+        """What an operator can see of it: these counters, without their `_total`, are exactly so."""
+        numbers = await self.router_stats()
+        assert {name: numbers[f"{name}_total"] for name in wanted} == wanted
+
     async def states(self) -> dict[str, str]:
         return {each["name"]: each["state"] for each in (await self.get("/workers"))["workers"]}
 
@@ -303,7 +306,7 @@ async def town(crew: Crew, *names: str, settings: RouterSettings) -> AsyncIterat
     async with contextlib.AsyncExitStack() as stack:
         doors: dict[str, Door] = {}
         for name in names:
-            doors[name] = await stack.enter_async_context(open_door(name, lambda name=name: crew.url(name)))
+            doors[name] = await stack.enter_async_context(open_door(name, partial(crew.url, name)))
         listing = Listing(crew, doors)
         discarded: list[tuple[str, str]] = []
 

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,8 @@ class Seen:
 
 
 Script = Callable[["Door", web.Request, Seen], Awaitable[web.StreamResponse]]
+End = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
+"""How a stream ends that a door breaks off."""
 
 
 class Door:
@@ -112,7 +114,7 @@ async def _sent(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceRequest
 
 
 @contextlib.contextmanager
-def nobody_listens() -> Any:
+def nobody_listens() -> Iterator[str]:
     """A URL where every connection is refused, held so that nobody else can take the port."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -221,7 +223,7 @@ def changed(change: Callable[[bytes], bytes]) -> Script:
     return script
 
 
-def stops_after(events: int, end: Callable[[web.Request, web.StreamResponse], Awaitable[None]]) -> Script:
+def stops_after(events: int, end: End) -> Script:
     """Some events of the worker's stream, then something else."""
 
     async def script(door: Door, request: web.Request, seen: Seen) -> web.StreamResponse:
@@ -271,10 +273,15 @@ async def breaks_the_framing(request: web.Request, response: web.StreamResponse)
     await asyncio.Event().wait()
 
 
-async def tells_nonsense(_: web.Request, response: web.StreamResponse) -> None:
+def tells_nonsense_after(gate: asyncio.Event) -> End:
     """A whole event, of nothing that anybody could read."""
-    await response.write(b"data: <html>\n\n")
-    await asyncio.Event().wait()
+
+    async def end(_: web.Request, response: web.StreamResponse) -> None:
+        await gate.wait()
+        await response.write(b"data: <html>\n\n")
+        await asyncio.Event().wait()
+
+    return end
 
 
 async def stalls(_: web.Request, __: web.StreamResponse) -> None:
@@ -286,7 +293,7 @@ async def _stream(
     seen: Seen,
     answer: aiohttp.ClientResponse,
     limit: int = -1,
-    end: Callable[[web.Request, web.StreamResponse], Awaitable[None]] = ends_early,
+    end: End = ends_early,
 ) -> web.StreamResponse:
     response = web.StreamResponse(status=answer.status, headers=_headers(answer))
     await response.prepare(request)

@@ -90,11 +90,18 @@ async def _router(discovery: str, *words: str) -> AsyncIterator[RouterProcess]:
 
 
 def executable() -> str:
-    """The `vllm-router` beside this Python, or else on the path."""
-    beside = str(Path(sys.executable).parent)
-    found = shutil.which("vllm-router", path=os.pathsep.join((beside, os.environ.get("PATH", ""))))
+    """What KVBATON_VLLM_ROUTER names, else what make installed, else what is beside this Python or on the path."""
+    named = os.environ.get("KVBATON_VLLM_ROUTER")
+    if named is not None:
+        return str(Path(named).absolute())
+    places = (
+        Path(__file__).parents[2] / ".venv-router" / "bin",
+        Path(sys.executable).parent,
+        os.environ.get("PATH", ""),
+    )
+    found = shutil.which("vllm-router", path=os.pathsep.join(map(str, places)))
     if found is None:
-        raise RouterFailedError("vllm-router is not installed; pip install vllm-router==0.1.16, and name it on PATH")
+        raise RouterFailedError("vllm-router is not installed; run: make .venv-router/.ready")
     return found
 
 

@@ -103,6 +103,42 @@ def test_chat_and_streaming_go_through(duo: Duo) -> None:
         assert "".join(streamed(f"{duo.url}/v1/chat/completions", {**body, "stream": True}, mode)) == plain
 
 
+def test_responses_go_through_whole_and_streamed(duo: Duo) -> None:
+    body = {"model": "tiny", "input": "tell me another story " * 30, "max_output_tokens": 10, "temperature": 0}
+
+    def texts(told: dict[str, Any]) -> list[str]:
+        return [part["text"] for item in told["output"] if item["type"] == "message" for part in item["content"]]
+
+    plain = texts(post(f"{duo.d.url}/v1/responses", {**body, "cache_salt": "alone"}))
+    assert plain and plain[0]
+    for mode in MODES:
+        before = duo.delivered()
+        asked = {**body, "cache_salt": mode}
+        assert texts(post(f"{duo.url}/v1/responses", asked, {"x-kvbaton-mode": mode})) == plain
+        events = list(response_events(f"{duo.url}/v1/responses", {**asked, "stream": True}, mode))
+        assert "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta") == plain[0]
+        assert events[-1]["type"] == "response.completed"
+        duo.come_to_rest()
+        assert duo.delivered() - before == 2
+
+
+def response_events(url: str, body: dict[str, Any], mode: str) -> Iterator[dict[str, Any]]:
+    headers = {"Content-Type": "application/json", "x-kvbaton-mode": mode}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60) as answer:
+        yield from (json.loads(line[6:]) for line in answer if line.startswith(b"data: {"))
+
+
+@pytest.mark.parametrize("more", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}], ids=str)
+def test_what_needs_the_whole_prompt_computed_is_answered_by_d_alone(duo: Duo, more: dict[str, Any]) -> None:
+    """A prompt's own log probabilities are not in its KV."""
+    body = {"model": "tiny", "prompt": extra(4), "max_tokens": 4, "temperature": 0, **more}
+    before = duo.delivered()
+    routed, alone = (post(f"{url}/v1/completions", body)["choices"] for url in (duo.url, duo.d.url))
+    assert routed == alone
+    duo.come_to_rest()
+    assert duo.delivered() == before
+
+
 def streamed(url: str, body: dict[str, Any], mode: str) -> Iterator[str]:
     headers = {"Content-Type": "application/json", "x-kvbaton-mode": mode}
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60) as answer:

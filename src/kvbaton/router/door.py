@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any, Protocol, cast
 
@@ -22,6 +22,7 @@ import msgspec
 
 from kvbaton.api import sse
 from kvbaton.api.errors import ApiError, internal, too_large
+from kvbaton.api.gather import cancel
 from kvbaton.api.http import BACKLOG, KEEPALIVE_S, SHUTDOWN_S, port_error
 from kvbaton.router.wire import HEADERS_BYTES_MAX, Header
 
@@ -34,14 +35,20 @@ AHEAD_MAX = 16
 """Requests that a client may send before the answer to an earlier one."""
 UNREAD_BYTES_MAX = 64 << 10
 CONNECTIONS_MAX = 16_384
-LINGER_S = 1.0
+LINGER_S = 5.0
 """A client that was refused may go on sending for this long before it is cut off."""
+UNREAD_S = 60.0
+"""A client that has not read a whole answer after this long is cut off."""
 SWEEP_S = 1.0
 
 _encode = msgspec.json.Encoder().encode
 _STATUS = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _JSON = b"Content-Type: application/json\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class _CutOffError(Exception):
+    """The client is gone, or did not read in time: nothing more is sent."""
 
 
 class Request:
@@ -121,8 +128,8 @@ class _Connection(asyncio.Protocol):
         self._writable: asyncio.Future[None] | None = None
         self._is_full = False
         self._fault: ApiError | None = None  # what is wrong with the request that is being read
+        self._lingering: asyncio.TimerHandle | None = None  # from a refusal on
         self._reading_since: float | None = None
-        self._has_head = False
         self._closing = False
         self.active_at = self._loop.time()
         self._reset()
@@ -130,10 +137,10 @@ class _Connection(asyncio.Protocol):
     def _reset(self) -> None:
         self._url = b""
         self._headers: list[Header] = []
-        self._body: list[bytes] = []
-        self._head_bytes = 0
-        self._body_bytes = 0
+        self._body: bytes | bytearray = b""
+        self._frame_bytes = 0  # of what is not body: the head, or what came since the last piece of the body
         self._has_head = False
+        self._owes_continue = False
 
     @property
     def is_busy(self) -> bool:
@@ -143,12 +150,15 @@ class _Connection(asyncio.Protocol):
         """Whether it is not worth keeping: silent for too long, or slow to say what it wants."""
         if self.is_busy or self._fault is not None:
             return False
-        if self._reading_since is None:
+        if self._reading_since is None or self._transport.is_closing():
             return now - self.active_at > KEEPALIVE_S
         return now - self._reading_since > (self._site.body_s if self._has_head else HEAD_S)
 
     def give_up(self) -> None:
         """Close a connection that is overdue, with a word if a request had begun."""
+        if self._transport.is_closing() or (self._reading_since is None and self._transport.get_write_buffer_size()):
+            self._transport.abort()  # closing waits for a client that does not read its last answer
+            return
         if self._reading_since is None:
             self._transport.close()
             return
@@ -175,8 +185,6 @@ class _Connection(asyncio.Protocol):
         self.active_at = self._loop.time()
         if self._fault is not None:
             self._refuse(self._fault)
-        elif self._closing:
-            self._transport.close()
         elif self._unparsed:
             data = b"".join(self._unparsed)
             self._unparsed.clear()
@@ -184,61 +192,80 @@ class _Connection(asyncio.Protocol):
                 self._transport.resume_reading()
             self._unparsed_bytes = 0
             self.data_received(data)
+        elif self._owes_continue:
+            self._continue()
 
     async def _serve(self, request: Request, keeps: bool, is_new: bool) -> None:
         try:
             keeps = await self._answer(request, keeps, is_new)
-        except (asyncio.CancelledError, ConnectionError):
+            if self._is_full:  # one who sends on without reading fills no memory
+                await self._room(self._loop.time() + UNREAD_S)
+        except (asyncio.CancelledError, _CutOffError):
+            keeps = False
+            self._transport.abort()
+        except Exception:
+            log.exception("%s %s: the answer cannot be sent", request.method, request.path[:200])
             keeps = False
             self._transport.abort()
         finally:
             self._task = None
-        if keeps and not self._closing:
+        if keeps and not self._closing and not self._transport.is_closing():
             self._next()
         else:
+            self.active_at = self._loop.time()
             self._transport.close()
 
     async def _answer(self, request: Request, keeps: bool, is_new: bool) -> bool:
         """Whether the connection can be used again."""
+        first = b""
         try:
             found = await self._site.handler(request.method, request.path)(request)
             if isinstance(found, Events):
-                return await self._stream(found, keeps, is_new)
+                first = await anext(found.source, b"")
         except ApiError as error:
             found = error_answer(error)
-        except ConnectionError:
-            raise
-        except Exception:
-            log.exception("%s %s", request.method, request.path)
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and (self._task is None or self._task.cancelling()):
+                raise
+            log.exception("%s %s", request.method, request.path[:200])
             found = error_answer(internal())
-        self._transport.write(_whole(found, keeps, is_new, request.method == "HEAD"))
+        keeps = keeps and not self._closing
+        if isinstance(found, Events):
+            return await self._stream(found, first, keeps, is_new)
+        self._send(_whole(found, keeps, is_new, request.method == "HEAD"))
         return keeps
 
-    async def _stream(self, events: Events, keeps: bool, is_new: bool) -> bool:
-        """Send events as they come."""
+    async def _stream(self, events: Events, first: bytes, keeps: bool, is_new: bool) -> bool:
+        """Send events as they come. From here on there is no other answer to this request."""
         async with contextlib.aclosing(events.source) as source:
-            data = await anext(source, b"")
             keeps = keeps and is_new
             head = [_STATUS[200], b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\n"]
-            head += _lines(events.headers)
+            head.append(_lines(events.headers))
             head.append(b"Transfer-Encoding: chunked\r\n" if is_new else b"")
             head.append(b"\r\n" if keeps else b"Connection: close\r\n\r\n")
-            self._transport.write(b"".join(head) + (_chunk(data) if is_new else data))
+            self._send(b"".join(head) + (_chunk(first) if is_new else first))
             try:
+                if self._is_full:
+                    await self._room(events.deadline)
                 async for data in source:
-                    self._transport.write(_chunk(data) if is_new else data)
+                    self._send(_chunk(data) if is_new else data)
                     if self._is_full:
                         await self._room(events.deadline)
                 data = b""
             except ApiError as error:
                 data = events.tell(error)
-            except ConnectionError:
+            except _CutOffError:
                 raise
             except Exception:
                 log.exception("in mid-stream")
                 data = events.tell(internal())
-            self._transport.write((_chunk(data) if data else b"") + b"0\r\n\r\n" if is_new else data)
+            self._send((_chunk(data) if data else b"") + b"0\r\n\r\n" if is_new else data)
         return keeps
+
+    def _send(self, data: bytes) -> None:
+        if self._transport.is_closing():
+            raise _CutOffError
+        self._transport.write(data)
 
     async def _room(self, deadline: float) -> None:
         """Wait until the client has read some of what was sent."""
@@ -247,7 +274,7 @@ class _Connection(asyncio.Protocol):
             async with asyncio.timeout_at(deadline):
                 await self._writable
         except TimeoutError:
-            raise ConnectionAbortedError("the client did not read its stream in time") from None
+            raise _CutOffError from None
         finally:
             self._writable = None
 
@@ -258,8 +285,14 @@ class _Connection(asyncio.Protocol):
             return
         self._transport.write(_whole(error_answer(fault), False, True, False))
         # Closing now, with bytes unread, would reset the connection and lose the answer on its way
-        self._transport.write_eof()
-        self._loop.call_later(LINGER_S, self._transport.abort)
+        with contextlib.suppress(OSError):  # the client has reset it
+            self._transport.write_eof()
+        self._lingering = self._loop.call_later(LINGER_S, self._transport.abort)
+
+    def _continue(self) -> None:
+        self._owes_continue = False
+        if self._fault is None and not self._transport.is_closing():
+            self._transport.write(_CONTINUE)
 
     # --- asyncio's callbacks
 
@@ -273,8 +306,16 @@ class _Connection(asyncio.Protocol):
         self._ahead.clear()
         self._unparsed.clear()
         self.resume_writing()
+        if self._lingering is not None:
+            self._lingering.cancel()
         if self._task is not None:
+            self._door.await_end(self._task)
             self._task.cancel()
+
+    def eof_received(self) -> None:
+        """One that will send no more is taken as gone; closing alone would first wait for it to read."""
+        if self._task is not None:
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._fault is not None:
@@ -285,21 +326,39 @@ class _Connection(asyncio.Protocol):
             if self._unparsed_bytes > UNREAD_BYTES_MAX:
                 self._transport.pause_reading()
             return
-        if not self._has_head:
-            self._head_bytes += len(data)
+        self._frame_bytes += len(data)
         if self._reading_since is None:
             self._reading_since = self._loop.time()
         try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._feed(data)
+        except httptools.HttpParserError as error:
             self._fault = self._fault or ApiError(400, f"request: not HTTP/1.1 ({error})", code="bad_request")
-        if not self._has_head and not self._ahead and self._head_bytes > HEADERS_BYTES_MAX:
+        if self._frame_bytes > HEADERS_BYTES_MAX:
             self._fault = self._fault or _too_many_headers()
         if self._task is None:
             if self._ahead:
                 self._next()
             elif self._fault is not None:
                 self._refuse(self._fault)
+            elif self._owes_continue:
+                self._continue()
+
+    def _feed(self, data: bytes) -> None:
+        """Parse. A request to change the protocol is answered as if it had not asked: the parser reads it once more."""
+        while self._fault is None:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                method, version = self._parser.get_method(), self._parser.get_http_version().encode()
+                if method == b"CONNECT":
+                    self._fault = ApiError(405, "CONNECT: this is no proxy", code="method_not_allowed")
+                    return
+                head = [b"%b %b HTTP/%b\r\n" % (method, self._url, version)]
+                head += [b"%b: %b\r\n" % header for header in self._headers if header[0] != b"upgrade"]
+                data = b"".join((*head, b"\r\n", data[upgrade.args[0] :]))
+                self._parser = httptools.HttpRequestParser(self)
+                self._reset()
 
     def pause_writing(self) -> None:
         self._is_full = True
@@ -317,34 +376,46 @@ class _Connection(asyncio.Protocol):
             self._fault = self._fault or _too_many_headers()
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._has_head:  # a trailer, which nobody here reads
+            return
         self._headers.append((name.lower(), value))
         if len(self._headers) > HEADERS_MAX:
             self._fault = self._fault or _too_many_headers()
 
     def on_headers_complete(self) -> None:
         self._has_head = True
+        size = len(self._url)
         for name, value in self._headers:
-            if name == b"expect" and value.lower() == b"100-continue" and not self.is_busy:
-                self._transport.write(_CONTINUE)
+            size += len(name) + len(value)
+            if name == b"expect" and value.lower() == b"100-continue":
+                self._owes_continue = self._parser.get_http_version() == "1.1"
             elif name == b"content-length" and int(value) > self._site.body_bytes_max:
                 self._fault = self._fault or too_large(self._site.body_bytes_max)
+        if size > HEADERS_BYTES_MAX:
+            self._fault = self._fault or _too_many_headers()
 
     def on_body(self, data: bytes) -> None:
-        self._body_bytes += len(data)
-        if self._body_bytes > self._site.body_bytes_max:
+        self._frame_bytes = 0
+        if len(self._body) + len(data) > self._site.body_bytes_max:
             self._fault = self._fault or too_large(self._site.body_bytes_max)
-        if self._fault is None:
-            self._body.append(data)
+        elif not self._body:
+            self._body = data
+        else:  # of many small pieces a list would be a hundred times as large
+            if isinstance(self._body, bytes):
+                self._body = bytearray(self._body)
+            self._body += data
 
     def on_message_complete(self) -> None:
+        if self._parser.should_upgrade():  # `_feed` sees to it
+            return
+        if len(self._ahead) > AHEAD_MAX:
+            said = f"request: more than {AHEAD_MAX} sent ahead"
+            self._fault = self._fault or ApiError(400, said, code="bad_request")
         if self._fault is None:
             method = self._parser.get_method().decode("ascii")
-            path = self._url.partition(b"?")[0].decode("latin-1")
-            body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+            request = Request(method, _path(self._url), self._headers, bytes(self._body))
             keeps, is_new = self._parser.should_keep_alive(), self._parser.get_http_version() == "1.1"
-            self._ahead.append((Request(method, path, self._headers, body), keeps, is_new))
-            if len(self._ahead) > AHEAD_MAX:
-                self._fault = ApiError(400, f"request: more than {AHEAD_MAX} sent ahead", code="bad_request")
+            self._ahead.append((request, keeps, is_new))
         self._reading_since = None
         self._reset()
 
@@ -357,9 +428,11 @@ class Door:
         self.loop = asyncio.get_running_loop()
         self.refused = 0  # connections beyond the bound
         self._connections: set[_Connection] = set()
+        self._ending: set[asyncio.Task[None]] = set()  # handlers of clients that are gone
+        self._closing = False
 
     def admit(self, connection: _Connection) -> bool:
-        if len(self._connections) >= CONNECTIONS_MAX:
+        if self._closing or len(self._connections) + len(self._ending) >= CONNECTIONS_MAX:
             self.refused += 1
             return False
         self._connections.add(connection)
@@ -367,6 +440,11 @@ class Door:
 
     def forget(self, connection: _Connection) -> None:
         self._connections.discard(connection)
+
+    def await_end(self, task: asyncio.Task[None]) -> None:
+        """Of a handler that is being cancelled: what it holds is released in its own time, but before this ends."""
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     def connection(self) -> _Connection:
         return _Connection(self)
@@ -381,14 +459,20 @@ class Door:
 
     async def close(self) -> None:
         """Let what is under way end, but not for long."""
+        self._closing = True
         for connection in list(self._connections):
             connection.close_when_idle()
-        until = self.loop.time() + SHUTDOWN_S
-        while self._connections and self.loop.time() < until:
-            await asyncio.sleep(0.01)
+        await self._emptied()
         for connection in list(self._connections):
             connection.abort()
-        await asyncio.sleep(0)
+        if not await self._emptied():
+            log.warning("%d handlers have not ended although they were cancelled", len(self._ending))
+
+    async def _emptied(self) -> bool:
+        until = self.loop.time() + SHUTDOWN_S
+        while (self._connections or self._ending) and self.loop.time() < until:
+            await asyncio.sleep(0.01)
+        return not (self._connections or self._ending)
 
 
 @contextlib.asynccontextmanager
@@ -405,7 +489,7 @@ async def serving(site: Site, host: str, port: int) -> AsyncIterator[str]:
         yield f"http://[{address[0]}]:{address[1]}" if ":" in address[0] else f"http://{address[0]}:{address[1]}"
     finally:
         server.close()
-        sweeping.cancel()
+        await cancel([sweeping])
         await door.close()
 
 
@@ -413,7 +497,7 @@ def _whole(answer: Answer, keeps: bool, is_new: bool, is_head: bool) -> bytes:
     status = _STATUS.get(answer.status) or f"HTTP/1.1 {answer.status} Unknown\r\n".encode()
     is_json = answer.content_type == "application/json"
     parts = [status, _JSON if is_json else f"Content-Type: {answer.content_type}\r\n".encode()]
-    parts += _lines(answer.headers)
+    parts.append(_lines(answer.headers))
     if not keeps:
         parts.append(b"Connection: close\r\n")
     elif not is_new:
@@ -424,8 +508,18 @@ def _whole(answer: Answer, keeps: bool, is_new: bool, is_head: bool) -> bytes:
     return b"".join(parts)
 
 
-def _lines(headers: Mapping[str, str]) -> Iterator[bytes]:
-    return (f"{name}: {value}\r\n".encode("latin-1", "replace") for name, value in headers.items())
+def _lines(headers: Mapping[str, str]) -> bytes:
+    text = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    if text.count("\n") != len(headers) or text.count("\r") != len(headers):  # a line break within one
+        text = "".join([" ".join(f"{name}: {value}".splitlines()) + "\r\n" for name, value in headers.items()])
+    return text.encode("latin-1", "replace")
+
+
+def _path(url: bytes) -> str:
+    """The path of a target, which may name its host first; without what follows a question mark."""
+    if not url.startswith(b"/") and b"://" in url:
+        url = b"/" + url.partition(b"://")[2].partition(b"?")[0].partition(b"/")[2]
+    return url.partition(b"?")[0].decode("latin-1")
 
 
 def _chunk(data: bytes) -> bytes:

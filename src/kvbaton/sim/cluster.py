@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +19,13 @@ from kvbaton.sim.engine import WRONG, Broken, SimRequest
 from kvbaton.sim.life import TICKET_KEY, Character, Life, request_name
 from kvbaton.sim.network import Network, NetworkFaults
 from kvbaton.sim.plan import FAULTY_S, Plan
+from kvbaton.sim.router import Errand, Router
 from kvbaton.sim.transport import Fabric, SimTransport, TransportFaults
 from kvbaton.sim.world import World
+
+
+Told = Callable[[str, str], None]
+"""How a leg ended, and the detail; `left` comes before that, when the client goes."""
 
 
 @dataclass(slots=True)
@@ -28,6 +34,7 @@ class Leg:
 
     index: int
     life: Life
+    then: Told
     ends: int = 0
 
 
@@ -43,6 +50,8 @@ class Cluster:
         self.fabric.on_landing = self._landing
         self.fabric.on_leaving = self._leaving
         self.lives: dict[WorkerId, Life] = {}
+        self.router = Router(world, self.network, self.lives)
+        self.router.late = plan.stray
         self.every_life: list[Life] = []
         self.owner: dict[int, Life] = {}  # transport address -> life
         self.legs: list[Leg] = []
@@ -161,7 +170,8 @@ class Cluster:
 
     def heal(self) -> None:
         """No more faults: what is left must now come to rest by itself."""
-        self.plan = msgspec.structs.replace(self.plan, abort=0.0, bad_ticket=0.0, late_ticket=0.0)
+        self.plan = msgspec.structs.replace(self.plan, abort=0.0, bad_ticket=0.0, late_ticket=0.0, leave=0.0, stray=0.0)
+        self.router.late = 0.0
         self.network.faults = NetworkFaults()
         self.fabric.faults = TransportFaults()
         self.network.cut.clear()
@@ -221,11 +231,16 @@ class Cluster:
         def prefilled(how: str, ticket: str) -> None:
             if how != "prefilled":
                 return
+            errand = Errand(source.peer.worker, ticket, len(targets))
+            if self.world.chance(self.plan.leave):
+                self.router.leave(errand)
+                return
+            self._stray(source, ticket)
             late = self.world.chance(self.plan.late_ticket)
             for reader in targets:
                 soon_s = 0.01 if alone else 0.2
                 delay = self.world.rng.uniform(0.2, 4.0) if late else self.world.rng.uniform(0.001, soon_s)
-                self.world.after(delay, self._later(self._decode, index, reader, content, tokens, "pull", ticket))
+                self.world.after(delay, self._later(self._decode, index, reader, content, tokens, "pull", errand))
 
         self._add(index, source, content, tokens, "prefill", prefilled, max_readers=len(targets))
 
@@ -233,6 +248,7 @@ class Cluster:
         rng = self.world.rng
         handoff = handoff_id(TransferId(f"{rng.getrandbits(128):032x}"))
         ticket = seal(Ticket(handoff, source.peer.worker, self.world.now + 5.0, target=target.peer.worker), TICKET_KEY)
+        errand = Errand(source.peer.worker, ticket)
         prefill = self._later(
             self._add,
             index,
@@ -240,18 +256,24 @@ class Cluster:
             content,
             tokens,
             "prefill",
-            lambda how, detail: None,
+            lambda how, detail: self.router.on_source(errand, how),
             mode,
             "",
             handoff,
             target.peer.worker,
+            errand=errand,
         )
-        decode = self._later(self._decode, index, target, content, tokens, mode, ticket)
+        decode = self._later(self._decode, index, target, content, tokens, mode, errand)
         self.world.after(rng.choice((0.001, 0.005, 0.5)) * rng.random(), prefill)
         self.world.after(rng.choice((0.001, 0.005, 0.5)) * rng.random(), decode)
+        self._stray(source, ticket)
 
-    def _decode(self, index: int, target: Life, content: int, tokens: int, mode: str, ticket: str) -> None:
-        trusted = True
+    def _stray(self, source: Life, ticket: str) -> None:
+        if self.world.chance(self.plan.stray):
+            self.router.stray(source.peer.worker, ticket, self.plan.profile == "healthy")
+
+    def _decode(self, index: int, target: Life, content: int, tokens: int, mode: str, errand: Errand) -> None:
+        ticket, trusted = errand.ticket, True
         if self.world.chance(self.plan.bad_ticket):
             kind = self.world.rng.choice(("forged", "other_prompt", "replayed", "twice"))
             self.world.faults[f"ticket_{kind}"] += 1
@@ -268,7 +290,12 @@ class Cluster:
                 )
                 self.world.after(delay, again)
         current = self.lives[target.peer.worker]
-        self._add(index, current, content, tokens, "decode", _ignore, mode, ticket, trusted=trusted)
+
+        def answered(how: str, detail: str) -> None:
+            self.router.on_target(errand, how)
+
+        cancelled = errand if mode != "pull" else None
+        self._add(index, current, content, tokens, "decode", answered, mode, ticket, trusted=trusted, errand=cancelled)
 
     def _add(
         self,
@@ -277,23 +304,20 @@ class Cluster:
         content: int,
         tokens: int,
         role: str,
-        then: Callable[[str, str], None],
+        then: Told,
         mode: str = "pull",
         ticket: str = "",
         handoff: str = "",
         target: str = "",
         max_readers: int = 1,
         trusted: bool = True,
+        errand: Errand | None = None,
     ) -> None:
-        leg = Leg(index, life)
+        leg = Leg(index, life, then)
         self.legs.append(leg)
         if not life.alive:
             self._end_leg(leg, "error", "the worker is dead")
             return
-
-        def ended(how: str, detail: str) -> None:
-            self._end_leg(leg, how, detail)
-            then(how, detail)
 
         name = request_name(life, len(self.legs), role[0])
         request = SimRequest(
@@ -301,7 +325,7 @@ class Cluster:
             content,
             tokens,
             role,
-            ended,
+            functools.partial(self._end_leg, leg),
             mode,
             ticket,
             HandoffId(handoff),
@@ -312,12 +336,20 @@ class Cluster:
         self.world.tell(f"{life.peer.worker} {name} {role} {mode} content {content} tokens {tokens}")
         life.engine.add(request)
         life.wake_engine()
+        if errand is not None:
+            errand.cancels.append(self._later(self._abort, leg, request))
         if self.world.chance(self.plan.abort):
             self.world.faults["aborted"] += 1
             delay = self.world.rng.choice((0.05, 0.2, 1.0)) * self.world.rng.random()
-            self.world.after(delay, self._later(self._abort, life, request))
+            self.world.after(delay, self._later(self._client_leaves, leg, request))
 
-    def _abort(self, life: Life, request: SimRequest) -> None:
+    def _client_leaves(self, leg: Leg, request: SimRequest) -> None:
+        if not leg.ends:
+            leg.then("left", "")
+        self._abort(leg, request)
+
+    def _abort(self, leg: Leg, request: SimRequest) -> None:
+        life = leg.life
         if life.alive and not life.paused:
             life.engine.abort(request.id)
             life.wake_engine()
@@ -327,6 +359,7 @@ class Cluster:
         if leg.ends > 1:
             raise Broken(WRONG, f"request {leg.index} ended twice")
         self.outcomes[f"{how}.{detail}" if how == "failed" else how] += 1
+        leg.then(how, detail)
 
     # --- wires
 

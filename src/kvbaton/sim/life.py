@@ -12,13 +12,25 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvbaton.protocol.desk import Identity
+from kvbaton.protocol.effects import Effect, Unpin
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups, StoreEnded
-from kvbaton.protocol.ids import HandoffId, Incarnation, PeerId, PutId, RequestId, TransferId, WorkerId, rank_peer
-from kvbaton.protocol.lease import LeaseState
+from kvbaton.protocol.ids import (
+    HandoffId,
+    Incarnation,
+    LeaseId,
+    PeerId,
+    PutId,
+    RequestId,
+    TransferId,
+    WorkerId,
+    rank_peer,
+)
+from kvbaton.protocol.lease import LeaseState, ReaderState
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.messages import ALL_FEATURES
 from kvbaton.protocol.settings import Settings
+from kvbaton.runtime.discarding import discarded
 from kvbaton.runtime.doorway import Doorway, DoorwayConfig
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.node import Node
@@ -92,6 +104,21 @@ class SimStore:
             self.waker()
 
 
+class WatchedDoorway(Doorway):
+    """The production door, and a memory of which leases have been released: each is, once."""
+
+    def __init__(self, config: DoorwayConfig, epochs: EpochTable) -> None:
+        super().__init__(config, epochs)
+        self._released: set[LeaseId] = set()
+
+    def hand_in(self, effect: Effect) -> None:
+        if isinstance(effect, Unpin):
+            if effect.lease in self._released:
+                raise Broken(LEAK, f"{self.config.me.worker}: lease {effect.lease} was released twice")
+            self._released.add(effect.lease)
+        super().hand_in(effect)
+
+
 class Life:
     """A worker between a start and a crash."""
 
@@ -101,6 +128,7 @@ class Life:
         self.alive = True
         self.paused = ""  # "", "process", "loop" or "engine"
         self._signs: dict[HandoffId, tuple[object, float]] = {}  # what was last seen of each handoff, and since when
+        self._taken_back: set[HandoffId] = set()  # tickets that the router has said nobody will use
         self._node_due = False
         self._engine_due = False
         self._timer_at = float("inf")
@@ -138,6 +166,14 @@ class Life:
 
     def receive(self, source: WorkerId, frame: bytes) -> None:
         self.control.inbox.append((source, frame))
+        self.wake()
+
+    def take_back(self, ticket: str) -> None:
+        """The registry passes on that nobody will use a ticket; whose it is is for the production code to say."""
+        for event in discarded(self.doorway, (ticket,)):
+            self.world.tell(f"{self.peer.worker} hears that {event.handoff[:6]} was taken back")
+            self._taken_back.add(event.handoff)
+            self.node.tell(event)
         self.wake()
 
     def crash(self) -> None:
@@ -220,6 +256,7 @@ class Life:
         bounds = (
             ("parked", len(producer.parked), settings.parked_max),
             ("tombstones", len(producer.tombstones), settings.tombstones_max),
+            ("ended handoffs", len(producer.ended), settings.tombstones_max),
             ("leases", len(producer.leases), settings.leases_max),
             ("sessions", len(ledger.sessions.by_number), settings.sessions_max),
             ("intakes", len(consumer.by_handoff), settings.intakes_max),
@@ -231,7 +268,10 @@ class Life:
         for lease in producer.leases.values():
             if lease.state is not LeaseState.CLOSING and now > lease.hold_until + 0.1:
                 raise Broken(LEAK, f"{self.character.name}: lease {lease.id} is held past max_hold_s")
+            if not self.doorway.is_leased(lease.id):
+                raise Broken(LEAK, f"{self.character.name}: lease {lease.id} is held, and its blocks are not pinned")
         self._check_waits(now)
+        self._check_taken_back()
 
     def _check_waits(self, now: float) -> None:
         """No handoff of D's waits longer than its longest time-out without anything having happened to it."""
@@ -251,6 +291,19 @@ class Life:
                     HANG, f"{self.character.name}: {intake.wanted.request} waits, {intake.state.value}, for ever"
                 )
         self._signs = living
+
+    def _check_taken_back(self) -> None:
+        """What the router took back is held by nobody but its readers, and no claim waits for it."""
+        producer, taken = self.node.ledger.producer, self._taken_back
+        known = len(taken) + producer.desk.counts["leases"]
+        if not taken or known > self.character.settings.tombstones_max:
+            return  # it may have been forgotten, as the bound allows
+        for handoff, lease in producer.by_handoff.items():
+            if handoff in taken and not any(seat.state is ReaderState.LIVE for seat in lease.seats.values()):
+                raise Broken(LEAK, f"{self.character.name}: lease {lease.id} is held, and its ticket was taken back")
+        for parked in producer.parked.values():
+            if parked.claim.handoff in taken:
+                raise Broken(HANG, f"{self.character.name}: a claim waits, and its ticket was taken back")
 
     def _check_pins(self) -> None:
         """Every reference to a block is the engine's own or has an owner at the door."""
@@ -283,7 +336,7 @@ class Life:
             mint=lambda: TransferId(f"{rng.getrandbits(128):032x}"),
             wall=lambda: self.world.now + self.character.wall_skew_s,
         )
-        doorway = Doorway(config, EpochTable(shape.blocks))
+        doorway = WatchedDoorway(config, EpochTable(shape.blocks))
         doorway.wake_node = self.wake
         doorway.wake_engine = self.wake_engine
         return doorway

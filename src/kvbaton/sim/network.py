@@ -38,6 +38,15 @@ class Network:
         if (source, target) in self.cut:
             world.faults["partitioned"] += 1
             return
+        if world.chance(faults.garble):
+            world.faults["garbled"] += 1
+            garbled = self._garbled(frame)
+            world.after(rng.uniform(0.0001, 0.002), lambda: self.deliver(source, target, garbled))
+        self.carry(lambda: self.deliver(source, target, frame))
+
+    def carry(self, arrive: Callable[[], None]) -> None:
+        """Let something arrive: once, twice or never, soon or late."""
+        world, faults, rng = self.world, self.faults, self.world.rng
         if world.chance(faults.loss):
             world.faults["lost"] += 1
             return
@@ -45,18 +54,12 @@ class Network:
         if world.chance(faults.double):
             world.faults["doubled"] += 1
             copies = 2
-        if world.chance(faults.garble):
-            world.faults["garbled"] += 1
-            self._arrive(source, target, self._garbled(frame), rng.uniform(0.0001, 0.002))
         for _ in range(copies):
             delay = rng.uniform(0.0001, 0.002)
             if world.chance(faults.slow):
                 world.faults["delayed"] += 1
                 delay = rng.uniform(0.002, faults.slow_s * rng.choice((0.1, 1.0)))
-            self._arrive(source, target, frame, delay)
-
-    def _arrive(self, source: WorkerId, target: WorkerId, frame: bytes, delay_s: float) -> None:
-        self.world.after(delay_s, lambda: self.deliver(source, target, frame))
+            world.after(delay, arrive)
 
     def _garbled(self, frame: bytes) -> bytes:
         rng = self.world.rng

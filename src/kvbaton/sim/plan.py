@@ -44,6 +44,8 @@ class Plan(msgspec.Struct, frozen=True):
     bad_ticket: float
     late_ticket: float  # share of tickets that reach D long after P wrote them
     push: float  # share of requests that are pushed
+    leave: float  # share of clients that leave between P's answer and D's
+    stray: float  # share of tickets that are taken back out of turn
 
 
 HEALTHY = Settings(
@@ -159,4 +161,6 @@ def draw(rng: random.Random) -> Plan:
         bad_ticket=strange * 0.3,
         push=1.0 if writes else 0.4,
         late_ticket=0.0 if healthy else rng.choice((0.0, 0.2)),
+        leave=0.1,
+        stray=0.2 if healthy else rng.choice((0.0, 0.1, 0.3)),
     )

@@ -1,0 +1,1305 @@
+"""`door` against clients that do anything: each request gets one answer, in order, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import re
+import socket
+import struct
+import warnings
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any
+
+import pytest
+from fake_workers import until
+from raw_server import LOOPS, run_on
+
+from kvbaton.api.errors import ApiError, PortInUseError, bad_field, full
+from kvbaton.router import door
+from kvbaton.router.door import AHEAD_MAX, HEADERS_MAX, UNREAD_BYTES_MAX, Answer, Events, Handler, Request, json_answer
+from kvbaton.router.wire import HEADERS_BYTES_MAX
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+Source = AsyncGenerator[bytes, None]
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\n"
+GET = b"GET /echo HTTP/1.1\r\n\r\n"
+BODY_BYTES_MAX = 1000
+
+
+@pytest.fixture(params=LOOPS)
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a story on each kind of loop."""
+    return lambda work: run_on(request.param, work)
+
+
+class Stage:
+    """A site whose handlers a test names; each of its requests is noted."""
+
+    body_bytes_max = BODY_BYTES_MAX
+    body_s = 60.0
+
+    def __init__(self, **handlers: Handler) -> None:
+        self.seen: list[Request] = []
+        self._handlers = {f"/{name}": handler for name, handler in handlers.items()}
+
+    def handler(self, method: str, path: str) -> Handler:
+        if path not in ("/echo", "/", *self._handlers):
+            raise ApiError(404, f"{method} {path}: no such path", code="not_found")
+        return self._noted(self._handlers.get(path, self._echo))
+
+    def _noted(self, handler: Handler) -> Handler:
+        def noting(request: Request) -> Awaitable[Answer | Events]:
+            self.seen.append(request)
+            return handler(request)
+
+        return noting
+
+    async def _echo(self, request: Request) -> Answer:
+        return Answer(request.body or request.method.encode())
+
+
+class Client:
+    """One raw connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def say(self, *pieces: bytes) -> None:
+        """Send the pieces, each in a turn of the loop of its own."""
+        for piece in pieces:
+            self.writer.write(piece)
+            await self.writer.drain()
+            await asyncio.sleep(0)
+
+    async def expect(self, data: bytes) -> None:
+        """The very next bytes."""
+        async with asyncio.timeout(5):
+            try:
+                assert await self.reader.readexactly(len(data)) == data
+            except asyncio.IncompleteReadError as short:
+                assert short.partial == data
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """One whole answer: status, headers with names in lower case, body."""
+        async with asyncio.timeout(5):
+            first, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")[:-2]
+            headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+            return int(first.split()[1]), headers, await self.reader.readexactly(int(headers["content-length"]))
+
+    async def refusal(self) -> tuple[int, str]:
+        """An error, after which the connection is closed: status and code."""
+        status, headers, body = await self.answer()
+        assert headers["connection"] == "close"
+        await self.end()
+        return status, json.loads(body)["error"]["code"]
+
+    async def rest(self) -> bytes:
+        """All until the connection is closed."""
+        async with asyncio.timeout(5):
+            return await self.reader.read()
+
+    async def end(self) -> None:
+        """The connection is closed, and nothing more was said."""
+        with contextlib.suppress(ConnectionError):
+            assert await self.rest() == b""
+
+    def reset(self) -> None:
+        """Close in a way that the server sees as an error."""
+        linger = struct.pack("ii", 1, 0)
+        self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self.writer.transport.abort()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Town:
+    """A door, and those who come to it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        found = re.fullmatch(r"http://\[?(.+?)\]?:(\d+)", url)
+        assert found is not None
+        self.address = found[1], int(found[2])
+        self._clients: list[Client] = []
+
+    async def client(self) -> Client:
+        self._clients.append(Client(*await asyncio.open_connection(*self.address)))
+        return self._clients[-1]
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+
+@contextlib.asynccontextmanager
+async def town(site: door.Site, host: str = "127.0.0.1") -> AsyncIterator[Town]:
+    async with door.serving(site, host, 0) as url:
+        found = Town(url)
+        try:
+            yield found
+        finally:
+            found.close()
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not [task for task in left if task.get_coro().__qualname__.startswith(("_Connection", "Door"))]  # type: ignore[union-attr]
+
+
+Story = Callable[[Town, Stage], Awaitable[None]]
+
+
+def told(story: Story, stage: Stage | None = None) -> Coroutine[Any, Any, None]:
+    """A story with one door."""
+
+    async def whole() -> None:
+        site = stage or Stage()
+        async with town(site) as found:
+            await story(found, site)
+
+    return whole()
+
+
+def post(body: bytes, *headers: bytes, path: bytes = b"/echo", version: bytes = b"1.1") -> bytes:
+    lines = [b"POST %b HTTP/%b" % (path, version), *headers, b"Content-Length: %d" % len(body)]
+    return b"\r\n".join((*lines, b"", body))
+
+
+def streaming(
+    source: Callable[[], Source], headers: Mapping[str, str] | None = None, within_s: float = 20.0
+) -> Handler:
+    async def handler(_: Request) -> Events:
+        return Events(source(), {} if headers is None else headers, asyncio.get_running_loop().time() + within_s)
+
+    return handler
+
+
+def whole(body: bytes, connection: bytes = b"") -> bytes:
+    return OK + connection + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+# --- answers
+
+
+def test_a_whole_answer_is_exact_and_the_connection_serves_on(run: Run) -> None:
+    async def story(town: Town, stage: Stage) -> None:
+        client = await town.client()
+        await client.say(post(b"one", b"X-Thing:  spaced "))
+        await client.expect(whole(b"one"))
+        await client.say(b"GET /echo?x=/y HTTP/1.1\r\n\r\n")
+        await client.expect(whole(b"GET"))
+        assert [(each.method, each.path, each.body) for each in stage.seen] == [
+            ("POST", "/echo", b"one"),
+            ("GET", "/echo", b""),
+        ]
+        assert (stage.seen[0].header(b"x-thing") or "").strip() == "spaced"
+
+    run(told(story))
+
+
+def test_head_gets_the_length_without_the_body(run: Run) -> None:
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        await client.say(b"HEAD /echo HTTP/1.1\r\n\r\n" + GET)
+        await client.expect(OK + b"Content-Length: 4\r\n\r\n" + whole(b"GET"))
+        await client.say(b"HEAD /none HTTP/1.1\r\nConnection: close\r\n\r\n")
+        said = await client.rest()
+        assert said.startswith(b"HTTP/1.1 404 Not Found\r\n") and said.endswith(b"\r\n\r\n")
+
+    run(told(story))
+
+
+@pytest.mark.parametrize(
+    ("version", "connection", "said"),
+    [
+        (b"1.1", b"close", b"Connection: close\r\n"),
+        (b"1.1", b"Close", b"Connection: close\r\n"),
+        (b"1.0", b"x", b"Connection: close\r\n"),
+        (b"1.1", b"keep-alive", b""),
+        (b"1.0", b"keep-alive", b"Connection: keep-alive\r\n"),
+    ],
+)
+def test_a_connection_is_kept_as_the_client_wishes(version: bytes, connection: bytes, said: bytes) -> None:
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        await client.say(post(b"a", b"Connection: " + connection, version=version))
+        await client.expect(whole(b"a", said))
+        if said == b"Connection: close\r\n":
+            await client.end()
+        else:
+            await client.say(GET)
+            await client.expect(whole(b"GET"))
+
+    run_on("asyncio", told(story))
+
+
+def test_a_stream_is_chunked_and_ends_explicitly(run: Run) -> None:
+    async def events() -> Source:
+        yield b"data: 1\n\n"
+        yield b""
+        yield b"data: twelve\n\n"
+
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        await client.say(post(b"", path=b"/stream") + GET)
+        head = STREAM + b"X-A: b\r\nTransfer-Encoding: chunked\r\n\r\n"
+        await client.expect(head + b"9\r\ndata: 1\n\n\r\ne\r\ndata: twelve\n\n\r\n0\r\n\r\n" + whole(b"GET"))
+
+    run(told(story, Stage(stream=streaming(events, {"X-A": "b"}))))
+
+
+@pytest.mark.parametrize("connection", [b"close", b"keep-alive"])
+def test_an_old_client_gets_a_stream_without_chunks_that_ends_with_the_connection(connection: bytes) -> None:
+    async def events() -> Source:
+        yield b"data: 1\n\n"
+        yield b"data: 2\n\n"
+
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        await client.say(b"POST /stream HTTP/1.0\r\nConnection: " + connection + b"\r\n\r\n")
+        assert await client.rest() == STREAM + b"Connection: close\r\n\r\ndata: 1\n\ndata: 2\n\n"
+
+    run_on("asyncio", told(story, Stage(stream=streaming(events))))
+
+
+def test_an_empty_stream_is_a_stream(run: Run) -> None:
+    async def events() -> Source:
+        for each in ():
+            yield each
+
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        await client.say(post(b"", path=b"/stream") + GET)
+        await client.expect(STREAM + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + whole(b"GET"))
+
+    run(told(story, Stage(stream=streaming(events))))
+
+
+def test_headers_of_a_stream_may_be_filled_until_its_first_event() -> None:
+    headers: dict[str, str] = {}
+
+    async def events() -> Source:
+        headers["X-Late"] = "yes"
+        yield b"data: 1\n\n"
+
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        await client.say(post(b"", b"Connection: close", path=b"/stream"))
+        assert b"\r\nX-Late: yes\r\n" in await client.rest()
+
+    run_on("asyncio", told(story, Stage(stream=streaming(events, headers))))
+
+
+@pytest.mark.parametrize("value", ["a\r\nX-Evil: 1", "a\nX-Evil: 1", "a\rX-Evil: 1", "a\r\n\r\nbody"])
+def test_no_header_can_hold_another(value: str) -> None:
+    async def handler(_: Request) -> Answer:
+        return json_answer({}, headers={"X-A": value, "X-B": "b"})
+
+    async def events() -> Source:
+        yield b"data: 1\n\n"
+
+    async def story(town: Town, _: Stage) -> None:
+        for path in (b"/odd", b"/stream"):
+            client = await town.client()
+            await client.say(post(b"", b"Connection: close", path=path))
+            lines = (await client.rest()).partition(b"\r\n\r\n")[0].split(b"\r\n")
+            names = {line.partition(b":")[0] for line in lines[1:]}
+            assert names >= {b"X-A", b"X-B"} and b"X-Evil" not in names
+            assert not any(b"\n" in line or b"\r" in line for line in lines)
+
+    run_on("asyncio", told(story, Stage(odd=handler, stream=streaming(events, {"X-A": value, "X-B": "b"}))))
+
+
+# --- handlers that fail
+
+
+def test_whatever_a_handler_raises_is_one_answer_and_the_connection_lives(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults: list[BaseException] = [
+        ValueError("secret"),
+        ConnectionResetError("a worker's, not the client's"),
+        TimeoutError(),
+        RecursionError(),
+        asyncio.CancelledError(),
+        full("no room"),
+    ]
+
+    async def handler(_: Request) -> Answer:
+        raise faults.pop(0)
+
+    async def events() -> Source:
+        raise faults.pop(0)
+        yield b""
+
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        before = list(faults)
+        for path in (b"/whole", b"/stream"):
+            faults[:] = before
+            told = []
+            while faults:
+                await client.say(post(b"", path=path))
+                status, headers, body = await client.answer()
+                assert headers["content-type"] == "application/json" and b"secret" not in body
+                told.append((status, json.loads(body)["error"]["code"]))
+            assert told == [(500, "internal")] * 5 + [(429, "full")]
+        assert headers["retry-after"] == "1"
+
+    with caplog.at_level(logging.CRITICAL):
+        run(told(story, Stage(whole=handler, stream=streaming(events))))
+
+
+@pytest.mark.parametrize("fault", [bad_field("x", "odd"), ValueError("secret"), ConnectionResetError()])
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_what_fails_in_mid_stream_is_told_in_it(run: Run, fault: Exception, version: bytes) -> None:
+    async def events() -> Source:
+        yield b"data: 1\n\n"
+        raise fault
+
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        await client.say(post(b"", b"Connection: close", path=b"/stream", version=version))
+        body = (await client.rest()).partition(b"\r\n\r\n")[2]
+        if version == b"1.1":
+            assert body.startswith(b"9\r\ndata: 1\n\n\r\n") and body.endswith(b"\n\n\r\n0\r\n\r\n")
+        else:
+            assert body.startswith(b"data: 1\n\ndata: {") and body.endswith(b"}\n\n")
+        code = json.loads(body[body.rindex(b"data: ") + 6 :].partition(b"\n\n")[0])["error"]["code"]
+        assert code == ("invalid_value" if isinstance(fault, ApiError) else "internal")
+
+    run(told(story, Stage(stream=streaming(events))))
+
+
+def test_after_a_failure_in_mid_stream_the_connection_serves_on(run: Run) -> None:
+    async def events() -> Source:
+        yield b"data: 1\n\n"
+        raise full("no more")
+
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        await client.say(post(b"", path=b"/stream") + GET)
+        await client.reader.readuntil(b"\r\n0\r\n\r\n")
+        await client.expect(whole(b"GET"))
+
+    run(told(story, Stage(stream=streaming(events))))
+
+
+def test_an_answer_that_cannot_be_written_cuts_the_connection_and_is_logged(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def nothing(_: Request) -> Any:
+        return None
+
+    def tell(_: ApiError) -> bytes:
+        raise ValueError("cannot tell")
+
+    async def events() -> Source:
+        yield b"data: 1\n\n"
+        raise full("no more")
+
+    async def handler(_: Request) -> Events:
+        return Events(events(), {}, asyncio.get_running_loop().time() + 20, tell)
+
+    async def story(town: Town, _: Stage) -> None:
+        for path, end in ((b"/nothing", b""), (b"/stream", b"data: 1\n\n\r\n")):
+            client = await town.client()
+            await client.say(post(b"", path=path))
+            said = b""
+            with contextlib.suppress(ConnectionError):
+                while data := await client.reader.read(1000):
+                    said += data
+            assert said.endswith(end) and said.count(b"HTTP/1.1") == bool(end)
+
+    with caplog.at_level(logging.ERROR):
+        run(told(story, Stage(nothing=nothing, stream=handler)))
+    assert [record.name for record in caplog.records] == [door.__name__] * 2
+
+
+# --- requests sent ahead
+
+
+def test_requests_sent_at_once_are_answered_in_order(run: Run) -> None:
+    gate = asyncio.Event()
+
+    async def slow(request: Request) -> Answer:
+        await gate.wait()
+        return Answer(b"slow" + request.body)
+
+    async def events() -> Source:
+        yield b"data: 1\n\n"
+
+    async def story(town: Town, stage: Stage) -> None:
+        client = await town.client()
+        await client.say(post(b"1", path=b"/slow") + post(b"", path=b"/stream") + post(b"3"))
+        await until(lambda: stage.seen)
+        await client.say(post(b"4", path=b"/slow")[:-9], post(b"4", path=b"/slow")[-9:] + GET)
+        gate.set()
+        await client.expect(
+            whole(b"slow1") + STREAM + b"Transfer-Encoding: chunked\r\n\r\n9\r\ndata: 1\n\n\r\n0\r\n\r\n"
+        )
+        await client.expect(whole(b"3") + whole(b"slow4") + whole(b"GET"))
+        assert len(stage.seen) == 5
+
+    run(told(story, Stage(slow=slow, stream=streaming(events))))
+
+
+@pytest.mark.parametrize("more", [0, 1, 2, 5000])
+def test_more_requests_at_once_than_allowed_are_refused_after_the_others_were_answered(run: Run, more: int) -> None:
+    async def story(town: Town, stage: Stage) -> None:
+        client = await town.client()
+        await client.say(GET * (AHEAD_MAX + 1 + more))
+        await client.expect(whole(b"GET") * (AHEAD_MAX + 1))
+        if more:
+            assert await client.refusal() == (400, "bad_request")
+        else:
+            await client.say(GET)
+            await client.expect(whole(b"GET"))
+        assert len(stage.seen) == AHEAD_MAX + 1 + (not more)
+
+    run(told(story))
+
+
+def test_what_is_sent_while_a_request_is_answered_is_bounded_and_read_later(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    accept = door.Door.connection
+    monkeypatch.setattr(door.Door, "connection", lambda self: made.append(accept(self)) or made[-1])
+    gate = asyncio.Event()
+
+    async def slow(_: Request) -> Answer:
+        await gate.wait()
+        return Answer(b"slow")
+
+    async def story(town: Town, stage: Stage) -> None:
+        client = await town.client()
+        await client.say(post(b"", path=b"/slow"))
+        await until(lambda: stage.seen)
+        size = 64 << 20  # more than the kernel buffers
+        stage.body_bytes_max = size
+        sending = asyncio.create_task(client.say(post(b"x" * size), GET))
+        await until(lambda: made[0]._unparsed_bytes > UNREAD_BYTES_MAX)
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+        assert made[0]._unparsed_bytes <= UNREAD_BYTES_MAX + (256 << 10)
+        assert not sending.done()
+        gate.set()
+        await client.expect(whole(b"slow"))
+        status, _, body = await client.answer()
+        assert (status, len(body)) == (200, size)
+        await client.expect(whole(b"GET"))
+        await sending
+
+    run(told(story, Stage(slow=slow)))
+
+
+def test_a_bad_request_behind_good_ones_is_refused_in_its_turn(run: Run) -> None:
+    async def story(town: Town, stage: Stage) -> None:
+        client = await town.client()
+        await client.say(GET + GET + b"nonsense\r\n\r\n" + GET)
+        await client.expect(whole(b"GET") * 2)
+        assert await client.refusal() == (400, "bad_request")
+        assert len(stage.seen) == 2
+
+    run(told(story))
+
+
+def test_what_follows_a_request_to_close_is_not_answered(run: Run) -> None:
+    async def story(town: Town, stage: Stage) -> None:
+        client = await town.client()
+        await client.say(b"GET /echo HTTP/1.1\r\nConnection: close\r\n\r\n" + GET)
+        await client.expect(whole(b"GET", b"Connection: close\r\n"))
+        await client.end()
+        assert len(stage.seen) == 1
+
+    run(told(story))
+
+
+def test_a_client_that_sends_on_without_reading_fills_no_memory(run: Run) -> None:
+    """Whole answers wait for the client too: else each request sent ahead would add one to the heap."""
+    body = b"x" * (8 << 20)  # more than the kernel buffers
+
+    async def large(_: Request) -> Answer:
+        return Answer(body)
+
+    async def story(town: Town, stage: Stage) -> None:
+        client = await town.client()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await client.say(b"GET /large HTTP/1.1\r\n\r\n" * 10)
+        await until(lambda: stage.seen)
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+        assert len(stage.seen) == 1
+        client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        for _ in range(10):
+            assert len((await client.answer())[2]) == len(body)
+
+    run(told(story, Stage(large=large)))
+
+
+# --- bodies and headers
+
+
+def test_a_request_may_come_byte_by_byte(run: Run) -> None:
+    async def story(town: Town, stage: Stage) -> None:
+        client = await town.client()
+        data = post(b"hello", b"X-Long-Name: and its value")
+        await client.say(*[data[at : at + 1] for at in range(len(data))])
+        await client.expect(whole(b"hello"))
+        assert stage.seen[0].header(b"x-long-name") == "and its value"
+
+    run(told(story))
+
+
+def test_a_chunked_body_may_be_split_anywhere_and_its_trailers_are_no_headers() -> None:
+    data = (
+        b"POST /echo HTTP/1.1\r\nX-A: 1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"5;ext=1\r\nhello\r\n1\r\n,\r\n6\r\n world\r\n0\r\nX-A: 2\r\nX-Request-Id: evil\r\n\r\n"
+    )
+
+    async def story(town: Town, stage: Stage) -> None:
+        client = await town.client()
+        for at in range(1, len(data)):
+            await client.say(data[:at], data[at:])
+            await client.expect(whole(b"hello, world"))
+        await client.say(*[data[at : at + 1] for at in range(len(data))])
+        await client.expect(whole(b"hello, world"))
+        for request in stage.seen:
+            assert request.headers == [(b"x-a", b"1"), (b"transfer-encoding", b"chunked")]
+
+    run_on("asyncio", told(story))
+
+
+def test_a_client_that_asks_is_told_to_go_on_once(run: Run) -> None:
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        data = post(b"hello", b"Expect: 100-Continue", b"Expect: 100-continue")
+        await client.say(data[:-5])
+        await client.expect(b"HTTP/1.1 100 Continue\r\n\r\n")
+        await client.say(data[-5:])
+        await client.expect(whole(b"hello"))
+        await client.say(data)  # one that does not wait need not be told
+        await client.expect(whole(b"hello"))
+        await client.say(GET + data[:-5])  # behind another
+        await client.expect(whole(b"GET") + b"HTTP/1.1 100 Continue\r\n\r\n")
+        await client.say(data[-5:])
+        await client.expect(whole(b"hello"))
+        old = data.replace(b"HTTP/1.1", b"HTTP/1.0")
+        await client.say(old[:-5], old[-5:])
+        await client.expect(whole(b"hello", b"Connection: close\r\n"))
+
+    run(told(story))
+
+
+def test_a_client_that_asks_is_not_told_to_send_what_is_too_large(run: Run) -> None:
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        await client.say(post(b"x" * (BODY_BYTES_MAX + 1), b"Expect: 100-continue")[: -BODY_BYTES_MAX - 1])
+        assert await client.refusal() == (413, "body_too_large")
+
+    run(told(story))
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_body_that_is_too_large_is_refused_and_the_client_learns_it_though_it_sends_on(
+    run: Run, chunked: bool
+) -> None:
+    async def story(town: Town, stage: Stage) -> None:
+        client = await town.client()
+        size = 8 << 20
+        head = b"POST /echo HTTP/1.1\r\n"
+        if chunked:
+            data = head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"400\r\n" + b"x" * 1024 + b"\r\n") * (size >> 10)
+        else:
+            data = head + b"Content-Length: %d\r\n\r\n" % size + b"x" * size
+        sending = asyncio.create_task(client.say(*[data[at : at + 65536] for at in range(0, len(data), 65536)]))
+        await sending  # all of it: a reset would fail this
+        assert await client.refusal() == (413, "body_too_large")
+        assert stage.seen == []
+
+    run(told(story))
+
+
+def test_a_body_at_the_bound_passes() -> None:
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        await client.say(post(b"x" * BODY_BYTES_MAX))
+        await client.expect(whole(b"x" * BODY_BYTES_MAX))
+        pieces = b"".join(b"1\r\nx\r\n" for _ in range(BODY_BYTES_MAX))
+        await client.say(b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + pieces + b"0\r\n\r\n")
+        await client.expect(whole(b"x" * BODY_BYTES_MAX))
+
+    run_on("asyncio", told(story))
+
+
+LONG = b"x" * (HEADERS_BYTES_MAX + 1)
+CHUNKED = b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /echo?" + LONG + b" HTTP/1.1\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nX-A: " + LONG + b"\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\n" + LONG + b": 1\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\n" + b"".join(b"X-%d: %b\r\n" % (at, LONG[:7000]) for at in range(10)) + b"\r\n",
+        b"GET /echo HTTP/1.1\r\n" + b"X-A: 1\r\n" * (HEADERS_MAX + 1) + b"\r\n",
+        GET[:-2] + b"X-A: " + LONG,
+        CHUNKED + b"0\r\nX-Trailer: " + LONG * 6,  # what comes with a piece of the body is not counted
+        CHUNKED + b"1;ext=" + LONG * 6,
+        b"GET /echo HTTP/1.1\r\nUpgrade: h2c\r\nConnection: upgrade\r\nX-A: " + LONG + b"\r\n\r\n",
+    ],
+    ids=["url", "value", "name", "sum", "count", "endless", "trailer", "extension", "upgrade"],
+)
+def test_headers_are_bounded(run: Run, data: bytes, split: bool) -> None:
+    async def story(town: Town, stage: Stage) -> None:
+        client = await town.client()
+        await client.say(*([data[at : at + 4000] for at in range(0, len(data), 4000)] if split else [data]))
+        assert await client.refusal() == (431, "headers_too_large")
+        assert stage.seen == []
+
+    run(told(story))
+
+
+def test_headers_at_the_bound_pass_and_a_long_body_is_not_taken_for_headers() -> None:
+    async def story(town: Town, stage: Stage) -> None:
+        stage.body_bytes_max = 1 << 20
+        client = await town.client()
+        await client.say(b"GET /echo HTTP/1.1\r\n" + b"X-A: 1\r\n" * HEADERS_MAX + b"\r\n")
+        await client.expect(whole(b"GET"))
+        body = b"x" * (HEADERS_BYTES_MAX * 3)
+        await client.say(post(body) * 2, GET)
+        await client.expect(whole(body) * 2 + whole(b"GET"))
+
+    run_on("asyncio", told(story))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"nonsense\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"post /echo HTTP/1.1\r\n\r\n",
+        b"GET /echo HTTP/1.2\r\n\r\n",
+        b"GET /ec\x00ho HTTP/1.1\r\n\r\n",
+        b"GET /a b HTTP/1.1\r\n\r\n",
+        b"GET /echo HTTP/1.1\n\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nX-A: b\rc\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nX-A: b\nX-B: c\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nX-A: b\x00c\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nX-A: b\r\n folded\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nX A: b\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nX-A : b\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\n: b\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        b"POST /echo HTTP/1.1\r\nContent-Length: 5, 5\r\n\r\nhello",
+        b"POST /echo HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nContent-Length: 99999999999999999999\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nContent-Length: " + b"0" * 5000 + b"1\r\n\r\nx",
+        b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0x5\r\nhello\r\n0\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
+        b"POST /echo HTTP/1.1\r\nUpgrade: h2c\r\nConnection: upgrade\r\n"
+        b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_is_refused_and_never_handled(run: Run, data: bytes) -> None:
+    async def story(town: Town, stage: Stage) -> None:
+        client = await town.client()
+        await client.say(data)
+        assert await client.refusal() == (400, "bad_request")
+        assert stage.seen == []
+
+    run(told(story))
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        (b"http://elsewhere/echo", "/echo"),
+        (b"http://elsewhere:1/echo?a=b://c/d", "/echo"),
+        (b"http://elsewhere", "/"),
+        (b"http://elsewhere?/echo", "/"),
+        (b"/echo?http://x/y", "/echo"),
+        (b"//echo", "//echo"),
+        (b"/./echo", "/./echo"),
+        (b"/%65cho", "/%65cho"),
+        (b"/echo/", "/echo/"),
+        (b"*", "*"),
+    ],
+)
+def test_a_target_may_name_its_host_and_is_not_interpreted_otherwise(target: bytes, path: str) -> None:
+    async def story(town: Town, stage: Stage) -> None:
+        client = await town.client()
+        await client.say(b"GET " + target + b" HTTP/1.1\r\n\r\n")
+        status, _, body = await client.answer()
+        if path in ("/echo", "/"):
+            assert status == 200 and stage.seen[0].path == path
+        else:
+            assert status == 404 and path in json.loads(body)["error"]["message"]
+
+    run_on("asyncio", told(story))
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+def test_one_who_asks_for_another_protocol_is_answered_in_this_one_once(run: Run, protocol: bytes) -> None:
+    """A body behind such headers is a body: the parser would take it for the other protocol."""
+    more = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: " + protocol, b"HTTP2-Settings: AAMAAABk")
+
+    async def story(town: Town, stage: Stage) -> None:
+        client = await town.client()
+        await client.say(post(GET, *more) + GET)
+        await client.expect(whole(GET) + whole(b"GET"))
+        data = post(b"hello", *more, path=b"/echo?x")
+        await client.say(*[data[at : at + 1] for at in range(len(data))])
+        await client.expect(whole(b"hello"))
+        await client.say(b"GET /echo HTTP/1.1\r\n" + b"\r\n".join(more) + b"\r\n\r\n" + data + GET)
+        await client.expect(whole(b"GET") + whole(b"hello") + whole(b"GET"))
+        assert [each.body for each in stage.seen] == [GET, b"", b"hello", b"", b"hello", b""]
+        assert stage.seen[0].header(b"http2-settings") == "AAMAAABk"
+
+    run(told(story))
+
+
+def test_a_tunnel_is_refused() -> None:
+    async def story(town: Town, stage: Stage) -> None:
+        client = await town.client()
+        await client.say(GET + b"CONNECT example.com:443 HTTP/1.1\r\n\r\n" + GET)
+        await client.expect(whole(b"GET"))
+        assert await client.refusal() == (405, "method_not_allowed")
+        assert len(stage.seen) == 1
+
+    run_on("asyncio", told(story))
+
+
+# --- clients that are slow
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "SWEEP_S", 0.01)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("begun", [b"G", b"GET /echo HTTP/1.1\r\nX-A: 1\r\n", GET + b"POST"])
+def test_headers_that_do_not_come_are_not_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+    monkeypatch.setattr(door, "HEAD_S", 0.05)
+
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        if begun.startswith(GET):
+            await client.say(GET)
+            await client.expect(whole(b"GET"))
+        await client.say(begun.removeprefix(GET))
+        assert await client.refusal() == (408, "headers_timeout")
+
+    run(told(story))
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    "begun",
+    [post(b"hello")[:-1], post(b"hello")[:-5], b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n"],
+)
+def test_a_body_that_does_not_come_is_not_waited_for(run: Run, begun: bytes) -> None:
+    async def story(town: Town, stage: Stage) -> None:
+        stage.body_s = 0.05
+        client = await town.client()
+        await client.say(begun)
+        assert await client.refusal() == (408, "body_timeout")
+        assert stage.seen == []
+
+    run(told(story))
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_idle_connection_is_closed_without_a_word(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "KEEPALIVE_S", 0.05)
+
+    async def story(town: Town, _: Stage) -> None:
+        silent, served = await town.client(), await town.client()
+        await served.say(GET)
+        await served.expect(whole(b"GET"))
+        await served.end()
+        await silent.end()
+
+    run(told(story))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_handler_may_take_longer_than_any_client(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KEEPALIVE_S", "HEAD_S"):
+        monkeypatch.setattr(door, name, 0.02)
+    looked = 0
+    overdue = door._Connection.overdue
+
+    def looking(self: Any, now: float) -> bool:
+        nonlocal looked
+        looked += 1
+        return overdue(self, now + 1000)
+
+    monkeypatch.setattr(door._Connection, "overdue", looking)
+
+    async def slow(_: Request) -> Answer:
+        before = looked
+        await until(lambda: looked > before + 3)
+        return Answer(b"slow")
+
+    async def story(town: Town, stage: Stage) -> None:
+        stage.body_s = 0.02
+        client = await town.client()
+        await client.say(post(b"", path=b"/slow") + post(b"", path=b"/slow"))
+        await client.expect(whole(b"slow") * 2)
+
+    run(told(story, Stage(slow=slow)))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_refused_client_that_sends_on_for_ever_is_cut_off(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "LINGER_S", 0.05)
+
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        await client.say(b"nonsense\r\n\r\n")
+        with pytest.raises(ConnectionError):
+            async with asyncio.timeout(5):
+                while True:
+                    await client.say(b"x" * 1000)
+
+    run(told(story))
+
+
+def test_a_client_that_does_not_read_stops_its_stream_and_is_cut_off_at_the_deadline(run: Run) -> None:
+    pulled = 0
+    closed: list[float] = []
+
+    async def events() -> Source:
+        nonlocal pulled
+        try:
+            while True:
+                yield b"x" * 65536
+                pulled += 1
+        finally:
+            closed.append(asyncio.get_running_loop().time())
+
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        begun = asyncio.get_running_loop().time()
+        await client.say(post(b"", path=b"/stream"))
+        await until(lambda: closed)
+        assert closed[0] - begun > 0.5
+        assert pulled < 1000  # what the kernel buffers
+        client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        said = b""
+        with contextlib.suppress(ConnectionError):
+            while data := await client.reader.read(1 << 20):
+                said = said[-10:] + data
+        assert not said.endswith(b"0\r\n\r\n")
+
+    run(told(story, Stage(stream=streaming(events, within_s=0.6))))
+
+
+def test_a_client_that_reads_late_gets_all_of_its_stream(run: Run) -> None:
+    pulled = 0
+
+    async def events() -> Source:
+        nonlocal pulled
+        for _ in range(200):
+            yield b"x" * 65536
+            pulled += 1
+
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await client.say(b"POST /stream HTTP/1.0\r\n\r\n")
+        await until(lambda: pulled)
+        client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        assert len((await client.rest()).partition(b"\r\n\r\n")[2]) == 200 * 65536
+
+    run(told(story, Stage(stream=streaming(events))))
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("connection", [b"close", b"keep-alive"])
+def test_a_client_that_does_not_read_its_whole_answer_is_cut_off(
+    run: Run, monkeypatch: pytest.MonkeyPatch, connection: bytes
+) -> None:
+    """Closing alone would wait for it for ever, and count it as a connection."""
+    monkeypatch.setattr(door, "UNREAD_S", 0.05)
+    lost: list[Any] = []
+    forget = door.Door.forget
+    monkeypatch.setattr(door.Door, "forget", lambda self, each: (forget(self, each), lost.append(each)))
+
+    async def large(_: Request) -> Answer:
+        return Answer(b"x" * (8 << 20))
+
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await client.say(b"GET /large HTTP/1.1\r\nConnection: " + connection + b"\r\n\r\n")
+        await until(lambda: lost)
+
+    run(told(story, Stage(large=large)))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_closed_connection_that_waits_for_its_reader_is_swept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than a full buffer may be left when an answer is done, and still never be read."""
+    monkeypatch.setattr(door, "KEEPALIVE_S", 0.05)
+    monkeypatch.setattr(door._Connection, "pause_writing", lambda _: None)  # as if it were not full
+    lost: list[Any] = []
+    forget = door.Door.forget
+    monkeypatch.setattr(door.Door, "forget", lambda self, each: (forget(self, each), lost.append(each)))
+
+    async def large(_: Request) -> Answer:
+        return Answer(b"x" * (8 << 20))
+
+    async def story(town: Town, _: Stage) -> None:
+        for connection in (b"close", b"keep-alive"):
+            lost.clear()
+            client = await town.client()
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            await client.say(b"GET /large HTTP/1.1\r\nConnection: " + connection + b"\r\n\r\n")
+            await until(lambda: lost)
+
+    run(told(story, Stage(large=large)))
+
+
+# --- clients that go
+
+
+class Held:
+    """Handlers that wait until they are cancelled, and note how they ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+        self.begun = 0
+
+    async def whole(self, _: Request) -> Answer:
+        self.begun += 1
+        await self._wait("whole")
+        raise AssertionError
+
+    async def first(self, _: Request) -> Events:
+        return Events(self._first(), {}, asyncio.get_running_loop().time() + 20)
+
+    async def _first(self) -> Source:
+        self.begun += 1
+        await self._wait("first")
+        yield b""
+
+    async def later(self, _: Request) -> Events:
+        return Events(self._later(), {}, asyncio.get_running_loop().time() + 20)
+
+    async def _later(self) -> Source:
+        yield b"data: 1\n\n"
+        self.begun += 1
+        await self._wait("later")
+
+    async def _wait(self, name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(5):  # releasing takes a while, and must not be cut short
+                await asyncio.sleep(0)
+            self.ends.append(name)
+
+    def stage(self) -> Stage:
+        return Stage(whole=self.whole, first=self.first, later=self.later)
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "half"])
+@pytest.mark.parametrize("path", ["whole", "first", "later"])
+def test_a_client_that_goes_cancels_its_handler_which_comes_to_its_end(run: Run, path: str, how: str) -> None:
+    async def scene() -> None:
+        held = Held()
+
+        async def story(town: Town, stage: Stage) -> None:
+            client = await town.client()
+            await client.say(post(b"", path=b"/" + path.encode()) + GET)
+            await until(lambda: held.begun)
+            if how == "half":  # cannot be told from one that closed
+                client.writer.write_eof()
+            else:
+                (client.close if how == "close" else client.reset)()
+            await until(lambda: held.ends)
+            assert held.ends == [path]
+            assert len(stage.seen) == 1  # what it sent ahead is not handled
+            other = await town.client()
+            await other.say(GET)
+            await other.expect(whole(b"GET"))
+
+        await told(story, held.stage())
+
+    run(scene())
+
+
+def test_a_client_that_goes_while_its_stream_waits_for_it_ends_the_stream(run: Run) -> None:
+    closed: list[bool] = []
+
+    async def events() -> Source:
+        try:
+            while True:
+                yield b"x" * 65536
+        finally:
+            await asyncio.sleep(0)
+            closed.append(True)
+
+    async def story(town: Town, stage: Stage) -> None:
+        for how in ("half", "reset"):
+            closed.clear()
+            stage.seen.clear()
+            client = await town.client()
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            await client.say(post(b"", path=b"/stream"))
+            await until(lambda: stage.seen)
+            for _ in range(20):
+                await asyncio.sleep(0.001)
+            if how == "half":
+                client.writer.write_eof()
+            else:
+                client.reset()
+            await until(lambda: closed)
+
+    run(told(story, Stage(stream=streaming(events))))
+
+
+def test_a_stream_that_ignores_being_cancelled_is_not_pulled_for_nobody(run: Run) -> None:
+    pulled = 0
+    closed: list[bool] = []
+
+    async def events() -> Source:
+        nonlocal pulled
+        try:
+            while True:
+                yield b"data: 1\n\n"
+                pulled += 1
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+        finally:
+            closed.append(True)
+
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        await client.say(post(b"", path=b"/stream"))
+        await until(lambda: pulled)
+        client.reset()
+        await until(lambda: closed)
+        assert pulled == 1
+
+    run(told(story, Stage(stream=streaming(events))))
+
+
+def test_a_handler_that_ignores_being_cancelled_answers_nobody(run: Run) -> None:
+    ended: list[bool] = []
+
+    async def stubborn(_: Request) -> Answer:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        ended.append(True)
+        return Answer(b"late")
+
+    async def story(town: Town, stage: Stage) -> None:
+        client = await town.client()
+        await client.say(post(b"", path=b"/stubborn") + GET)
+        await until(lambda: stage.seen)
+        client.reset()
+        await until(lambda: ended)
+        assert len(stage.seen) == 1
+
+    run(told(story, Stage(stubborn=stubborn)))
+
+
+def test_clients_that_reset_at_any_moment_leave_the_door_open(run: Run) -> None:
+    data = [b"", b"G", GET, b"nonsense\r\n\r\n", GET + b"nonsense\r\n\r\n", post(b"x" * 9999), GET * 50, CHUNKED]
+
+    async def story(town: Town, _: Stage) -> None:
+        for turns in range(4):
+            for each in data:
+                client = await town.client()
+                client.writer.write(each)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                client.reset()
+        client = await town.client()
+        await client.say(GET)
+        await client.expect(whole(b"GET"))
+
+    run(told(story))
+
+
+def test_a_refusal_to_one_who_has_just_reset_escapes_nowhere() -> None:
+    """`shutdown` fails on a socket that was reset meanwhile; asyncio lets that out of `write_eof`."""
+
+    class Broken(asyncio.Transport):
+        aborted = False
+
+        def is_closing(self) -> bool:
+            return self.aborted
+
+        def write(self, data: bytes | bytearray | memoryview) -> None:
+            assert data.startswith(b"HTTP/1.1 400 ")
+
+        def write_eof(self) -> None:
+            raise OSError(107, "Transport endpoint is not connected")
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    async def story() -> None:
+        connection = door.Door(Stage()).connection()
+        connection.connection_made(Broken())
+        connection.data_received(b"nonsense\r\n\r\n")
+        connection.connection_lost(None)
+
+    run_on("asyncio", story())
+
+
+# --- the door itself
+
+
+def test_connections_beyond_the_bound_are_cut_off_and_room_comes_back(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "CONNECTIONS_MAX", 2)
+
+    async def story(town: Town, _: Stage) -> None:
+        first, second = await town.client(), await town.client()
+        for client in (first, second):
+            await client.say(GET)
+            await client.expect(whole(b"GET"))
+        await (await town.client()).end()
+        first.close()
+        async with asyncio.timeout(5):
+            while True:
+                client = await town.client()
+                try:
+                    await client.say(GET)
+                    await client.expect(whole(b"GET"))
+                    break
+                except (ConnectionError, AssertionError):
+                    await asyncio.sleep(0.002)
+
+    run(told(story))
+
+
+def test_a_port_that_is_taken_is_told_with_what_to_do(run: Run) -> None:
+    async def story(town: Town, stage: Stage) -> None:
+        with pytest.raises(PortInUseError, match=rf"port {town.address[1]} on 127.0.0.1 is in use; choose another"):
+            async with door.serving(stage, *town.address):
+                raise AssertionError
+
+    run(told(story))
+
+
+def test_the_door_may_be_on_ipv6(run: Run) -> None:
+    async def story() -> None:
+        async with town(Stage(), "::1") as found:
+            assert found.url == f"http://[::1]:{found.address[1]}"
+            client = await found.client()
+            await client.say(GET)
+            await client.expect(whole(b"GET"))
+
+    run(story())
+
+
+def test_closing_lets_what_is_under_way_end_and_says_so(run: Run) -> None:
+    async def scene() -> None:
+        gate = asyncio.Event()
+
+        async def slow(_: Request) -> Answer:
+            await gate.wait()
+            return Answer(b"slow")
+
+        stage = Stage(slow=slow)
+        serving = door.serving(stage, "127.0.0.1", 0)
+        found = Town(await serving.__aenter__())
+        idle, busy = await found.client(), await found.client()
+        await idle.say(GET)
+        await idle.expect(whole(b"GET"))
+        await busy.say(post(b"", path=b"/slow") + GET)
+        await until(lambda: len(stage.seen) == 2)
+        closing = asyncio.create_task(serving.__aexit__(None, None, None))
+        await idle.end()
+        with pytest.raises(OSError):
+            await found.client()
+        gate.set()
+        await busy.expect(whole(b"slow", b"Connection: close\r\n"))
+        await busy.end()
+        await closing
+        found.close()
+        assert len(stage.seen) == 2
+
+    run(scene())
+
+
+def test_closing_ends_all_that_is_under_way_in_a_bounded_time_and_leaves_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "SHUTDOWN_S", 0.2)
+
+    async def scene() -> None:
+        held = Held()
+        begun = asyncio.get_running_loop().time()
+        before = asyncio.all_tasks()
+        async with town(held.stage()) as found:
+            gone = await found.client()
+            for client, path in [
+                (gone, b"/whole"),
+                *[(await found.client(), path) for path in (b"/whole", b"/first", b"/later", b"/later")],
+            ]:
+                await client.say(post(b"", path=path) + GET)
+            await (await found.client()).say(post(b"hello")[:-1])
+            await (await found.client()).say(b"nonsense\r\n\r\n")
+            await until(lambda: held.begun == 5)
+            gone.reset()
+        assert sorted(held.ends) == ["first", "later", "later", "whole", "whole"]
+        assert asyncio.get_running_loop().time() - begun < 5
+        assert asyncio.all_tasks() == before
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(scene())
+        gc.collect()
+
+
+def test_a_handler_that_will_not_end_does_not_hold_the_door(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(door, "SHUTDOWN_S", 0.1)
+
+    async def scene() -> None:
+        gate = asyncio.Event()
+        tasks: list[asyncio.Task[Any] | None] = []
+
+        async def stubborn(_: Request) -> Answer:
+            tasks.append(asyncio.current_task())
+            while not gate.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await gate.wait()
+            return Answer(b"")
+
+        stage = Stage(stubborn=stubborn)
+        async with door.serving(stage, "127.0.0.1", 0) as url:
+            found = Town(url)
+            await (await found.client()).say(post(b"", path=b"/stubborn"))
+            await until(lambda: stage.seen)
+        found.close()
+        gate.set()
+        assert tasks[0] is not None
+        await tasks[0]
+
+    run(scene())
+    assert "1 handlers have not ended" in caplog.text
