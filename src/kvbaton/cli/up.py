@@ -13,6 +13,7 @@ import msgspec
 
 import kvbaton.cli.vllm_check as on_vllm_check
 import kvbaton.cli.vllm_up as on_vllm
+from kvbaton.api.http import run as run_loop
 from kvbaton.api.params import Mode
 from kvbaton.cli.arguments import CommandError, port, seconds, whole
 from kvbaton.cli.check import check
@@ -68,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
     raise_file_limit()
     if args.engine == "vllm":
         server = on_vllm.server_of(args, _note)
-        return asyncio.run(_check_vllm(args, server) if args.check else _serve(args, server))
-    return asyncio.run(_check(args) if args.check else _serve(args))
+        return run_loop(_check_vllm(args, server) if args.check else _serve(args, server))
+    return run_loop(_check(args) if args.check else _serve(args))
 
 
 def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: Mode) -> Plan:

@@ -18,7 +18,7 @@ from typing import Any
 
 import kvbaton
 from kvbaton.api.foreign import Lookup
-from kvbaton.api.http import serving
+from kvbaton.api.http import run, serving
 from kvbaton.api.params import Mode
 from kvbaton.control.address_book import AddressBook
 from kvbaton.control.keys import Keyring, load
@@ -233,7 +233,7 @@ class Worker:
 
 def main(options: WorkerOptions) -> int:
     """Serve until SIGTERM or SIGINT, or until an operator has this worker drained."""
-    return asyncio.run(_serve(options))
+    return run(_serve(options))
 
 
 async def _serve(options: WorkerOptions) -> int:

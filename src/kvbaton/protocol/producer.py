@@ -228,6 +228,7 @@ class Producer:
             self._refuse_parked(event.handoff)
         elif any(seat.state is ReaderState.LIVE for seat in lease.seats.values()):
             self.desk.count("late.discard")
+            lease.max_readers = len(lease.seats)  # nobody else will come: it ends with those who read it now
         else:
             self.desk.count("leases_discarded")
             self.close(lease, Reason.DISCARDED, now)

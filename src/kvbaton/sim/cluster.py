@@ -23,7 +23,6 @@ from kvbaton.sim.router import Errand, Router
 from kvbaton.sim.transport import Fabric, SimTransport, TransportFaults
 from kvbaton.sim.world import World
 
-
 Told = Callable[[str, str], None]
 """How a leg ended, and the detail; `left` comes before that, when the client goes."""
 
@@ -249,7 +248,7 @@ class Cluster:
         handoff = handoff_id(TransferId(f"{rng.getrandbits(128):032x}"))
         ticket = seal(Ticket(handoff, source.peer.worker, self.world.now + 5.0, target=target.peer.worker), TICKET_KEY)
         errand = Errand(source.peer.worker, ticket)
-        prefill = self._later(
+        prefill = functools.partial(
             self._add,
             index,
             source,
