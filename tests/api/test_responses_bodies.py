@@ -77,7 +77,7 @@ def test_null_counts_as_absent() -> None:
         ({"stream": "yes"}, "stream"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 2}, "top_p"),
-        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": -2}, "top_logprobs"),
         ({"include": "logprobs"}, "include"),
         ({"store": 1}, "store"),
         ({"background": "no"}, "background"),

@@ -49,13 +49,13 @@ HELD = ("pins", "leases", "intakes", "running", "waiting", "loading", "quarantin
 ANSWER_TOKENS = 8
 
 _SHORT = {"--lease-s": LEASE_S, "--claim-timeout": CLAIM_S, "--defer-timeout": DEFER_S, "--transfer-timeout": DEFER_S}
-_LONG = {**_SHORT, "--lease-s": LONG_S, "--defer-timeout": LONG_S, "--waiting-max": 1}
+_PATIENT = {"--lease-s": LONG_S, "--claim-timeout": LONG_S, "--defer-timeout": LONG_S, "--waiting-max": 1}
 SPECS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "p0": ("prefill", _SHORT),
     "p1": ("prefill", _SHORT),
-    "keeper": ("prefill", _LONG),  # what it promised it keeps, unless somebody says that it need not
+    "keeper": ("prefill", _PATIENT),  # what it promised it keeps, unless somebody says that it need not
     "d0": ("decode", _SHORT),
-    "d1": ("decode", _LONG),
+    "d1": ("decode", _PATIENT),  # waits for its KV, until somebody says that it need not
     "strict": ("decode", {**_SHORT, "--policy": "fail"}),
 }
 
@@ -75,10 +75,12 @@ class Crew:
         self._starts = itertools.count()
 
     def need(self, *names: str) -> None:
-        """Start those that do not run, and wait until each is listed in its new life."""
-        begun = {name: self._start(name) for name in names if not self._runs(name)}
-        for name, log in begun.items():
-            wait_for(partial(self._is_listed, name, log), START_S, log)
+        """Start those that do not run, and wait until each is listed in its latest life."""
+        for name in names:
+            if not self._runs(name):
+                self._start(name)
+        for name in names:
+            wait_for(partial(self._is_listed, name, self._log(name)), START_S, self._log(name))
 
     def url(self, name: str) -> str:
         """Where it listens; where it did, while it is dead."""
@@ -97,6 +99,7 @@ class Crew:
     def stopped(self, name: str) -> Iterator[None]:
         """SIGSTOP while the context lasts, unless it is killed within."""
         self.signal(name, signal.SIGSTOP)
+        os.waitpid(self._processes[name].pid, os.WUNTRACED)  # a busy machine takes a while to stop the last thread
         try:
             yield
         finally:
@@ -133,7 +136,7 @@ class Crew:
     def _log(self, name: str) -> Path:
         return max(self.directory.glob(f"{name}.*.log"), key=lambda path: int(path.suffixes[-2][1:]))
 
-    def _start(self, name: str) -> Path:
+    def _start(self, name: str) -> None:
         role, options = SPECS[name]
         flags = [str(word) for pair in options.items() for word in pair]
         where = ["--keys", str(self.directory / "keys"), "--registry", self.registry.endpoint]
@@ -143,7 +146,6 @@ class Crew:
             self._processes[name] = subprocess.Popen(
                 words, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
             )
-        return log
 
     def _is_listed(self, name: str, log: Path) -> bool:
         """Whether the registry lists it in the life that its log tells of."""
@@ -270,10 +272,11 @@ class Town:
         """What a worker says of itself, asked past its door."""
         return dict(await get_json(self.session, f"{self.crew.url(name)}/stats"))
 
-    async def holds(self, name: str, **wanted: int) -> None:
-        """Wait until a worker says so."""
+    async def holds(self, name: str, call: asyncio.Task[Got] | None = None, **wanted: int) -> None:
+        """Wait until a worker says so; a call that should still be under way then must not have ended."""
 
         async def look() -> bool:
+            assert call is None or not call.done(), f"it ended too early: {call and call.result()}"
             told = await self.stats(name)
             return all(told[key] == value for key, value in wanted.items())
 
@@ -347,11 +350,13 @@ async def _serves_again(made: Town, mode: str) -> None:
     assert got.text == right
 
 
-async def until(condition: Callable[[], object], within_s: float = REST_S) -> None:
-    """Poll `condition` until it holds."""
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.005)
+async def until(condition: Callable[[], object], call: asyncio.Task[Got] | None = None) -> None:
+    """Poll `condition` until it holds; a call that should still be under way then must not have ended."""
+    deadline = time.monotonic() + REST_S
+    while not condition():
+        assert call is None or not call.done(), f"it ended too early: {call and call.result()}"
+        assert time.monotonic() < deadline, f"not within {REST_S} s"
+        await asyncio.sleep(0.005)
 
 
 def decoded(data: bytes) -> list[Any]:

@@ -235,7 +235,7 @@ def test_p_is_killed_before_its_answer(crew: Crew, mode: str, others: tuple[str,
         async with row(crew, mode, "p0", *others, "d0", settings=QUICK) as town:
             with crew.stopped("p0"):
                 call = asyncio.create_task(town.ask(mode, prompt))
-                await until(lambda: town["p0"].seen and town["p0"].seen[0].sent)
+                await until(lambda: town["p0"].seen and town["p0"].seen[0].sent, call)
                 crew.kill("p0")
             got = await call
             if others:
@@ -284,7 +284,7 @@ def test_p_is_killed_after_its_answer_and_two_others_take_over(crew: Crew, mode:
             gate = asyncio.Event()
             town["strict"].script = held(gate)
             call = asyncio.create_task(town.ask(mode, prompt))
-            await until(lambda: town["p0"].seen and town["p0"].seen[0].answered and town["strict"].seen)
+            await until(lambda: town["p0"].seen and town["p0"].seen[0].answered and town["strict"].seen, call)
             crew.kill("p0")
             gate.set()
             got = await call
@@ -414,10 +414,10 @@ def test_when_both_begin_at_once_nobody_reads_what_p_answers(crew: Crew, mode: s
 def test_p_is_stopped_and_another_takes_over_in_time(crew: Crew, mode: str) -> None:
     async def story() -> None:
         prompt, right = next(crew.prompts)
-        async with row(crew, mode, "p0", "p1", "d0", settings=HASTY) as town:
+        async with row(crew, mode, "p0", "p1", "d1", settings=HASTY) as town:
             with crew.stopped("p0"):
                 got = await town.ask(mode, prompt)
-            assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p1/d0")
+            assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p1/d1")
 
     run(story())
 
@@ -447,7 +447,7 @@ def test_p_misses_its_pings(crew: Crew) -> None:
             town.listing.follows_pings = True
             with crew.stopped("p0"):
                 call = asyncio.create_task(town.ask("pull", first_prompt))
-                await until(lambda: town["p0"].seen and town["p0"].seen[0].sent)
+                await until(lambda: town["p0"].seen and town["p0"].seen[0].sent, call)
                 await eventually(_is(town, "p0", "suspect"), 20.0)
                 for _ in range(3):
                     got = await town.ask("pull", prompt)
@@ -566,7 +566,7 @@ def test_d_is_killed_before_its_first_byte(crew: Crew, mode: str) -> None:
         async with row(crew, mode, "keeper", "d0", "d1", settings=QUICK) as town:
             with crew.stopped("d0"):
                 call = asyncio.create_task(town.ask(mode, prompt))
-                await until(lambda: town["d0"].seen and town["d0"].seen[0].sent)
+                await until(lambda: town["d0"].seen and town["d0"].seen[0].sent, call)
                 crew.kill("d0")
             got = await call
             assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "keeper/d1")
@@ -652,11 +652,11 @@ def test_d_is_killed_in_mid_stream(crew: Crew, mode: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def leaving(town: Town, mode: str, prompt: str, **more: Any) -> AsyncIterator[None]:
+async def leaving(town: Town, mode: str, prompt: str, **more: Any) -> AsyncIterator[asyncio.Task[Got]]:
     """A client that goes when the block ends, before its first byte has come."""
     call = asyncio.create_task(town.ask(mode, prompt, **more))
-    yield
-    assert not call.done()
+    yield call
+    assert not call.done(), call.result()
     call.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await call
@@ -678,8 +678,8 @@ def test_the_client_leaves_while_p_computes(crew: Crew, mode: str, stream: bool)
     async def story() -> None:
         prompt, _ = next(crew.prompts)
         async with row(crew, mode, "keeper", "d0", settings=QUICK) as town:
-            async with leaving(town, mode, prompt * 40, stream=stream):
-                await town.holds("keeper", running=1)
+            async with leaving(town, mode, prompt * 70, stream=stream) as call:
+                await town.holds("keeper", call, running=1)
             assert only(town["keeper"].seen).left
 
     run(story())
@@ -691,9 +691,9 @@ def test_the_client_leaves_between_ps_answer_and_ds(crew: Crew, stream: bool) ->
         prompt, _ = next(crew.prompts)
         async with row(crew, "pull", "keeper", "d0", settings=QUICK) as town:
             town["d0"].script = hangs
-            async with leaving(town, "pull", prompt, stream=stream):
-                await until(lambda: town["d0"].seen)
-                await town.holds("keeper", leases=1)
+            async with leaving(town, "pull", prompt, stream=stream) as call:
+                await until(lambda: town["d0"].seen, call)
+                await town.holds("keeper", call, leases=1)
             assert town.discarded == [("keeper", only(town["d0"].seen).ticket)]
 
     run(story())
@@ -706,9 +706,9 @@ def test_the_client_leaves_when_p_is_done_and_d_has_not_come(crew: Crew, mode: s
         prompt, _ = next(crew.prompts)
         async with row(crew, mode, "keeper", "d0", settings=QUICK) as town:
             town["d0"].script = hangs
-            async with leaving(town, mode, prompt, stream=stream):
-                await until(lambda: town["keeper"].seen and town["keeper"].seen[0].answered)
-                await town.holds("keeper", leases=1)
+            async with leaving(town, mode, prompt, stream=stream) as call:
+                await until(lambda: town["keeper"].seen and town["keeper"].seen[0].answered, call)
+                await town.holds("keeper", call, leases=1)
             assert town.discarded == [("keeper", only(town["d0"].seen).ticket)]
 
     run(story())
@@ -721,17 +721,17 @@ def test_the_client_leaves_while_d_waits_for_its_kv(crew: Crew, mode: str, strea
 
     async def story() -> None:
         prompt, _ = next(crew.prompts)
-        async with row(crew, mode, "keeper", "d0", settings=QUICK) as town:
+        async with row(crew, mode, "keeper", "d1", settings=QUICK) as town:
             gate = asyncio.Event()
-            town["d0" if mode == "pull" else "keeper"].script = held(gate) if mode == "pull" else hangs
+            town["d1" if mode == "pull" else "keeper"].script = held(gate) if mode == "pull" else hangs
             with contextlib.ExitStack() as stack:
-                async with leaving(town, mode, prompt, stream=stream):
-                    await until(lambda: town["d0"].seen)
+                async with leaving(town, mode, prompt, stream=stream) as call:
+                    await until(lambda: town["d1"].seen, call)
                     if mode == "pull":
                         stack.enter_context(crew.stopped("keeper"))
                         gate.set()
-                    await town.holds("d0", waiting=1, intakes=1)
-                await town.holds("d0", waiting=0, intakes=0, loading=0)
+                    await town.holds("d1", call, intakes=1, running=0)
+                await town.holds("d1", waiting=0, intakes=0, loading=0)
 
     run(story())
 
@@ -881,7 +881,7 @@ def test_the_router_is_full(crew: Crew) -> None:
             gate = asyncio.Event()
             town["p0"].script = held(gate)
             call = asyncio.create_task(town.ask("pull", prompt))
-            await until(lambda: town["p0"].seen)
+            await until(lambda: town["p0"].seen, call)
             got = await town.ask("pull", prompt)
             assert (*got.fault, got.headers["Retry-After"]) == (429, "full", "1")
             await town.counted(ends={"full": 1})
@@ -1009,7 +1009,7 @@ def test_a_p_that_comes_to_itself_serves_after_a_probe(crew: Crew, mode: str) ->
     async def story() -> None:
         prompt, _ = next(crew.prompts)
         settings = msgspec.structs.replace(HASTY, first_byte_s=1.0, breaker_failures=1, probe_s=0.3)
-        async with row(crew, mode, "p0", "d0", settings=settings) as town:
+        async with row(crew, mode, "p0", "d1", settings=settings) as town:
             with crew.stopped("p0"):
                 got = await town.ask(mode, prompt)
                 assert got.fault == (504, "worker_timeout")
@@ -1031,7 +1031,7 @@ def test_a_worker_leaves_the_list_while_it_is_asked(crew: Crew, mode: str, victi
         async with row(crew, mode, "p0", "p1", "d0", "d1", settings=QUICK) as town:
             town[victim].script = hangs
             call = asyncio.create_task(town.ask(mode, prompt))
-            await until(lambda: town[victim].seen)
+            await until(lambda: town[victim].seen, call)
             town.listing.gone = frozenset({victim})
             got = await call
             assert (got.status, got.text) == (200, right)

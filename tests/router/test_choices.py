@@ -245,6 +245,114 @@ def test_a_handoff_that_failed_breaks_nobody() -> None:
     run(story())
 
 
+def test_a_worker_that_recovered_beside_others_gets_its_share_again() -> None:
+    async def story() -> None:
+        quick = settings(
+            breaker_failures=1, probe_min_s=0.05, probe_max_s=0.05, suspect_s=0.1, policy=Policy.ROUND_ROBIN
+        )
+        async with cluster([only_first(die, lease), lease], 1, settings=quick) as c:
+            for _ in range(2):
+                assert (await c.post(BODY))[0] == 200
+            assert (await c.stats())["breakers_opened_total"] == 1
+            asked = len(c.p[0].bodies)
+            await until(lambda: c.p[0].probes)
+            async with asyncio.timeout(5):
+                while len(c.p[0].bodies) == asked:
+                    assert (await c.post(BODY))[0] == 200
+
+    run(story())
+
+
+def test_a_request_that_every_worker_chokes_on_breaks_nobody() -> None:
+    async def story() -> None:
+        async with cluster([refuse(500)] * 3, 2, settings=settings(breaker_failures=1)) as c:
+            for _ in range(5):
+                assert (await c.post(BODY))[0] == 502
+            assert (await c.stats())["breakers_opened_total"] == 0
+            assert (await c.get("/health"))[0] == 200
+        async with cluster([refuse(500), lease], 1, settings=settings(breaker_failures=1)) as c:
+            for _ in range(2):
+                assert (await c.post(BODY))[0] == 200
+            assert (await c.stats())["breakers_opened_total"] == 1, "another could do it"
+
+    run(story())
+
+
+def test_a_p_that_hangs_until_the_deadline_is_held_against_it() -> None:
+    async def story() -> None:
+        short = settings(deadline_s=1.0, suspect_s=60)
+        async with cluster([hang, lease], 1, settings=short) as c:
+            assert [(await c.post(BODY))[0] for _ in range(4)] == [200] * 4
+            assert len(c.p[0].bodies) == 1
+
+    run(story())
+
+
+def test_a_d_that_breaks_its_streams_off_is_asked_last() -> None:
+    async def story() -> None:
+        async def abort(request: web.Request, _: web.StreamResponse) -> None:
+            assert request.transport is not None
+            request.transport.abort()
+
+        async with cluster(1, [begin_then(abort), speak], settings=settings(suspect_s=60)) as c:
+            ends = [(await c.events(BODY))[-1] for _ in range(6)]
+            assert [end for end in ends if end != "[DONE]"] == [end for end in ends[:2] if end != "[DONE]"]
+            assert len(c.d[0].bodies) == 1
+
+    run(story())
+
+
+def test_a_d_that_left_while_p_computed_is_not_asked() -> None:
+    async def story() -> None:
+        gate = asyncio.Event()
+        async with cluster([after(gate, lease)], [hang, speak], settings=settings(policy=Policy.ROUND_ROBIN)) as c:
+            call = asyncio.create_task(c.post(BODY))
+            await until(lambda: c.p[0].bodies)
+            c.directory.lose("d0")
+            gate.set()
+            assert (await call)[0] == 200
+            assert (c.d[0].bodies, len(c.d[1].bodies)) == ([], 1)
+            assert len(c.discarded) == 1
+
+    run(story())
+
+
+@pytest.mark.parametrize("mode", ["stream", "push"])
+def test_a_p_that_refuses_the_routers_own_parameters_is_followed_by_another(mode: str) -> None:
+    async def story() -> None:
+        odd = refuse(400, "kv_transfer_params.ticket: odd", param="kv_transfer_params.ticket")
+        async with cluster([odd, lease], [only_first(hang, speak)]) as c:
+            assert (await c.post(BODY, x_kvbaton_mode=mode))[0] == 200
+
+    run(story())
+
+
+def test_when_handoffs_keep_failing_fallback_local_still_answers() -> None:
+    async def story() -> None:
+        async def choosy(worker: FakeWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            failed = refuse(500, "stale", type="handoff_failed", code="stale")
+            return await (failed if "kv_transfer_params" in body else speak)(worker, request, body)
+
+        async with cluster(3, [choosy] * 3, settings=LOCAL) as c:
+            assert (await c.post(BODY))[0] == 200
+
+    run(story())
+
+
+def test_p_is_asked_for_a_token_whatever_it_is() -> None:
+    """MoRI-IO's P keeps nothing of a prompt that it answered with its end."""
+
+    async def story() -> None:
+        async with cluster() as c:
+            await c.post({**BODY, "stop": ["x"], "stop_token_ids": [7], "ignore_eos": False})
+            asked, told = c.p[0].bodies[0], c.d[0].bodies[0]
+            assert asked["ignore_eos"] is True
+            assert not {"stop", "stop_token_ids"} & set(asked)
+            assert (told["stop"], told["stop_token_ids"], told["ignore_eos"]) == (["x"], [7], False)
+
+    run(story())
+
+
 # --- tickets that nobody will use
 
 

@@ -40,7 +40,8 @@ def test_pull_asks_p_for_one_token_and_hands_its_ticket_to_d() -> None:
             status, answer, _ = await c.post(BODY)
             assert (status, answer["choices"][0]["text"]) == (200, "ABC")
             asked = {"do_remote_decode": True, "do_remote_prefill": False, "mode": "pull"}
-            assert c.p[0].bodies == [{**BODY, "max_tokens": 1, "stream": False, "kv_transfer_params": asked}]
+            one_token = {"max_tokens": 1, "stream": False, "ignore_eos": True}
+            assert c.p[0].bodies == [{**BODY, **one_token, "kv_transfer_params": asked}]
             given = {
                 "do_remote_prefill": True, "do_remote_decode": False, "ticket": "ticket-p0-1",
                 "remote_engine_id": "p0", "mode": "pull",

@@ -52,7 +52,7 @@ def test_probes_come_ever_more_rarely_but_never_stop() -> None:
         now += 0.5
         if told.due(now):
             due.append(now)
-            told.probed(PEER, answered=False)
+            told.probed(PEER, answered=False, now=now)
     assert due == [1, 3, 7, 11, 15, 19]
 
 
@@ -61,20 +61,21 @@ def test_a_probe_that_is_answered_lets_requests_in_again_and_one_failure_breaks_
     for _ in range(3):
         told.failed(PEER, 0)
     told.due(1)
-    told.probed(PEER, answered=True)
-    assert told.standing(PEER, 1e9) is Standing.SUSPECT
+    told.probed(PEER, answered=True, now=1)
+    assert told.standing(PEER, 2.9) is Standing.SUSPECT
+    assert told.standing(PEER, 3) is Standing.WELL, "or, beside others that are well, it would never be asked again"
     assert told.failed(PEER, 5) is Standing.BROKEN
     told.due(1e6)
-    told.probed(PEER, answered=True)
+    told.probed(PEER, answered=True, now=1e6)
     told.ok(PEER)
     assert told.standing(PEER, 5) is Standing.WELL
 
 
 def test_a_probe_of_one_that_is_not_broken_changes_nothing() -> None:
     told = health()
-    told.probed(PEER, answered=True)
+    told.probed(PEER, answered=True, now=0)
     told.failed(PEER, 0)
-    told.probed(PEER, answered=True)
+    told.probed(PEER, answered=True, now=0)
     assert told.standing(PEER, 1) is Standing.SUSPECT
     assert told.standing(PEER, 3) is Standing.WELL
 

@@ -62,36 +62,38 @@ def text(count: int, letter: str = "x") -> dict[str, Any]:
 
 
 def test_prompts_share_the_names_of_what_they_begin_with() -> None:
-    long, short = pieces(Kind.COMPLETION, text(4)), pieces(Kind.COMPLETION, text(2))
+    (long, total), (short, _) = pieces(Kind.COMPLETION, text(4)), pieces(Kind.COMPLETION, text(2))
     assert long[:2] == short
-    assert len(set(long)) == 4
-    assert pieces(Kind.COMPLETION, {"prompt": "short"}) == ()
+    assert len(set(long)) == total == 4
+    assert pieces(Kind.COMPLETION, {"prompt": "short"}) == ((), 0)
     assert pieces(Kind.COMPLETION, {**text(1), "cache_salt": "a"}) != pieces(Kind.COMPLETION, text(1))
-    assert len(pieces(Kind.COMPLETION, text(PIECES_MAX + 50))) == PIECES_MAX
+    names, total = pieces(Kind.COMPLETION, text(PIECES_MAX + 50))
+    assert (len(names), total) == (PIECES_MAX, PIECES_MAX + 50)
 
 
 def test_only_an_unbroken_beginning_counts() -> None:
     prefixes = Prefixes(100)
-    names = pieces(Kind.COMPLETION, text(4))
+    names, total = pieces(Kind.COMPLETION, text(4))
     prefixes.note(A, names[:3])
     prefixes.note(B, names[:1])
     prefixes.note(B, names[2:3])
-    assert prefixes.share(names) == {A: 0.75, B: 0.25}
-    assert prefixes.share(()) == {}
+    assert prefixes.share(names, total) == {A: 0.75, B: 0.25}
+    assert prefixes.share(names, 2 * total) == {A: 0.375, B: 0.125}, "what is not told apart is not known"
+    assert prefixes.share((), 0) == {}
 
 
 def test_memory_is_bounded_and_the_longest_unused_go_first() -> None:
     prefixes = Prefixes(10)
-    old = pieces(Kind.COMPLETION, text(4))
+    old, total = pieces(Kind.COMPLETION, text(4))
     prefixes.note(A, old)
     for letter in "abcdefghij":
-        prefixes.note(A, pieces(Kind.COMPLETION, text(4, letter)))
+        prefixes.note(A, pieces(Kind.COMPLETION, text(4, letter))[0])
         assert len(prefixes) <= 10
-    assert prefixes.share(old) == {}
+    assert prefixes.share(old, total) == {}
     many = Prefixes(10)
     for number in range(20):
         many.note(PeerId(WorkerId(f"w{number}"), Incarnation(0)), old)
-    assert len(many.share(old)) == HOLDERS_MAX
+    assert len(many.share(old, total)) == HOLDERS_MAX
 
 
 def test_labels_that_workers_could_invent_do_not_grow_for_ever() -> None:

@@ -191,6 +191,12 @@ def test_pairs_on_one_host_go_first_and_all_of_them_in_turn(policy: Policy) -> N
     assert used == {"p0/d1": 5, "p1/d0": 5}
 
 
+def test_round_robin_leaves_nobody_out_who_has_no_partner_on_its_host() -> None:
+    workers = [worker("p0", host="a"), worker("d0", host="a"), worker("p1", host="b")]
+    used = Counter(str(choose(workers, Mode.PULL, turn)) for turn in range(10))
+    assert used == {"p0/d0": 5, "p1/d0": 5}
+
+
 def test_the_network_is_taken_once_the_near_workers_are_much_busier() -> None:
     assert str(choose(hosts()[::2], Mode.PULL, 0, loaded())) == "p0/d0"  # the only pair, far as it is
     near_is_busy = loaded(d1=FAR_TOKENS + 1, p1=FAR_TOKENS + 1)

@@ -15,7 +15,9 @@ from kvbaton.sim.run import run_seed
 
 REGRESSIONS = {
     26: "a fresh ticket was refused because the link was still to the prefiller's previous life",
+    41: "a ticket for two was taken back while one read: the lease waited for the other",
     116: "a worker that drained while it was paused never left",
+    307: "a worker that left after the healing came back with its faults",
     969: "a worker that crashed just before the end was started twice",
 }
 """Seeds that once broke, with what it was; the worlds behind the numbers change with the plan, the names stay."""

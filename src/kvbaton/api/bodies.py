@@ -143,6 +143,8 @@ def parse(kind: Kind, data: bytes) -> Body:
     if kind is Kind.CHAT:
         _check_messages(fields.get("messages"))
         prompts: tuple[Prompt, ...] = ()
+    elif fields.get("prompt") is None and fields.get("prompt_embeds") is not None:
+        prompts = ()  # vLLM's: the engine knows how many there are
     else:
         prompts = _prompts(fields.get("prompt"))
     options = fields.get("stream_options") or {}

@@ -111,6 +111,10 @@ def run(args: argparse.Namespace) -> int:
     if not (args.keys or args.prefill_url or args.decode_url or args.plain_discovery):
         said = "workers must come from somewhere: give --keys DIR, --prefill-url and --decode-url, or --plain-discovery"
         raise CommandError(f"{said}; see: kvbaton router --help")
+    if args.only_mode and args.mode != Mode.PULL and not (args.keys or args.plain_discovery):
+        raise CommandError(
+            f"argument --only-mode: workers given by URL serve pull only, not {args.mode}; give --keys DIR"
+        )
     sources = sources_of(args)
     gc.freeze()  # what is there now stays; requests leave few cycles behind, so look for them rarely
     gc.set_threshold(20_000, 20, 50)

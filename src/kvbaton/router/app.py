@@ -149,6 +149,6 @@ class _Care:
         except LegError:
             answered = False
         self._stats.probes["answered" if answered else "silent"] += 1
-        self._roster.health.probed(worker.peer, answered)
+        self._roster.health.probed(worker.peer, answered, asyncio.get_running_loop().time())
         if answered:
-            log.info("%s answers again; it is asked last until it has served a request", worker.name)
+            log.info("%s answers again; it is asked last for a while", worker.name)

@@ -24,6 +24,8 @@ from kvbaton.router.settings import Fallback, RouterSettings
 from kvbaton.router.stats import RouterStats
 
 _AUTH = b"authorization"
+MODELS_ASKED_MAX = 3
+"""Workers that are asked, one after the other, which models there are."""
 
 
 class Desk:
@@ -49,9 +51,8 @@ class Desk:
         """What a worker serves; the first that answers speaks for all, since pairs are made of equals."""
         headers = [header for header in request.headers if header[0] == _AUTH]
         refused: LegError | None = None
-        for worker in self._view().workers:
-            if worker.state is State.BROKEN:
-                continue
+        known = sorted(self._view().workers, key=lambda worker: worker.state is not State.SERVING)
+        for worker in known[:MODELS_ASKED_MAX]:
             try:
                 data = await self._legs.get(worker, "/v1/models", headers)
             except LegError as error:
@@ -111,6 +112,8 @@ class Desk:
         for mode in self._settings.modes_allowed:
             if any(worker.peer in (pair.prefill.peer, pair.decode.peer) for pair in view.pairs(mode)):
                 return
+        if worker.state in (State.BROKEN, State.DRAINING):
+            yield f"{worker.name} is {worker.state}"
         others = [other for other in view.workers if other.peer != worker.peer]
         for other in others:
             for p, d in ((worker, other), (other, worker)):

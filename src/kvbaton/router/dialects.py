@@ -101,7 +101,9 @@ def _moriio(pair: Pair, mode: Mode, unique: str, name: str) -> Ask:
 def prefill_body(kind: Kind, fields: Mapping[str, Any], params: bytes) -> bytes:
     """Asks P for the prompt's KV and one token, which nobody reads."""
     body: dict[str, Any] = {**fields, "stream": False, FIELD: msgspec.Raw(params)}
-    body.pop("stream_options", None)
+    for name in ("stream_options", "stop", "stop_token_ids"):
+        body.pop(name, None)
+    body["ignore_eos"] = True  # MoRI-IO hands over only what ended by its length, and a prompt may be answered with EOS
     if body.get("min_tokens"):
         body["min_tokens"] = 1
     if kind is Kind.RESPONSES:

@@ -118,14 +118,17 @@ class Reply:
         ended = True
         if isinstance(self._decoding, EventStream):
             ended = self._decoding.ended
+            self._flow.streamed(self.route.decode, self._decoding)
             self._decoding.close()
         if self._source is None:
             return
         if ended or self._source.done():
             self._flow.settle(self._source, self._unused)
         else:
-            await cancel([self._source])
-            self._unused()
+            try:
+                await cancel([self._source])
+            finally:
+                self._unused()
 
 
 @dataclass(slots=True)
@@ -140,6 +143,7 @@ class _Tries:
     stale: int = 0
     doubts: Doubts = NO_DOUBTS
     last: LegError | None = None
+    refusals: list[LegError] = field(default_factory=list)  # of workers that are alive
     alone: str = ""  # why no P is asked any more
 
 
@@ -196,15 +200,15 @@ class Flow:
             except LegError as error:
                 self._note(call, route, tries, error)
             else:
-                self._worked(route, tries)
+                self._worked(route, tries, call.stream)
                 return reply
 
     def _begin(self, call: Call) -> _Tries:
         settings = self._settings
         tries = _Tries(prompt_tokens(call.kind, call.fields, settings.chars_per_token), alone=call.alone)
         if settings.wants_prefixes:
-            tries.names = pieces(call.kind, call.fields)
-            tries.seen = self._prefixes.share(tries.names)
+            tries.names, total = pieces(call.kind, call.fields)
+            tries.seen = self._prefixes.share(tries.names, total)
         if not tries.alone and tries.tokens < settings.disagg_min_tokens:
             tries.alone = "short"
         return tries
@@ -245,8 +249,9 @@ class Flow:
 
     def _spare_prefill(self, view: View, tries: _Tries, weights: Weights) -> None:
         """A prompt that some D knows almost whole is not worth a handoff."""
-        known = [weights.seen.get(worker.peer, 0.0) for worker in view.workers if worker.decodes]
-        if known and tries.tokens - max(known) < self._settings.disagg_min_tokens:
+        worker = policy.alone(view.workers, 0, weights, tries.doubts)  # who would get it, not who knows most
+        known = 0.0 if worker is None else weights.seen.get(worker.peer, 0.0)
+        if tries.tokens - known < self._settings.disagg_min_tokens:
             tries.alone = "cached"
 
     def _nobody(self, call: Call, tries: _Tries, view: View) -> ApiError:
@@ -270,7 +275,7 @@ class Flow:
         try:
             if ask.target is None:
                 try:
-                    found = await self._prefilled(source, ask.needs_answer)
+                    found = await self._prefilled(source, ask.needs_answer, self._patience(call))
                 finally:
                     prefilling.give()
                 return Reply(self, route, await self._redeemed(call, headers, pair, found), decoding)
@@ -289,9 +294,9 @@ class Flow:
             load.give()
             raise
 
-    async def _prefilled(self, leg: Leg, needs_answer: bool) -> tuple[bytes | None, str | None]:
+    async def _prefilled(self, leg: Leg, needs_answer: bool, patience_s: float) -> tuple[bytes | None, str | None]:
         """What P hands to D, and the ticket within, if it is one of ours."""
-        answer = await self._legs.whole(leg, self._settings.first_byte_s)
+        answer = await self._legs.whole(leg, patience_s)
         try:
             found = dialects.handover(answer.data)
         except (ValueError, RecursionError):
@@ -308,6 +313,9 @@ class Flow:
         """D's answer; if there is none, P learns at once that its lease is for nobody."""
         params, ticket = found
         try:
+            if not self._roster.lists(pair.decode.peer, _now()):  # nobody would break this leg off any more
+                leg = Leg("decode", pair.decode, call.kind.value, headers, None)
+                raise leg.failed(502, "left while P computed", "worker_left", lost=True)
             return await self._decode(call, headers, pair.decode, params)
         except BaseException:
             self._give_back(pair.prefill, ticket)
@@ -324,7 +332,7 @@ class Flow:
         prefilling: Load,
         decoding: Load,
     ) -> Reply:
-        source = asyncio.create_task(self._legs.whole(leg, self._settings.first_byte_s))
+        source = asyncio.create_task(self._legs.whole(leg, self._patience(call)))
         source.add_done_callback(lambda _: prefilling.give())
         target = asyncio.create_task(self._decode(call, headers, pair.decode, params))
         unused = functools.partial(self._give_back_of, pair.prefill, params)
@@ -334,11 +342,16 @@ class Flow:
                 source.result()  # P's failure is the cause of D's, where both have failed
             return Reply(self, route, await target, decoding, source, unused)
         except BaseException:
-            await cancel((source, target))
-            if not target.cancelled() and target.exception() is None:
-                _close(target.result())
-            unused()  # P may have leased already, and D will not come for it
+            target.add_done_callback(_close_late)
+            try:
+                await cancel((source, target))
+            finally:  # also where a second cancellation ends the wait
+                unused()  # P may have leased already, and D will not come for it
             raise
+
+    def _patience(self, call: Call) -> float:
+        """Ends a silent leg just before the deadline ends the request: only a leg's end is held against a worker."""
+        return min(self._settings.first_byte_s, max(0.9 * (call.deadline - _now()), 0.001))
 
     def _give_back_of(self, worker: Worker, params: bytes) -> None:
         self._give_back(worker, msgspec.json.decode(params, type=dialects.Handover).ticket)
@@ -354,7 +367,7 @@ class Flow:
         body = dialects.decode_body(call.data, call.fields, params)
         leg = Leg("decode", worker, call.kind.value, headers, body)
         if call.stream:
-            return await self._legs.stream(leg, call.deadline)
+            return await self._legs.stream(leg, call.deadline, self._patience(call))
         answer = await self._legs.whole(leg)
         try:
             return Answer(dialects.without_params(answer.data), answer.headers)
@@ -363,10 +376,20 @@ class Flow:
 
     # --- learning
 
-    def _worked(self, route: Route, tries: _Tries) -> None:
+    def streamed(self, worker: Worker, stream: EventStream) -> None:
+        """A stream is over: by its own end, by D's fault, or because nobody reads on."""
+        if stream.ended:
+            self._roster.health.ok(worker.peer)
+        elif stream.broke and self._roster.health.failed(worker.peer, _now()) is not None:
+            log.warning("decode worker %s broke off a stream; it is asked last for a while", worker.name)
+
+    def _worked(self, route: Route, tries: _Tries, is_stream: bool) -> None:
+        for error in tries.refusals:
+            self._blame(error)
         health = self._roster.health
         if health:
-            health.ok(route.decode.peer)
+            if not is_stream:  # a stream has yet to come to its end
+                health.ok(route.decode.peer)
             if route.prefill is not None:
                 health.ok(route.prefill.peer)
         if tries.names:
@@ -376,7 +399,7 @@ class Flow:
 
     def _note(self, call: Call, route: Route, tries: _Tries, error: LegError) -> None:
         """Blame a failed leg, and raise its fault where nobody else may be asked."""
-        if error.final and error.side == "decode" and (error.fault.param or "").startswith(FIELD):
+        if error.final and (error.fault.param or "").startswith(FIELD):
             error = _not_the_clients(error)
         count(self._stats.failures, f"{error.side}:{error.fault.code}")
         tries.last = error
@@ -385,7 +408,12 @@ class Flow:
         if error.stale and tries.stale < STALE_MAX:
             tries.stale += 1
             return
-        self._blame(error)
+        if tries.alone == "cached":
+            tries.alone = ""
+        if error.lost or error.stale:
+            self._blame(error)
+        else:
+            tries.refusals.append(error)  # it may be the request's fault, unless another worker can do it
         tries.doubts = _doubts(tries.doubts, route, error)
         if error.side == "prefill":
             tries.prefill_failures += 1
@@ -394,7 +422,7 @@ class Flow:
             tries.decode_failures += 1
             spent = tries.decode_failures > self._settings.decode_retries
         if spent:
-            if error.side == "decode" or self._settings.fallback is not Fallback.LOCAL:
+            if (error.side == "decode" and not error.is_handoff) or self._settings.fallback is not Fallback.LOCAL:
                 raise error.fault
             tries.alone = "fallback"
         self._stats.retries[error.side] += 1
@@ -422,9 +450,11 @@ class Flow:
         try:
             await asyncio.wait([source], timeout=self._settings.settle_s)
         finally:
-            if not source.done():
-                await cancel([source])
-            unused()
+            try:
+                if not source.done():
+                    await cancel([source])
+            finally:
+                unused()
         self._settled(source)
 
     def _settled(self, source: asyncio.Task[Any]) -> None:
@@ -459,6 +489,11 @@ def _named(call: Call, request_id: str | None = None) -> Sequence[Header]:
 def _close(decoding: Answer | EventStream) -> None:
     if isinstance(decoding, EventStream):
         decoding.close()
+
+
+def _close_late(target: asyncio.Task[Answer | EventStream]) -> None:
+    if not target.cancelled() and target.exception() is None:
+        _close(target.result())
 
 
 def _now() -> float:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from kvbaton.api import responses, sse
+from kvbaton.api import request_ids, responses, sse
 from kvbaton.api.bodies import Body, Kind, parse
 from kvbaton.api.errors import ApiError, bad_field, full, read_error, unavailable
 from kvbaton.api.gather import all_of, interleave
@@ -27,6 +27,8 @@ from kvbaton.router.settings import RouterSettings
 from kvbaton.router.stats import RouterStats, count
 from kvbaton.router.wire import Header
 
+NESTING_MAX = 128
+"""Of lists and objects within a body."""
 MODE_HEADER = "x-kvbaton-mode"
 PAIR_HEADER = "x-kvbaton-pair"
 _MODE_HEADER = MODE_HEADER.encode()
@@ -38,7 +40,7 @@ _HOP = frozenset(
     ]
 )  # fmt: skip
 """Headers that are about one connection or one body, in either direction."""
-_NOT_TO_WORKERS = _HOP | {b"accept-encoding", b"cookie", b"x-request-id", _MODE_HEADER}
+_NOT_TO_WORKERS = _HOP | {b"accept-encoding", b"content-encoding", b"cookie", b"x-request-id", _MODE_HEADER}
 _NOT_TO_CLIENTS = _HOP | {b"date", b"server", b"x-request-id", b"set-cookie", b"cache-control", b"retry-after"}
 
 
@@ -49,7 +51,8 @@ def alone_reason(body: Body) -> str:
         return "prompt_logprobs"
     if fields.get("echo") and fields.get("logprobs") is not None:
         return "echo"
-    if fields.get("use_beam_search") or (fields.get("best_of") or body.n) > body.n:
+    best_of = fields.get("best_of")  # checked only where it means something
+    if fields.get("use_beam_search") or (isinstance(best_of, int) and best_of > body.n):
         return "search"
     return ""
 
@@ -91,9 +94,10 @@ class Front:
     def _understood(self, request: Request, kind: Kind) -> tuple[Body, Sequence[Part], list[Call]]:
         if self.draining.is_set():
             raise unavailable("this router is stopping; ask another", "draining")
-        body = parse(kind, request.body)
+        body = _parsed(kind, request.body)
         if body.fields.get(FIELD) is not None:
             raise bad_field(FIELD, "the router sets this; leave it out")
+        _check_steering(body.fields)
         if body.fields.get("previous_response_id") is not None:
             raise bad_field("previous_response_id", "answers are not kept here; send the conversation as input")
         alone = alone_reason(body)
@@ -101,7 +105,8 @@ class Front:
         return body, parts, self._calls(request, body, parts, alone)
 
     def _calls(self, request: Request, body: Body, parts: Sequence[Part], alone: str) -> list[Call]:
-        name = checked_request_id(request.header(b"x-request-id") or "")
+        name = request.header(b"x-request-id") or ""
+        name = checked_request_id("" if _holds_addresses(name) else name)
         modes = self._modes(request.header(_MODE_HEADER))
         headers = passed(request.headers, _NOT_TO_WORKERS)
         deadline = asyncio.get_running_loop().time() + self._settings.deadline_s
@@ -217,6 +222,46 @@ class Front:
             raise
         finally:
             count(stats.ends, outcome)
+
+
+def _parsed(kind: Kind, data: bytes) -> Body:
+    """The body, nested no deeper than any worker can read it: one that dies of it would take the blame."""
+    said = f"body: nested deeper than {NESTING_MAX}"
+    try:
+        body = parse(kind, data)
+    except RecursionError:
+        raise ApiError(400, said, param="body", code="invalid_json") from None
+    if data.count(b"[") + data.count(b"{") > NESTING_MAX and _is_deep(body.fields):
+        raise ApiError(400, said, param="body", code="invalid_json")
+    return body
+
+
+def _is_deep(fields: Mapping[str, Any]) -> bool:
+    level: list[Any] = [fields]
+    for _ in range(NESTING_MAX):
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [each for values in inner for each in values if isinstance(each, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def _check_steering(fields: Mapping[str, Any]) -> None:
+    """Refuse what a worker would read as the router's word on where KV comes from."""
+    more = fields.get("vllm_xargs")  # vLLM copies these to where the parameters go
+    if isinstance(more, dict) and FIELD in more:
+        raise bad_field(f"vllm_xargs.{FIELD}", "the router sets this; leave it out")
+    name = fields.get("request_id")  # the id of a response, and of others where no header names one
+    if isinstance(name, str) and _holds_addresses(name):
+        raise bad_field("request_id", "holds addresses of workers, which the router sets; choose another")
+
+
+def _holds_addresses(name: str) -> bool:
+    """Whether a worker might read addresses from this id; those of D alone keep the client's."""
+    try:
+        return request_ids.parse(name) is not None
+    except request_ids.RequestIdError:
+        return True
 
 
 def passed(headers: Sequence[Header], but: frozenset[bytes]) -> list[Header]:

@@ -3,7 +3,7 @@
     standing   asked                                left by
     well       always                               a failure
     suspect    only when nobody else is there       `suspect_s` of time, or a success
-    broken     never                                a probe that is answered: then suspect, until a success
+    broken     never                                a probe that is answered: then suspect, one failure from broken
 
 Laws: only failures that a worker cannot have meant count (it is away, hangs, answers 5xx or nonsense): one that says it
 is full is alive, and a client's mistake is nobody's failure. A worker breaks after `breaker_failures` in a row. Probes
@@ -14,7 +14,6 @@ begins anew, and forgets.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -30,7 +29,7 @@ class Standing(enum.Enum):
 @dataclass(slots=True)
 class _Record:
     failures: int = 0  # in a row
-    suspect_until: float = 0.0  # math.inf: until a success
+    suspect_until: float = 0.0
     probe_at: float | None = None  # set: broken
     wait_s: float = 0.0  # before the next probe
 
@@ -88,14 +87,14 @@ class Health:
                 found.append(peer)
         return found
 
-    def probed(self, peer: PeerId, answered: bool) -> None:
+    def probed(self, peer: PeerId, answered: bool, now: float) -> None:
         """A probe's outcome. One that was answered lets requests in again, one failure from breaking anew."""
         record = self._records.get(peer)
         if record is None or record.probe_at is None or not answered:
             return
         record.probe_at = None
         record.failures = self._breaker_failures - 1
-        record.suspect_until = math.inf
+        record.suspect_until = now + self._suspect_s  # not for ever: while others are well a suspect is never asked
         self.revision += 1
 
     def keep(self, known: Collection[PeerId]) -> None:

@@ -109,9 +109,9 @@ class Legs:
         except wire.WireError as error:
             raise _told(leg, error, timeout_s) from None
 
-    async def stream(self, leg: Leg, deadline: float) -> EventStream:
-        """An open stream whose first event has arrived; the caller closes it."""
-        timeout_s = self._settings.first_byte_s
+    async def stream(self, leg: Leg, deadline: float, timeout_s: float | None = None) -> EventStream:
+        """An open stream whose first event came within `timeout_s`, else `first_byte_s`. The caller closes it."""
+        timeout_s = self._settings.first_byte_s if timeout_s is None else timeout_s
         try:
             exchange = await self._send(leg, timeout_s)
             try:
@@ -183,6 +183,7 @@ class EventStream:
     def __init__(self, legs: Legs, leg: Leg, exchange: Exchange, deadline: float) -> None:
         self.headers = exchange.headers
         self.ended = False
+        self.broke = False  # by the worker's fault
         self._legs = legs
         self._leg = leg
         self._exchange: Exchange | None = exchange
@@ -242,6 +243,7 @@ class EventStream:
             raise self._leg.failed(502, f"sent {error}", "bad_answer") from None
 
     def _broke(self, what: str) -> ApiError:
+        self.broke = True
         return self._leg.failed(502, f"went away in mid-stream ({what})", "worker_died").fault
 
 

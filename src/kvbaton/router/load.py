@@ -13,6 +13,8 @@ from kvbaton.protocol.ids import PeerId
 
 ANSWER_TOKENS_GUESS = 256
 """Of a request that names no length."""
+ANSWER_TOKENS_MAX = 32_768
+"""No request counts for more: else one could steer all others away from a worker."""
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
@@ -64,8 +66,8 @@ def prompt_tokens(kind: Kind, fields: Mapping[str, Any], chars_per_token: float)
 def answer_tokens(fields: Mapping[str, Any]) -> int:
     for name in _LENGTHS:
         value = fields.get(name)
-        if isinstance(value, int):
-            return value
+        if isinstance(value, int):  # not every endpoint checks each of them
+            return min(max(value, 1), ANSWER_TOKENS_MAX)
     return ANSWER_TOKENS_GUESS
 
 

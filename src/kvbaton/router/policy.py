@@ -4,7 +4,7 @@ Laws: only workers that can hand KV to each other are paired: a mode, a dialect 
 compatibility digests, two different workers. A pair with fewer doubts (suspect, shunned) goes before one with more,
 whatever it costs. Among equals the policy decides, and where it sees no difference turns 0, 1, 2, … take all in turn.
 
-    round-robin    every pair in turn; pairs on one host first, if `same_host`
+    round-robin    every pair in turn; if `same_host`, none across hosts whose two workers both have one on their own
     least-loaded   the pair with the fewest tokens under way; `FAR_TOKENS` are added for two hosts, if `same_host`
     prefix         the same, less the tokens of this prompt that P has seen lately
 """
@@ -109,10 +109,11 @@ def choose(able: Sequence[Pair], turn: int, weights: Weights = PLAIN, doubts: Do
         able = _least_loaded_part(able, weights)
     best: list[Pair] = []
     least = (0, 0.0)
+    settled = _settled(able) if weights.same_host and weights.policy is Policy.ROUND_ROBIN else ()
     for pair in able:
         if _is_out(pair, doubts):
             continue
-        cost = (_doubt(pair.prefill, doubts) + _doubt(pair.decode, doubts), _cost(pair, weights))
+        cost = (_doubt(pair.prefill, doubts) + _doubt(pair.decode, doubts), _cost(pair, weights, settled))
         if not best or cost < least:
             best, least = [pair], cost
         elif cost == least:
@@ -150,14 +151,20 @@ def _doubt(worker: Worker, doubts: Doubts) -> int:
     return (worker.state is State.SUSPECT) + (worker.peer in doubts.shun)
 
 
-def _cost(pair: Pair, weights: Weights) -> float:
+def _cost(pair: Pair, weights: Weights, settled: Collection[PeerId]) -> float:
     """In tokens."""
     far = 0 if not weights.same_host or pair.is_near or not _could_be_near(pair) else FAR_TOKENS
     if weights.policy is Policy.ROUND_ROBIN:
-        return far
+        return far if pair.prefill.peer in settled and pair.decode.peer in settled else 0
     loads = weights.loads
     cost = loads.get(pair.prefill.peer, 0) + loads.get(pair.decode.peer, 0) + far
     return cost - weights.seen.get(pair.prefill.peer, 0.0) if weights.policy is Policy.PREFIX else cost
+
+
+def _settled(able: Sequence[Pair]) -> set[PeerId]:
+    """Who has somebody on its own host."""
+    near = [pair for pair in able if pair.is_near]
+    return {pair.prefill.peer for pair in near} | {pair.decode.peer for pair in near}
 
 
 def _could_be_near(pair: Pair) -> bool:

@@ -23,7 +23,7 @@ HOLDERS_MAX = 4
 _encode = msgspec.json.Encoder().encode
 
 
-def pieces(kind: Kind, fields: Mapping[str, Any]) -> tuple[int, ...]:
+def pieces(kind: Kind, fields: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
     """The names of a prompt's beginnings, shortest first. What shapes the KV besides the text is in all of them."""
     if kind is Kind.COMPLETION:
         prompt = fields.get("prompt")
@@ -37,7 +37,7 @@ def pieces(kind: Kind, fields: Mapping[str, Any]) -> tuple[int, ...]:
     for start in range(0, min(len(text), PIECE_BYTES * PIECES_MAX) - PIECE_BYTES + 1, PIECE_BYTES):
         name = hash((name, text[start : start + PIECE_BYTES]))
         found.append(name)
-    return tuple(found)
+    return tuple(found), len(text) // PIECE_BYTES
 
 
 class Prefixes:
@@ -50,7 +50,7 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def share(self, names: Sequence[int]) -> dict[PeerId, float]:
+    def share(self, names: Sequence[int], total: int) -> dict[PeerId, float]:
         """The part of the prompt, 0 to 1, that each worker has seen."""
         seen: dict[PeerId, int] = {}
         for before, name in enumerate(names):
@@ -60,7 +60,7 @@ class Prefixes:
             for peer in holders:
                 if seen.get(peer, 0) == before:  # all that came earlier, too
                     seen[peer] = before + 1
-        return {peer: count / len(names) for peer, count in seen.items()}
+        return {peer: count / total for peer, count in seen.items()}
 
     def note(self, peer: PeerId, names: Sequence[int]) -> None:
         """A worker has served the prompt."""

@@ -24,6 +24,7 @@ class View:
 
     def __init__(self, workers: tuple[Worker, ...]) -> None:
         self.workers = workers
+        self.peers = frozenset(worker.peer for worker in workers)
         self._pairs: dict[Mode, list[Pair]] = {}
 
     def pairs(self, mode: Mode) -> list[Pair]:
@@ -59,6 +60,9 @@ class Roster:
         self._until = now + VIEW_S
         self._view = View(tuple(self._judged(worker, now) for worker in listed))
         return self._view
+
+    def lists(self, peer: PeerId, now: float) -> bool:
+        return peer in self.view(now).peers
 
     def departed(self) -> list[PeerId]:
         """Who left the list since the last time this was asked."""

@@ -12,7 +12,8 @@ from multiprocessing import get_context
 
 import msgspec
 
-from kvbaton.sim.mutants import MUTANTS, Mutant
+from kvbaton.sim.mutants import MUTANTS
+from kvbaton.sim.mutation import Mutant
 from kvbaton.sim.run import Result, run_seed
 
 BATCH_SEEDS = 20

@@ -23,6 +23,9 @@ from kvbaton.sim.router import Errand, Router
 from kvbaton.sim.transport import Fabric, SimTransport, TransportFaults
 from kvbaton.sim.world import World
 
+DRAIN_S = 4.0
+FLAP_LOOK_S, FLAP_LOOKS_MAX = 0.1, 25
+
 Told = Callable[[str, str], None]
 """How a leg ended, and the detail; `left` comes before that, when the client goes."""
 
@@ -51,6 +54,8 @@ class Cluster:
         self.lives: dict[WorkerId, Life] = {}
         self.router = Router(world, self.network, self.lives)
         self.router.late = plan.stray
+        self.draining: set[WorkerId] = set()
+        self.healed = False
         self.every_life: list[Life] = []
         self.owner: dict[int, Life] = {}  # transport address -> life
         self.legs: list[Leg] = []
@@ -66,6 +71,9 @@ class Cluster:
 
     def start(self, character: Character) -> None:
         life = Life(self.world, character, self.network, self.fabric)
+        if self.healed:
+            life.engine.preempt = 0.0
+        self.draining.discard(character.name)
         self.lives[character.name] = life
         self.every_life.append(life)
         for rank in life.transports:
@@ -98,22 +106,38 @@ class Cluster:
         self.world.faults["registry_flaps"] += 1
         self.world.tell(f"{life.peer} is said to have departed")
         self._spread_word(life)
+        self._flap_again(life, FLAP_LOOKS_MAX)
+
+    def _flap_again(self, life: Life, looks: int) -> None:
+        """Say it again and again to whoever it writes to just then: each has an earlier fence that may not be over."""
+        for other in self.lives.values():
+            if _is_written(other, life):
+                self.world.faults["registry_flaps"] += 1
+                self._departed(other, life)
+        if looks:
+            self.world.after(FLAP_LOOK_S, self._later(self._flap_again, life, looks - 1))
 
     def _retire(self) -> None:
-        """A worker drains, leaves with a goodbye, and comes back as another life (also: its cache was replaced)."""
-        life = self.lives[self.world.rng.choice(sorted(self.lives))]
+        """A worker drains, leaves with a goodbye, and comes back as another life (also: its cache was replaced).
+
+        It goes soon, whatever it holds; or waits until that is nothing, as `kvbaton drain` does, but not for ever.
+        """
+        rng = self.world.rng
+        life = self.lives[rng.choice(sorted(self.lives))]
         if life.alive and not life.paused:
             self.world.faults["retired"] += 1
             self.world.tell(f"{life.peer} drains")
             life.node.tell(DrainStarted())
             life.wake()
-            self.world.after(self.world.rng.uniform(0, 2.0), self._later(self._leave, life))
+            self.draining.add(life.peer.worker)
+            soon_s, patience_s = rng.choice(((rng.uniform(0, 2.0), 0.0), (0.0, DRAIN_S)))
+            self.world.after(soon_s, self._later(self._leave, life, self.world.now + patience_s))
 
-    def _leave(self, life: Life) -> None:
+    def _leave(self, life: Life, patient_until: float) -> None:
         if not life.alive:
             return
-        if life.paused:
-            self.world.after(0.5, self._later(self._leave, life))
+        if life.paused or (life.engine.busy and self.world.now < patient_until):
+            self.world.after(0.5, self._later(self._leave, life, patient_until))
             return
         self.world.tell(f"{life.peer} leaves")
         life.leave()
@@ -169,6 +193,7 @@ class Cluster:
 
     def heal(self) -> None:
         """No more faults: what is left must now come to rest by itself."""
+        self.healed = True
         self.plan = msgspec.structs.replace(self.plan, abort=0.0, bad_ticket=0.0, late_ticket=0.0, leave=0.0, stray=0.0)
         self.router.late = 0.0
         self.network.faults = NetworkFaults()
@@ -209,9 +234,9 @@ class Cluster:
 
     def _new_request(self, index: int) -> None:
         rng = self.world.rng
-        source = self.lives[rng.choice([character.name for character in self.plan.prefill])]
+        source = self._chosen([character.name for character in self.plan.prefill])
         others = [character.name for character in self.plan.decode if character.name != source.peer.worker]
-        target = self.lives[rng.choice(others)]
+        target = self._chosen(others)
         mode = "push" if rng.random() < self.plan.push else rng.choice(("pull", "pull", "stream"))
         content, tokens = index + 1, rng.randint(1, 12)
         if rng.random() < 0.15:
@@ -220,6 +245,13 @@ class Cluster:
             self._pull(index, source, target, content, tokens)
         else:
             self._both_at_once(index, source, target, content, tokens, mode)
+
+    def _chosen(self, names: list[WorkerId]) -> Life:
+        """Any of them; one that drains where there is no other, or before the router has heard of it."""
+        able = [name for name in names if name not in self.draining]
+        if able != names and (not able or self.world.chance(0.3)):
+            able = names
+        return self.lives[self.world.rng.choice(able)]
 
     def _pull(self, index: int, source: Life, target: Life, content: int, tokens: int, alone: bool = False) -> None:
         targets = [target]
@@ -405,6 +437,13 @@ class Cluster:
 
     def _later(self, act: Callable[..., None], *arguments: object) -> Callable[[], None]:
         return lambda: act(*arguments)
+
+
+def _is_written(target: Life, source: Life) -> bool:
+    """Whether P writes to D, in the session that D knows of."""
+    link = target.node.ledger.consumer.links.by_worker.get(source.peer.worker)
+    outlets = source.node.ledger.producer.writer.outlets.items()
+    return link is not None and any(key[0] == link.session and outlet.parts.moving for key, outlet in outlets)
 
 
 def _ignore(how: str, detail: str) -> None:

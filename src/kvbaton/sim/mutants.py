@@ -1,17 +1,15 @@
 """The history of this field as one-place changes of the core: what the checkers are worth is what they catch.
 
 Each mutant replaces one function, property or table entry of the production code while it is switched on. `rule` is the
-rule of docs/protocol.md that it breaks, `story` where it comes from. `kvbaton sim --mutants` runs them all.
+rule of docs/protocol.md that it breaks, `story` where it comes from. `kvbaton sim --mutants` runs them all; those of
+tickets that were taken back are in `mutants_discard.py`.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
-
-import msgspec
 
 from kvbaton.protocol import consumer, intake, lease, links, producer, puts, sessions, ticket, writer
 from kvbaton.protocol import effects as fx
@@ -31,38 +29,8 @@ from kvbaton.runtime import doorway
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.node import Node
 from kvbaton.sim import engine as sim_engine
-
-Switch = Callable[[], contextlib.AbstractContextManager[None]]
-
-
-class Mutant(msgspec.Struct, frozen=True):
-    """One wrong idea, switchable."""
-
-    name: str
-    rule: str
-    story: str
-    switch: Switch
-
-
-@contextlib.contextmanager
-def _patched(owner: Any, name: Any, replacement: Any) -> Iterator[None]:
-    original = owner[name] if isinstance(owner, dict) else owner.__dict__[name]
-    put = owner.__setitem__ if isinstance(owner, dict) else lambda key, value: setattr(owner, key, value)
-    put(name, replacement)
-    try:
-        yield
-    finally:
-        put(name, original)
-
-
-def _swap(owner: Any, name: Any, make: Callable[[Any], Any]) -> Switch:
-    """Replace `owner.name` by `make(original)` while switched on."""
-
-    def switch() -> contextlib.AbstractContextManager[None]:
-        return _patched(owner, name, make(owner[name] if isinstance(owner, dict) else owner.__dict__[name]))
-
-    return switch
-
+from kvbaton.sim.mutants_discard import DISCARD_MUTANTS
+from kvbaton.sim.mutation import Mutant, both, swap
 
 # --- P
 
@@ -416,17 +384,6 @@ def _asks_remembered(original: Any) -> Any:
     return take_events
 
 
-def _both(*switches: Switch) -> Switch:
-    @contextlib.contextmanager
-    def switch() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for each in switches:
-                stack.enter_context(each())
-            yield
-
-    return switch
-
-
 def _offer_of_a_stopping_outlet(original: Any) -> Any:
     def on_offer(self: Any, session: Any, offer: m.Offer, now: float) -> None:
         self.sessions[session.number] = session
@@ -507,253 +464,252 @@ MUTANTS: tuple[Mutant, ...] = (
         "expiry_without_epochs",
         "6, 7",
         "NIXL: blocks freed at expiry, readers never told",
-        _swap(EpochTable, "raise_epoch", _epochs_never_raised),
+        swap(EpochTable, "raise_epoch", _epochs_never_raised),
     ),
     Mutant(
         "commit_from_lease_state",
         "6",
         "a commit answered because the lease once was",
-        _swap(producer.__dict__, "judge", _commit_from_lease_state),
+        swap(producer.__dict__, "judge", _commit_from_lease_state),
     ),
     Mutant(
         "final_without_completion",
         "6, 10",
         "a commit before the final Ready",
-        _swap(lease.Lease, "final", _final_without_completion),
+        swap(lease.Lease, "final", _final_without_completion),
     ),
     Mutant(
         "readers_by_message",
         "4, 5",
         "NIXL: the count comes from the message",
-        _swap(producer.Producer, "on_commit", _readers_by_message),
+        swap(producer.Producer, "on_commit", _readers_by_message),
     ),
     Mutant(
         "release_under_own_id",
         "1",
         "seed 004: released under D's id",
-        _swap(consumer.Consumer, "_send_commit", _releases_under_own_id),
+        swap(consumer.Consumer, "_send_commit", _releases_under_own_id),
     ),
     Mutant(
         "handshake_failure_unreported",
         "17",
         "seed 002: a failed handshake reaches nobody",
-        _swap(consumer.Consumer, "on_link_down", _handshake_failure_unreported),
+        swap(consumer.Consumer, "on_link_down", _handshake_failure_unreported),
     ),
     Mutant(
         "rest_at_first_failed_rank",
         "17",
         "seed 002, left open there: siblings still move",
-        _swap(Parts, "at_rest", _rest_at_first_failure),
+        swap(Parts, "at_rest", _rest_at_first_failure),
     ),
     Mutant(
         "deferred_without_deadline",
         "9",
         "seed 000: a deferred write waits for ever",
-        _swap(producer.Producer, "on_begun", _no_deadline_for_deferred),
+        swap(producer.Producer, "on_begun", _no_deadline_for_deferred),
     ),
     Mutant(
         "released_while_writing",
         "17",
         "seed 000: unmapped before the send has finished",
-        _swap(writer.Writer, "at_rest", _released_while_writing),
+        swap(writer.Writer, "at_rest", _released_while_writing),
     ),
     Mutant(
         "report_without_load",
         "20",
         "seed 000: a read reported that the engine did not wait for",
-        _swap(consumer.Consumer, "_tell_end", _report_without_load),
+        swap(consumer.Consumer, "_tell_end", _report_without_load),
     ),
     Mutant(
         "claim_before_request_dropped",
         "9, 12",
         "seed 000: what comes before its request is lost",
-        _swap(producer.Producer, "_park", _claim_before_request_dropped),
+        swap(producer.Producer, "_park", _claim_before_request_dropped),
     ),
     Mutant(
         "failed_store_keeps_pin",
         "store",
         "seed 003: a failed store keeps its pin",
-        _swap(puts.Puts, "on_ended", _failed_store_keeps_pin),
+        swap(puts.Puts, "on_ended", _failed_store_keeps_pin),
     ),
     Mutant(
         "store_exception_keeps_pin",
         "store",
         "seed 003: the store threw",
-        _swap(Node, "_store", _store_exception_keeps_pin),
+        swap(Node, "_store", _store_exception_keeps_pin),
     ),
     Mutant(
         "restart_taken_for_predecessor",
         "3",
         "a restarted peer, same address, same session",
-        _swap(Ledger, "_on_reset", _restart_unnoticed),
+        swap(Ledger, "_on_reset", _restart_unnoticed),
     ),
     Mutant(
         "old_sessions_live_on",
         "3",
         "everything held for the old life is kept",
-        _swap(sessions.Sessions, "_end_earlier", _old_sessions_live_on),
+        swap(sessions.Sessions, "_end_earlier", _old_sessions_live_on),
     ),
     Mutant(
         "revoked_without_quiet",
         "13, 14",
         "D frees what P may still write to",
-        _swap(intake.INTAKE.next, _OFFERED_FAILED, lambda original: IntakeState.SETTLING),
+        swap(intake.INTAKE.next, _OFFERED_FAILED, lambda original: IntakeState.SETTLING),
     ),
     Mutant(
         "quiesced_while_writing",
         "13",
         "P says quiet while its writes move",
-        _swap(writer.Writer, "on_rest", _quiesced_while_writing),
+        swap(writer.Writer, "on_rest", _quiesced_while_writing),
     ),
     Mutant(
         "timed_out_means_rested",
         "18",
         "NIXL, Mooncake: late data into reused blocks",
-        _swap(Parts, "ended", _ended_means_rested),
+        swap(Parts, "ended", _ended_means_rested),
     ),
     Mutant(
         "hold_dropped_at_end",
         "18",
         "D's blocks freed while not at rest",
-        _swap(consumer.Consumer, "_tell_end", _hold_dropped_at_end),
+        swap(consumer.Consumer, "_tell_end", _hold_dropped_at_end),
     ),
     Mutant(
         "shortened_ids",
         "1",
         "NIXL push: matching by a stripped id",
-        _swap(producer.Producer, "on_claim", _shortened_ids),
+        swap(producer.Producer, "on_claim", _shortened_ids),
     ),
     Mutant(
         "matches_again_after_failure",
         "17",
         "vLLM: 12 loads in 12 steps",
-        _both(
-            _swap(doorway.Doorway, "hand_in", _matches_again), _swap(doorway.Doorway, "take_events", _asks_remembered)
-        ),
+        both(swap(doorway.Doorway, "hand_in", _matches_again), swap(doorway.Doorway, "take_events", _asks_remembered)),
     ),
     Mutant(
         "ticket_without_content",
         "2",
         "a genuine ticket with another prompt",
-        _swap(sim_engine.__dict__, "digest", _same_digest_for_all),
+        swap(sim_engine.__dict__, "digest", _same_digest_for_all),
     ),
     Mutant(
-        "signature_ignored", "1", "any text is a ticket", _swap(ticket.__dict__, "_verified_body", _signature_ignored)
+        "signature_ignored", "1", "any text is a ticket", swap(ticket.__dict__, "_verified_body", _signature_ignored)
     ),
     Mutant(
         "copies_again_after_commit",
         "5",
         "the second copy gets the first one's yes",
-        _swap(consumer.Consumer, "on_pulse", _copies_again_after_commit),
+        swap(consumer.Consumer, "on_pulse", _copies_again_after_commit),
     ),
     Mutant(
         "commit_before_copied",
         "6",
         "a commit while bytes are on the way",
-        _swap(consumer.Consumer, "_commit_if_copied", _commit_before_copied),
+        swap(consumer.Consumer, "_commit_if_copied", _commit_before_copied),
     ),
     Mutant(
         "release_without_watcher",
         "7",
         "freed without arming the epoch",
-        _swap(doorway.Doorway, "_unpinned", _release_without_watcher),
+        swap(doorway.Doorway, "_unpinned", _release_without_watcher),
     ),
     Mutant(
         "watcher_per_lease",
         "7",
         "one slot per block: the second lease's closure is lost",
-        _swap(EpochTable, "raise_epoch", _watcher_per_lease),
+        swap(EpochTable, "raise_epoch", _watcher_per_lease),
     ),
     Mutant(
-        "hold_without_limit", "9", "renewals pass max_hold", _swap(producer.Producer, "_extend", _hold_without_limit)
+        "hold_without_limit", "9", "renewals pass max_hold", swap(producer.Producer, "_extend", _hold_without_limit)
     ),
     Mutant(
         "partial_blocks_ready",
         "10",
         "a block grows after it was read",
-        _swap(sim_engine.SimEngine, "_chunk_end", _partial_blocks_ready),
+        swap(sim_engine.SimEngine, "_chunk_end", _partial_blocks_ready),
     ),
-    Mutant("ready_on_first_rank", "10", "one rank speaks for all", _swap(lease.__dict__, "slowest", _slowest_is_first)),
+    Mutant("ready_on_first_rank", "10", "one rank speaks for all", swap(lease.__dict__, "slowest", _slowest_is_first)),
     Mutant(
-        "ready_before_done", "10", "Ready before the device is done", _swap(doorway.Doorway, "pin", _ready_before_done)
+        "ready_before_done", "10", "Ready before the device is done", swap(doorway.Doorway, "pin", _ready_before_done)
     ),
     Mutant(
         "revoke_overtakes_offer",
         "13",
         "an unknown Revoke is forgotten",
-        _swap(writer.Writer, "on_revoke", _revoke_forgotten),
+        swap(writer.Writer, "on_revoke", _revoke_forgotten),
     ),
     Mutant(
         "writes_after_written",
         "14",
         "P touches the spans again",
-        _swap(writer.Writer, "_repeat", _writes_again_after_written),
+        swap(writer.Writer, "_repeat", _writes_again_after_written),
     ),
     Mutant(
         "written_before_visible",
         "15",
         "Written while writes are on the way",
-        _swap(writer.Writer, "_flush_if_done", _written_before_visible),
+        swap(writer.Writer, "_flush_if_done", _written_before_visible),
     ),
     Mutant(
-        "fence_skipped", "14, 16", "silence, or a restart, taken for rest", _swap(links.Links, "fence", _fence_skipped)
+        "fence_skipped", "14, 16", "silence, or a restart, taken for rest", swap(links.Links, "fence", _fence_skipped)
     ),
     Mutant(
         "abort_unreported",
         "17, 20",
         "vLLM: an aborted load is never reported",
-        _swap(consumer.Consumer, "on_not_needed", _abort_unreported),
+        swap(consumer.Consumer, "on_not_needed", _abort_unreported),
     ),
     Mutant(
         "reported_twice",
         "20",
         "vLLM: a second report kills the engine",
-        _swap(consumer.Consumer, "_rest", _reported_twice),
+        swap(consumer.Consumer, "_rest", _reported_twice),
     ),
     Mutant(
         "push_without_deadline",
         "17",
         "MoRI-IO: D waits for write_done for ever",
-        _swap(consumer.Consumer, "_wait", _deadline_forgotten),
+        swap(consumer.Consumer, "_wait", _deadline_forgotten),
     ),
     Mutant(
-        "cancelled_backlog_lost", "17", "a copy that never started never ends", _swap(Node, "_cancel", _backlog_lost)
+        "cancelled_backlog_lost", "17", "a copy that never started never ends", swap(Node, "_cancel", _backlog_lost)
     ),
     Mutant(
         "offer_doubled_while_stopping",
         "13",
         "found in review: a doubled Offer gets Quiesced while P still writes",
-        _swap(writer.Writer, "on_offer", _offer_of_a_stopping_outlet),
+        swap(writer.Writer, "on_offer", _offer_of_a_stopping_outlet),
     ),
     Mutant(
         "any_fence_counts",
         "14",
         "found in review: the end of an earlier fence is taken for the later one's",
-        _swap(links.Links, "on_fenced", _any_fence_counts),
+        swap(links.Links, "on_fenced", _any_fence_counts),
     ),
     Mutant(
         "first_rank_fences_for_all",
         "14, 20",
         "one rank's fence is taken for all",
-        _swap(links.Links, "on_fenced", _first_rank_fences_for_all),
+        swap(links.Links, "on_fenced", _first_rank_fences_for_all),
     ),
     Mutant(
         "stale_but_all_good",
         "6",
         "a stale commit that vouches for every block",
-        _swap(producer.__dict__, "judge", _stale_but_all_good),
+        swap(producer.__dict__, "judge", _stale_but_all_good),
     ),
     Mutant(
         "disconnects_for_everybody",
         "3",
         "found in review: a re-greeting revokes the secret it has just been given",
-        _swap(Node, "_disconnect", _disconnects_for_everybody),
+        swap(Node, "_disconnect", _disconnects_for_everybody),
     ),
     Mutant(
         "frames_before_events",
         "8",
         "a claim overtakes the lease that it is for",
-        _swap(Node, "step", _frames_before_events),
+        swap(Node, "step", _frames_before_events),
     ),
+    *DISCARD_MUTANTS,
 )
 """Every mutant must be caught by the simulator; the clean tree by none of the same seeds."""

@@ -79,6 +79,7 @@ class SimTransport:
     _links: dict[PeerId, tuple[int, int]] = field(default_factory=dict)  # peer -> (address, generation)
     _invited: dict[PeerId, int] = field(default_factory=dict)  # peer -> generation of its endpoint
     _admitted: dict[PeerId, set[int]] = field(default_factory=dict)  # peer -> generations that can still write
+    _fenced_at: dict[PeerId, float] = field(default_factory=dict)  # when the last fence of each takes effect
     _generations: int = 0
     _jobs: dict[JobId, _Job] = field(default_factory=dict)
     _events: list[TransportEvent] = field(default_factory=list)
@@ -158,7 +159,10 @@ class SimTransport:
         self._invited.pop(peer, None)
         condemned = set(self._admitted.get(peer, ()))
         world = self.fabric.world
-        takes_s = world.rng.uniform(0.01, 1.5) if world.chance(self.fabric.faults.slow) else world.rng.uniform(0, 0.01)
+        earlier_s = max(0.0, self._fenced_at.get(peer, 0.0) - world.now)  # fences of one peer wait for each other
+        slow = earlier_s or world.chance(self.fabric.faults.slow)
+        takes_s = earlier_s + (world.rng.uniform(0.01, 1.5) if slow else world.rng.uniform(0, 0.01))
+        self._fenced_at[peer] = world.now + takes_s
         world.after(takes_s, lambda: self._fenced(peer, condemned))
 
     def _fenced(self, peer: PeerId, condemned: set[int]) -> None:
