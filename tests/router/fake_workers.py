@@ -17,7 +17,7 @@ from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router import door
 from kvbaton.router.app import Router, router_app
-from kvbaton.router.directory import ALL_MODES, StaticDirectory, Worker
+from kvbaton.router.directory import ALL_MODES, State, StaticDirectory, Worker
 from kvbaton.router.settings import RouterSettings
 
 KEY = b"k" * 32
@@ -198,6 +198,12 @@ class ChangingDirectory(StaticDirectory):
 
     def lose(self, name: str) -> None:
         self._workers = tuple(worker for worker in self._workers if worker.name != name)
+
+    def drain(self, name: str) -> None:
+        drains = (
+            msgspec.structs.replace(each, state=State.DRAINING) if each.name == name else each for each in self._workers
+        )
+        self._workers = tuple(drains)
 
 
 class Cluster:

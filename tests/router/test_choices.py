@@ -302,16 +302,16 @@ def test_a_d_that_breaks_its_streams_off_is_asked_last() -> None:
     run(story())
 
 
-def test_a_d_that_left_while_p_computed_is_not_asked() -> None:
+def test_without_another_d_the_ticket_of_one_that_left_is_given_back() -> None:
     async def story() -> None:
         gate = asyncio.Event()
-        async with cluster([after(gate, lease)], [hang, speak], settings=settings(policy=Policy.ROUND_ROBIN)) as c:
+        async with cluster([after(gate, lease)], [hang]) as c:
             call = asyncio.create_task(c.post(BODY))
             await until(lambda: c.p[0].bodies)
             c.directory.lose("d0")
             gate.set()
-            assert (await call)[0] == 200
-            assert (c.d[0].bodies, len(c.d[1].bodies)) == ([], 1)
+            assert (await call)[0] == 502
+            assert c.d[0].bodies == []
             assert len(c.discarded) == 1
 
     run(story())
@@ -408,6 +408,54 @@ def test_requests_to_a_worker_that_left_the_list_are_broken_off_and_go_elsewhere
             status, answer, _ = await call
             assert (status, answer["choices"][0]["text"]) == (200, "ABC")
             assert (await c.stats())["legs_dropped_total"] == 1
+
+    run(story())
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_ticket_is_taken_to_another_d_when_the_chosen_one_drains_meanwhile(gone: bool) -> None:
+    """A prefill may outlast a drain: it is not computed again."""
+
+    async def story() -> None:
+        gate = asyncio.Event()
+        async with cluster([after(gate, lease)], [speak, speak], settings=settings(policy=Policy.ROUND_ROBIN)) as c:
+            call = asyncio.create_task(c.post(BODY))
+            await until(lambda: c.p[0].bodies)
+            if gone:
+                c.directory.lose("d0")
+            else:
+                c.directory.drain("d0")
+            gate.set()
+            assert (await call)[0] == 200
+            assert (len(c.p[0].bodies), len(c.d[0].bodies), len(c.d[1].bodies)) == (1, 0, 1)
+            assert c.discarded == []
+
+    run(story())
+
+
+def test_a_stream_of_a_worker_that_drained_and_left_is_read_to_its_end() -> None:
+    async def story() -> None:
+        gate = asyncio.Event()
+
+        async def end(_: web.Request, response: web.StreamResponse) -> None:
+            await gate.wait()
+            await response.write(b"data: [DONE]\n\n")
+
+        async with cluster(1, [begin_then(end)]) as c:
+            call = asyncio.create_task(c.events(BODY))
+            await until(lambda: c.d[0].bodies)
+            c.directory.drain("d0")
+            async with asyncio.timeout(5):
+                while (await c.get("/workers"))[1]["workers"][-1]["state"] != "draining":
+                    await asyncio.sleep(0.01)
+            c.directory.lose("d0")
+            async with asyncio.timeout(5):
+                while len((await c.get("/workers"))[1]["workers"]) > 1:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.6)  # longer than the router takes to look who left
+            gate.set()
+            assert (await call)[-1] == "[DONE]"
+            assert (await c.stats())["legs_dropped_total"] == 0
 
     run(story())
 
@@ -649,5 +697,46 @@ def test_of_a_response_the_id_stands_in_the_body_too() -> None:
             assert (await c.post(ASK, PATH))[0] == 200
             for worker in (c.p[0], c.d[0]):
                 assert worker.bodies[0]["request_id"] == worker.headers[0]["X-Request-Id"]
+
+    run(story())
+
+
+# --- answers that cannot be joined, bodies that cannot be let in
+
+
+@pytest.mark.parametrize("odd", [b'{"choices": 5}', b'{"choices": [5]}'])
+def test_answers_that_cannot_be_joined_are_the_workers_fault(odd: bytes) -> None:
+    async def story() -> None:
+        async with cluster(1, [say(odd)]) as c:
+            status, answer, _ = await c.post({**BODY, "n": 2})
+            assert (status, answer["error"]["code"]) == (502, "bad_answer")
+        stream = say(b"data: " + odd + b"\n\ndata: [DONE]\n\n", "text/event-stream")
+        async with cluster(1, [stream]) as c:
+            status, answer, _ = await c.post({**BODY, "n": 2, "stream": True})
+            assert (status, answer["error"]["code"]) == (502, "bad_answer")
+
+    run(story())
+
+
+def test_what_could_never_be_let_in_is_the_clients_to_change() -> None:
+    async def story() -> None:
+        async with cluster(settings=settings(in_flight_max=4)) as c:
+            status, answer, _ = await c.post({**BODY, "n": 5})
+            assert (status, answer["error"]["param"]) == (400, "n")
+        async with cluster() as c:
+            status, answer, _ = await c.post({**BODY, "prompt": "x" * (3 << 20), "n": 64})
+            assert (status, answer["error"]["param"]) == (400, "n")
+            status, answer, _ = await c.post({**BODY, "ec_transfer_params": {"a": 1}})
+            assert (status, answer["error"]["param"]) == (400, "ec_transfer_params")
+
+    run(story())
+
+
+def test_embeddings_of_a_prompt_go_to_d_alone() -> None:
+    async def story() -> None:
+        async with cluster(1, [say(b'{"choices": []}')]) as c:
+            assert (await c.post({"prompt_embeds": "AAAA", "max_tokens": 3}))[0] == 200
+            assert c.p[0].bodies == []
+            assert (await c.stats())["alone_total"] == {"prompt_embeds": 1}
 
     run(story())

@@ -70,7 +70,7 @@ class Joiner:
                 for name, value in answer.items()
                 if name not in ("choices", "usage", "kv_transfer_params", "error")
             }
-        if answer.get("usage"):
+        if isinstance(answer.get("usage"), dict):
             self._usages[part.index] = (part, answer["usage"])
         return [{**choice, "index": part.index} for choice in answer.get("choices") or ()]
 

@@ -76,6 +76,10 @@ def drain(
     begun = told = clock()
     until = begun + timeout_s
     said = line.drain(worker, 0, min(ANSWER_S, timeout_s))
+    while said is not None and said.state == "unknown" and said.held and clock() < until:
+        say(f"{worker} is not registered yet: {said.held}")  # the registry is young
+        time.sleep(min(1.0, max(until - clock(), 0.0)))
+        said = line.drain(worker, 0, min(ANSWER_S, max(until - clock(), POLL_S)))
     if said is None:
         return Outcome(worker, "no_answer", clock() - begun)
     if said.state == "unknown":

@@ -30,6 +30,8 @@ from kvbaton.control.waker import Waker
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 3.0  # vLLM's. vllm-router forgets after 4 to 5 s, so one that is lost can cost a worker its place
+FORGET_S = 6.0
+"""vllm-router forgets a worker five seconds after its last announcement, and sends it requests until then."""
 STOP_S = 2.0
 RANKS_MAX = 65_536
 QUEUED_MAX = 1  # an announcement is worth nothing once the next is due

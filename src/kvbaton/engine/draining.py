@@ -27,8 +27,6 @@ from kvbaton.engine.server_plan import GenerateRequest, ModelCard
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
-FORGET_S = 6.0
-"""Routers that learn of workers by plain pings forget one five seconds after its last."""
 
 
 class DrainSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from kvbaton.control.base import check_authority
+from kvbaton.control.moriio import FORGET_S
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
 
 Role = Literal["prefill", "decode", "both"]
@@ -101,6 +102,9 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise _bad("announce_to", self.announce_to, "host:port of a router's discovery address") from None
         if self.role == "both":
             raise _bad("role", self.role, "prefill or decode: a router of another system knows these only")
+        if self.drain_s < 2 * FORGET_S:
+            expected = f"{2 * FORGET_S} or more: a router that hears announcements sends requests after the last one"
+            raise _bad("drain_s", self.drain_s, expected)
         if DIALECTS[self.announce_as] not in self.modes:
             raise _bad("modes", ",".join(self.modes), f"{DIALECTS[self.announce_as]}, which {self.announce_as} needs")
 

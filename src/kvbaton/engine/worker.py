@@ -22,6 +22,7 @@ from kvbaton.api.http import run, serving
 from kvbaton.api.params import Mode
 from kvbaton.control.address_book import AddressBook
 from kvbaton.control.keys import Keyring, load
+from kvbaton.control.moriio import FORGET_S
 from kvbaton.control.registry.client import RegistryClient
 from kvbaton.control.registry.member import MemberState
 from kvbaton.control.registry.messages import DirectoryEntry, Held, Registration
@@ -31,7 +32,7 @@ from kvbaton.engine.announcing import Herald, announcement
 from kvbaton.engine.backend import MODEL_NAME, EngineBackend, EngineThread
 from kvbaton.engine.config import CacheConfig, EngineConfig, ModelConfig
 from kvbaton.engine.connector import BatonConnector
-from kvbaton.engine.draining import FORGET_S, Door, DrainSettings, Stopping, drain
+from kvbaton.engine.draining import Door, DrainSettings, Stopping, drain
 from kvbaton.engine.engine import Engine
 from kvbaton.engine.kv_layout import compat_key, engine_layout
 from kvbaton.engine.memory import KvGeometry

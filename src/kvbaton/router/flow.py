@@ -39,7 +39,7 @@ from kvbaton.api.params import FIELD, Mode
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router import dialects, policy
 from kvbaton.router.dialects import TicketMinter
-from kvbaton.router.directory import Worker
+from kvbaton.router.directory import State, Worker
 from kvbaton.router.legs import Answer, EventStream, Leg, LegError, Legs
 from kvbaton.router.load import Load, Loads, answer_tokens, prompt_tokens
 from kvbaton.router.policy import NO_DOUBTS, Doubts, Pair, Weights
@@ -200,7 +200,7 @@ class Flow:
             except LegError as error:
                 self._note(call, route, tries, error)
             else:
-                self._worked(route, tries, call.stream)
+                self._worked(reply.route, tries, call.stream)
                 return reply
 
     def _begin(self, call: Call) -> _Tries:
@@ -278,6 +278,11 @@ class Flow:
                     found = await self._prefilled(source, ask.needs_answer, self._patience(call))
                 finally:
                     prefilling.give()
+                other = None if ask.request_id is not None else self._other_decoder(pair, route.mode, tries)
+                if other is not None:
+                    decoding.give()
+                    decoding = self._loads.take(other.peer, tries.tokens + answer_tokens(call.fields))
+                    pair, route = Pair(pair.prefill, other), Route(route.mode, other, pair.prefill)
                 return Reply(self, route, await self._redeemed(call, headers, pair, found), decoding)
             self._stats.tickets += 1
             return await self._both_at_once(call, headers, route, pair, source, ask.target, prefilling, decoding)
@@ -285,6 +290,14 @@ class Flow:
             prefilling.give()
             decoding.give()
             raise
+
+    def _other_decoder(self, pair: Pair, mode: Mode, tries: _Tries) -> Worker | None:
+        """Whom to take P's ticket to, which names no D, if the one that was chosen drains or left meanwhile."""
+        view = self._roster.view(_now())
+        if any(worker.peer == pair.decode.peer and worker.state is not State.DRAINING for worker in view.workers):
+            return None
+        able = [each for each in view.workers if each.decodes and policy.mismatch(pair.prefill, each, mode) is None]
+        return policy.alone(able, next(self._turns[None]), self._weights(tries), tries.doubts)
 
     async def _by_itself(self, call: Call, tries: _Tries, route: Route) -> Reply:
         load = self._loads.take(route.decode.peer, tries.tokens + answer_tokens(call.fields))
@@ -470,7 +483,7 @@ class Flow:
 def _doubts(before: Doubts, route: Route, error: LegError) -> Doubts:
     if error.is_handoff and route.prefill is not None:
         # either may be to blame; with one P or one D the other may still pair anew
-        p, d = route.prefill.peer, route.decode.peer
+        p, d = route.prefill.peer, error.worker.peer  # the D that was asked in the end
         return msgspec.structs.replace(before, shun={*before.shun, p, d}, tried={*before.tried, (p, d)})
     return msgspec.structs.replace(before, avoid={*before.avoid, error.worker.peer})
 

@@ -27,6 +27,8 @@ from kvbaton.router.settings import RouterSettings
 from kvbaton.router.stats import RouterStats, count
 from kvbaton.router.wire import Header
 
+PARTS_BYTES_MAX = 128 << 20
+"""Of one body, once for each of its choices."""
 NESTING_MAX = 128
 """Of lists and objects within a body."""
 MODE_HEADER = "x-kvbaton-mode"
@@ -51,6 +53,8 @@ def alone_reason(body: Body) -> str:
         return "prompt_logprobs"
     if fields.get("echo") and fields.get("logprobs") is not None:
         return "echo"
+    if fields.get("prompt_embeds") is not None:
+        return "prompt_embeds"
     best_of = fields.get("best_of")  # checked only where it means something
     if fields.get("use_beam_search") or (isinstance(best_of, int) and best_of > body.n):
         return "search"
@@ -102,6 +106,12 @@ class Front:
             raise bad_field("previous_response_id", "answers are not kept here; send the conversation as input")
         alone = alone_reason(body)
         parts = (Part(0, 0, 0, body.fields),) if alone else split(body)
+        if len(parts) > self._settings.in_flight_max:
+            raise bad_field("n", f"{len(parts)} answers to one body, at most {self._settings.in_flight_max} at once")
+        if body.n > 1 and body.n * len(request.body) > PARTS_BYTES_MAX:
+            raise bad_field(
+                "n", f"{body.n} times a body of {len(request.body)} bytes, at most {PARTS_BYTES_MAX} together"
+            )
         return body, parts, self._calls(request, body, parts, alone)
 
     def _calls(self, request: Request, body: Body, parts: Sequence[Part], alone: str) -> list[Call]:
@@ -130,7 +140,10 @@ class Front:
         bodies = await all_of([self._body(call, headers) for call in calls])
         if len(bodies) == 1:
             return bodies[0]
-        return msgspec.json.encode(join(parts, [msgspec.json.decode(body) for body in bodies]))
+        try:
+            return msgspec.json.encode(join(parts, [msgspec.json.decode(body) for body in bodies]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise _odd_answer(error) from None
 
     async def _body(self, call: Call, headers: dict[str, str]) -> bytes:
         reply = await self._flow.serve(call)
@@ -185,7 +198,10 @@ class Front:
                 raise ApiError(502, "a worker sent an event that is not JSON", type="worker_error") from None
             if "error" in chunk:
                 raise read_error(502, payload)
-            merged = joiner.chunk(part, chunk)
+            try:
+                merged = joiner.chunk(part, chunk)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise _odd_answer(error) from None
             if merged is not None:
                 yield sse.event(merged)
 
@@ -248,6 +264,8 @@ def _is_deep(fields: Mapping[str, Any]) -> bool:
 
 def _check_steering(fields: Mapping[str, Any]) -> None:
     """Refuse what a worker would read as the router's word on where KV comes from."""
+    if fields.get("ec_transfer_params") is not None:
+        raise bad_field("ec_transfer_params", "this router hands no encoder caches over; leave it out")
     more = fields.get("vllm_xargs")  # vLLM copies these to where the parameters go
     if isinstance(more, dict) and FIELD in more:
         raise bad_field(f"vllm_xargs.{FIELD}", "the router sets this; leave it out")
@@ -262,6 +280,11 @@ def _holds_addresses(name: str) -> bool:
         return request_ids.parse(name) is not None
     except request_ids.RequestIdError:
         return True
+
+
+def _odd_answer(error: Exception) -> ApiError:
+    said = f"a worker answered something that cannot be joined with other answers ({type(error).__name__})"
+    return ApiError(502, said, type="worker_error", code="bad_answer")
 
 
 def passed(headers: Sequence[Header], but: frozenset[bytes]) -> list[Header]:

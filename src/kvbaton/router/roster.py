@@ -52,7 +52,8 @@ class Roster:
             return self._view
         if listed is not self._listed:
             here = {worker.peer for worker in listed}
-            before = {worker.peer for worker in self._view.workers}
+            # One that drained has said all it had to say, though a slow client may still be reading it
+            before = {worker.peer for worker in self._view.workers if worker.state is not State.DRAINING}
             self._gone += sorted(before - here)
             self.health.keep(here)
             self._listed = listed

@@ -270,6 +270,8 @@ class Cluster:
             late = self.world.chance(self.plan.late_ticket)
             for reader in targets:
                 soon_s = 0.01 if alone else 0.2
+                if len(targets) > 1 and self.plan.profile != "healthy":
+                    soon_s = 1.0  # one may be done before the other comes
                 delay = self.world.rng.uniform(0.2, 4.0) if late else self.world.rng.uniform(0.001, soon_s)
                 self.world.after(delay, self._later(self._decode, index, reader, content, tokens, "pull", errand))
 

@@ -99,25 +99,27 @@ class Router:
         elif kind == "astray":
             self._say(rng.choice([name for name in sorted(self.lives) if name != source]), ticket)
         elif kind == "reading":
-            self._once_read(source, ticket, LOOKS_MAX)
+            self._once_read(source, ticket, harmless, LOOKS_MAX)
         else:
             for _ in range(2 if kind == "twice" else 1):
                 self.world.after(rng.choice((0.02, 0.3)) * rng.random(), lambda: self._say(source, ticket))
 
-    def _once_read(self, source: WorkerId, ticket: str, looks: int) -> None:
-        """Say it while somebody reads and nobody else is to come: then it must change nothing."""
-        if _is_read(self.lives[source], ticket):
+    def _once_read(self, source: WorkerId, ticket: str, harmless: bool, looks: int) -> None:
+        """Say it while somebody reads. If nobody else is to come, as in a healthy world, it must change nothing."""
+        if _is_read(self.lives[source], ticket, or_by_more=not harmless):
             self._arrive(source, ticket)
         elif looks:
-            self.world.after(LOOK_S + looks % 2 * 0.02, lambda: self._once_read(source, ticket, looks - 1))
+            again_s = LOOK_S + looks % 2 * 0.02
+            self.world.after(again_s, lambda: self._once_read(source, ticket, harmless, looks - 1))
 
 
-def _is_read(life: Life, ticket: str) -> bool:
+def _is_read(life: Life, ticket: str, or_by_more: bool) -> bool:
+    """Whether somebody reads by this ticket, and nobody else may still come; unless they may."""
     try:
         handoff = life.doorway.open_ticket(ticket).handoff
     except ProtocolError:
         return False
     lease = life.node.ledger.producer.by_handoff.get(handoff)
-    if lease is None or lease.has_room():
+    if lease is None or (lease.has_room() and not or_by_more):
         return False
     return any(seat.state is ReaderState.LIVE for seat in lease.seats.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -116,3 +117,12 @@ def test_the_registry_is_told_until_the_engine_closes(server: Server, monkeypatc
     closing.set()
     watch._thread.join(10)
     assert not watch._thread.is_alive()
+
+
+def test_where_a_router_hears_announcements_it_is_not_idle_before_that_one_forgets(server: Server) -> None:
+    server.text = METRICS.format(running="0.0", waiting="0.0")
+    now = time.monotonic()
+    watch = DrainWatch(Client(), f"127.0.0.1:{server.server_port}", Held, threading.Event(), 60.0)  # type: ignore[arg-type]
+    assert watch.told(now + 30) != NOTHING
+    assert watch.told(now + 59) != NOTHING
+    assert watch.told(now + 61) == NOTHING

@@ -148,6 +148,8 @@ class RegistryClient:
             self._guard(partial(self._on_discard, message.tickets))
         elif not self._is_draining:
             self._guard(self._on_drain)
+        elif self._member.registration.draining:  # said, but it did not get there: the order comes until it has
+            self._member.present(self._member.registration, self._clock())
 
     def _pass_on(self, news: News) -> None:
         self._guard(partial(self._on_directory, news.entries))

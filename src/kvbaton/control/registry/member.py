@@ -64,8 +64,8 @@ class Member:
 
     def present(self, registration: m.Registration, now: float) -> None:
         """Register anew: the worker began another life, or can be reached otherwise."""
+        self.state = MemberState.JOINING  # first: another thread may look whether the registry knows
         self.registration = m.validate(registration)
-        self.state = MemberState.JOINING
         self._speak_at = now
 
     def on_message(self, message: m.FromRegistry, now: float) -> News | None:

@@ -221,6 +221,8 @@ def decode_to_registry(frame: bytes) -> ToRegistry:
         _check_worker(message.worker)
     else:
         _check_incarnation(message.incarnation)
+        if isinstance(message, Ping) and not message.held.isprintable():  # it ends on an operator's screen
+            raise RegistryFault("held: expected printable text")
     return message
 
 

@@ -133,7 +133,9 @@ class Roster:
             return DrainState(worker, "draining", incarnation, "the registry is young and waits for its workers")
         if current is None or incarnation not in (0, current.registration.incarnation):
             names = () if incarnation else tuple(sorted(self._listed))
-            return DrainState(worker, "gone" if incarnation else "unknown", incarnation, workers=names)
+            young = current is None and self._looked_at < self._settles_at
+            said = "the registry is young and waits for its workers" if young and not incarnation else ""
+            return DrainState(worker, "gone" if incarnation else "unknown", incarnation, said, names)
         if not current.draining:
             self.revision += 1
         current.ordered = True

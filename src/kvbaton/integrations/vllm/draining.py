@@ -6,6 +6,8 @@ ledger holds nothing for anybody, and both have been so for `QUIET_S`; a server 
 
 from __future__ import annotations
 
+import http.client
+import math
 import re
 import threading
 import time
@@ -44,13 +46,20 @@ class DrainWatch:
     """Tells the registry what a draining server still does, from a thread of its own until `closing`."""
 
     def __init__(
-        self, client: RegistryClient, http_address: str, holds: Callable[[], Held], closing: threading.Event
+        self,
+        client: RegistryClient,
+        http_address: str,
+        holds: Callable[[], Held],
+        closing: threading.Event,
+        forget_s: float = 0.0,
     ) -> None:
+        """`forget_s`: routers that get no word may send requests for this long."""
         self._client = client
         self._url = f"http://{http_address}/metrics"
         self._holds = holds
         self._closing = closing
         self._quiet_since = time.monotonic()
+        self._forgotten_at = time.monotonic() + forget_s if forget_s else -math.inf
         self._thread = threading.Thread(target=self._run, name="kvbaton-drain", daemon=True)
 
     def start(self) -> None:
@@ -68,11 +77,12 @@ class DrainWatch:
             self._quiet_since = now
         if requests is None:
             return f"{held}; {self._url} does not say how many requests there are"
-        return "the end of its last request" if held.nothing and now < self._quiet_since + QUIET_S else str(held)
+        too_soon = now < max(self._quiet_since + QUIET_S, self._forgotten_at)
+        return "the end of its last request" if held.nothing and too_soon else str(held)
 
     def _requests(self) -> int | None:
         try:
             with urllib.request.urlopen(self._url, timeout=ASK_S) as answer:
                 return requests_in(answer.read().decode(errors="replace"))
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return None

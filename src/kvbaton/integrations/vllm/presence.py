@@ -7,6 +7,7 @@ Everything has threads of its own; the scheduler's thread meets it at the `Doorw
 from __future__ import annotations
 
 import contextlib
+import http.client
 import logging
 import secrets
 import threading
@@ -22,7 +23,7 @@ import msgspec
 from kvbaton.control.address_book import AddressBook, moriio_address
 from kvbaton.control.base import ControlError
 from kvbaton.control.keys import Keyring
-from kvbaton.control.moriio import MoriioAnnouncer
+from kvbaton.control.moriio import FORGET_S, MoriioAnnouncer
 from kvbaton.control.moriio import registration as moriio_registration
 from kvbaton.control.registry.client import RegistryClient
 from kvbaton.control.registry.messages import DirectoryEntry, Registration
@@ -142,7 +143,10 @@ class Presence:
     def _answers(self) -> bool:
         url = f"http://{self.settings.http_address}/health"
         while not self._closing.wait(HEALTH_POLL_S):
-            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=HEALTH_WAIT_S) as answer:
+            with (
+                contextlib.suppress(OSError, http.client.HTTPException),
+                urllib.request.urlopen(url, timeout=HEALTH_WAIT_S) as answer,
+            ):
                 if answer.status == 200:
                     return True
         return False
@@ -194,7 +198,8 @@ class Presence:
             if isinstance(listing, RegistryClient):
                 listing.drain()
                 holds = partial(ledger_holds, self.node.ledger)
-                DrainWatch(listing, self.settings.http_address, holds, self._closing).start()
+                forget_s = 0.0 if self.settings.moriio is None else FORGET_S
+                DrainWatch(listing, self.settings.http_address, holds, self._closing, forget_s).start()
             else:
                 listing.stop(STOP_S)
 
