@@ -112,8 +112,10 @@ async def send_events(
                 await _write(response, data, deadline)
         except ApiError as error:
             await _write(response, tell(error), deadline)
-        except ConnectionError:
-            raise  # the client is gone; there is nobody to tell
+        except ConnectionError:  # the client is gone; there is nobody to tell
+            if request.transport is not None:
+                request.transport.abort()
+            return response
         except Exception:
             log.exception("%s %s: in mid-stream", request.method, request.path)
             await _write(response, tell(internal()), deadline)

@@ -353,6 +353,9 @@ class Flow:
             await asyncio.wait((source, target), return_when=asyncio.FIRST_COMPLETED)
             if source.done() and not (target.done() and target.exception() is None):
                 source.result()  # P's failure is the cause of D's, where both have failed
+            late = target.exception() if target.done() else None
+            if isinstance(late, LegError) and late.fault.code == "worker_timeout" and not source.done():
+                raise leg.failed(504, "gave no answer while D waited for its KV", "worker_timeout", lost=True)
             return Reply(self, route, await target, decoding, source, unused)
         except BaseException:
             target.add_done_callback(_close_late)
