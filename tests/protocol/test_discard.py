@@ -115,3 +115,19 @@ def test_a_flood_of_unknown_discards_is_remembered_within_bounds(make_pair: Make
     assert len(pair.p.ledger.producer.ended) == 8
     pair.p.grant(1)
     assert pair.p.counts["leases"] == 1, "forgotten: its lease simply runs out"
+
+
+def test_a_second_place_is_closed_while_the_first_reader_reads(pair: Pair) -> None:
+    """Found by simulation (seed 41): the lease outlived its last reader, waiting for one who would never come."""
+    pair.d.habits.copies = False
+    ticket = pair.p.grant(max_readers=2)
+    load = pair.d.want("r", ticket)
+    pair.settle()
+    discard(pair)
+    pair.d.finish()
+    pair.settle()
+    assert load.end is not None and load.end.delivered
+    assert len(pair.done(Unpin)) == 1 and pair.now == 0.0
+    late = pair.d.want("late", ticket)
+    pair.settle()
+    assert late.failed is not None and late.failed.reason is Reason.TICKET_SPENT
