@@ -21,7 +21,8 @@ from raw_server import LOOPS, run_on
 
 from kvbaton.api.errors import ApiError, PortInUseError, bad_field, full
 from kvbaton.router import door
-from kvbaton.router.door import AHEAD_MAX, HEADERS_MAX, UNREAD_BYTES_MAX, Answer, Events, Handler, Request, json_answer
+from kvbaton.router.door import AHEAD_MAX, UNREAD_BYTES_MAX
+from kvbaton.router.talk import HEADERS_MAX, Answer, Events, Handler, Request, Site, json_answer
 from kvbaton.router.wire import HEADERS_BYTES_MAX
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -140,7 +141,7 @@ class Town:
 
 
 @contextlib.asynccontextmanager
-async def town(site: door.Site, host: str = "127.0.0.1") -> AsyncIterator[Town]:
+async def town(site: Site, host: str = "127.0.0.1") -> AsyncIterator[Town]:
     async with contextlib.AsyncExitStack() as stack, door.serving(site, host, 0) as url:
         found = Town(url)
         stack.callback(found.close)  # clients are still there when the door closes

@@ -19,7 +19,6 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.router.desk import Desk
 from kvbaton.router.dialects import TicketMinter
 from kvbaton.router.directory import Worker, WorkerDirectory
-from kvbaton.router.door import Handler
 from kvbaton.router.flow import Discard, Flow
 from kvbaton.router.front import Front
 from kvbaton.router.health import Health
@@ -27,6 +26,7 @@ from kvbaton.router.legs import LegError, Legs
 from kvbaton.router.roster import Roster
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.stats import RouterStats
+from kvbaton.router.talk import Handler
 
 log = logging.getLogger(__name__)
 

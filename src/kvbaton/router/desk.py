@@ -16,12 +16,12 @@ from kvbaton.api import prometheus
 from kvbaton.api.errors import unavailable
 from kvbaton.router import policy
 from kvbaton.router.directory import State, Worker
-from kvbaton.router.door import Answer, Request, json_answer
 from kvbaton.router.flow import Flow
 from kvbaton.router.legs import LegError, Legs
 from kvbaton.router.roster import Roster, View
 from kvbaton.router.settings import Fallback, RouterSettings
 from kvbaton.router.stats import RouterStats
+from kvbaton.router.talk import Answer, Request, json_answer
 
 _AUTH = b"authorization"
 MODELS_ASKED_MAX = 3

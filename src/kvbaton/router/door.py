@@ -13,22 +13,30 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from http import HTTPStatus
-from typing import Any, Protocol, cast
+from collections.abc import AsyncIterator
+from typing import cast
 
 import httptools
-import msgspec
 
-from kvbaton.api import sse
 from kvbaton.api.errors import ApiError, internal, too_large
 from kvbaton.api.gather import cancel
 from kvbaton.api.http import BACKLOG, KEEPALIVE_S, SHUTDOWN_S, port_error
+from kvbaton.router.talk import (
+    HEADERS_MAX,
+    Events,
+    Request,
+    Site,
+    chunk,
+    error_answer,
+    path_of,
+    stream_head,
+    too_many_headers,
+    whole_bytes,
+)
 from kvbaton.router.wire import HEADERS_BYTES_MAX, Header
 
 log = logging.getLogger(__name__)
 
-HEADERS_MAX = 128
 HEAD_S = 30.0
 """From the first byte of a request to the last of its headers."""
 AHEAD_MAX = 16
@@ -41,75 +49,11 @@ UNREAD_S = 60.0
 """A client that has not read a whole answer after this long is cut off."""
 SWEEP_S = 1.0
 
-_encode = msgspec.json.Encoder().encode
-_STATUS = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
-_JSON = b"Content-Type: application/json\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class _CutOffError(Exception):
     """The client is gone, or did not read in time: nothing more is sent."""
-
-
-class Request:
-    """One request, read to its end. Names of headers are in lower case."""
-
-    __slots__ = ("body", "headers", "method", "path")
-
-    def __init__(self, method: str, path: str, headers: list[Header], body: bytes) -> None:
-        self.method = method
-        self.path = path
-        self.headers = headers
-        self.body = body
-
-    def header(self, name: bytes) -> str | None:
-        for known, value in self.headers:
-            if known == name:
-                return value.decode("latin-1")
-        return None
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """A whole answer."""
-
-    body: bytes
-    status: int = 200
-    headers: Mapping[str, str] = {}
-    content_type: str = "application/json"
-
-
-class Events(msgspec.Struct, frozen=True):
-    """A stream of events. What fails before the first is an answer like any other, what fails later is told in it.
-
-    `headers` may be filled until the first event has come. A client that has not read by the deadline is cut off.
-    """
-
-    source: AsyncGenerator[bytes, None]
-    headers: Mapping[str, str]
-    deadline: float
-    tell: Callable[[ApiError], bytes] = sse.error_event
-
-
-Handler = Callable[[Request], Awaitable[Answer | Events]]
-
-
-class Site(Protocol):
-    """What a door leads to."""
-
-    @property
-    def body_bytes_max(self) -> int: ...
-    @property
-    def body_s(self) -> float: ...
-    def handler(self, method: str, path: str) -> Handler:
-        """Who answers; `ApiError` if nobody does."""
-
-
-def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
-    return Answer(_encode(value), status, headers or {})
-
-
-def error_answer(error: ApiError) -> Answer:
-    return json_answer(error.body, error.status, error.headers)
 
 
 class _Connection(asyncio.Protocol):
@@ -232,23 +176,20 @@ class _Connection(asyncio.Protocol):
         keeps = keeps and not self._closing
         if isinstance(found, Events):
             return await self._stream(found, first, keeps, is_new)
-        self._send(_whole(found, keeps, is_new, request.method == "HEAD"))
+        self._send(whole_bytes(found, keeps, is_new, request.method == "HEAD"))
         return keeps
 
     async def _stream(self, events: Events, first: bytes, keeps: bool, is_new: bool) -> bool:
         """Send events as they come. From here on there is no other answer to this request."""
         async with contextlib.aclosing(events.source) as source:
             keeps = keeps and is_new
-            head = [_STATUS[200], b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\n"]
-            head.append(_lines(events.headers))
-            head.append(b"Transfer-Encoding: chunked\r\n" if is_new else b"")
-            head.append(b"\r\n" if keeps else b"Connection: close\r\n\r\n")
-            self._send(b"".join(head) + (_chunk(first) if is_new else first))
+            head = stream_head(events.headers, keeps, is_new)
+            self._send(head + (chunk(first) if is_new else first))
             try:
                 if self._is_full:
                     await self._room(events.deadline)
                 async for data in source:
-                    self._send(_chunk(data) if is_new else data)
+                    self._send(chunk(data) if is_new else data)
                     if self._is_full:
                         await self._room(events.deadline)
                 data = b""
@@ -259,7 +200,7 @@ class _Connection(asyncio.Protocol):
             except Exception:
                 log.exception("in mid-stream")
                 data = events.tell(internal())
-            self._send((_chunk(data) if data else b"") + b"0\r\n\r\n" if is_new else data)
+            self._send((chunk(data) if data else b"") + b"0\r\n\r\n" if is_new else data)
         return keeps
 
     def _send(self, data: bytes) -> None:
@@ -283,7 +224,7 @@ class _Connection(asyncio.Protocol):
         self._fault = fault
         if self._transport.is_closing():
             return
-        self._transport.write(_whole(error_answer(fault), False, True, False))
+        self._transport.write(whole_bytes(error_answer(fault), False, True, False))
         # Closing now, with bytes unread, would reset the connection and lose the answer on its way
         with contextlib.suppress(OSError):  # the client has reset it
             self._transport.write_eof()
@@ -334,7 +275,7 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._fault = self._fault or ApiError(400, f"request: not HTTP/1.1 ({error})", code="bad_request")
         if self._frame_bytes > HEADERS_BYTES_MAX:
-            self._fault = self._fault or _too_many_headers()
+            self._fault = self._fault or too_many_headers()
         if self._task is None:
             if self._ahead:
                 self._next()
@@ -373,14 +314,14 @@ class _Connection(asyncio.Protocol):
     def on_url(self, url: bytes) -> None:
         self._url += url
         if len(self._url) > HEADERS_BYTES_MAX:
-            self._fault = self._fault or _too_many_headers()
+            self._fault = self._fault or too_many_headers()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._has_head:  # a trailer, which nobody here reads
             return
         self._headers.append((name.lower(), value))
         if len(self._headers) > HEADERS_MAX:
-            self._fault = self._fault or _too_many_headers()
+            self._fault = self._fault or too_many_headers()
 
     def on_headers_complete(self) -> None:
         self._has_head = True
@@ -392,7 +333,7 @@ class _Connection(asyncio.Protocol):
             elif name == b"content-length" and int(value) > self._site.body_bytes_max:
                 self._fault = self._fault or too_large(self._site.body_bytes_max)
         if size > HEADERS_BYTES_MAX:
-            self._fault = self._fault or _too_many_headers()
+            self._fault = self._fault or too_many_headers()
 
     def on_body(self, data: bytes) -> None:
         self._frame_bytes = 0
@@ -413,7 +354,7 @@ class _Connection(asyncio.Protocol):
             self._fault = self._fault or ApiError(400, said, code="bad_request")
         if self._fault is None:
             method = self._parser.get_method().decode("ascii")
-            request = Request(method, _path(self._url), self._headers, bytes(self._body))
+            request = Request(method, path_of(self._url), self._headers, bytes(self._body))
             keeps, is_new = self._parser.should_keep_alive(), self._parser.get_http_version() == "1.1"
             self._ahead.append((request, keeps, is_new))
         self._reading_since = None
@@ -491,41 +432,3 @@ async def serving(site: Site, host: str, port: int) -> AsyncIterator[str]:
         server.close()
         await cancel([sweeping])
         await door.close()
-
-
-def _whole(answer: Answer, keeps: bool, is_new: bool, is_head: bool) -> bytes:
-    status = _STATUS.get(answer.status) or f"HTTP/1.1 {answer.status} Unknown\r\n".encode()
-    is_json = answer.content_type == "application/json"
-    parts = [status, _JSON if is_json else f"Content-Type: {answer.content_type}\r\n".encode()]
-    parts.append(_lines(answer.headers))
-    if not keeps:
-        parts.append(b"Connection: close\r\n")
-    elif not is_new:
-        parts.append(b"Connection: keep-alive\r\n")
-    parts.append(b"Content-Length: %d\r\n\r\n" % len(answer.body))
-    if not is_head:
-        parts.append(answer.body)
-    return b"".join(parts)
-
-
-def _lines(headers: Mapping[str, str]) -> bytes:
-    text = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-    if text.count("\n") != len(headers) or text.count("\r") != len(headers):  # a line break within one
-        text = "".join([" ".join(f"{name}: {value}".splitlines()) + "\r\n" for name, value in headers.items()])
-    return text.encode("latin-1", "replace")
-
-
-def _path(url: bytes) -> str:
-    """The path of a target, which may name its host first; without what follows a question mark."""
-    if not url.startswith(b"/") and b"://" in url:
-        url = b"/" + url.partition(b"://")[2].partition(b"?")[0].partition(b"/")[2]
-    return url.partition(b"?")[0].decode("latin-1")
-
-
-def _chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
-
-
-def _too_many_headers() -> ApiError:
-    said = f"headers: more than {HEADERS_MAX}, or than {HEADERS_BYTES_MAX} bytes"
-    return ApiError(431, said, param="headers", code="headers_too_large")

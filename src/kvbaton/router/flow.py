@@ -27,7 +27,6 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -38,11 +37,12 @@ from kvbaton.api.gather import cancel
 from kvbaton.api.params import FIELD, Mode
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router import dialects, policy
+from kvbaton.router.calls import Call, Route, Tries
 from kvbaton.router.dialects import TicketMinter
 from kvbaton.router.directory import State, Worker
 from kvbaton.router.legs import Answer, EventStream, Leg, LegError, Legs
 from kvbaton.router.load import Load, Loads, answer_tokens, prompt_tokens
-from kvbaton.router.policy import NO_DOUBTS, Doubts, Pair, Weights
+from kvbaton.router.policy import Pair, Weights
 from kvbaton.router.prefixes import Prefixes, pieces
 from kvbaton.router.roster import Roster, View
 from kvbaton.router.settings import Fallback, RouterSettings
@@ -53,31 +53,6 @@ log = logging.getLogger(__name__)
 
 Discard = Callable[[Worker, str], None]
 """Tells P that nobody will come with this ticket. Never blocks."""
-
-
-class Call(msgspec.Struct, frozen=True):
-    """One request to engines: one prompt, one choice."""
-
-    kind: Kind
-    fields: Mapping[str, Any]
-    headers: Sequence[Header]
-    modes: tuple[Mode, ...]  # the first that some pair can serve is taken
-    stream: bool
-    deadline: float  # on the event loop's clock
-    name: str  # the request id
-    data: bytes | None = None  # the client's body, where it stands for this one request
-    alone: str = ""  # why D must answer by itself, if it must
-
-
-class Route(msgspec.Struct, frozen=True):
-    """Who was asked."""
-
-    mode: Mode
-    decode: Worker
-    prefill: Worker | None  # None: D computed the prompt itself
-
-    def __str__(self) -> str:
-        return f"{'-' if self.prefill is None else self.prefill.name}/{self.decode.name}"
 
 
 class Reply:
@@ -129,22 +104,6 @@ class Reply:
                 await cancel([self._source])
             finally:
                 self._unused()
-
-
-@dataclass(slots=True)
-class _Tries:
-    """What one call has been through."""
-
-    tokens: int  # of the prompt, estimated
-    names: tuple[int, ...] = ()  # of the prompt's beginnings
-    seen: Mapping[PeerId, float] = field(default_factory=dict)  # the share of it that workers know
-    prefill_failures: int = 0
-    decode_failures: int = 0
-    stale: int = 0
-    doubts: Doubts = NO_DOUBTS
-    last: LegError | None = None
-    refusals: list[LegError] = field(default_factory=list)  # of workers that are alive
-    alone: str = ""  # why no P is asked any more
 
 
 STALE_MAX = 2
@@ -203,9 +162,9 @@ class Flow:
                 self._worked(reply.route, tries, call.stream)
                 return reply
 
-    def _begin(self, call: Call) -> _Tries:
+    def _begin(self, call: Call) -> Tries:
         settings = self._settings
-        tries = _Tries(prompt_tokens(call.kind, call.fields, settings.chars_per_token), alone=call.alone)
+        tries = Tries(prompt_tokens(call.kind, call.fields, settings.chars_per_token), alone=call.alone)
         if settings.wants_prefixes:
             tries.names, total = pieces(call.kind, call.fields)
             tries.seen = self._prefixes.share(tries.names, total)
@@ -215,7 +174,7 @@ class Flow:
 
     # --- choosing
 
-    def _choose(self, call: Call, tries: _Tries) -> Route:
+    def _choose(self, call: Call, tries: Tries) -> Route:
         view = self._roster.view(_now())
         weights = self._weights(tries)
         if not tries.alone and self._settings.disagg_min_tokens:
@@ -242,19 +201,19 @@ class Flow:
             return able
         return [pair for pair in able if dialects.can_mint(pair, mode, None)]
 
-    def _weights(self, tries: _Tries) -> Weights:
+    def _weights(self, tries: Tries) -> Weights:
         settings = self._settings
         seen = {peer: share * tries.tokens for peer, share in tries.seen.items()} if tries.seen else {}
         return Weights(settings.policy, settings.same_host, self._loads.tokens, seen)
 
-    def _spare_prefill(self, view: View, tries: _Tries, weights: Weights) -> None:
+    def _spare_prefill(self, view: View, tries: Tries, weights: Weights) -> None:
         """A prompt that some D knows almost whole is not worth a handoff."""
         worker = policy.alone(view.workers, 0, weights, tries.doubts)  # who would get it, not who knows most
         known = 0.0 if worker is None else weights.seen.get(worker.peer, 0.0)
         if tries.tokens - known < self._settings.disagg_min_tokens:
             tries.alone = "cached"
 
-    def _nobody(self, call: Call, tries: _Tries, view: View) -> ApiError:
+    def _nobody(self, call: Call, tries: Tries, view: View) -> ApiError:
         if tries.last is not None:
             return tries.last.fault
         mode = call.modes[0]
@@ -262,9 +221,9 @@ class Flow:
 
     # --- asking
 
-    async def _handed_over(self, call: Call, tries: _Tries, route: Route, pair: Pair) -> Reply:
+    async def _handed_over(self, call: Call, tries: Tries, route: Route, pair: Pair) -> Reply:
         ask = dialects.ask(pair, route.mode, self._minter)
-        headers = _named(call, ask.request_id)
+        headers = call.named(ask.request_id)
         if ask.request_id is not None and call.kind is Kind.RESPONSES:  # vLLM reads it from the body there
             call = msgspec.structs.replace(call, fields={**call.fields, "request_id": ask.request_id}, data=None)
         assert ask.source is not None
@@ -291,7 +250,7 @@ class Flow:
             decoding.give()
             raise
 
-    def _other_decoder(self, pair: Pair, mode: Mode, tries: _Tries) -> Worker | None:
+    def _other_decoder(self, pair: Pair, mode: Mode, tries: Tries) -> Worker | None:
         """Whom to take P's ticket to, which names no D, if the one that was chosen drains or left meanwhile."""
         view = self._roster.view(_now())
         if any(worker.peer == pair.decode.peer and worker.state is not State.DRAINING for worker in view.workers):
@@ -299,10 +258,10 @@ class Flow:
         able = [each for each in view.workers if each.decodes and policy.mismatch(pair.prefill, each, mode) is None]
         return policy.alone(able, next(self._turns[None]), self._weights(tries), tries.doubts)
 
-    async def _by_itself(self, call: Call, tries: _Tries, route: Route) -> Reply:
+    async def _by_itself(self, call: Call, tries: Tries, route: Route) -> Reply:
         load = self._loads.take(route.decode.peer, tries.tokens + answer_tokens(call.fields))
         try:
-            return Reply(self, route, await self._decode(call, _named(call), route.decode, None), load)
+            return Reply(self, route, await self._decode(call, call.named(), route.decode, None), load)
         except BaseException:
             load.give()
             raise
@@ -399,7 +358,7 @@ class Flow:
         elif stream.broke and self._roster.health.failed(worker.peer, _now()) is not None:
             log.warning("decode worker %s broke off a stream; it is asked last for a while", worker.name)
 
-    def _worked(self, route: Route, tries: _Tries, is_stream: bool) -> None:
+    def _worked(self, route: Route, tries: Tries, is_stream: bool) -> None:
         for error in tries.refusals:
             self._blame(error)
         health = self._roster.health
@@ -413,7 +372,7 @@ class Flow:
             if route.prefill is not None:
                 self._prefixes.note(route.prefill.peer, tries.names)
 
-    def _note(self, call: Call, route: Route, tries: _Tries, error: LegError) -> None:
+    def _note(self, call: Call, route: Route, tries: Tries, error: LegError) -> None:
         """Blame a failed leg, and raise its fault where nobody else may be asked."""
         if error.final and (error.fault.param or "").startswith(FIELD):
             error = _not_the_clients(error)
@@ -430,7 +389,7 @@ class Flow:
             self._blame(error)
         else:
             tries.refusals.append(error)  # it may be the request's fault, unless another worker can do it
-        tries.doubts = _doubts(tries.doubts, route, error)
+        tries.doubt(route, error)
         if error.side == "prefill":
             tries.prefill_failures += 1
             spent = tries.prefill_failures > self._settings.prefill_retries
@@ -483,23 +442,11 @@ class Flow:
         await cancel(list(self._settling))
 
 
-def _doubts(before: Doubts, route: Route, error: LegError) -> Doubts:
-    if error.is_handoff and route.prefill is not None:
-        # either may be to blame; with one P or one D the other may still pair anew
-        p, d = route.prefill.peer, error.worker.peer  # the D that was asked in the end
-        return msgspec.structs.replace(before, shun={*before.shun, p, d}, tried={*before.tried, (p, d)})
-    return msgspec.structs.replace(before, avoid={*before.avoid, error.worker.peer})
-
-
 def _not_the_clients(error: LegError) -> LegError:
     """D refuses what P answered: clients cannot send that field, so it is the handoff that failed."""
     what = f"{error.side} worker {error.worker.name} refuses what it was handed: {error.fault.message}"
     fault = ApiError(502, what, type="handoff_failed", code=error.fault.code)
     return LegError(error.side, error.worker, fault)
-
-
-def _named(call: Call, request_id: str | None = None) -> Sequence[Header]:
-    return [*call.headers, (b"X-Request-Id", (request_id or call.name).encode())]
 
 
 def _close(decoding: Answer | EventStream) -> None:

@@ -21,10 +21,11 @@ from kvbaton.api.gather import all_of, interleave
 from kvbaton.api.http import REQUEST_ID, checked_request_id
 from kvbaton.api.merge import Joiner, Part, join, split
 from kvbaton.api.params import FIELD, Mode
-from kvbaton.router.door import Answer, Events, Request
-from kvbaton.router.flow import Call, Flow, Reply
+from kvbaton.router.calls import Call
+from kvbaton.router.flow import Flow, Reply
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.stats import RouterStats, count
+from kvbaton.router.talk import Answer, Events, Request
 from kvbaton.router.wire import Header
 
 PARTS_BYTES_MAX = 128 << 20

@@ -1,0 +1,73 @@
+"""One request to engines: what is asked, who was asked, and what it has been through so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvbaton.api.bodies import Kind
+from kvbaton.api.params import Mode
+from kvbaton.protocol.ids import PeerId
+from kvbaton.router.directory import Worker
+from kvbaton.router.legs import LegError
+from kvbaton.router.policy import NO_DOUBTS, Doubts
+from kvbaton.router.wire import Header
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One prompt, one choice."""
+
+    kind: Kind
+    fields: Mapping[str, Any]
+    headers: Sequence[Header]
+    modes: tuple[Mode, ...]  # the first that some pair can serve is taken
+    stream: bool
+    deadline: float  # on the event loop's clock
+    name: str  # the request id
+    data: bytes | None = None  # the client's body, where it stands for this one request
+    alone: str = ""  # why D must answer by itself, if it must
+
+    def named(self, request_id: str | None = None) -> Sequence[Header]:
+        """The headers of a leg, under the client's request id or another."""
+        return [*self.headers, (b"X-Request-Id", (request_id or self.name).encode())]
+
+
+class Route(msgspec.Struct, frozen=True):
+    """Who was asked."""
+
+    mode: Mode
+    decode: Worker
+    prefill: Worker | None  # None: D computed the prompt itself
+
+    def __str__(self) -> str:
+        return f"{'-' if self.prefill is None else self.prefill.name}/{self.decode.name}"
+
+
+@dataclass(slots=True)
+class Tries:
+    """What one call has been through."""
+
+    tokens: int  # of the prompt, estimated
+    names: tuple[int, ...] = ()  # of the prompt's beginnings
+    seen: Mapping[PeerId, float] = field(default_factory=dict)  # the share of it that workers know
+    prefill_failures: int = 0
+    decode_failures: int = 0
+    stale: int = 0
+    doubts: Doubts = NO_DOUBTS
+    last: LegError | None = None
+    refusals: list[LegError] = field(default_factory=list)  # of workers that are alive
+    alone: str = ""  # why no P is asked any more
+
+    def doubt(self, route: Route, error: LegError) -> None:
+        """Do not ask the same again."""
+        before = self.doubts
+        if error.is_handoff and route.prefill is not None:
+            # either may be to blame; with one P or one D the other may still pair anew
+            p, d = route.prefill.peer, error.worker.peer if error.side == "decode" else route.decode.peer
+            doubts = msgspec.structs.replace(before, shun={*before.shun, p, d}, tried={*before.tried, (p, d)})
+        else:
+            doubts = msgspec.structs.replace(before, avoid={*before.avoid, error.worker.peer})
+        self.doubts = doubts

@@ -1,0 +1,131 @@
+"""What is asked at the router's door and what is answered there, as values, and as the bytes of HTTP/1.1.
+
+Law: no header of an answer can hold another: line breaks within one become blanks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from http import HTTPStatus
+from typing import Any, Protocol
+
+import msgspec
+
+from kvbaton.api import sse
+from kvbaton.api.errors import ApiError
+from kvbaton.router.wire import HEADERS_BYTES_MAX, Header
+
+HEADERS_MAX = 128
+
+_encode = msgspec.json.Encoder().encode
+_STATUS = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_JSON = b"Content-Type: application/json\r\n"
+
+
+class Request:
+    """One request, read to its end. Names of headers are in lower case."""
+
+    __slots__ = ("body", "headers", "method", "path")
+
+    def __init__(self, method: str, path: str, headers: list[Header], body: bytes) -> None:
+        self.method = method
+        self.path = path
+        self.headers = headers
+        self.body = body
+
+    def header(self, name: bytes) -> str | None:
+        for known, value in self.headers:
+            if known == name:
+                return value.decode("latin-1")
+        return None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A whole answer."""
+
+    body: bytes
+    status: int = 200
+    headers: Mapping[str, str] = {}
+    content_type: str = "application/json"
+
+
+class Events(msgspec.Struct, frozen=True):
+    """A stream of events. What fails before the first is an answer like any other, what fails later is told in it.
+
+    `headers` may be filled until the first event has come. A client that has not read by the deadline is cut off.
+    """
+
+    source: AsyncGenerator[bytes, None]
+    headers: Mapping[str, str]
+    deadline: float
+    tell: Callable[[ApiError], bytes] = sse.error_event
+
+
+Handler = Callable[[Request], Awaitable[Answer | Events]]
+
+
+class Site(Protocol):
+    """What a door leads to."""
+
+    @property
+    def body_bytes_max(self) -> int: ...
+    @property
+    def body_s(self) -> float: ...
+    def handler(self, method: str, path: str) -> Handler:
+        """Who answers; `ApiError` if nobody does."""
+
+
+def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
+    return Answer(_encode(value), status, headers or {})
+
+
+def error_answer(error: ApiError) -> Answer:
+    return json_answer(error.body, error.status, error.headers)
+
+
+def whole_bytes(answer: Answer, keeps: bool, is_new: bool, is_head: bool) -> bytes:
+    """A whole answer as it goes out."""
+    status = _STATUS.get(answer.status) or f"HTTP/1.1 {answer.status} Unknown\r\n".encode()
+    is_json = answer.content_type == "application/json"
+    parts = [status, _JSON if is_json else f"Content-Type: {answer.content_type}\r\n".encode()]
+    parts.append(header_lines(answer.headers))
+    if not keeps:
+        parts.append(b"Connection: close\r\n")
+    elif not is_new:
+        parts.append(b"Connection: keep-alive\r\n")
+    parts.append(b"Content-Length: %d\r\n\r\n" % len(answer.body))
+    if not is_head:
+        parts.append(answer.body)
+    return b"".join(parts)
+
+
+def stream_head(headers: Mapping[str, str], keeps: bool, is_new: bool) -> bytes:
+    """All that stands before the first event."""
+    parts = [_STATUS[200], b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\n", header_lines(headers)]
+    if is_new:
+        parts.append(b"Transfer-Encoding: chunked\r\n")
+    parts.append(b"\r\n" if keeps else b"Connection: close\r\n\r\n")
+    return b"".join(parts)
+
+
+def header_lines(headers: Mapping[str, str]) -> bytes:
+    text = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    if text.count("\n") != len(headers) or text.count("\r") != len(headers):  # a line break within one
+        text = "".join([" ".join(f"{name}: {value}".splitlines()) + "\r\n" for name, value in headers.items()])
+    return text.encode("latin-1", "replace")
+
+
+def path_of(url: bytes) -> str:
+    """The path of a target, which may name its host first; without what follows a question mark."""
+    if not url.startswith(b"/") and b"://" in url:
+        url = b"/" + url.partition(b"://")[2].partition(b"?")[0].partition(b"/")[2]
+    return url.partition(b"?")[0].decode("latin-1")
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+
+
+def too_many_headers() -> ApiError:
+    said = f"headers: more than {HEADERS_MAX}, or than {HEADERS_BYTES_MAX} bytes"
+    return ApiError(431, said, param="headers", code="headers_too_large")
