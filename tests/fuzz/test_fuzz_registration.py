@@ -279,6 +279,8 @@ def field(name: str, annotation: object) -> st.SearchStrategy[typing.Any]:
         return worker_ids
     if name == "incarnation":
         return lives
+    if name == "held":
+        return st.text(max_size=40).filter(str.isprintable)
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
     if annotation in generated:

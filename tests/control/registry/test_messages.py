@@ -177,3 +177,9 @@ def test_a_damaged_registration_is_refused_or_within_bounds(data: st.DataObject)
 
 def test_a_directory_becomes_addresses_to_dial() -> None:
     assert addresses([ENTRY]) == {"p0": ("tcp://[::1]:5", KEY)}
+
+
+def test_what_ends_on_an_operators_screen_is_printable() -> None:
+    ping = m.Ping(Incarnation(1), m.Seen(), "2 requests\x1b[2J")
+    with pytest.raises(m.RegistryFault, match="held"):
+        m.decode_to_registry(m.encode(ping))
