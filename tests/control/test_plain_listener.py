@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import repeat
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -312,17 +315,21 @@ def test_close_is_quick_idempotent_and_needs_no_start() -> None:
     with sender(listener.endpoint) as worker:
         worker.say(P0.payload)
         until(listener.workers)
-        began = time.monotonic()
         assert listener.close() and listener.close() and not listener.is_alive
-        assert time.monotonic() - began < 1.0
     with listening(listener.endpoint):  # the port is free again
         pass
+
+
+def thread_switches() -> int:
+    """How often the kernel has given the processor to the listener's thread."""
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "kvbaton-plain"]
+    status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+    return sum(map(int, re.findall(r"ctxt_switches:\s+(\d+)", status)))
 
 
 def test_waiting_for_nobody_costs_no_processor_time() -> None:
     with listening() as listener:
         until(lambda: listener.is_alive)
-        time.sleep(0.2)
-        before = time.process_time()
+        before = thread_switches()
         time.sleep(0.5)
-        assert time.process_time() - before < 0.1
+        assert thread_switches() - before < 50, "one that spins, or polls, is switched to all the time"

@@ -110,7 +110,7 @@ def test_a_ticket_that_the_router_takes_back_costs_no_pin_until_its_lease_runs_o
 
 
 def test_a_drain_waits_for_the_lease_and_ends_with_it(tmp_path: Path) -> None:
-    with prefiller(tmp_path) as p:
+    with prefiller(tmp_path, "--drain-s", "1000") as p:
         ticket = p.prefill("a prompt that somebody may read")
         p.process.send_signal(signal.SIGTERM)
         wait_for(lambda: p.server.workers()[0].draining, 20.0, p.log)
