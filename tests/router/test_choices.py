@@ -280,7 +280,7 @@ def test_a_request_that_every_worker_chokes_on_breaks_nobody() -> None:
 
 def test_a_p_that_hangs_until_the_deadline_is_held_against_it() -> None:
     async def story() -> None:
-        short = settings(deadline_s=1.0, suspect_s=60)
+        short = settings(deadline_s=6.0, first_byte_s=60, suspect_s=60)
         async with cluster([hang, lease], 1, settings=short) as c:
             assert [(await c.post(BODY))[0] for _ in range(4)] == [200] * 4
             assert len(c.p[0].bodies) == 1
