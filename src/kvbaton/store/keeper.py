@@ -1,0 +1,217 @@
+"""The orders of one store: what runs, what waits, what was given up. Pure: no threads, no clock, no input or output.
+
+Laws: an order ends once, in `_end`, and every way to fail enters by `_fail`. There is one lane for each kind of order,
+and a lane has one call under way; one that is not back by its deadline is *stuck*: its order ends, its slot stays with
+it, and the lane goes on with another slot and another thread. At most `stuck_max` calls are; beyond it the store is
+gone. Gets and puts have staging memory of their own, so bytes that land late can spoil no value that is being put.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.store.base import Get, Lookup, Order, OrderEnded, OrderId, Put, StoreSettings
+from kvbaton.store.breaker import Breaker
+from kvbaton.store.scripts import Answer, Call, Refused, Task
+from kvbaton.store.staging import Staging
+
+log = logging.getLogger(__name__)
+
+DETAIL_CHARS_MAX = 200
+TOO_LATE = "the store did not answer in time"
+
+LANES: dict[type[Order], str] = {Lookup: "lookup", Get: "get", Put: "put"}
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    name: str
+    slot: int | None = None
+    tasks: deque[Task] = field(default_factory=deque)  # the first has its turn
+    call: Call | None = None  # under way
+    waiting: Task | None = None  # whose call it is, unless that order has ended
+
+
+class Keeper:
+    """Tasks in, calls and ends out. All times are instants of one clock, given by the caller."""
+
+    def __init__(self, settings: StoreSettings) -> None:
+        self.settings = settings
+        self.counters: Counter[str] = Counter()
+        size = 1 + settings.stuck_max, settings.values_per_call_max, settings.value_bytes_max
+        self.staging = {"get": Staging(*size), "put": Staging(*size)}  # apart: what lands late must not be put
+        self._breaker = Breaker(settings.retry_s_min, settings.retry_s_max)
+        self._lanes = {name: _Lane(name) for name in LANES.values()}
+        self._stuck: dict[Call, tuple[str, int | None]] = {}  # the lane that it was on, and its slot
+        self._closed = False
+        self._calls: list[Call] = []
+        self._ends: list[OrderEnded] = []
+        self._find_slots()
+
+    @property
+    def stuck(self) -> int:
+        return len(self._stuck)
+
+    @property
+    def under_way(self) -> int:
+        """Calls that have begun and have not come back."""
+        return len(self._stuck) + sum(lane.call is not None for lane in self._lanes.values())
+
+    # --- inputs
+
+    def take(self, task: Task, now: float) -> None:
+        """A task that has begun; from here on it ends exactly once."""
+        lane = self._lanes[LANES[type(task.order)]]
+        lane.tasks.append(task)
+        self._pump(lane, now)
+
+    def cancel(self, order: OrderId, now: float) -> None:
+        for lane in self._lanes.values():
+            for task in [task for task in lane.tasks if task.order.order == order]:
+                self._fail(lane, task, Refused(Reason.CANCELLED, "cancelled"), now)
+
+    def returned(self, call: Call, outcome: Answer | Exception, now: float) -> None:
+        """A call has come back, in time or not."""
+        if isinstance(outcome, Exception):
+            self._breaker.failed(now)
+            self.counters[f"errors.{call.kind.value}"] += 1
+            told = f"{call.kind.value}: {type(outcome).__name__}: {outcome}"
+            answer: Answer | Refused = Refused(Reason.STORE_FAILED, told[:DETAIL_CHARS_MAX])
+        else:
+            self._breaker.succeeded()
+            self.counters["damaged"] += outcome.damaged
+            answer = outcome
+        if call in self._stuck:
+            self._rescue(call)
+            return
+        lane = next(lane for lane in self._lanes.values() if lane.call is call)
+        task, lane.call, lane.waiting = lane.waiting, None, None
+        self._pump(lane, now, None if task is None else answer)
+
+    def on_time(self, now: float) -> None:
+        """End what is due."""
+        for lane in self._lanes.values():
+            if lane.call is not None and lane.call.deadline <= now:
+                self._abandon(lane, lane.call, now)
+            for task in [task for task in lane.tasks if task.deadline <= now]:
+                self._fail(lane, task, Refused(Reason.TRANSFER_TIMEOUT, TOO_LATE), now)
+
+    def next_deadline(self) -> float | None:
+        due = [lane.call.deadline for lane in self._lanes.values() if lane.call is not None]
+        due += [task.deadline for lane in self._lanes.values() for task in lane.tasks]
+        return min(due, default=None)
+
+    def close(self, now: float) -> None:
+        """End every order; no call begins any more."""
+        self._closed = True
+        for lane in self._lanes.values():
+            for task in list(lane.tasks):
+                self._fail(lane, task, Refused(Reason.CANCELLED, "the store was closed"), now)
+            if lane.call in self._calls:  # never begun
+                lane.call = None
+        self._calls.clear()
+
+    # --- outputs
+
+    def calls(self) -> list[Call]:
+        """Calls to begin now, each on a thread of its own."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    def ends(self) -> list[OrderEnded]:
+        ends, self._ends = self._ends, []
+        return ends
+
+    # --- a lane's life
+
+    def _pump(self, lane: _Lane, now: float, answer: Answer | Refused | None = None) -> None:
+        """Go on with the first task, and the next, until a call is under way or none is left."""
+        while lane.tasks and lane.call is None:
+            task = lane.tasks[0]
+            call = self._step(lane, task, answer)
+            answer = None
+            if call is None:
+                continue
+            answer = self._refusal(now)
+            if answer is None:
+                call.deadline = min(task.deadline, now + self.settings.call_timeout_s)
+                lane.call, lane.waiting = call, task
+                self._calls.append(call)
+
+    def _step(self, lane: _Lane, task: Task, answer: Answer | Refused | None) -> Call | None:
+        """Let a script go on; its next call, or None once its order has ended."""
+        slot = lane.slot
+        task.frame = None if slot is None else partial(self.staging[lane.name].frame, slot)
+        try:
+            if isinstance(answer, Refused):
+                return task.script.throw(answer)
+            if answer is not None:
+                return task.script.send(answer)
+            return task.first or next(task.script)
+        except StopIteration:
+            pass
+        except Refused as refused:
+            task.reason, task.detail = refused.reason, refused.detail
+        except Exception as error:  # an engine's memory or pins: it costs this order alone
+            self.counters["faults"] += 1
+            log.exception("order %d of a store failed", task.order.order)
+            task.reason, task.detail = Reason.STORE_FAILED, f"{type(error).__name__}: {error}"[:DETAIL_CHARS_MAX]
+        self._end(lane, task)
+        return None
+
+    def _fail(self, lane: _Lane, task: Task, refused: Refused, now: float) -> None:
+        """The one way to fail. A call that is under way goes on, and keeps the lane until it is back or stuck."""
+        if lane.waiting is task:
+            lane.waiting = None
+        self._step(lane, task, refused)
+        self._pump(lane, now)
+
+    def _end(self, lane: _Lane, task: Task) -> None:
+        lane.tasks.remove(task)
+        task.frame = None
+        self.counters[f"{lane.name}.{task.reason or 'done'}"] += 1
+        self.counters[f"{lane.name}.keys"] += task.count
+        self._ends.append(OrderEnded(task.order.order, task.count, task.reason, task.detail))
+
+    def _refusal(self, now: float) -> Refused | None:
+        """Why no call may begin now."""
+        if self._closed:
+            return Refused(Reason.CANCELLED, "the store was closed")
+        if len(self._stuck) >= self.settings.stuck_max:
+            self.counters["skipped"] += 1
+            return Refused(Reason.BUSY, f"{len(self._stuck)} calls to the store have not come back")
+        if not self._breaker.may_ask(now):
+            self.counters["skipped"] += 1
+            return Refused(Reason.STORE_FAILED, "the store has failed and is left alone for a while")
+        return None
+
+    # --- calls that do not come back
+
+    def _abandon(self, lane: _Lane, call: Call, now: float) -> None:
+        self.counters["stuck"] += 1
+        self._breaker.failed(now)
+        self._stuck[call] = lane.name, lane.slot if call.frames else None
+        if call.frames:
+            lane.slot = None
+            self._find_slots()
+        task, lane.call = lane.waiting, None
+        if task is not None:
+            self._fail(lane, task, Refused(Reason.TRANSFER_TIMEOUT, TOO_LATE), now)
+        else:
+            self._pump(lane, now)
+
+    def _rescue(self, call: Call) -> None:
+        """What was stuck has come back: its slot can be used again."""
+        name, slot = self._stuck.pop(call)
+        if slot is not None:
+            self.staging[name].give_back(slot)
+            self._find_slots()
+
+    def _find_slots(self) -> None:
+        for name, staging in self.staging.items():
+            if self._lanes[name].slot is None:
+                self._lanes[name].slot = staging.take()

@@ -1,0 +1,201 @@
+"""A `Store` over any `Backend`: one thread that keeps the orders, and workers that may hang.
+
+Laws: the submitting thread does no more than check, pin and append. Only the keeper's thread touches the keeper and the
+engine's memory, and it never calls a back end. `close` leaves no order open and no pin held; a back end is closed only
+when no call is inside it, since libraries do not survive that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from kvbaton.store.base import Backend, Get, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
+from kvbaton.store.keeper import Keeper
+from kvbaton.store.keys import is_key
+from kvbaton.store.scripts import Answer, Call, Task
+from kvbaton.store.work import Workers
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 0.05
+
+_Input: TypeAlias = Task | OrderId | tuple[Call, Answer | Exception]
+
+
+class KeptStore:
+    """Implements `Store`. `owned`: the back end is this store's alone, and closed with it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        pins: Pins,
+        settings: StoreSettings,
+        *,
+        owned: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._pins = pins
+        self._backend = backend if owned else None
+        self._clock = clock
+        self._keeper = Keeper(settings)
+        for staging in self._keeper.staging.values():
+            backend.register(staging.memory)
+        self._workers = Workers(backend, lambda call, outcome: self._post((call, outcome)))
+        self._changed = threading.Condition()
+        self._inputs: deque[_Input] = deque()
+        self._news: list[OrderEnded] = []
+        self._open = 0  # accepted, and the end not drained: bounds the news as well
+        self._closed = False
+        self._waker: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._run, name="kvbaton-store", daemon=True)
+        self._thread.start()
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        return self._keeper.counters
+
+    @property
+    def stuck(self) -> int:
+        """Calls that were given up and have not come back."""
+        return self._keeper.stuck
+
+    def submit(self, order: Order) -> bool:
+        check(order, self._settings)
+        with self._changed:
+            if self._closed or self._open >= self._settings.orders_max:
+                return False
+            task = Task(order, self._clock() + order.timeout_s, self._settings.values_per_call_max)
+            task.begin(self._pins)
+            self._open += 1
+            self._inputs.append(task)
+            self._changed.notify()
+            return True
+
+    def cancel(self, order: OrderId) -> None:
+        self._post(order)
+
+    def drain(self) -> list[OrderEnded]:
+        with self._changed:
+            news, self._news = self._news, []
+            self._open -= len(news)
+            return news
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        with self._changed:
+            self._waker = waker
+            ring = bool(self._news)
+        if ring:
+            self._ring()
+
+    def close(self) -> None:
+        with self._changed:
+            first, self._closed = not self._closed, True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:  # a waker may close
+            self._thread.join(self._settings.close_s)
+        if not first:
+            return
+        self._workers.stop()
+        if self._backend is None:
+            return
+        if self._keeper.under_way:
+            log.warning("a call to the store has not come back: its back end is left open")
+            return
+        closing = threading.Thread(target=self._backend.close, name="kvbaton-store-close", daemon=True)
+        closing.start()
+        closing.join(self._settings.close_s)
+
+    def _post(self, given: _Input) -> None:
+        with self._changed:
+            self._inputs.append(given)
+            self._changed.notify()
+
+    def _ring(self) -> None:
+        try:
+            self._waker()
+        except Exception:
+            log.warning("the waker raised", exc_info=True)
+
+    # --- the keeper's thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                due = self._keeper.next_deadline()
+                if not self._inputs and not self._closed:
+                    self._changed.wait(None if due is None else max(0.0, due - self._clock()))
+                inputs, self._inputs = self._inputs, deque()
+                closed = self._closed
+            try:
+                self._turn(inputs)
+            except Exception:  # a bug in one turn must not leave the others without an end
+                log.exception("the store's keeper failed; going on")
+                time.sleep(PAUSE_S)
+            if closed:
+                self._finish()
+                return
+
+    def _turn(self, inputs: deque[_Input]) -> None:
+        for given in inputs:
+            now = self._clock()
+            match given:
+                case Task():
+                    self._keeper.take(given, now)
+                case (call, outcome):
+                    self._keeper.returned(call, outcome, now)
+                case int():
+                    self._keeper.cancel(given, now)
+            self._tell()
+        self._keeper.on_time(self._clock())
+        self._tell()
+
+    def _tell(self) -> None:
+        for call in self._keeper.calls():
+            self._workers.begin(call)
+        ends = self._keeper.ends()
+        if ends:
+            with self._changed:
+                ring = not self._news
+                self._news += ends
+            if ring:
+                self._ring()
+
+    def _finish(self) -> None:
+        """End all orders, and give the calls that are under way a while to come back."""
+        self._keeper.close(self._clock())
+        self._tell()
+        until = self._clock() + self._settings.close_s / 2
+        with self._changed:
+            while self._keeper.under_way and self._clock() < until:
+                if not self._inputs:
+                    self._changed.wait(max(0.0, until - self._clock()))
+                while self._inputs:
+                    given = self._inputs.popleft()
+                    if isinstance(given, tuple):
+                        self._keeper.returned(*given, self._clock())
+
+
+def check(order: Order, settings: StoreSettings) -> None:
+    """ValueError names the field of an order that no store could carry out.
+
+    Pieces are looked at later, on the keeper's thread: 64 values of 64 pieces would cost the engine's step 1 ms.
+    """
+    if not 0 < len(order.keys) <= settings.keys_max:
+        raise ValueError(f"keys: {len(order.keys)}; give 1..{settings.keys_max}")
+    wrong = next((key for key in order.keys if not is_key(key)), None)
+    if wrong is not None:
+        raise ValueError(f"keys: {wrong[:40]!r} is not a key; make it with store.keys")
+    if not 0 < order.timeout_s <= settings.timeout_s_max:
+        raise ValueError(f"timeout_s: {order.timeout_s}; give more than 0 and at most {settings.timeout_s_max}")
+    count = len(order.keys)
+    match order:
+        case Get() if len(order.into) != count:
+            raise ValueError(f"into: {len(order.into)} values for {count} keys")
+        case Put() if len(order.values) != count:
+            raise ValueError(f"values: {len(order.values)} values for {count} keys")

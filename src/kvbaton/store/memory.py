@@ -1,0 +1,116 @@
+"""The embedded back end: values in host memory, the least recently used go first, to disk if there is a disk tier.
+
+Laws: at most `bytes_max` of values are in memory at any time, whatever is put. The lock is held for look-ups alone, not
+while bytes are copied or files written. A value never changes once it is here, so readers need no lock on it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+from kvbaton.store.disk import DiskTier
+
+KEY_COST_BYTES = 512  # what an entry costs beside its value, so that many small ones are bounded too
+
+
+class MemoryBackend:
+    """Implements `Backend`; several stores of one process may share it."""
+
+    lands_late = False
+
+    def __init__(self, bytes_max: int, disk: DiskTier | None = None) -> None:
+        if bytes_max < 1:
+            raise ValueError(f"bytes_max: {bytes_max}; give the memory that values may take")
+        self.counters: Counter[str] = Counter()
+        self._bytes_max = bytes_max
+        self._disk = disk
+        self._lock = threading.Lock()
+        self._values: OrderedDict[str, bytes] = OrderedDict()  # the least recently used first
+        self._bytes = 0
+
+    @property
+    def bytes_used(self) -> int:
+        return self._bytes
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def register(self, memory: memoryview) -> None:
+        pass
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        with self._lock:
+            here = [key in self._values for key in keys]
+            for key in keys:
+                if key in self._values:
+                    self._values.move_to_end(key)  # who asks is about to get it
+        if self._disk is None:
+            return here
+        return [is_here or self._disk.has(key) for key, is_here in zip(keys, here, strict=True)]
+
+    def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> list[str]:
+        return ["" if self._keep(key, bytes(value)) else TOO_LARGE for key, value in zip(keys, values, strict=True)]
+
+    def get(self, keys: Sequence[str], into: Sequence[memoryview]) -> list[int]:
+        return [self._read(key, buffer) for key, buffer in zip(keys, into, strict=True)]
+
+    def discard(self, keys: Sequence[str]) -> None:
+        with self._lock:
+            for key in keys:
+                self._drop(key)
+        for key in keys:
+            if self._disk is not None:
+                self._disk.discard(key)
+
+    def close(self) -> None:
+        """What is in memory is gone; with a disk tier it is there when this is opened again."""
+        with self._lock:
+            left, self._values, self._bytes = self._values, OrderedDict(), 0
+        if self._disk is not None:
+            for key, value in left.items():
+                self._disk.write(key, value)
+            self._disk.close()
+
+    def _read(self, key: str, buffer: memoryview) -> int:
+        with self._lock:
+            value = self._values.get(key)
+            if value is not None:
+                self._values.move_to_end(key)
+        if value is None and self._disk is not None:
+            value = self._disk.read(key)
+            if value is not None:
+                self._keep(key, value)
+        self.counters["hits" if value is not None else "misses"] += 1
+        if value is None or len(value) > buffer.nbytes:
+            return 0 if value is None else len(value)  # too long for what was expected: the reader sees it
+        buffer[: len(value)] = value
+        return len(value)
+
+    def _keep(self, key: str, value: bytes) -> bool:
+        cost = len(value) + KEY_COST_BYTES
+        if cost > self._bytes_max:
+            return False
+        with self._lock:
+            self._drop(key)
+            evicted = []
+            while self._bytes + cost > self._bytes_max:
+                old, gone = self._values.popitem(last=False)
+                self._bytes -= len(gone) + KEY_COST_BYTES
+                evicted.append((old, gone))
+            self._values[key] = value
+            self._bytes += cost
+        self.counters["evicted"] += len(evicted)
+        if self._disk is not None:
+            for old, gone in evicted:
+                self._disk.write(old, gone)
+        return True
+
+    def _drop(self, key: str) -> None:
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._bytes -= len(value) + KEY_COST_BYTES
+
+
+TOO_LARGE = "the value alone is larger than the store's memory"

@@ -1,0 +1,161 @@
+"""What each kind of order does, as a script: it yields the calls that a back end is to perform and gets their answers.
+
+Law: a put's pin is dropped in the one `finally` of `_put`: after its last byte was copied, or when the script is left
+by anything else, an answer, an exception thrown in for a time-out, a cancel or a shutdown included. `begin` runs a put
+up to its first call, so there is no time at which the pin is held and the `finally` not armed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.store.base import Get, Lookup, Order, Pieces, Pins, Put
+from kvbaton.store.staging import gather, scatter, size_of
+
+
+class Kind(enum.Enum):
+    EXISTS = "exists"
+    GET = "get"
+    PUT = "put"
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One thing for the back end to do, on a thread that may block. `frames` lie in the caller's slot."""
+
+    kind: Kind
+    keys: tuple[str, ...]
+    frames: tuple[memoryview, ...] = ()
+    deadline: float = 0.0  # set when it begins
+
+
+class Answer:
+    """What a call brought: per key whether it is good (there, whole, kept), and the first thing that was wrong.
+
+    `frames` hold what a get brought: in memory that nothing but this answer can change.
+    """
+
+    __slots__ = ("damaged", "detail", "frames", "good")
+
+    def __init__(
+        self, good: Sequence[bool], detail: str = "", damaged: int = 0, frames: Sequence[memoryview] = ()
+    ) -> None:
+        self.good = tuple(good)
+        self.detail = detail
+        self.damaged = damaged
+        self.frames = frames
+
+    @property
+    def lead(self) -> int:
+        """How many keys are good, from the first on."""
+        return next((index for index, is_so in enumerate(self.good) if not is_so), len(self.good))
+
+
+class Refused(Exception):
+    """Thrown into a script: why its order ends now."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+Script: TypeAlias = Generator[Call, Answer, None]
+FrameOf: TypeAlias = Callable[[int, int], memoryview]
+"""(index, value bytes) to a frame of the slot that the order has."""
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One accepted order. The keeper fills in `frame` when its turn comes."""
+
+    order: Order
+    deadline: float
+    batch: int
+    count: int = 0
+    reason: Reason | None = None
+    detail: str = ""
+    frame: FrameOf | None = None
+    first: Call | None = None  # of a put, which is under way from the moment it is accepted
+    script: Script = field(init=False)
+
+    def begin(self, pins: Pins) -> None:
+        """On the submitting thread: a put pins, and stops at its first call."""
+        match self.order:
+            case Put():
+                self.script = _put(self, self.order, pins)
+                self.first = next(self.script)
+            case Get():
+                self.script = _get(self, self.order)
+            case Lookup():
+                self.script = _lookup(self, self.order)
+
+    def frames(self, values: Sequence[Pieces], *, writes: bool) -> tuple[memoryview, ...]:
+        """A frame for each value."""
+        if self.frame is None:
+            raise Refused(Reason.BUSY, "all staging memory is held by calls that have not come back")
+        try:
+            if writes and any(piece.readonly for pieces in values for piece in pieces):
+                raise ValueError("a piece cannot be written to")
+            return tuple(self.frame(index, size_of(pieces)) for index, pieces in enumerate(values))
+        except ValueError as error:
+            raise Refused(Reason.BAD_SPAN, f"{'into' if writes else 'values'}: {error}") from None
+
+
+def _lookup(task: Task, order: Lookup) -> Script:
+    answer = yield Call(Kind.EXISTS, order.keys)
+    task.count = answer.lead
+
+
+def _get(task: Task, order: Get) -> Script:
+    for start, stop in _batches(len(order.keys), task.batch):
+        frames = task.frames(order.into[start:stop], writes=True)
+        answer = yield Call(Kind.GET, order.keys[start:stop], frames)
+        for index in range(answer.lead):
+            scatter(answer.frames[index], order.into[start + index])
+            task.count += 1
+        if answer.lead < stop - start:
+            task.detail = answer.detail
+            return
+
+
+def _put(task: Task, order: Put, pins: Pins) -> Script:
+    pins.pin(order.order, order.blocks)
+    try:
+        answer = yield Call(Kind.EXISTS, order.keys)
+        wanted = [index for index, is_there in enumerate(answer.good) if not is_there]
+        task.count = len(order.keys) - len(wanted)
+        last: Call | None = None
+        for start, stop in _batches(len(wanted), task.batch):
+            if last is not None and not (yield from _kept(task, last)):
+                return
+            last = _staged(task, order, wanted[start:stop])
+    finally:
+        pins.unpin(order.order)
+    if last is not None:
+        yield from _kept(task, last)
+
+
+def _staged(task: Task, order: Put, indexes: Sequence[int]) -> Call:
+    frames = task.frames([order.values[index] for index in indexes], writes=False)
+    for frame, index in zip(frames, indexes, strict=True):
+        gather(order.values[index], frame)
+    return Call(Kind.PUT, tuple(order.keys[index] for index in indexes), frames)
+
+
+def _kept(task: Task, call: Call) -> Generator[Call, Answer, bool]:
+    """Put one batch; whether to go on. After a hole nobody would find the rest."""
+    answer = yield call
+    task.count += sum(answer.good)
+    if not all(answer.good):
+        task.reason, task.detail = Reason.STORE_FAILED, answer.detail
+    return all(answer.good)
+
+
+def _batches(count: int, size: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, count, size):
+        yield start, min(start + size, count)

@@ -1,0 +1,99 @@
+"""Performs calls on a back end, on threads that may block for as long as the back end likes.
+
+Laws: sums are made and checked here, off every other thread, so nothing that a back end brings is good unless its frame
+says so. What a back end raises, or answers that makes no sense, becomes an exception in the outcome; nothing else
+leaves a worker. There are never more threads than calls under way at once, and an idle one sleeps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import TypeAlias, TypeVar
+
+from kvbaton.store.base import Backend
+from kvbaton.store.frames import FRAME_BYTES, holds, seal
+from kvbaton.store.scripts import Answer, Call, Kind
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Returned: TypeAlias = Callable[[Call, "Answer | Exception"], None]
+
+
+def perform(backend: Backend, call: Call) -> Answer:
+    """Do it; raises whatever the back end raises."""
+    match call.kind:
+        case Kind.EXISTS:
+            return Answer([bool(each) for each in _matched(call, backend.exists(call.keys))])
+        case Kind.PUT:
+            for key, frame in zip(call.keys, call.frames, strict=True):
+                seal(frame, key, frame.nbytes - FRAME_BYTES)
+            wrong = _matched(call, backend.put(call.keys, call.frames))
+            return Answer([not each for each in wrong], next((each for each in wrong if each), ""))
+        case Kind.GET:
+            return _got(backend, call)
+
+
+def _got(backend: Backend, call: Call) -> Answer:
+    for frame in call.frames:
+        frame[:FRAME_BYTES] = bytes(FRAME_BYTES)  # what a call before left there must not look like an answer
+    sizes = _matched(call, backend.get(call.keys, call.frames))
+    good, damaged, frames = [], [], []
+    for key, frame, size in zip(call.keys, call.frames, sizes, strict=True):
+        if backend.lands_late and size == frame.nbytes:
+            frame = memoryview(bytes(frame))  # checked here, so it must be out of reach of what lands from now on
+        frames.append(frame)
+        good.append(size == frame.nbytes and holds(frame, key, frame.nbytes - FRAME_BYTES))
+        if size and not good[-1]:
+            damaged.append(key)
+    if damaged:
+        backend.discard(damaged)
+    return Answer(good, f"damaged: {damaged[0]}" if damaged else "", len(damaged), frames)
+
+
+def _matched(call: Call, answers: Sequence[T]) -> list[T]:
+    if len(answers) != len(call.keys):
+        raise ValueError(f"{call.kind.value}: {len(answers)} answers for {len(call.keys)} keys")
+    return list(answers)
+
+
+class Workers:
+    """As many threads as calls that are under way at once; `returned` is called on them."""
+
+    def __init__(self, backend: Backend, returned: Returned) -> None:
+        self._backend = backend
+        self._returned = returned
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._idle = 0
+
+    def begin(self, call: Call) -> None:
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+            else:
+                self._threads += 1
+                threading.Thread(target=self._run, name=f"kvbaton-store-{self._threads}", daemon=True).start()
+        self._calls.put(call)
+
+    def stop(self) -> None:
+        """Threads end when they are idle; one that is stuck ends when it comes back."""
+        with self._lock:
+            threads = self._threads
+        for _ in range(threads):
+            self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                outcome: Answer | Exception = perform(self._backend, call)
+            except Exception as error:  # noqa: BLE001 - a library's, of whatever kind: the keeper counts and tells it
+                outcome = error
+            with self._lock:
+                self._idle += 1
+            self._returned(call, outcome)
+            del call, outcome  # an idle thread holds on to nothing

@@ -1,0 +1,210 @@
+"""nixl: READ and WRITE by NIXL (UCX: RDMA, TCP, and on one host process_vm_readv), under kvbaton's own life cycle.
+
+NIXL moves the bytes and this module says what that means. It cannot cancel and cannot fence: a copy that is given up
+ends as not at rest, its memory stays out of use, and `CopyRested` follows when NIXL itself says that it is over.
+Nothing is sent in band; the control plane tells the other side what was read.
+
+Law: only the mover's thread transfers. Every range is checked here, against what this side has registered and what the
+peer says it has, before NIXL sees it.
+
+Trust: NIXL is one-sided, so the check of remote memory is made by the initiator, and again by NIXL against the peer's
+metadata. Where the memory lives nobody checks: a registration lets whoever holds an endpoint both read and write all of
+it, cannot be read-only, is the same for every peer, and outlives `disconnect` (deregistering fences nothing either).
+Endpoints therefore go to authenticated peers only, which are trusted with all registered memory, and nothing else may
+be registered. Registered memory must stay mapped until `close`: over TCP a read of unmapped memory ends the process
+that owned it.
+
+Hazard, which nothing here can mend (UCX 1.23, over TCP): when a reader dies, or ends NIXL, while the process it reads
+from is stopped, UCX aborts that process when it goes on: "unexpected error: Endpoint timeout", 5 of 5 times. It was not
+seen by process_vm_readv on one host, nor between processes that run. Prefer `tcp` where there is no RDMA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.transports.base import Capabilities, Copy, TransportEvent
+from kvbaton.transports.gate import Gate
+from kvbaton.transports.jobs import Job, Jobs
+from kvbaton.transports.memory import Registered
+from kvbaton.transports.mover import choose_mover
+from kvbaton.transports.nixl_agent import Agent, NixlError
+from kvbaton.transports.nixl_endpoint import NixlEndpoint, name_agent, pack, parse, this_life
+from kvbaton.transports.nixl_links import Link
+from kvbaton.transports.nixl_lists import Place, without_empty
+from kvbaton.transports.nixl_mover import NixlMover
+from kvbaton.transports.spans import cut
+
+CLOSE_S = 5.0
+PART_BYTES = range(4 << 20, 32 << 20)
+"""What is under way cannot be stopped, so it is not much: 32 MiB are 7 to 12 ms on one host. A part costs 0.2 ms."""
+
+ROWS_MAX = 8192
+UCX = {"TCP_TX_SEG_SIZE": "256K", "TCP_RX_SEG_SIZE": "256K"}
+"""UCX moves 8 KiB at a time over TCP by default, at a third of the speed (reference/transports.md 2.3)."""
+
+CAPABILITIES = Capabilities(
+    name="nixl", one_sided=False, can_write=True, can_fence=False, cancels=False, same_host=False
+)
+
+
+class NixlConfig(msgspec.Struct, frozen=True):
+    copies_max: int = 1024
+    window: int = 8  # parts under way with one peer
+    ucx: dict[str, str] = msgspec.field(default_factory=UCX.copy)  # without UCX_; what the environment sets comes first
+
+    def __post_init__(self) -> None:
+        if self.copies_max < 1 or self.window < 1:
+            raise ValueError(f"copies_max and window are at least 1: {self}")
+        for key, value in self.ucx.items():
+            if set("=,") & set(key + value):
+                raise ValueError(f"ucx: {key}={value}: NIXL passes no value with a comma on; set UCX_{key} instead")
+
+
+class NixlTransport:
+    """See `base.Transport`. Threads: one that drives NIXL, NIXL's own, one more to wait for devices."""
+
+    capabilities = CAPABILITIES
+
+    def __init__(self, me: PeerId, config: NixlConfig | None = None) -> None:
+        """ImportError where nixl is not installed."""
+        self._me = me
+        self._config = config or NixlConfig()
+        self._checker = choose_mover()
+        self._jobs = Jobs(self._config.copies_max)
+        self._memory = Registered()
+        self._places: dict[int, Place] = {}
+        self._metadata = b""
+        self._links: dict[PeerId, Link] = {}
+        self._agent = Agent(name_agent(me), self._config.ucx)
+        self._gate = Gate(f"kvbaton-nixl-gate-{me}")
+        self._mover = NixlMover(f"kvbaton-nixl-{me}", self._agent, self._jobs, self._places, self._config.window)
+
+    @property
+    def handles(self) -> int:
+        """Handles of NIXL that are open: requests under way, and prepared lists."""
+        return self._agent.handles
+
+    def register(self, region: int, memory: memoryview) -> None:
+        """For reading and writing, by every peer: NIXL knows no narrower registration."""
+        if not memory.nbytes:
+            raise ValueError(f"region {region}: NIXL registers no empty memory")
+        self._memory.add(region, memory)
+        place = Place(np.frombuffer(memory, np.uint8).ctypes.data, memory.nbytes)
+        try:
+            self._agent.register(place.address, place.size)
+        except NixlError as error:
+            raise ValueError(f"region {region}: {error}") from None
+        self._places[region] = place
+        self._metadata = b""
+
+    def endpoint(self, peer: PeerId) -> bytes:
+        """The same for every peer: NIXL has nothing like a secret for each."""
+        if not self._metadata:
+            self._metadata = self._agent.metadata()
+        return pack(NixlEndpoint(self._me, self._agent.name, this_life(), self._places, self._metadata))
+
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        """A new endpoint of a known peer replaces the old one, and ends what was under way on it."""
+        there = parse(peer, endpoint)
+        with self._jobs:
+            old = self._links.get(peer)
+            if old is not None and old.there == there:
+                return
+            self._end_copies(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
+            self._links[peer] = Link(there)
+        if old is not None:
+            self._mover.retire(old)
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Ends our copies with `peer`. Its access to our memory it keeps: see Trust."""
+        with self._jobs:
+            self._end_copies(peer, Reason.PEER_GONE, "disconnected")
+            link = self._links.pop(peer, None)
+        if link is not None:
+            self._mover.retire(link)
+
+    def fence(self, peer: PeerId) -> None:
+        raise NotImplementedError("NIXL cannot shut one peer's writes out: see capabilities.can_fence")
+
+    def submit(self, copy: Copy) -> bool:
+        with self._jobs:
+            if self._mover.is_full:
+                return False
+            job = self._jobs.accept(copy)
+            if job is None:
+                return False
+            link = self._links.get(copy.peer)
+            if link is None:
+                self._jobs.fail(job, Reason.PEER_UNKNOWN, f"{copy.peer} is not connected")
+                return True
+            try:
+                self._cut(job, link.there)
+            except ValueError as error:
+                self._jobs.fail(job, Reason.BAD_SPAN, str(error))
+                return True
+            self._jobs.settle(job)
+            if job.ended:
+                return True
+            if copy.after is not None:
+                self._gate.wait(copy.after, partial(self._released, job, link))
+            else:
+                self._mover.add(link, job)
+        return True
+
+    def cancel(self, job: JobId) -> None:
+        """It ends now. What was under way lands; `CopyRested` says when it has."""
+        with self._jobs:
+            found = self._jobs.find(job)
+            if found is None:
+                return
+            self._jobs.abandon(found, Reason.CANCELLED)
+            link = self._links.get(found.copy.peer)
+        if link is not None:
+            self._mover.sweep(link)
+
+    def drain(self) -> Sequence[TransportEvent]:
+        return self._jobs.drain()
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._jobs.set_waker(waker)
+
+    def close(self) -> None:
+        """Ends NIXL in this process, unless it is stuck: then its memory stays registered, and referenced."""
+        if not self._jobs.close():
+            return
+        for job in self._jobs.of_peer():
+            self._jobs.fail(job, Reason.CANCELLED, "the transport was closed")
+        self._gate.close(0)
+        stopped = self._mover.stop(CLOSE_S)
+        for job in self._jobs.of_peer():
+            self._jobs.abandon(job, Reason.CANCELLED, "the transport was closed")
+        self._links.clear()
+        if stopped:
+            self._memory.clear()
+
+    def _cut(self, job: Job, there: NixlEndpoint) -> None:
+        """The parts of a copy that lies wholly inside both memories; else ValueError."""
+        copy = job.copy
+        local, remote = self._memory.get(copy.local_region), there.places.get(copy.remote_region)
+        if local is None or remote is None:
+            raise ValueError(f"region {copy.local_region} here or {copy.remote_region} there is not registered")
+        total = self._checker.check_spans(copy.spans, 3, local.nbytes, remote.size)
+        job.parts = cut(without_empty(copy.spans), total, 1, PART_BYTES, ROWS_MAX)
+
+    def _released(self, job: Job, link: Link, problem: str) -> None:
+        """The device is done with what `job` waited for."""
+        if problem:
+            self._jobs.fail(job, Reason.TRANSFER_FAILED, problem)
+        else:
+            self._mover.add(link, job)
+
+    def _end_copies(self, peer: PeerId, reason: Reason, detail: str) -> None:
+        for job in self._jobs.of_peer(peer):
+            self._jobs.abandon(job, reason, detail)

@@ -1,0 +1,57 @@
+"""`ProcessHarness` for mooncake: near here, far in `mooncake_peer.py`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+from kvbaton.testing import Pair, Side
+from kvbaton.transports.memory import allocate
+from kvbaton.transports.mooncake import CAPABILITIES, MooncakeConfig, MooncakeTransport
+
+from .process_harness import FarTransport, PeerProcess, ProcessHarness
+
+
+class MooncakeProcess(PeerProcess):
+    """Runs `mooncake_peer.py`, with more in its environment if need be."""
+
+    def __init__(self, **env: str) -> None:
+        script = Path(__file__).with_name("mooncake_peer.py")
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        self.process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path, **env},
+            bufsize=0,
+        )
+        self._read = b""
+
+
+class MooncakeHarness(ProcessHarness):
+    """The process is kept from pair to pair; `env` is what it is started with."""
+
+    def __init__(self, config: MooncakeConfig | None = None, **env: str) -> None:
+        super().__init__("tcp")
+        self.capabilities = CAPABILITIES
+        self.config = config or MooncakeConfig()
+        self._env = env
+
+    def pair(self, near_bytes: int, far_bytes: int) -> Pair:
+        if self._process is None or not self._process.alive():
+            self._process = MooncakeProcess(**self._env)
+        self._count += 1
+        here, there = allocate(near_bytes), allocate(far_bytes)
+        self._regions += [here, there]
+        near_id, far_id = (PeerId(WorkerId(name), Incarnation(self._count)) for name in ("near", "far"))
+        transport = MooncakeTransport(near_id, self.config)
+        transport.register(0, here.view)
+        near = Side(near_id, transport, here.view)
+        far = Side(far_id, FarTransport(self._process, far_id, "tcp", there), there.view)
+        self._sides += [near, far]
+        near.transport.connect(far_id, far.transport.endpoint(near_id))
+        far.transport.connect(near_id, near.transport.endpoint(far_id))
+        return Pair(near, far)
