@@ -106,6 +106,7 @@ class Habits:
 
     copies: bool = True  # copies arrive, cancelled ones end
     copy_s: float = 0.0  # how long a copy takes
+    shut: frozenset[str] = frozenset()  # data planes that cannot be opened: their copies end so
     cancels: bool = True  # a cancelled copy is at rest at once; otherwise when it pleases
     fences: bool = True
     store: bool = True
@@ -429,6 +430,9 @@ class Party:
     def _end_a_copy(self) -> bool:
         now = self.pair.now
         for job, moving in self.copies.items():
+            if moving.transport in self.habits.shut:
+                self.finish(job, Reason.UNREACHABLE)
+                return True
             if moving.due <= now or moving.cancelled:
                 self.finish(job, at_rest=moving.due <= now or self.habits.cancels)
                 return True

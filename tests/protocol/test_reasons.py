@@ -87,6 +87,13 @@ def _(make: Make) -> Load:
     return load
 
 
+@story(Reason.CHECKSUM_MISMATCH)
+def _(make: Make) -> Load:
+    load = reading(pair := make())
+    pair.d.finish(reason=Reason.CHECKSUM_MISMATCH)
+    return load
+
+
 @story(Reason.CLAIM_TIMEOUT)
 def _(make: Make) -> Load:
     pair = make()
@@ -263,6 +270,13 @@ def _(make: Make) -> Load:
 def _(make: Make) -> Load:
     pair = make()
     return asked(pair, pair.router_ticket(), deferred=False)
+
+
+@story(Reason.UNREACHABLE)
+def _(make: Make) -> Load:
+    load = reading(pair := make())
+    pair.d.finish(reason=Reason.UNREACHABLE)
+    return load
 
 
 @story(Reason.WRONG_INCARNATION)

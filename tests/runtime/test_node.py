@@ -302,7 +302,7 @@ class TestEndpoints:
         net.d.doorway.want(R, ticket, DIGEST, TOKENS)
         net.steps()
         found = net.d.doorway.match(R)
-        assert found.end is not None and found.end.reason is Reason.NO_TRANSPORT
+        assert found.end is not None and found.end.reason is Reason.UNREACHABLE
         assert net.d.problems == ["Connect"]
 
     def test_an_endpoint_that_cannot_be_minted_costs_the_frame_and_is_tried_again(self) -> None:

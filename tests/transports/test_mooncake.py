@@ -164,7 +164,7 @@ def test_copies_in_line_for_a_peer_that_never_answers_end_by_the_dial_deadline(h
     hasty.pause(pair.far)  # the library itself would wait for 60 s
     assert pair.near.transport.submit(copy(1, pair.far, READ, [(0, 0, 64)]))
     end = log.end(1)
-    assert (end.reason, end.at_rest) == (Reason.TRANSFER_FAILED, True) and "did not answer" in end.detail
+    assert (end.reason, end.at_rest) == (Reason.UNREACHABLE, True) and "did not answer" in end.detail
     assert pair.near.transport.submit(copy(2, pair.far, READ, [(0, 0, 64)]))
     assert log.end(2).at_rest
     hasty.resume(pair.far)
@@ -253,7 +253,7 @@ def test_a_peer_that_was_killed_and_came_back_at_its_port_is_a_new_peer() -> Non
         marks = fill(near.memory, 3)
         assert near.transport.submit(copy(1, first.far, READ, [(0, 0, 64)]))
         end = log.end(1)
-        assert (end.reason, end.at_rest) == (Reason.TRANSFER_FAILED, True), end
+        assert (end.reason, end.at_rest) == (Reason.UNREACHABLE, True), end
         assert bytes(near.memory) == marks
         peer = PeerId(WorkerId("far"), Incarnation(77))
         there = msgspec.structs.replace(parse(*found[-1]), owner=peer)
@@ -275,7 +275,7 @@ def test_a_process_with_another_mark_is_not_read_from(regions: list[Region]) -> 
     pair.near.transport.connect(pair.far.peer, msgspec.msgpack.encode(other))
     assert pair.near.transport.submit(copy(1, pair.far, READ, [(0, 0, 64)]))
     end = Log(harness, pair.near).end(1)
-    assert (end.reason, end.at_rest) == (Reason.TRANSFER_FAILED, True) and "another process" in end.detail
+    assert (end.reason, end.at_rest) == (Reason.UNREACHABLE, True) and "another process" in end.detail
     assert bytes(pair.near.memory) == marks
     harness.reset()
 

@@ -232,7 +232,7 @@ def test_metadata_that_nixl_refuses_fails_the_copy_and_a_good_endpoint_mends_it(
     log = connected(pair)
     good = nixl_endpoint.parse(pair.far.peer, pair.far.transport.endpoint(pair.near.peer))
     bad = msgspec.structs.replace(good, metadata=good.metadata[:60])
-    for job, there, reason in ((1, bad, Reason.TRANSFER_FAILED), (2, good, None)):
+    for job, there, reason in ((1, bad, Reason.UNREACHABLE), (2, good, None)):
         pair.near.transport.connect(pair.far.peer, nixl_endpoint.pack(there))
         assert pair.near.transport.submit(copy(job, pair.far, READ, [(0, 0, 64)]))
         assert log.end(job).reason is reason

@@ -145,7 +145,7 @@ def test_without_the_secret_there_is_no_memory(rig: Rig) -> None:
     d.connect(P, msgspec.msgpack.encode(msgspec.structs.replace(there, secret=bytes(32))))
     assert d.submit(read())
     ended = end(d)
-    assert ended.reason is Reason.TRANSFER_FAILED and "pair with it again" in ended.detail
+    assert ended.reason is Reason.UNREACHABLE and "pair with it again" in ended.detail
 
 
 def test_a_process_of_another_user_is_turned_away_at_the_door(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_a_process_of_another_user_is_turned_away_at_the_door(rig: Rig, monkeypa
     d.connect(P, endpoint)
     assert d.submit(read())
     ended = end(d)
-    assert ended.reason is Reason.TRANSFER_FAILED and "belongs to user" in ended.detail
+    assert ended.reason is Reason.UNREACHABLE and "belongs to user" in ended.detail
 
 
 def test_a_disconnected_peer_gets_nothing_new_and_a_new_endpoint_lets_it_in_again(rig: Rig) -> None:
@@ -167,7 +167,7 @@ def test_a_disconnected_peer_gets_nothing_new_and_a_new_endpoint_lets_it_in_agai
     old = p.endpoint(D)
     p.disconnect(D)
     d.connect(P, old)
-    assert d.submit(read()) and end(d).reason is Reason.TRANSFER_FAILED
+    assert d.submit(read()) and end(d).reason is Reason.UNREACHABLE
     d.connect(P, p.endpoint(D))
     assert d.submit(read(2)) and end(d).reason is None
 
@@ -228,7 +228,7 @@ def test_a_table_that_does_not_fit_its_descriptors_is_refused(rig: Rig, places: 
     d.connect(P, liar.endpoint)
     assert d.submit(read())
     ended = end(d)
-    assert ended.reason is Reason.TRANSFER_FAILED and "cannot be mapped" in ended.detail
+    assert ended.reason is Reason.UNREACHABLE and "cannot be mapped" in ended.detail
     liar.close()
 
 
@@ -252,7 +252,7 @@ def test_descriptors_that_were_refused_are_not_kept(rig: Rig) -> None:
     for job in range(1, 6):
         liar = Liar(b"\xc1", [region.fd] * 8)
         d.connect(P, liar.endpoint)
-        assert d.submit(read(job)) and end(d).reason is Reason.TRANSFER_FAILED
+        assert d.submit(read(job)) and end(d).reason is Reason.UNREACHABLE
         liar.close()
     d.disconnect(P)
     assert poll(lambda: len(os.listdir("/proc/self/fd")) <= before, 20)
@@ -291,7 +291,7 @@ def test_a_peer_that_is_not_there_fails_the_copy_and_is_tried_again(rig: Rig) ->
     for job in range(3):
         assert d.submit(read(job))
         ended = end(d)
-        assert ended.reason is Reason.TRANSFER_FAILED and "cannot map the memory of" in ended.detail
+        assert ended.reason is Reason.UNREACHABLE and "cannot map the memory of" in ended.detail
 
 
 def test_a_peer_that_accepts_and_says_nothing_is_given_up_at_the_deadline(rig: Rig) -> None:

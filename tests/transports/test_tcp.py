@@ -181,7 +181,7 @@ def test_a_peer_that_cannot_even_be_dialled_fails_the_copy(
     monkeypatch.setattr("kvbaton.transports.tcp_client.socket.socket.connect_ex", lambda *_: 101, raising=False)
     assert d.submit(read())
     end = ends(d)[0]
-    assert end.reason is Reason.TRANSFER_FAILED and "unreachable" in end.detail
+    assert end.reason is Reason.UNREACHABLE and "unreachable" in end.detail
 
 
 def test_a_stream_that_broke_is_dialled_again_for_the_next_copy(make: Callable[..., TcpTransport]) -> None:

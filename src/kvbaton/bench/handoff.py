@@ -30,7 +30,7 @@ from kvbaton.runtime.doorway import Doorway, DoorwayConfig, DropBlocks, LoadRepo
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.loop import NodeLoop
 from kvbaton.runtime.node import Node
-from kvbaton.transports.base import Transport
+from kvbaton.transports.base import HostTransport
 from kvbaton.transports.memory import Region, allocate
 from kvbaton.transports.shm import ShmTransport
 from kvbaton.transports.tcp import TcpTransport
@@ -84,7 +84,7 @@ class Side:
         self.door = Doorway(config, EpochTable(BLOCKS))
         self.door.wake_engine = self.news.set
         me = rank_peer(self.peer, 0)
-        plane: Transport = ShmTransport(me) if transport == "shm" else TcpTransport(me)
+        plane: HostTransport = ShmTransport(me) if transport == "shm" else TcpTransport(me)
         plane.register(0, self.region.view)
         self.control = ZmqControl(self.keyring)
         identity = Identity(

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvbaton.bench.quiet import foreign_cpu_s
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.transports.base import Copy, CopyEnded, Direction, Spans, Transport
+from kvbaton.transports.base import Copy, CopyEnded, Direction, HostTransport, Spans
 from kvbaton.transports.memory import allocate
 from kvbaton.transports.mover import choose_mover
 from kvbaton.transports.shm import ShmConfig, ShmTransport
@@ -127,11 +127,11 @@ class Bench:
         self._mover = choose_mover()
         self._peer = peer
         self._jobs = 0
-        self._transports: dict[str, tuple[Transport, threading.Event]] = {}
+        self._transports: dict[str, tuple[HostTransport, threading.Event]] = {}
         self._raw: list[socket.socket] = []
 
     def connect(self) -> None:
-        made: dict[str, tuple[PeerId, Transport]] = {}
+        made: dict[str, tuple[PeerId, HostTransport]] = {}
         for name, make in (
             ("shm_1_thread", lambda me: ShmTransport(me, ShmConfig(threads=1))),
             ("shm_2_threads", lambda me: ShmTransport(me, ShmConfig(threads=2))),

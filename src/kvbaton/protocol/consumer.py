@@ -113,7 +113,7 @@ class Consumer:
 
     def on_link_down(self, link: Link, reason: Reason, detail: str, now: float) -> None:
         for intake in [i for i in self.by_handoff.values() if i.link is link]:
-            if reason is Reason.WRONG_INCARNATION and intake.state in (_S.GREETING, _S.CLAIMING):
+            if _greets_again(link, reason) and intake.state in (_S.GREETING, _S.CLAIMING):
                 # Nothing was granted yet: greet whoever is there now; the ticket decides whether it will do.
                 self._step(intake, _E.UNLINKED)
                 intake.link = self.links.need(link.worker, now)
@@ -263,6 +263,8 @@ class Consumer:
         """The data planes no longer know each other (one side was fenced or closed): pair anew at the next need."""
         if reason is Reason.PEER_UNKNOWN:
             self.links.lose(link, Reason.PEER_GONE, "the data planes no longer know each other", now)
+        elif reason is Reason.UNREACHABLE and link.fallback:
+            self.links.avoid(link, "a copy found the data plane shut", now)
 
     def on_rest(self, intake: Intake, now: float) -> None:
         self._rest(intake, now)
@@ -521,3 +523,8 @@ class Consumer:
         self.desk.timers.clear(("pulse", handoff))
         if intake.target is not None:
             self.desk.emit(DropHold(intake.wanted.request, handoff))
+
+
+def _greets_again(link: Link, reason: Reason) -> bool:
+    """Whether the loss of a link leaves somebody worth greeting: another life, or another data plane."""
+    return reason is Reason.WRONG_INCARNATION or (reason is Reason.UNREACHABLE and link.fallback)

@@ -42,9 +42,14 @@ class Identity:
     required: int = 0
     optional: int = int(ALL_FEATURES)
 
-    def card(self) -> Card:
-        names = tuple(transport.name for transport in self.transports)
+    def card(self, transports: tuple[str, ...] | None = None) -> Card:
+        """How this node introduces itself; to some peer perhaps with fewer data planes than it has."""
+        names = self.transport_names if transports is None else transports
         return Card(self.required, self.optional, self.host, self.compat, self.layout, names)
+
+    @property
+    def transport_names(self) -> tuple[str, ...]:
+        return tuple(transport.name for transport in self.transports)
 
     def capabilities(self, name: str) -> Capabilities | None:
         return next((transport for transport in self.transports if transport.name == name), None)

@@ -118,6 +118,14 @@ class Disconnect(_Effect, frozen=True):
     holder: Holder
 
 
+class GivenUp(_Effect, frozen=True):
+    """A data plane could not be opened to a worker; the operator should know. Another one is tried."""
+
+    worker: WorkerId
+    transport: str
+    detail: str
+
+
 class Unpin(_Effect, frozen=True):
     """Drop P's pins of this lease: once, ever."""
 
@@ -172,6 +180,7 @@ Effect = (
     | StartFence
     | Connect
     | Disconnect
+    | GivenUp
     | Unpin
     | UnpinPut
     | MatchFound

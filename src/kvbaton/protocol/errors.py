@@ -25,6 +25,7 @@ class Reason(enum.StrEnum):
     BAD_SPAN = "bad_span"
     BUSY = "busy"
     CANCELLED = "cancelled"
+    CHECKSUM_MISMATCH = "checksum_mismatch"
     CLAIM_TIMEOUT = "claim_timeout"
     CONTENT_MISMATCH = "content_mismatch"
     DEFER_TIMEOUT = "defer_timeout"
@@ -49,6 +50,7 @@ class Reason(enum.StrEnum):
     TRANSFER_FAILED = "transfer_failed"
     TRANSFER_TIMEOUT = "transfer_timeout"
     UNKNOWN_LEASE = "unknown_lease"
+    UNREACHABLE = "unreachable"
     WRONG_INCARNATION = "wrong_incarnation"
     WRONG_VERSION = "wrong_version"
 
@@ -59,6 +61,7 @@ MEANING: dict[Reason, tuple[Blame, str]] = {
     Reason.BAD_SPAN: (Blame.PEER, "A copy named memory outside what was registered."),
     Reason.BUSY: (Blame.OPERATOR, "A bounded queue is full; try again later or elsewhere."),
     Reason.CANCELLED: (Blame.NOBODY, "The copy was cancelled because its handoff had ended."),
+    Reason.CHECKSUM_MISMATCH: (Blame.OPERATOR, "What arrived is not what was sent: suspect memory, NIC or network."),
     Reason.CLAIM_TIMEOUT: (Blame.PEER, "P did not answer the claim in time."),
     Reason.CONTENT_MISMATCH: (Blame.CALLER, "The ticket or offer is for another prompt than the request's."),
     Reason.DEFER_TIMEOUT: (Blame.PEER, "The other side knew of the request too late, or never."),
@@ -83,6 +86,7 @@ MEANING: dict[Reason, tuple[Blame, str]] = {
     Reason.TRANSFER_FAILED: (Blame.OPERATOR, "The data plane reported an error."),
     Reason.TRANSFER_TIMEOUT: (Blame.PEER, "The bytes did not arrive within transfer_timeout."),
     Reason.UNKNOWN_LEASE: (Blame.PEER, "P has no such lease, or no longer remembers it."),
+    Reason.UNREACHABLE: (Blame.OPERATOR, "The data plane could not be opened to the peer; the next best is tried."),
     Reason.WRONG_INCARNATION: (Blame.PEER, "The message or ticket belongs to an earlier life of this worker."),
     Reason.WRONG_VERSION: (Blame.OPERATOR, "The peer requires a protocol feature that this side lacks."),
 }

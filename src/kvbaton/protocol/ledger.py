@@ -19,6 +19,7 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.intake import Intake
 from kvbaton.protocol.outlet import Outlet
+from kvbaton.protocol.peer import Link
 from kvbaton.protocol.producer import Producer
 from kvbaton.protocol.puts import Puts
 from kvbaton.protocol.sessions import Sessions
@@ -169,6 +170,8 @@ class Ledger:
             del self.desk.owners[event.job]
         if isinstance(parts.owner, Intake):
             self.consumer.on_copy_ended(parts.owner, event, now)
+        elif isinstance(parts.owner, Link):
+            self.consumer.links.on_probe_ended(parts.owner, event, now)
         else:
             assert isinstance(parts.owner, Outlet)
             self.producer.writer.on_copy_ended(parts.owner, event, now)
@@ -181,7 +184,7 @@ class Ledger:
         parts.rested(event.job)
         if isinstance(parts.owner, Intake):
             self.consumer.on_rest(parts.owner, now)
-        else:
+        elif not isinstance(parts.owner, Link):  # a probe has nothing that could land
             assert isinstance(parts.owner, Outlet)
             self.producer.writer.on_rest(parts.owner, now)
 

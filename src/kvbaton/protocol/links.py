@@ -5,15 +5,19 @@ A link that is down is forgotten; the next need greets anew. Who waits for a lin
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Protocol
 
-from kvbaton.protocol.desk import Desk
-from kvbaton.protocol.effects import Connect, Disconnect, Holder, Invitation, Send, StartFence
+from kvbaton.protocol.desk import Desk, Parts
+from kvbaton.protocol.effects import Connect, Direction, Disconnect, GivenUp, Holder, Invitation, Send, StartFence
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
+from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.messages import Goodbye, Hello, HelloRefused, Joined, Message, Welcome
-from kvbaton.protocol.peer import LINK, Link, LinkEvent, LinkState, pair_as_target
+from kvbaton.protocol.peer import LINK, Link, LinkEvent, LinkState, has_fallback, pair_as_target
+from kvbaton.protocol.shunned import Shunned
+from kvbaton.protocol.spans import Move
 from kvbaton.protocol.table import Verdict
 
 
@@ -36,6 +40,7 @@ class Links:
         self.on_fence: Callable[[PeerId, float], None] = _ignored
         self.on_pairing: Callable[[PeerId, int, float], None] = _also_ignored
         self._watcher = watcher
+        self._shunned = Shunned(desk.settings.shun_s)
         self._last_nonce = 0
 
     def need(self, worker: WorkerId, now: float) -> Link:
@@ -92,8 +97,13 @@ class Links:
             return
         link.state, link.peer, link.session = LinkState.JOINING, sender, session
         link.features = message.card.optional
+        worth_a_try = self._worth_a_try(link, now)
+        link.fallback = has_fallback(self.desk.identity, message.card, worth_a_try, link.transport.name)
         self.on_pairing(sender, message.link_session, now)
         self.desk.emit(Connect(sender, link.transport.name, ranks, message.endpoints, _holder(link)))
+        self.desk.count(f"links.{link.transport.name}")
+        if link.fallback:
+            self._probe(link, ranks, now)
         self._say(link, now)
 
     def on_linked(self, link: Link, now: float) -> None:
@@ -119,6 +129,8 @@ class Links:
         del self.by_worker[link.worker]
         link.state = LinkState.DOWN
         self.desk.timers.clear(("link", link.worker))
+        if link.probes is not None:
+            self.desk.cancel(link.probes)
         self._watcher.on_link_down(link, reason, detail, now)
         if link.peer is not None and link.transport is not None and link.plan is not None:
             self.desk.emit(Disconnect(link.peer, link.transport.name, len(link.plan.source.ranks), _holder(link)))
@@ -129,7 +141,31 @@ class Links:
             return
         # A link that is still greeting does not know yet whom: news of an earlier life say nothing about it.
         if incarnation == 0 or (link.peer is not None and link.peer.incarnation == incarnation):
-            self.lose(link, reason, f"worker {worker} has left or is not registered", now)
+            if reason is Reason.UNREACHABLE:
+                self.avoid(link, "the endpoints that the peer named cannot be used", now)
+            else:
+                self.lose(link, reason, f"worker {worker} has left or is not registered", now)
+
+    def avoid(self, link: Link, detail: str, now: float) -> None:
+        """The data plane of this link could not be opened: pair anew, by another one if there is one."""
+        if self.by_worker.get(link.worker) is not link:
+            return
+        if link.fallback:
+            assert link.transport is not None
+            self._shunned.add(link.worker, link.transport.name, now)
+            self.desk.count(f"planes_given_up.{link.transport.name}")
+            self.desk.emit(GivenUp(link.worker, link.transport.name, detail))
+        self.lose(link, Reason.UNREACHABLE, detail, now)
+
+    def on_probe_ended(self, link: Link, event: CopyEnded, now: float) -> None:
+        """One of the copies of nothing is over; when all are, the source may know that we are ready."""
+        if self.by_worker.get(link.worker) is not link or link.probes is None:
+            return
+        if event.reason is not None:
+            self.avoid(link, event.detail or str(event.reason), now)
+        elif not link.probes.moving:
+            link.probes = None
+            self._say(link, now)
 
     def fence(self, link: Link, now: float) -> None:
         """Shut that peer out of our memory; everything that it may still be writing comes to rest with it."""
@@ -159,7 +195,10 @@ class Links:
 
     def on_timer(self, worker: WorkerId, now: float) -> None:
         link = self.by_worker[worker]
-        if now >= link.deadline:
+        if link.probes is not None and now >= link.probed_until:
+            waited = f"could not be opened within {self.desk.settings.probe_timeout} s"
+            self.avoid(link, waited, now)
+        elif now >= link.deadline:
             self.lose(link, Reason.HANDSHAKE_TIMEOUT, f"worker {worker} did not answer the handshake", now)
         else:
             self._say(link, now)
@@ -172,14 +211,27 @@ class Links:
 
     def _say(self, link: Link, now: float) -> None:
         if link.state is LinkState.GREETING:
-            self.desk.send(link.worker, Incarnation(0), 0, Hello(link.nonce, self.desk.identity.card()))
-        else:
+            card = self.desk.identity.card(self._worth_a_try(link, now) or None)  # all failed: better than none
+            self.desk.send(link.worker, Incarnation(0), 0, Hello(link.nonce, card))
+        elif link.probes is None:
             assert link.peer is not None and link.plan is not None and link.transport is not None
             invitation = Invitation(link.peer, link.transport.name, len(link.plan.source.ranks), _holder(link))
             message = Joined(())
             self.desk.emit(Send(link.worker, link.peer.incarnation, link.session, message, invitation))
         at = min(now + self.desk.settings.retry_s, link.deadline)
-        self.desk.timers.set(("link", link.worker), at)
+        self.desk.timers.set(("link", link.worker), at if link.probes is None else min(at, link.probed_until))
+
+    def _worth_a_try(self, link: Link, now: float) -> tuple[str, ...]:
+        return self._shunned.without(link.worker, self.desk.identity.transport_names, now)
+
+    def _probe(self, link: Link, ranks: int, now: float) -> None:
+        """Have every rank of ours open the data plane to every rank of theirs, while nothing depends on it yet."""
+        assert link.peer is not None and link.transport is not None
+        link.probes = Parts(link)
+        link.probed_until = now + self.desk.settings.probe_timeout
+        for rank in range(len(self.desk.identity.layout.ranks)):
+            moves = [Move(remote, 0, 0, array("q")) for remote in range(ranks)]
+            self.desk.start(link.probes, link.transport.name, link.peer, Direction.READ, rank, moves)
 
 
 def _ignored(peer: PeerId, now: float) -> None:

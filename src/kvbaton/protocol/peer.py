@@ -9,11 +9,12 @@ its hold on the old ones is dropped after, so that a re-greeting of the same lif
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.compat import difference, validate_key
-from kvbaton.protocol.desk import Identity
+from kvbaton.protocol.desk import Identity, Parts
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry import Plan, plan
 from kvbaton.protocol.ids import PeerId, WorkerId
@@ -68,6 +69,9 @@ class Link:
     plan: Plan | None = None
     transport: Capabilities | None = None
     features: int = 0  # what the source can do
+    fallback: bool = False  # the pair has another data plane in common, which has not failed
+    probes: Parts | None = None  # copies of nothing, which end when the data plane is open
+    probed_until: float = 0.0
     fencing: set[tuple[int, PeerId]] = field(default_factory=set)  # ranks whose fence has not ended
 
 
@@ -109,10 +113,22 @@ def pair_as_source(identity: Identity, card: Card) -> tuple[Plan, Capabilities]:
     mapping = plan(identity.layout, validate(card.layout))
     check_ranks(identity, card)
     for transport in identity.transports:
-        if transport.name in card.transports and (not transport.same_host or identity.host == card.host):
+        if transport.name in card.transports and reaches(transport, identity, card):
             return mapping, transport
     ours = ", ".join(transport.name for transport in identity.transports)
     raise ProtocolError(Reason.NO_TRANSPORT, f"transports: ours are {ours}; theirs are {', '.join(card.transports)}")
+
+
+def reaches(transport: Capabilities, identity: Identity, card: Card) -> bool:
+    return not transport.same_host or identity.host == card.host
+
+
+def has_fallback(identity: Identity, card: Card, offered: Sequence[str], chosen: str) -> bool:
+    """Whether the pair could also have taken another data plane than the chosen one."""
+    return any(
+        each.name in card.transports and each.name in offered and each.name != chosen and reaches(each, identity, card)
+        for each in identity.transports
+    )
 
 
 def pair_as_target(identity: Identity, card: Card, transport: str) -> tuple[Plan, Capabilities]:

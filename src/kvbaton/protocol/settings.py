@@ -18,6 +18,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lease_s: float = 15.0  # P keeps blocks this long after the last sign of the reader
     max_hold_s: float = 180.0  # no renewal takes a lease, nor a handoff, past this
     retry_s: float = 0.5  # unanswered messages are sent again at this interval
+    probe_timeout: float = 3.0  # D: to open the best data plane, where there is another one to fall back on
+    shun_s: float = 60.0  # how long a data plane that could not be opened to a worker is left out
     revoke_timeout: float = 5.0  # D waits this long for Quiesced, then fences
     tombstones_max: int = 4096  # ended leases that can still judge a late commit
     parked_max: int = 2048  # claims that came before P knew the request

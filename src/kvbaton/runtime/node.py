@@ -166,6 +166,8 @@ class Node:
             self._connect(effect)
         elif isinstance(effect, fx.Disconnect):
             self._disconnect(effect)
+        elif isinstance(effect, fx.GivenUp):
+            log.warning("%s cannot be reached over %s: %s", effect.worker, effect.transport, effect.detail)
         else:
             self._store(effect)
 
@@ -193,8 +195,9 @@ class Node:
                 for index, rank in enumerate(self.ranks):
                     endpoint = effect.endpoints[remote * ours + index]
                     rank[effect.transport].connect(rank_peer(effect.peer, remote), endpoint)
+            log.info("KV to and from %s goes over %s", effect.peer.worker, effect.transport)
         except Exception:  # whatever it was, nothing can be moved between the two
-            self._next_events.append(Departed(effect.peer.worker, effect.peer.incarnation, Reason.NO_TRANSPORT))
+            self._next_events.append(Departed(effect.peer.worker, effect.peer.incarnation, Reason.UNREACHABLE))
             raise
 
     def _disconnect(self, effect: fx.Disconnect) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Transport, TransportEvent
+from kvbaton.transports.base import Copy, CopyEnded, CopyRested, HostTransport, TransportEvent
 
 DEADLINE_S = 30.0
 POLL_S = 0.001
@@ -114,12 +114,12 @@ class InProcessHarness:
     offers = frozenset({"idle"})
 
     def __init__(
-        self, make: Callable[[PeerId], Transport], allocate: Callable[[int], memoryview], capabilities: Capabilities
+        self, make: Callable[[PeerId], HostTransport], allocate: Callable[[int], memoryview], capabilities: Capabilities
     ) -> None:
         self.capabilities = capabilities
         self._make = make
         self._allocate = allocate
-        self._transports: list[Transport] = []
+        self._transports: list[HostTransport] = []
 
     def pair(self, near_bytes: int, far_bytes: int) -> Pair:
         number = len(self._transports)

@@ -21,6 +21,7 @@ from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Copy, DeviceEvent, Direction
 from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.transports.device import DeviceMemory
 
 __all__ = [
     "Capabilities",
@@ -28,8 +29,10 @@ __all__ = [
     "CopyEnded",
     "CopyRested",
     "DeviceEvent",
+    "DeviceTransport",
     "Direction",
     "FenceEnded",
+    "HostTransport",
     "Spans",
     "Transport",
     "TransportEvent",
@@ -47,13 +50,13 @@ TransportEvent = CopyEnded | CopyRested | FenceEnded
 
 
 class Transport(Protocol):
-    """A data plane of one rank. Construct, register memory, then exchange endpoints with peers."""
+    """A data plane of one rank. Construct, register memory, then exchange endpoints with peers.
+
+    What memory is differs: `HostTransport` and `DeviceTransport` say how it is registered.
+    """
 
     @property
     def capabilities(self) -> Capabilities: ...
-
-    def register(self, region: int, memory: memoryview) -> None:
-        """Make `memory` reachable for peers as `region`. Called before any peer is connected."""
 
     def endpoint(self, peer: PeerId) -> bytes:
         """What `peer` needs to reach this rank (opaque, small, may carry a secret minted for that peer)."""
@@ -80,3 +83,17 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Stop threads, close sockets, release memory. Idempotent; bounded in time."""
+
+
+class HostTransport(Transport, Protocol):
+    """One that moves memory of the host."""
+
+    def register(self, region: int, memory: memoryview) -> None:
+        """Make `memory` reachable for peers as `region`. Called before any peer is connected."""
+
+
+class DeviceTransport(Transport, Protocol):
+    """One that moves memory of a device."""
+
+    def register(self, region: int, memory: DeviceMemory) -> None:
+        """Make `memory` reachable for peers as `region`. Called before any peer is connected."""

@@ -19,7 +19,7 @@ WAITING_MAX = 4096
 
 
 class DelayedTransport:
-    """Another transport, `delay_s` later."""
+    """Another transport, whose memory is registered already, `delay_s` later."""
 
     def __init__(self, inner: Transport, delay_s: float) -> None:
         self._inner = inner
@@ -34,9 +34,6 @@ class DelayedTransport:
     @property
     def capabilities(self) -> Capabilities:
         return self._inner.capabilities
-
-    def register(self, region: int, memory: memoryview) -> None:
-        self._inner.register(region, memory)
 
     def endpoint(self, peer: PeerId) -> bytes:
         return self._inner.endpoint(peer)

@@ -100,7 +100,7 @@ class Link:
             if not job.parts:
                 return
             if self._silent or self._shut:
-                self._jobs.fail(job, Reason.TRANSFER_FAILED, f"{self.there.owner} does not answer")
+                self._jobs.fail(job, Reason.UNREACHABLE, f"{self.there.owner} does not answer")
                 return
             self._queue.append(job)
             if self._thread.ident is None:
@@ -271,7 +271,7 @@ class Link:
         try:
             self._engine = dial(lambda: Engine(self._here), self.there, self._patience.dial_s, lambda: self._shut)
         except DialFailed as error:
-            trouble = Reason.TRANSFER_FAILED, str(error)
+            trouble = Reason.UNREACHABLE, str(error)
         finally:
             with self._jobs:
                 self._dialling, self._silent = 0, False
@@ -287,4 +287,4 @@ class Link:
             if self._dialling == dial:
                 self._silent = True
                 owner, limit_s = self.there.owner, self._patience.dial_s
-                self._fail_queue((Reason.TRANSFER_FAILED, f"{owner} did not answer within {limit_s} s"))
+                self._fail_queue((Reason.UNREACHABLE, f"{owner} did not answer within {limit_s} s"))

@@ -154,7 +154,8 @@ class NixlMover:
             remote = self._reach(link)
             request = self._request(link, remote, job, spans)
         except NixlError as error:  # nothing was begun
-            self._jobs.part_ended(job, Reason.TRANSFER_FAILED, str(error))
+            reason = Reason.UNREACHABLE if link.remote is None else Reason.TRANSFER_FAILED
+            self._jobs.part_ended(job, reason, str(error))
             if link.remote is not None and not link.remote.parts and not link.remote.lost:
                 self._lose(link.remote, str(error))
             return

@@ -105,7 +105,7 @@ class Attachment:
             problem = f"cannot map the memory of {self.there.owner}: {detail}"
             for job, then in waiting:
                 if mapped is None:
-                    self._jobs.fail(job, Reason.TRANSFER_FAILED, problem)
+                    self._jobs.fail(job, Reason.UNREACHABLE, problem)
                 else:
                     then(mapped)
 

@@ -223,9 +223,9 @@ class Link:
             if redial:
                 self.loops[index].call(partial(self._pump, index))
             else:
-                self._give_up(detail)
+                self._give_up(Reason.TRANSFER_FAILED, detail)
 
-    def _give_up(self, detail: str) -> None:
+    def _give_up(self, reason: Reason, detail: str) -> None:
         """A stream could not be had: what waits is for the others, which may be idle; without any it fails."""
         others = [index for index, stream in enumerate(self._streams) if stream is not None]
         for index in others:
@@ -233,7 +233,7 @@ class Link:
         if not others:
             failed, self._queue = self._queue, deque()
             for job in failed:
-                self.jobs.fail(job, Reason.TRANSFER_FAILED, detail)
+                self.jobs.fail(job, reason, detail)
 
     def _discard(self, index: int, job: Job) -> None:
         stream = self._streams[index]
@@ -248,7 +248,7 @@ class Link:
                 try:
                     sock = self.route.dial()
                 except OSError as error:
-                    self._give_up(f"cannot dial {self.route.peer}: {error}")
+                    self._give_up(Reason.UNREACHABLE, f"cannot dial {self.route.peer}: {error}")
                     return
                 self._streams[index] = Conversation(self, index, sock)
         if stream is not None:

@@ -1,0 +1,196 @@
+"""Which data planes there are, in which order a pair prefers them, and how one is made.
+
+The order is that of what the bytes pass through: another process's device memory, another process's host memory, an
+RDMA fabric, a kernel's sockets. Both sides of a pair list what they have in this order (an operator may give another),
+P takes the first that D has too, D opens it before anything depends on it, and where that fails the pair takes the next
+(`protocol/links.py`).
+
+`auto` offers what is best without being told more: NIXL and MoRI only where there is an RDMA device, since over TCP
+kvbaton's own plane is faster and can cancel and fence; Mooncake never, since its engine serves whoever can reach its
+port. Any of them is offered when it is named.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import ipaddress
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.ids import PeerId
+from kvbaton.transports import shm, tcp
+from kvbaton.transports.base import HostTransport
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+ORDER = ("cuda", "shm", "mori", "nixl", "mooncake", "tcp")
+"""Best first."""
+
+RDMA_DEVICES = Path("/sys/class/infiniband")
+ChecksumMode = Literal["off", "sample", "full"]
+CHECKSUMS: tuple[ChecksumMode, ...] = ("off", "sample", "full")
+
+
+class PlaneSettings(msgspec.Struct, frozen=True):
+    """What a data plane is told when it is made."""
+
+    host: str = "127.0.0.1"  # that peers dial
+    checksum: ChecksumMode = "off"
+
+
+class Plane(msgspec.Struct, frozen=True):
+    """One entry of the list: what it needs besides this package, and whether `auto` offers it here."""
+
+    name: str
+    what: str
+    needs: str  # how to get it
+    usable: Callable[[], str]  # why it cannot be used in this process; "" when it can
+    in_auto: Callable[[], bool]
+
+
+def parse(text: str) -> tuple[str, ...]:
+    """The names in an operator's choice: `auto`, one name, or several with commas, best first."""
+    names = tuple(part.strip() for part in text.split(","))
+    for name in names:
+        if name not in (AUTO, *ORDER):
+            raise ValueError(f"got {name!r}, expected {AUTO}, or some of {', '.join(ORDER)} with commas, best first")
+    if len(set(names)) != len(names) or (AUTO in names and len(names) > 1):
+        raise ValueError(f"got {text!r}, which names one twice, or another beside {AUTO}")
+    return names
+
+
+def offered(choice: str, device: str = "cpu") -> tuple[str, ...]:
+    """What this process offers its peers, best first. ImportError or OSError names what a chosen one lacks."""
+    names = parse(choice)
+    if names != (AUTO,):
+        for name in names:
+            problem = PLANES[name].usable()
+            if problem:
+                raise OSError(f"transport {name} cannot be used here: {problem}")
+        return names
+    found = [name for name in ORDER if device in capabilities(name).device_kinds and PLANES[name].in_auto()]
+    return tuple(name for name in found if not PLANES[name].usable())
+
+
+def capabilities(name: str) -> Capabilities:
+    """What a data plane can promise, without making one."""
+    found: Capabilities = _MODULES[name]().CAPABILITIES
+    return found
+
+
+def make(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[memoryview]) -> HostTransport:
+    """A data plane over these regions of host memory."""
+    check_host(name, settings.host)
+    plane = _plain(name, me, settings)
+    for region, view in enumerate(memory):
+        plane.register(region, view)
+    return plane
+
+
+def _plain(name: str, me: PeerId, settings: PlaneSettings) -> HostTransport:
+    if name == "shm":
+        return shm.ShmTransport(me)
+    if name == "tcp":
+        return tcp.TcpTransport(me, tcp.TcpConfig(host=settings.host))
+    module = _MODULES[name]()
+    if name == "mooncake":
+        made: HostTransport = module.MooncakeTransport(me, module.MooncakeConfig(host=settings.host))
+    elif name == "nixl":
+        made = module.NixlTransport(me)
+    elif name == "mori":
+        made = module.MoriTransport(me, module.MoriConfig(host=settings.host))
+    else:
+        raise ValueError(f"transport {name}: host memory goes over one of shm, nixl, mooncake, mori or tcp")
+    return made
+
+
+# --- what this machine has
+
+
+def rdma_devices() -> tuple[str, ...]:
+    return tuple(sorted(each.name for each in RDMA_DEVICES.iterdir())) if RDMA_DEVICES.is_dir() else ()
+
+
+def _has_rdma() -> bool:
+    return bool(rdma_devices())
+
+
+def _always() -> str:
+    return ""
+
+
+def _shm_problem() -> str:
+    return "" if hasattr(os, "memfd_create") else "this system has no memfd_create"
+
+
+def _loads(load: Callable[[], Any]) -> Callable[[], str]:
+    """Whether a library can be had; its first import may take a while."""
+
+    def problem() -> str:
+        try:
+            load()
+        except Exception as error:  # noqa: BLE001 - a library that is broken may raise anything
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return problem
+
+
+def _module(name: str) -> Callable[[], Any]:
+    return lambda: importlib.import_module(f"kvbaton.transports.{name}")
+
+
+_MODULES: dict[str, Callable[[], Any]] = {name: _module(name) for name in ORDER}
+
+PLANES: dict[str, Plane] = {
+    plane.name: plane
+    for plane in (
+        Plane(
+            "cuda",
+            "device memory of another process of this host, by CUDA IPC and one kernel launch",
+            "an NVIDIA GPU and its driver",
+            _loads(lambda: _module("cuda_driver")().load()),
+            lambda: True,
+        ),
+        Plane("shm", "host memory of another process of this host", "Linux", _shm_problem, lambda: True),
+        Plane(
+            "mori",
+            "RDMA by MoRI (ROCm)",
+            "amd_mori",
+            _loads(lambda: _module("mori_engine")().load()),
+            _has_rdma,
+        ),
+        Plane(
+            "nixl",
+            "RDMA, and what else UCX has, by NIXL",
+            "pip install nixl",
+            _loads(lambda: _module("nixl_agent")().load_bindings()),
+            _has_rdma,
+        ),
+        Plane(
+            "mooncake",
+            "TCP by Mooncake's transfer engine",
+            "pip install mooncake-transfer-engine-non-cuda (or -cuda), and libibverbs",
+            _loads(lambda: _module("mooncake_engine")().load()),
+            lambda: False,
+        ),
+        Plane("tcp", "kvbaton's own over TCP", "nothing", _always, lambda: True),
+    )
+}
+
+
+def check_host(name: str, host: str) -> None:
+    """Some data planes take a numeric address only."""
+    if name == "mooncake":
+        try:
+            ipaddress.IPv4Address(host)
+        except ValueError:
+            raise ValueError(f"host: {host!r}; mooncake needs this host's own IPv4 address, as numbers") from None

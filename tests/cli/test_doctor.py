@@ -1,0 +1,115 @@
+"""`kvbaton doctor`: what this machine has, and what a cluster took."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvbaton.cli.main import main
+from kvbaton.transports import planes
+
+Pages = dict[str, tuple[int, str]]
+WORKERS = "/workers"
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Pages], str]]:
+    """Serves fixed pages; stands in for routers and workers, which other tests run for real."""
+    running: list[http.server.HTTPServer] = []
+
+    def start(pages: Pages) -> str:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                status, text = pages.get(self.path, (404, ""))
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.replace("HERE", f"127.0.0.1:{server.server_port}").encode())
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        running.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+def listed(*names: str) -> tuple[int, str]:
+    entries = [{"name": name, "url": f"http://HERE/{name}", "transports": ["shm", "tcp"]} for name in names]
+    return 200, json.dumps({"workers": entries})
+
+
+def found(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, object]]:
+    status = main(["doctor", "--json", *words])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_this_machine_as_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    status, told = found(capsys)
+    assert status == 0 and told["well"] is True
+    assert [each["name"] for each in told["planes"]] == list(planes.ORDER)  # type: ignore[index, attr-defined]
+    assert told["offered"] == list(planes.offered("auto"))
+    assert "tcp" in told["offered"]  # type: ignore[operator]
+
+
+def test_this_machine_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "well" and any(line.split()[:2] == ["tcp", "offered"] for line in lines)
+
+
+def test_a_choice_that_this_machine_cannot_serve(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = planes.PLANES["mori"]
+    monkeypatch.setitem(
+        planes.PLANES, "mori", planes.Plane("mori", told.what, "amd_mori", lambda: "gone", lambda: True)
+    )
+    assert main(["doctor", "--transport", "mori"]) == 1
+    text = capsys.readouterr().out
+    assert "note: transport mori cannot be used here: gone" in text and "gone; it needs: amd_mori" in text
+    assert text.endswith("not well: see above\n")
+
+
+def test_which_planes_a_cluster_took(capsys: pytest.CaptureFixture[str], serve: Callable[[Pages], str]) -> None:
+    stats = {"planes": ["shm", "tcp"], "links": {"p0": "tcp"}, "links_total": {"shm": 1, "tcp": 2},
+             "planes_given_up_total": {"shm": 1}}  # fmt: skip
+    url = serve({WORKERS: listed("d0"), "/d0/stats": (200, json.dumps(stats))})
+    status, told = found(capsys, "--router", url)
+    (worker,) = told["workers"]  # type: ignore[misc]
+    assert status == 0 and worker["links"] == {"p0": "tcp"} and worker["given_up_total"] == {"shm": 1}
+    assert main(["doctor", "--router", url]) == 0
+    text = capsys.readouterr().out
+    assert "worker d0: offers shm, tcp; reads from p0 over tcp" in text
+    assert "pairings so far: shm 1, tcp 2; given up: shm 1" in text
+
+
+def test_vllm_tells_it_by_its_metrics(capsys: pytest.CaptureFixture[str], serve: Callable[[Pages], str]) -> None:
+    metrics = 'kvbaton:links_total{engine="0",plane="nixl"} 2.0\nkvbaton:links_total{engine="1",plane="nixl"} 1.0\n'
+    url = serve({WORKERS: listed("d0"), "/d0/metrics": (200, metrics)})
+    status, told = found(capsys, "--router", url)
+    assert status == 0 and told["workers"][0]["links_total"] == {"nixl": 3}  # type: ignore[index]
+
+
+def test_a_worker_that_does_not_answer_is_named(
+    capsys: pytest.CaptureFixture[str], serve: Callable[[Pages], str]
+) -> None:
+    url = serve({WORKERS: listed("d0"), "/d0/stats": (200, "no json")})
+    status, told = found(capsys, "--router", url)
+    assert status == 1 and told["workers"][0]["problem"].startswith("does not answer")  # type: ignore[index]
+
+
+@pytest.mark.parametrize("url", ["ftp://somewhere", "http://127.0.0.1:9"])
+def test_a_router_that_cannot_be_asked(capsys: pytest.CaptureFixture[str], url: str) -> None:
+    assert main(["doctor", "--router", url]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvbaton doctor: argument --router: ") and error.count("\n") == 1

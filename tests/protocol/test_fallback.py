@@ -1,0 +1,179 @@
+"""A data plane that cannot be opened costs no handoff where the pair has another one, and is tried again later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from pair import Pair
+from party import Load
+
+from kvbaton.protocol.effects import Connect, Disconnect, GivenUp, StartCopy
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.events import Departed
+from kvbaton.protocol.ids import WorkerId
+from kvbaton.protocol.messages import Hello, Joined, Linked, Welcome
+from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.shunned import Shunned
+from kvbaton.sim.memory import Shape
+from kvbaton.sim.transport import RDMA, SHM, TCP
+
+Make = Callable[..., Pair]
+BOTH = (SHM, TCP)
+
+
+def of(pair: Pair, kind: type) -> list[str]:
+    return [effect.transport for effect in pair.done(kind, "d")]
+
+
+def asks(pair: Pair, number: int = 1) -> Load:
+    load = pair.d.want(f"r{number}", pair.p.grant(number), number)
+    pair.settle()
+    return load
+
+
+def delivered(load: Load) -> bool:
+    return load.end is not None and load.end.delivered
+
+
+def shut(pair: Pair, *names: str) -> None:
+    pair.d.habits.shut = frozenset(names)
+
+
+@pytest.fixture
+def two_planes(make_pair: Make) -> Pair:
+    return make_pair("p", "d", transports=BOTH)
+
+
+def test_the_best_plane_is_opened_before_anything_depends_on_it(two_planes: Pair) -> None:
+    assert delivered(asks(two_planes))
+    probe, *copies = two_planes.done(StartCopy, "d")
+    assert not probe.copy.spans and probe.transport == "shm"
+    assert copies and all(copy.copy.spans and copy.transport == "shm" for copy in copies)
+    assert two_planes.d.counts["links.shm"] == 1 and not two_planes.done(GivenUp)
+
+
+def test_a_single_plane_is_not_probed(make_pair: Make) -> None:
+    pair = make_pair("p", "d", transports=(TCP,))
+    assert delivered(asks(pair)) and all(each.copy.spans for each in pair.done(StartCopy, "d"))
+
+
+def test_a_plane_that_reaches_only_this_host_is_no_fallback_elsewhere(make_pair: Make) -> None:
+    pair = make_pair("p", "d", transports=(TCP, SHM))
+    pair.add("d", host="another")
+    assert delivered(asks(pair)) and all(each.copy.spans for each in pair.done(StartCopy, "d"))
+
+
+def test_a_plane_that_cannot_be_opened_costs_no_handoff(two_planes: Pair) -> None:
+    shut(two_planes, "shm")
+    assert delivered(asks(two_planes))
+    assert of(two_planes, Connect) == ["shm", "tcp"] and of(two_planes, Disconnect) == ["shm"]
+    assert two_planes.d.counts["planes_given_up.shm"] == 1 and of(two_planes, GivenUp) == ["shm"]
+    assert [hello.card.transports for hello in two_planes.said(Hello)] == [("shm", "tcp"), ("tcp",)]
+    assert len(two_planes.said(Joined)) == 1  # the source heard of the first pairing only that it was not meant
+
+
+def test_the_planes_are_tried_in_order_until_one_opens(make_pair: Make) -> None:
+    pair = make_pair("p", "d", transports=(SHM, RDMA, TCP))
+    shut(pair, "shm", "rdma")
+    assert delivered(asks(pair)) and of(pair, Connect) == ["shm", "rdma", "tcp"]
+
+
+def test_with_none_left_the_handoff_fails_and_the_next_tries_all_again(make_pair: Make) -> None:
+    pair = make_pair("p", "d", transports=(SHM, RDMA))
+    shut(pair, "shm", "rdma")
+    load = asks(pair)
+    assert load.end is not None and load.end.reason is Reason.UNREACHABLE
+    assert of(pair, Connect) == ["shm", "rdma"]
+    shut(pair)
+    assert delivered(asks(pair, 2)) and of(pair, Connect) == ["shm", "rdma"]  # the link stood; rdma works now
+
+
+def test_an_only_plane_that_fails_is_not_asked_for_again_at_once(make_pair: Make) -> None:
+    pair = make_pair("p", "d", transports=(SHM,))
+    pair.d.habits.allocates = False
+    load = pair.d.want("r", pair.p.grant())
+    pair.lose(Linked)
+    pair.settle()
+    pair.d.tell(Departed(WorkerId("p"), reason=Reason.UNREACHABLE))
+    pair.settle()
+    assert load.failed is not None and load.failed.reason is Reason.UNREACHABLE and len(pair.said(Hello)) == 1
+
+
+def test_endpoints_that_cannot_be_used_are_a_plane_that_cannot_be_opened(two_planes: Pair) -> None:
+    two_planes.d.habits.copies = False
+    load = two_planes.d.want("r", two_planes.p.grant())
+    two_planes.settle()  # as far as the probe
+    two_planes.d.tell(Departed(WorkerId("p"), two_planes.p.me.incarnation, Reason.UNREACHABLE))
+    two_planes.d.habits.copies = True
+    two_planes.settle()
+    assert delivered(load) and of(two_planes, Connect) == ["shm", "tcp"]
+
+
+def test_a_plane_that_does_not_answer_is_given_up_in_time(two_planes: Pair) -> None:
+    two_planes.d.habits.copy_s = 60.0
+    load = two_planes.d.want("r", two_planes.p.grant())
+    two_planes.run(2.9)
+    assert of(two_planes, Connect) == ["shm"] and not two_planes.said(Joined)
+    two_planes.d.habits.copy_s = 0.0  # of what is begun from now on
+    two_planes.run(0.2)
+    assert delivered(load) and of(two_planes, Connect) == ["shm", "tcp"]
+    assert two_planes.done(GivenUp)[0].detail == "could not be opened within 3.0 s"
+
+
+def test_it_is_tried_again_after_a_while(make_pair: Make) -> None:
+    pair = make_pair("p", "d", transports=BOTH, settings=Settings(shun_s=60.0))
+    shut(pair, "shm")
+    asks(pair)
+    shut(pair)
+    pair.d.tell(Departed(WorkerId("p"), pair.p.me.incarnation))  # the pair has to greet again
+    pair.run(59.0)
+    assert delivered(asks(pair, 2)) and of(pair, Connect) == ["shm", "tcp", "tcp"]
+    pair.d.tell(Departed(WorkerId("p"), pair.p.me.incarnation))
+    pair.run(2.0)
+    assert delivered(asks(pair, 3)) and of(pair, Connect) == ["shm", "tcp", "tcp", "shm"]
+
+
+def test_a_plane_that_shuts_later_costs_that_handoff_and_no_other(two_planes: Pair) -> None:
+    assert delivered(asks(two_planes))
+    shut(two_planes, "shm")
+    load = asks(two_planes, 2)
+    assert load.end is not None and load.end.reason is Reason.UNREACHABLE
+    assert delivered(asks(two_planes, 3)) and of(two_planes, Connect) == ["shm", "tcp"]
+
+
+def test_a_link_that_goes_while_its_plane_is_opened_leaves_nothing(two_planes: Pair) -> None:
+    two_planes.d.habits.copy_s = 1.0
+    two_planes.d.habits.cancels = False  # so that the probe ends, and rests, after its link
+    load = two_planes.d.want("r", two_planes.p.grant())
+    two_planes.settle()
+    assert two_planes.said(Welcome) and not two_planes.said(Joined)
+    two_planes.d.tell(Departed(WorkerId("p"), two_planes.p.me.incarnation))
+    two_planes.run(5.0)
+    assert load.failed is not None and load.failed.reason is Reason.PEER_GONE
+    assert not two_planes.d.ledger.desk.owners and not two_planes.said(Joined)
+
+
+def test_news_of_an_old_link_leave_the_new_one_alone(two_planes: Pair) -> None:
+    assert delivered(asks(two_planes))
+    old = two_planes.d.ledger.consumer.links.by_worker[WorkerId("p")]
+    two_planes.d.tell(Departed(WorkerId("p"), two_planes.p.me.incarnation))
+    assert delivered(asks(two_planes, 2))
+    two_planes.d.ledger.consumer.links.avoid(old, "late", two_planes.d.now)
+    assert delivered(asks(two_planes, 3)) and of(two_planes, Connect) == ["shm", "shm"] and not two_planes.done(GivenUp)
+
+
+def test_every_pair_of_ranks_is_opened(make_pair: Make) -> None:
+    pair = make_pair("p", "d", transports=BOTH, shape=Shape(ranks=2))
+    assert delivered(asks(pair))
+    probes = [each for each in pair.done(StartCopy, "d") if not each.copy.spans]
+    assert sorted((each.rank, each.copy.peer.worker) for each in probes) == [
+        (0, "p#0"), (0, "p#1"), (1, "p#0"), (1, "p#1"),
+    ]  # fmt: skip
+
+
+def test_which_planes_are_left() -> None:
+    shunned, p, names = Shunned(10.0), WorkerId("p"), ("shm", "tcp")
+    shunned.add(p, "shm", 100.0)
+    assert shunned.without(p, names, 109.9) == ("tcp",) and shunned.without(WorkerId("q"), names, 109.9) == names
+    assert shunned.without(p, names, 110.0) == names

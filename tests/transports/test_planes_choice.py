@@ -1,0 +1,107 @@
+"""Which data planes are offered, and in which order: what an operator names, or what this machine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+from kvbaton.transports import planes
+from kvbaton.transports.memory import allocate
+from kvbaton.transports.planes import PlaneSettings
+
+ME = PeerId(WorkerId("me"), Incarnation(1))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine with every library and no device; a device is a file in the returned folder."""
+    monkeypatch.setattr(planes, "RDMA_DEVICES", tmp_path)
+    for name in planes.ORDER:
+        told = planes.PLANES[name]
+        every = planes.Plane(told.name, told.what, told.needs, lambda: "", told.in_auto)
+        monkeypatch.setitem(planes.PLANES, name, every)
+    return tmp_path
+
+
+def without(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    told = planes.PLANES[name]
+    monkeypatch.setitem(planes.PLANES, name, planes.Plane(name, told.what, "a library", lambda: "gone", told.in_auto))
+
+
+def test_without_rdma_the_best_are_our_own(machine: Path) -> None:
+    assert planes.offered("auto") == ("shm", "tcp") and planes.rdma_devices() == ()
+
+
+def test_with_rdma_it_comes_after_shared_memory_and_before_sockets(machine: Path) -> None:
+    (machine / "mlx5_0").touch()
+    assert planes.rdma_devices() == ("mlx5_0",)
+    assert planes.offered("auto") == ("shm", "mori", "nixl", "tcp")
+
+
+def test_device_memory_is_offered_what_reaches_it(machine: Path) -> None:
+    assert planes.offered("auto", "cuda")[0] == "cuda" and "shm" not in planes.offered("auto", "cuda")
+
+
+def test_auto_leaves_out_what_is_not_there(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (machine / "mlx5_0").touch()
+    without(monkeypatch, "mori")
+    without(monkeypatch, "shm")
+    assert planes.offered("auto") == ("nixl", "tcp")
+
+
+def test_an_operators_order_is_kept(machine: Path) -> None:
+    assert planes.offered("tcp, shm") == ("tcp", "shm") and planes.offered("mooncake") == ("mooncake",)
+
+
+def test_a_named_plane_that_cannot_be_used_is_an_error_with_its_reason(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, "nixl")
+    with pytest.raises(OSError, match="transport nixl cannot be used here: gone"):
+        planes.offered("nixl,tcp")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pigeon", "got 'pigeon', expected auto, or some of cuda, shm"),
+        ("", "got '', expected auto"),
+        ("shm,shm", "names one twice"),
+        ("auto,shm", "beside auto"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        planes.parse(text)
+
+
+def test_a_library_that_breaks_is_a_reason_not_a_crash() -> None:
+    def broken() -> None:
+        raise AttributeError("half of it is missing")
+
+    assert planes._loads(broken)() == "AttributeError: half of it is missing"
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp", "nixl", "mooncake"])
+def test_each_is_made_by_its_name_and_is_what_was_announced(name: str) -> None:
+    memory = allocate(1 << 16)
+    made = planes.make(name, ME, PlaneSettings(), [memory.view])
+    try:
+        assert made.capabilities == planes.capabilities(name) and made.capabilities.name == name
+        assert made.endpoint(PeerId(WorkerId("you"), Incarnation(2)))
+    finally:
+        made.close()
+
+
+def test_host_memory_does_not_go_over_a_device_plane() -> None:
+    with pytest.raises(ValueError, match="host memory goes over one of"):
+        planes.make("cuda", ME, PlaneSettings(), [])
+
+
+def test_a_name_that_is_no_address_is_told_for_mooncake() -> None:
+    planes.check_host("mooncake", "10.1.2.3")
+    planes.check_host("tcp", "somewhere")
+    with pytest.raises(ValueError, match="host: 'somewhere'; mooncake needs"):
+        planes.check_host("mooncake", "somewhere")
