@@ -138,7 +138,7 @@ def test_every_kind_of_word_is_drawn_and_some_come_too_soon_for_a_reader() -> No
 
 QUICK = {
     "discard_unpins_while_read": "no leak",
-    "discard_before_lease_forgotten": "no hang",
+    "discard_before_lease_forgotten": "no leak, no hang",  # whichever is seen first
     "discard_releases_twice": "no leak",
     "discard_leaves_claims_parked": "no hang",
     "discards_remembered_for_ever": "no leak",
@@ -150,7 +150,7 @@ QUICK = {
 @pytest.mark.parametrize("name", QUICK)
 def test_wrong_ideas_about_discards_are_seen(name: str) -> None:
     catch = hunt(name, 40)
-    assert catch.caught and catch.promise == QUICK[name], catch.what
+    assert catch.caught and catch.promise in QUICK[name].split(", "), catch.what
 
 
 def test_they_all_break_the_same_rule() -> None:

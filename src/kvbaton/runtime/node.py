@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from kvbaton.control.base import worth_saying
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol.codec import encode
 from kvbaton.protocol.errors import Reason
@@ -64,6 +65,8 @@ class Node:
         self.faults: Counter[str] = Counter()
         self._backlog: dict[tuple[int, str], deque[fx.Copy]] = {}
         self._next_events: deque[Event] = deque()
+        self._given_up = 0
+        self.say: Callable[..., None] = log.warning  # what an operator should know
         self._holders: dict[tuple[PeerId, str], set[fx.Holder]] = {}
         self._report_fault = report_fault or log_fault
 
@@ -167,7 +170,7 @@ class Node:
         elif isinstance(effect, fx.Disconnect):
             self._disconnect(effect)
         elif isinstance(effect, fx.GivenUp):
-            log.warning("%s cannot be reached over %s: %s", effect.worker, effect.transport, effect.detail)
+            self._tell_given_up(effect)
         else:
             self._store(effect)
 
@@ -199,6 +202,11 @@ class Node:
         except Exception:  # whatever it was, nothing can be moved between the two
             self._next_events.append(Departed(effect.peer.worker, effect.peer.incarnation, Reason.UNREACHABLE))
             raise
+
+    def _tell_given_up(self, effect: fx.GivenUp) -> None:
+        self._given_up += 1
+        if worth_saying(self._given_up):
+            self.say("%s cannot be reached over %s: %s", effect.worker, effect.transport, effect.detail)
 
     def _disconnect(self, effect: fx.Disconnect) -> None:
         """Both roles of a pair share one data connection: the last holder to let go closes it."""

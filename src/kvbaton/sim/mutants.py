@@ -30,6 +30,7 @@ from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.node import Node
 from kvbaton.sim import engine as sim_engine
 from kvbaton.sim.mutants_discard import DISCARD_MUTANTS
+from kvbaton.sim.mutants_planes import PLANE_MUTANTS
 from kvbaton.sim.mutation import Mutant, both, swap
 
 # --- P
@@ -711,5 +712,6 @@ MUTANTS: tuple[Mutant, ...] = (
         swap(Node, "step", _frames_before_events),
     ),
     *DISCARD_MUTANTS,
+    *PLANE_MUTANTS,
 )
 """Every mutant must be caught by the simulator; the clean tree by none of the same seeds."""

@@ -65,6 +65,8 @@ def settings(rng: random.Random, profile: str) -> Settings:
         lease_s=rng.uniform(0.2, 0.4) if profile == "expiry" else rng.uniform(0.3, 1.5),
         max_hold_s=rng.choice((rng.uniform(1.5, 3.0), rng.uniform(5.0, 8.0))),
         retry_s=rng.uniform(0.15, 0.4),
+        probe_timeout=rng.uniform(0.3, 0.6),
+        shun_s=rng.uniform(1.0, 20.0),
         revoke_timeout=rng.uniform(0.3, 1.0),
         tombstones_max=4 if tight else 64,
         parked_max=2 if tight else 32,
@@ -129,6 +131,9 @@ def draw(rng: random.Random) -> Plan:
     decode = tuple(character(f"d{n}", d_ranks, d_tokens) for n in range(rng.randint(1, 2)))
     if rng.random() < 0.15:  # workers of both roles, who hand over to each other
         prefill = decode = tuple(character(f"b{n}", p_ranks, p_tokens) for n in range(2))
+    shut = (
+        frozenset(transports[:-1]) if rng.random() < (0.5 if healthy else 0.2) else frozenset()
+    )  # the last resort is never shut
     return Plan(
         profile=profile,
         prefill=prefill,
@@ -149,6 +154,7 @@ def draw(rng: random.Random) -> Plan:
             refuse=when("copies", 0.5),
             queue_max=rng.choice((1, 4, 64)),
             broken=when("copies", 0.01),
+            shut=shut,
         ),
         crashes=int(when("crashes", rng.randint(1, 4))),
         pauses=int(when("pauses", rng.randint(1, 4))),

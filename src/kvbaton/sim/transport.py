@@ -35,6 +35,7 @@ class TransportFaults:
     slow_s: float = 5.0
     refuse: float = 0.0  # back-pressure
     broken: float = 0.0  # `submit` raises
+    shut: frozenset[str] = frozenset()  # kinds that cannot be opened to anybody
     queue_max: int = 64
 
 
@@ -140,6 +141,10 @@ class SimTransport:
         remote = self.fabric.by_address.get(link[0]) if link else None
         if link is None or remote is None:
             self._note(CopyEnded(copy.job, Reason.PEER_UNKNOWN))
+            return True
+        if self.kind.name in faults.shut:
+            world.faults["plane_shut"] += 1
+            world.after(world.rng.uniform(0, 0.01), lambda: self._note(CopyEnded(copy.job, Reason.UNREACHABLE)))
             return True
         spans = [tuple(copy.spans[i : i + 3]) for i in range(0, len(copy.spans), 3)]
         job = _Job(copy, remote, link[1], spans)  # type: ignore[arg-type]
