@@ -37,7 +37,7 @@ def test_without_rdma_the_best_are_our_own(machine: Path) -> None:
 def test_with_rdma_it_comes_after_shared_memory_and_before_sockets(machine: Path) -> None:
     (machine / "mlx5_0").touch()
     assert planes.rdma_devices() == ("mlx5_0",)
-    assert planes.offered("auto") == ("shm", "mori", "nixl", "tcp")
+    assert planes.offered("auto") == ("shm", "nixl", "tcp")
 
 
 def test_device_memory_is_offered_what_reaches_it(machine: Path) -> None:
@@ -46,7 +46,6 @@ def test_device_memory_is_offered_what_reaches_it(machine: Path) -> None:
 
 def test_auto_leaves_out_what_is_not_there(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (machine / "mlx5_0").touch()
-    without(monkeypatch, "mori")
     without(monkeypatch, "shm")
     assert planes.offered("auto") == ("nixl", "tcp")
 
@@ -93,6 +92,17 @@ def test_each_is_made_by_its_name_and_is_what_was_announced(name: str) -> None:
         assert made.endpoint(PeerId(WorkerId("you"), Incarnation(2)))
     finally:
         made.close()
+
+
+def test_what_a_library_raises_when_it_is_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        @staticmethod
+        def NixlTransport(me: PeerId) -> None:
+            raise RuntimeError("no device")
+
+    monkeypatch.setitem(planes._MODULES, "nixl", lambda: Broken)
+    with pytest.raises(OSError, match="transport nixl cannot be used here: RuntimeError: no device"):
+        planes.make("nixl", ME, PlaneSettings(), [])
 
 
 def test_host_memory_does_not_go_over_a_device_plane() -> None:

@@ -1,8 +1,9 @@
 """The network of the fake mori: batches in flight between engines of this process, and ways to make it fail.
 
-Law: bytes land when somebody asks a status for the second time (as with mori's XGMI back end; whoever is right with that is
-right with RDMA, which has a thread of its own) or when a test calls `deliver`, and not otherwise. A batch lands whether
-or not anybody still wants it: there is no cancel. Once one has failed, so do all later ones of the same two engines.
+Law: bytes land when somebody asks a status for the second time (as with mori's XGMI back end; whoever is right with
+that is right with RDMA, which has a thread of its own) or when a test calls `deliver`, and not otherwise. A batch lands
+whether or not anybody still wants it: there is no cancel. What is in one queue lands in order, and once something has
+failed, so does all that follows between the same two engines.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Flight:
     """A batch that was posted. It knows its status by address only, as mori does: it keeps nothing alive."""
 
     pair: tuple[str, str]
+    queue: int
     uid: int
     rows: list[Row]
     status: weakref.ref[Told]
@@ -65,16 +67,16 @@ class Wire:
             if self.answers:
                 return self.answers.popleft()
             share = -(-len(rows) // queues)
-            for queue in range(queues):
-                part = list(rows[queue * share : (queue + 1) * share])
-                used = sum(len(flight.rows) for flight in self.flights if flight.pair == pair)
-                if used + len(part) > self.depth * (queue + 1):
+            for index in range(queues):
+                part, queue = list(rows[index * share : (index + 1) * share]), (index + uid) % queues
+                used = sum(len(each.rows) for each in self.flights if (each.pair, each.queue) == (pair, queue))
+                if used + len(part) > self.depth:
                     for flight in self.flights:
                         flight.silent |= flight.status() is status
                     self.refusals += 1
                     return RDMA_OP, f"SQ full (batch): ep={queue} depth={used} requested={len(part)} max={self.depth}"
                 if part:
-                    self.flights.append(Flight(pair, uid, part, weakref.ref(status, self._note_drop)))
+                    self.flights.append(Flight(pair, queue, uid, part, weakref.ref(status, self._note_drop)))
             self.posts.append((uid, len(rows)))
             return -1, ""
 
@@ -85,7 +87,7 @@ class Wire:
             if not self.stalled:
                 for flight in [flight for flight in self.flights if flight.status() is status]:
                     if flight.asked:
-                        self._land(flight)
+                        self._land_after_silent(flight)
                     flight.asked = True
 
     def deliver(self) -> None:
@@ -99,6 +101,13 @@ class Wire:
         with self.lock:
             self.dead.add(key)
             self.flights = [flight for flight in self.flights if flight.pair[0] != key]
+
+    def _land_after_silent(self, flight: Flight) -> None:
+        ahead = self.flights[: self.flights.index(flight)]
+        for each in ahead:
+            if each.silent and (each.pair, each.queue) == (flight.pair, flight.queue):
+                self._land(each)
+        self._land(flight)
 
     def _land(self, flight: Flight) -> None:
         self.flights.remove(flight)

@@ -5,9 +5,9 @@ RDMA fabric, a kernel's sockets. Both sides of a pair list what they have in thi
 P takes the first that D has too, D opens it before anything depends on it, and where that fails the pair takes the next
 (`protocol/links.py`).
 
-`auto` offers what is best without being told more: NIXL and MoRI only where there is an RDMA device, since over TCP
-kvbaton's own plane is faster and can cancel and fence; Mooncake never, since its engine serves whoever can reach its
-port. Any of them is offered when it is named.
+`auto` offers what is best without being told more: NIXL only where there is an RDMA device, since over TCP kvbaton's own
+plane is faster and can cancel and fence; MoRI not, since it has not run on hardware; Mooncake not, since its engine
+serves whoever can reach its port. Any of them is offered when it is named.
 """
 
 from __future__ import annotations
@@ -89,7 +89,12 @@ def capabilities(name: str) -> Capabilities:
 def make(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[memoryview]) -> HostTransport:
     """A data plane over these regions of host memory."""
     check_host(name, settings.host)
-    plane = _plain(name, me, settings)
+    try:
+        plane = _plain(name, me, settings)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # a library may raise anything, and without its device some do
+        raise OSError(f"transport {name} cannot be used here: {type(error).__name__}: {error}") from error
     for region, view in enumerate(memory):
         plane.register(region, view)
     return plane
@@ -166,7 +171,7 @@ PLANES: dict[str, Plane] = {
             "RDMA by MoRI (ROCm)",
             "amd_mori",
             _loads(lambda: _module("mori_engine")().load()),
-            _has_rdma,
+            lambda: False,
         ),
         Plane(
             "nixl",
@@ -189,8 +194,8 @@ PLANES: dict[str, Plane] = {
 
 def check_host(name: str, host: str) -> None:
     """Some data planes take a numeric address only."""
-    if name == "mooncake":
+    if name in {"mooncake", "mori"}:
         try:
             ipaddress.IPv4Address(host)
         except ValueError:
-            raise ValueError(f"host: {host!r}; mooncake needs this host's own IPv4 address, as numbers") from None
+            raise ValueError(f"host: {host!r}; {name} needs this host's own IPv4 address, as numbers") from None
