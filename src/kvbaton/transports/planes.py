@@ -5,8 +5,8 @@ RDMA fabric, a kernel's sockets. Both sides of a pair list what they have in thi
 P takes the first that D has too, D opens it before anything depends on it, and where that fails the pair takes the next
 (`protocol/links.py`).
 
-`auto` offers what is best without being told more: NIXL only where there is an RDMA device, since over TCP kvbaton's own
-plane is faster and can cancel and fence; MoRI not, since it has not run on hardware; Mooncake not, since its engine
+`auto` offers what is best without being told more: NIXL only where there is an RDMA device, since over TCP kvbaton's
+own plane is faster and can cancel and fence; MoRI not, since it has not run on hardware; Mooncake not, since its engine
 serves whoever can reach its port. Any of them is offered when it is named.
 """
 
