@@ -81,7 +81,8 @@ def mismatch(prefill: Worker, decode: Worker, mode: Mode) -> str | None:
     if prefill.compat and decode.compat and prefill.compat != decode.compat:
         return f"{prefill.name} and {decode.name} differ in their compatibility key"
     if prefill.transports and decode.transports and not set(prefill.transports) & set(decode.transports):
-        return f"{prefill.name} and {decode.name} have no transport in common"
+        ours, theirs = ", ".join(prefill.transports), ", ".join(decode.transports)
+        return f"{prefill.name} and {decode.name} have no transport in common ({ours}; {theirs})"
     return None
 
 

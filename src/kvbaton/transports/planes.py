@@ -8,6 +8,9 @@ P takes the first that D has too, D opens it before anything depends on it, and 
 `auto` offers what is best without being told more: NIXL only where there is an RDMA device, since over TCP kvbaton's
 own plane is faster and can cancel and fence; MoRI not, since it has not run on hardware; Mooncake not, since its engine
 serves whoever can reach its port. Any of them is offered when it is named.
+
+With checksums a plane is another plane (`tcp+sums`): both sides need the service that answers for the bytes, so a side
+with and a side without have nothing in common, and are told so by name.
 """
 
 from __future__ import annotations
@@ -27,10 +30,13 @@ from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports import shm, tcp
 from kvbaton.transports.base import HostTransport
+from kvbaton.transports.summed import SumConfig, SummedTransport, summed
+from kvbaton.transports.sums import Checksum
 
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
+SUMS = "+sums"
 ORDER = ("cuda", "shm", "mori", "nixl", "mooncake", "tcp")
 """Best first."""
 
@@ -67,8 +73,13 @@ def parse(text: str) -> tuple[str, ...]:
     return names
 
 
-def offered(choice: str, device: str = "cpu") -> tuple[str, ...]:
-    """What this process offers its peers, best first. ImportError or OSError names what a chosen one lacks."""
+def offered(choice: str, device: str = "cpu", checksum: ChecksumMode = "off") -> tuple[str, ...]:
+    """What this process offers its peers, best first. OSError names what a chosen one lacks."""
+    names = _usable(choice, device)
+    return names if checksum == "off" else tuple(name + SUMS for name in names)
+
+
+def _usable(choice: str, device: str) -> tuple[str, ...]:
     names = parse(choice)
     if names != (AUTO,):
         for name in names:
@@ -82,19 +93,22 @@ def offered(choice: str, device: str = "cpu") -> tuple[str, ...]:
 
 def capabilities(name: str) -> Capabilities:
     """What a data plane can promise, without making one."""
-    found: Capabilities = _MODULES[name]().CAPABILITIES
-    return found
+    plain: Capabilities = _MODULES[name.removesuffix(SUMS)]().CAPABILITIES
+    return summed(plain) if name.endswith(SUMS) else plain
 
 
 def make(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[memoryview]) -> HostTransport:
     """A data plane over these regions of host memory."""
-    check_host(name, settings.host)
+    plain = name.removesuffix(SUMS)
+    check_host(plain, settings.host)
     try:
-        plane = _plain(name, me, settings)
+        plane = _plain(plain, me, settings)
     except (ValueError, OSError):
         raise
     except Exception as error:  # a library may raise anything, and without its device some do
         raise OSError(f"transport {name} cannot be used here: {type(error).__name__}: {error}") from error
+    if plain != name:
+        plane = SummedTransport(plane, me, SumConfig(Checksum(settings.checksum), host=settings.host))
     for region, view in enumerate(memory):
         plane.register(region, view)
     return plane

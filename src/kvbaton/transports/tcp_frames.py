@@ -2,6 +2,9 @@
 
     READ   tag, region, table of (offset, bytes)              answered by  DATA tag, status, payload
     WRITE  tag, region, table of (offset, bytes), payload     answered by  DONE tag, status
+    SUM    tag, region, table of (offset, bytes)              answered by  SUMS tag, status, a digest for each pair
+
+Data streams carry the first two; SUM has a listener of its own (`sums_service`), so that it never waits behind payload.
 
 Law: a frame is checked against its bounds here before anything is allocated for it. What breaks a bound is malformed
 and costs the connection; spans that lie outside the memory are a bad request and cost that copy only.
@@ -34,6 +37,8 @@ class Kind(enum.IntEnum):
     WRITE = 2
     DATA = 3
     DONE = 4
+    SUM = 5
+    SUMS = 6
 
 
 class Status(enum.IntEnum):

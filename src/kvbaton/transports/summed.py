@@ -1,0 +1,271 @@
+"""Any data plane, with the bytes of each copy compared end to end: `checksum: sample` or `full`.
+
+When the plane beneath says that a copy has ended well, the side that drove it asks the other side for digests of the
+memory there, digests its own, and compares: what was sent with what landed, whoever moved it and through whatever. The
+other side answers from a small sum service beside its plane, which only admitted peers can reach.
+
+Law: no copy ends well unless every digest asked for it agreed. A copy whose bytes differ ends as CHECKSUM_MISMATCH; one
+whose sums could not be had as TRANSFER_FAILED, or as UNREACHABLE where there is nobody to ask. Comparing only reads, so
+what ends a copy meanwhile (cancel, disconnect, fence, close) ends it at once, and at rest. The side that drives a copy
+decides how much of it is compared; with `off` it compares nothing and still answers. A peer without a sum service is
+refused by `connect`.
+
+A mismatch is also what a reader sees whose source reused its blocks before they were compared (an expired lease); such
+a copy would have been refused as stale a moment later.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+
+from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.transports import sums_endpoint
+from kvbaton.transports.base import Copy, CopyEnded, HostTransport, TransportEvent
+from kvbaton.transports.jobs import Job, Jobs
+from kvbaton.transports.loop import Loop
+from kvbaton.transports.memory import Registered
+from kvbaton.transports.mover import choose_mover
+from kvbaton.transports.sums import Checksum, portions
+from kvbaton.transports.sums_client import Question, SumLink
+from kvbaton.transports.sums_comparison import Comparison
+from kvbaton.transports.sums_endpoint import SumEndpoint
+from kvbaton.transports.sums_hash import digests
+from kvbaton.transports.sums_pool import Digesters
+from kvbaton.transports.sums_service import SumService
+from kvbaton.transports.tcp_client import Route
+
+CLOSE_S = 2.0
+
+
+class SumConfig(msgspec.Struct, frozen=True):
+    """Addresses are numeric, so that nothing ever waits for a resolver."""
+
+    mode: Checksum = Checksum.FULL
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""  # what peers dial, when `host` is a wildcard
+    threads: int = 1  # that digest; one does 6 GB/s of 16 KiB segments, and two hardly more
+    copies_max: int = 1024
+    answer_s: float = 10.0  # a service that is asked and answers nothing for so long has failed
+    dial_deadline_s: float = 5.0
+    strangers_max: int = 64
+    pure_python: bool = False
+
+    def __post_init__(self) -> None:
+        host = ipaddress.ip_address(self.host)
+        if (ipaddress.ip_address(self.advertise) if self.advertise else host).is_unspecified:
+            raise ValueError(f"peers cannot dial {self.advertise or host}: set advertise to this host's own address")
+        if min(self.threads, self.copies_max, self.strangers_max) < 1 or min(self.answer_s, self.dial_deadline_s) <= 0:
+            raise ValueError(
+                f"threads, copies_max, strangers_max, answer_s and dial_deadline_s must be positive: {self}"
+            )
+
+
+def summed(inner: Capabilities) -> Capabilities:
+    """The inner plane's; but the other process takes part now, with digests of its memory, and must know of it."""
+    return msgspec.structs.replace(inner, name=f"{inner.name}+sums", one_sided=False)
+
+
+class Accepted(Jobs):
+    """The copies of the plane beneath, until they are compared."""
+
+    def has_room(self) -> bool:
+        return self._open < self._copies_max and not self._closed
+
+
+class SummedTransport:
+    """See `base.Transport`. Threads beside the inner plane's: one that asks and answers, `threads` that digest."""
+
+    def __init__(self, inner: HostTransport, me: PeerId, config: SumConfig | None = None) -> None:
+        self._inner = inner
+        self._me = me
+        self._config = config = config or SumConfig()
+        self._jobs = Accepted(config.copies_max)
+        self._memory = Registered()
+        self._comparisons: dict[JobId, Comparison] = {}
+        self._links: dict[PeerId, SumLink] = {}
+        self._loop = Loop(f"kvbaton-sums-{me}")
+        self._digesters = Digesters(f"kvbaton-digest-{me}", config.threads)
+        mover, limits = choose_mover(config.pure_python), (config.strangers_max, config.dial_deadline_s)
+        self._service = SumService(me, self._loop, self._memory, mover, self._digesters, *limits)
+        inner.set_waker(self._has_news)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return summed(self._inner.capabilities)
+
+    def register(self, region: int, memory: memoryview) -> None:
+        self._inner.register(region, memory)
+        self._memory.add(region, memory)
+
+    def endpoint(self, peer: PeerId) -> bytes:
+        """The inner plane's, and the sum service's. Listens from the first call on."""
+        inner, config = self._inner.endpoint(peer), self._config
+        port = self._service.listen(config.host, config.port)
+        secret = self._service.keyring.mint(peer)
+        return sums_endpoint.pack(SumEndpoint(config.advertise or config.host, port, secret, inner))
+
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        """ValueError, naming `checksum`, for a peer that has no sum service."""
+        there = sums_endpoint.parse(peer, endpoint)
+        self._inner.connect(peer, there.inner)
+        address, limit_s = (there.host, there.port), self._config.dial_deadline_s
+        route = Route(self._me, peer, address, there.secret, regions={}, window_bytes=0, dial_deadline_s=limit_s)
+        with self._jobs:
+            old = self._links.get(peer)
+            if old is not None and old.route == route:
+                return
+            self._links[peer] = SumLink(route, self._loop, self._config.answer_s)
+            if old is not None:
+                self._end_comparisons(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
+                self._loop.call(partial(old.shut, "the peer has a new endpoint"))
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._service.shut_out(peer)
+        with self._jobs:
+            self._stop_copies(peer, Reason.PEER_GONE, "disconnected")
+            link = self._links.pop(peer, None)
+        if link is not None:
+            self._loop.call(partial(link.shut, "disconnected"))
+        self._inner.disconnect(peer)
+
+    def submit(self, copy: Copy) -> bool:
+        with self._jobs:
+            if self._jobs.find(copy.job) is not None:
+                raise ValueError(f"job {copy.job} is already under way")
+            if not self._jobs.has_room() or not self._inner.submit(copy):
+                return False
+            self._jobs.accept(copy)
+        return True
+
+    def cancel(self, job: JobId) -> None:
+        with self._jobs:
+            found = self._jobs.find(job)
+            if found is not None:
+                self._stop(found, Reason.CANCELLED, "")
+        self._inner.cancel(job)
+
+    def fence(self, peer: PeerId) -> None:
+        """As the inner plane's; and `peer` gets no more sums until it has a new endpoint."""
+        self._inner.fence(peer)
+        self._service.shut_out(peer)
+        with self._jobs:
+            self._end_comparisons(peer, Reason.TRANSFER_FAILED, "the peer was fenced")
+
+    def drain(self) -> Sequence[TransportEvent]:
+        return self._jobs.drain()
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._jobs.set_waker(waker)
+
+    def close(self) -> None:
+        if not self._jobs.close():
+            return
+        with self._jobs:
+            self._stop_copies(None, Reason.CANCELLED, "the transport was closed")
+        self._inner.close()
+        self._loop.stop(CLOSE_S)
+        stopped = self._digesters.close(CLOSE_S)
+        self._collect()
+        with self._jobs:
+            for job in self._jobs.of_peer():  # the inner plane did not say how they ended
+                job.lost = True
+                self._jobs.abandon(job, Reason.CANCELLED, "the transport was closed")
+        self._links.clear()
+        if stopped:
+            self._memory.clear()
+
+    def _has_news(self) -> None:
+        """Called by the inner plane, on any of its threads."""
+        self._loop.call(self._collect)
+
+    def _collect(self) -> None:
+        """Hear what became of the inner plane's copies. On the loop, and once more when that has ended."""
+        with self._jobs:
+            for event in self._inner.drain():
+                job = self._jobs.find(event.job) if isinstance(event, CopyEnded) else None
+                if not isinstance(event, CopyEnded):
+                    self._jobs.post(event)
+                elif job is not None:
+                    self._landed(job, event)
+
+    def _landed(self, job: Job, event: CopyEnded) -> None:
+        """The inner plane is done with `job`. If that went well and nobody wants it stopped, its bytes are compared."""
+        if event.reason is not None:
+            job.reason, job.detail = event.reason, event.detail
+        job.lost = not event.at_rest
+        if job.reason is not None or self._config.mode is Checksum.OFF:
+            self._jobs.settle(job)
+            return
+        try:
+            self._compare(job)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the copy has an end
+            self._comparisons.pop(job.copy.job, None)
+            self._jobs.fail(job, Reason.TRANSFER_FAILED, f"cannot be compared: {error!r}")
+
+    def _compare(self, job: Job) -> None:
+        link, memory = self._links.get(job.copy.peer), self._memory.get(job.copy.local_region)
+        if link is None or memory is None:
+            self._jobs.fail(job, Reason.PEER_GONE, "gone before its bytes could be compared")
+            return
+        # A copy of nothing asks as well, for nothing: it tells a pair that the plane can be opened, sums and all.
+        found = portions(job.copy, self._config.mode) or [array("q")]
+        comparison = self._comparisons[job.copy.job] = Comparison(job, found)
+        fail = partial(self._failed, comparison)
+        link.ask(
+            Question(job, spans, partial(self._heard, comparison, index), fail) for index, spans in enumerate(found)
+        )
+        for index in range(len(found)):
+            self._digesters.add(partial(self._digest, comparison, index, memory))
+
+    def _digest(self, comparison: Comparison, index: int, memory: memoryview) -> None:
+        """On a digester."""
+        if comparison.job.ended:
+            return
+        try:
+            found = digests(memory, comparison.portions[index], 3, comparison.job.halt)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the copy has an end
+            self._failed(comparison, Reason.TRANSFER_FAILED, f"cannot be digested here: {error!r}")
+        else:
+            self._heard(comparison, index, found)
+
+    def _heard(self, comparison: Comparison, index: int, found: bytes) -> None:
+        with self._jobs:
+            if comparison.job.ended:
+                return
+            difference = comparison.hear(index, found)
+            if difference:
+                self._failed(comparison, Reason.CHECKSUM_MISMATCH, difference)
+            elif comparison.agrees:
+                del self._comparisons[comparison.job.copy.job]
+                self._jobs.settle(comparison.job)
+
+    def _failed(self, comparison: Comparison, reason: Reason, detail: str) -> None:
+        with self._jobs:
+            if not comparison.job.ended:
+                self._stop(comparison.job, reason, detail)
+
+    def _stop(self, job: Job, reason: Reason, detail: str) -> None:
+        """End a copy that is being compared; one that is being moved ends so, if well, when it has moved."""
+        if self._comparisons.pop(job.copy.job, None) is None:
+            job.reason, job.detail = job.reason or reason, job.detail or detail
+            return
+        self._jobs.fail(job, reason, detail)
+        link = self._links.get(job.copy.peer)
+        if link is not None:
+            self._loop.call(link.sweep)
+
+    def _end_comparisons(self, peer: PeerId, reason: Reason, detail: str) -> None:
+        for comparison in [each for each in self._comparisons.values() if each.job.copy.peer == peer]:
+            self._stop(comparison.job, reason, detail)
+
+    def _stop_copies(self, peer: PeerId | None, reason: Reason, detail: str) -> None:
+        for job in self._jobs.of_peer(peer):
+            self._stop(job, reason, detail)

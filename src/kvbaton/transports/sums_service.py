@@ -1,0 +1,131 @@
+"""The answering side of checksums: digests of registered memory, for admitted peers.
+
+Law: nothing is read before every span of a question was checked against the memory here, and nothing is digested on the
+loop. A question costs its connection's window until it is answered, so a peer can make at most that much work wait.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.ids import PeerId
+from kvbaton.transports.auth import Admitted, Keyring
+from kvbaton.transports.base import Spans
+from kvbaton.transports.loop import Loop
+from kvbaton.transports.memory import Registered
+from kvbaton.transports.mover import Mover
+from kvbaton.transports.reception import BACKLOG, Reception
+from kvbaton.transports.spans import from_wire
+from kvbaton.transports.sums_hash import digests
+from kvbaton.transports.sums_pool import Digesters
+from kvbaton.transports.tcp_frames import FRAME_BYTES, WINDOW_MAX, Frame, Kind, Status, parse
+from kvbaton.transports.tcp_server import family_of, prepare
+from kvbaton.transports.wire import Bytes, Script, Wire, take
+
+
+@dataclass(slots=True, eq=False)
+class Guest:
+    """One connection of an admitted peer."""
+
+    wire: Wire
+    waiting: int = 0  # questions that are being digested or wait for it
+    halt: bytearray = field(default_factory=lambda: bytearray(1))  # set when nobody waits for the answers any more
+
+
+class SumService:
+    """Listens, admits and answers on one loop; one connection per peer, the newest."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        loop: Loop,
+        memory: Registered,
+        mover: Mover,
+        digesters: Digesters,
+        strangers_max: int,
+        handshake_s: float,
+    ) -> None:
+        self._loop = loop
+        self._memory = memory
+        self._mover = mover
+        self._digesters = digesters
+        self._reception = Reception(me, loop, prepare, self._adopt, strangers_max, handshake_s)
+        self._guests: dict[PeerId, Guest] = {}  # touched by the loop only
+
+    @property
+    def keyring(self) -> Keyring:
+        return self._reception.keyring
+
+    def listen(self, host: str, port: int) -> int:
+        """Accept from now on; the port."""
+        create = partial(socket.create_server, (host, port), family=family_of(host), backlog=BACKLOG)
+        return int(self._reception.listen(create).getsockname()[1])
+
+    def shut_out(self, peer: PeerId) -> None:
+        """Answer `peer` no more. From any thread."""
+        self.keyring.revoke(peer)
+        self._loop.call(partial(self._drop, peer, "shut out"))
+
+    def _drop(self, peer: PeerId, detail: str) -> None:
+        guest = self._guests.get(peer)
+        if guest is not None:
+            guest.wire.close(detail)
+
+    def _adopt(self, admitted: Admitted, sock: socket.socket) -> None:
+        """The secret is looked at again: it may have been revoked between."""
+        if not self.keyring.still_admits(admitted):
+            sock.close()
+            return
+        self._drop(admitted.peer, "replaced by a newer connection")
+
+        def closed(_detail: str, _by_peer: bool) -> None:
+            guest.halt[0] = 1
+            del self._guests[admitted.peer]
+
+        guest = Guest(Wire(self._loop, sock, closed))
+        self._guests[admitted.peer] = guest
+        guest.wire.open(self._serve(guest))
+
+    def _serve(self, guest: Guest) -> Script:
+        while True:
+            frame = parse((yield from take(FRAME_BYTES)), Kind.SUM)
+            pairs = from_wire((yield from take(frame.table_bytes)))
+            if guest.waiting + len(guest.wire.out) >= WINDOW_MAX:
+                raise ProtocolError(Reason.BAD_MESSAGE, f"more than {WINDOW_MAX} questions at once")
+            memory = self._checked(frame, pairs)
+            if memory is None:
+                guest.wire.out.append(Bytes(Frame(Kind.SUMS, frame.tag, status=Status.BAD_SPAN).pack()))
+            else:
+                guest.waiting += 1
+                self._digesters.add(partial(self._digest, guest, frame.tag, memory, pairs))
+
+    def _checked(self, frame: Frame, pairs: Spans) -> memoryview | None:
+        """The memory that a question is about, or None when any of it lies outside."""
+        memory = self._memory.get(frame.region)
+        if memory is None:
+            return None
+        try:
+            total = self._mover.check_spans(pairs, 2, memory.nbytes, 0)
+        except ValueError:
+            return None
+        if total != frame.payload_bytes:
+            raise ProtocolError(Reason.BAD_MESSAGE, f"spans of {total} bytes, said to be {frame.payload_bytes}")
+        return memory
+
+    def _digest(self, guest: Guest, tag: int, memory: memoryview, pairs: Spans) -> None:
+        """On a digester."""
+        try:
+            found = digests(memory, pairs, 2, guest.halt)
+        except Exception:
+            self._loop.call(partial(guest.wire.close, "cannot be digested"))
+            raise
+        self._loop.call(partial(self._answer, guest, tag, found))
+
+    def _answer(self, guest: Guest, tag: int, found: bytes) -> None:
+        guest.waiting -= 1
+        if not guest.wire.closed:
+            guest.wire.out.append(Bytes(Frame(Kind.SUMS, tag, len(found)).pack() + found))
+            guest.wire.flush()

@@ -1,0 +1,37 @@
+"""A worker that shares no memory with its peers, although all say that they are on one host. Run it as a script.
+
+`python cut_off_worker.py HOW worker …` is `kvbaton worker …` in a process where shm fails as between two containers:
+`namespace` (the peer's sockets belong to another network namespace), or `door` (nobody answers at the peer's socket).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+
+from kvbaton.cli.main import main
+from kvbaton.transports import shm, shm_attach
+
+
+def _another_namespace() -> str:
+    return "boot/another-network-namespace"
+
+
+def _nobody_there(name: str) -> socket.socket:
+    raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+
+
+def cut_off(how: str) -> None:
+    if how == "namespace":
+        setattr(shm, "host_identity", _another_namespace)  # noqa: B010 - the name that shm itself has for it
+    elif how == "door":
+        shm_attach.dial = _nobody_there
+    else:
+        raise SystemExit(f"got {how!r}, expected namespace or door")
+
+
+if __name__ == "__main__":
+    cut_off(sys.argv[1])
+    sys.exit(main(sys.argv[2:]))

@@ -1,0 +1,35 @@
+"""`peer_process` with checksums around the far side's data plane; `KVBATON_TEST_PLANE` says which plane that is.
+
+Run as `python sums_peer_process.py`, like the other one.
+"""
+
+from __future__ import annotations
+
+import os
+
+from kvbaton.protocol.ids import PeerId
+from kvbaton.transports.base import HostTransport
+from kvbaton.transports.shm import ShmTransport
+from kvbaton.transports.summed import SummedTransport
+from kvbaton.transports.tcp import TcpTransport
+
+PLANE = "KVBATON_TEST_PLANE"
+
+
+def plane(name: str, peer: PeerId) -> HostTransport:
+    if name == "nixl":
+        from kvbaton.transports.nixl import NixlTransport
+
+        return NixlTransport(peer)
+    return ShmTransport(peer) if name == "shm" else TcpTransport(peer)
+
+
+def make(kind: str, peer: PeerId, dial_deadline_s: float = 5.0) -> SummedTransport:
+    return SummedTransport(plane(os.environ.get(PLANE) or kind, peer), peer)
+
+
+if __name__ == "__main__":
+    import peer_process  # type: ignore[import-not-found]
+
+    peer_process.make = make
+    peer_process.main()
