@@ -14,14 +14,15 @@ VLLM_BIN := $(VLLM_VENV)/bin
 ROUTER_VENV := .venv-router
 VLLM_ROUTER ?= 0.1.16
 
-# What needs the libraries of other data planes, and libibverbs of the system, is not part of make test yet: make planes.
-PLANES := tests/transports/test_nixl.py tests/transports/test_nixl_parts.py tests/transports/test_mooncake.py
-PLANES_VENV := .venv-planes
+# The libraries of other data planes. Alone: nixl's declared dependency on PyTorch is for other uses than ours, and
+# .venv stays small.
+NIXL ?= nixl-cu13==1.5.1
+MOONCAKE ?= mooncake-transfer-engine-non-cuda==0.3.13.post1
 
 VLLM_PIP := $(VLLM_BIN)/pip install -qq --disable-pip-version-check
 
 .PHONY: demo test test-full check lint types layers unit coverage runtime processes sim mutants bench bench-router fuzz
-.PHONY: docs clean planes
+.PHONY: docs clean planes planes-env
 .PHONY: vllm vllm-nixl vllm-test vllm-full vllm-matrix conformance
 
 demo: $(VENV)/.serve
@@ -63,16 +64,18 @@ runtime: $(VENV)/.dev
 	$(BIN)/pytest -n 2 tests/runtime tests/sim
 
 # Real sockets, real processes, a real model.
-processes: $(VENV)/.dev $(ROUTER_VENV)/.ready
+processes: $(VENV)/.planes $(ROUTER_VENV)/.ready
 	$(BIN)/pytest -n 2 tests/engine tests/transports tests/control tests/api tests/router tests/cli tests/bench \
-		tests/integrations tests/fuzz $(PLANES:%=--ignore=%)
+		tests/integrations tests/fuzz tests/store tests/mooncake_store
 	$(BIN)/pytest -n 2 --dist loadfile tests/e2e
 
-# The shared store, and NIXL and Mooncake: begun, tested against the real libraries, wired in nowhere yet.
-planes: $(VENV)/.dev $(VLLM_VENV)/.nixl $(PLANES_VENV)/.ready
-	$(BIN)/pytest -n 2 tests/store
-	$(VLLM_BIN)/python -m pytest tests/transports/test_nixl.py tests/transports/test_nixl_parts.py
-	$(PLANES_VENV)/bin/python -m pytest tests/transports/test_mooncake.py tests/mooncake_store
+# Of these, NIXL, Mooncake and the shared store alone.
+planes: $(VENV)/.planes
+	$(BIN)/pytest -n 2 tests/store tests/mooncake_store tests/transports/test_nixl.py tests/transports/test_nixl_parts.py \
+		tests/transports/test_mooncake.py tests/transports/test_nixl_sums.py
+
+# The libraries that they need, in .venv.
+planes-env: $(VENV)/.planes
 
 # Ten times as many cases, and other ones each time, for the parsers that strangers can reach: twenty minutes.
 fuzz: $(VENV)/.dev
@@ -103,7 +106,7 @@ conformance: $(VENV)/.dev $(VLLM_VENV)/.ready
 	$(BIN)/kvbaton conformance vllm
 
 # One P and one D on real vLLM, every answer compared with one engine's: behind our router, and behind vllm-router.
-vllm-test: $(VLLM_VENV)/.ready $(ROUTER_VENV)/.ready
+vllm-test: $(VLLM_VENV)/.planes $(ROUTER_VENV)/.ready
 	$(VLLM_BIN)/python -m pytest tests/vllm/test_one_p_one_d.py
 	KVBATON_VLLM_ROUTER=$(ROUTER_VENV)/bin/vllm-router $(VLLM_BIN)/python -m pytest tests/vllm/test_routers.py
 
@@ -127,12 +130,18 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.serve: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/pip install -q --disable-pip-version-check -e '.[serve]'
+	$(BIN)/pip install -q --disable-pip-version-check --no-warn-conflicts -e '.[serve]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/pip install -q --disable-pip-version-check -e '.[serve,dev]'
+	$(BIN)/pip install -q --disable-pip-version-check --no-warn-conflicts -e '.[serve,dev]'
 	@touch $@ $(VENV)/.serve
+
+# Mooncake needs libibverbs.so.1 even without RDMA; where the system has none it gets the one that comes with nixl.
+$(VENV)/.planes: $(VENV)/.dev tools/verbs.py
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps $(NIXL) $(MOONCAKE)
+	$(BIN)/python tools/verbs.py
+	@touch $@
 
 $(VLLM_VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -159,11 +168,9 @@ $(VLLM_VENV)/.nixl: $(VLLM_VENV)/.ready
 	@$(VLLM_PIP) nixl vllm-router
 	@touch $@
 
-$(PLANES_VENV)/.ready: $(SOURCES)
-	@ldconfig -p | grep -q libibverbs.so.1 || { echo "Mooncake needs libibverbs: apt-get install libibverbs1"; exit 1; }
-	@$(PYTHON) -m venv $(PLANES_VENV)
-	@$(PLANES_VENV)/bin/pip install -qq --disable-pip-version-check -e '.[serve]' pytest pytest-timeout \
-		mooncake-transfer-engine-non-cuda==0.3.13.post1
+# NIXL as a data plane of kvbaton's own in vLLM.
+$(VLLM_VENV)/.planes: $(VLLM_VENV)/.ready
+	@$(VLLM_PIP) --no-deps $(NIXL)
 	@touch $@
 
 $(ROUTER_VENV)/.ready:
@@ -173,4 +180,4 @@ $(ROUTER_VENV)/.ready:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(ROUTER_VENV) $(PLANES_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf $(VENV) $(ROUTER_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

@@ -51,7 +51,9 @@ class Process:
         )
 
     def stop(self) -> None:
+        """It does nothing more once this returns: the signal alone takes its time on a busy machine."""
         self.child.send_signal(signal.SIGSTOP)
+        os.waitpid(self.child.pid, os.WUNTRACED)
 
     def resume(self) -> None:
         self.child.send_signal(signal.SIGCONT)

@@ -1,12 +1,13 @@
 """The Mooncake back end on the real thing: contract, and master and owner stopped, killed and restarted.
 
-Needs mooncake-transfer-engine(-non-cuda) and libibverbs1; see the Makefile. Every case ends with no pin left.
+Needs the library: `make planes-env`. Every case ends with no pin left.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from mooncake.store import MooncakeDistributedStore
@@ -27,15 +28,20 @@ class MooncakeHarness:
 
     def __init__(self, master: Master) -> None:
         self.master = master
+        self._admin: Any = None
 
     def backend(self) -> Backend:
         return MooncakeBackend(MooncakeSettings(master=self.master.address))
 
     def reset(self) -> None:
-        admin = MooncakeDistributedStore()
-        assert admin.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", self.master.address) == 0
-        admin.remove_all(True)
-        admin.close()
+        if self._admin is None:  # kept: closing one takes a second
+            self._admin = MooncakeDistributedStore()
+            assert self._admin.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", self.master.address) == 0
+        self._admin.remove_all(True)
+
+    def close(self) -> None:
+        if self._admin is not None:
+            self._admin.close()
 
 
 @pytest.fixture
@@ -56,7 +62,9 @@ def owner(master: Master) -> Iterator[Owner]:
 def harness() -> Iterator[MooncakeHarness]:
     master = Master()
     owner = Owner(master)
-    yield MooncakeHarness(master)
+    harness = MooncakeHarness(master)
+    yield harness
+    harness.close()
     owner.kill()
     master.kill()
 

@@ -13,7 +13,7 @@ from kvbaton.store.breaker import Breaker
 from kvbaton.store.kept import KeptStore
 from kvbaton.store.memory import MemoryBackend
 from kvbaton.store.scripts import Call, Kind, Script, Task
-from kvbaton.testing import store_case, store_harness
+from kvbaton.testing import store_case, store_failing, store_harness
 from kvbaton.testing.store_contract import check_store
 from kvbaton.testing.store_harness import FaultyBackend
 
@@ -174,6 +174,7 @@ def test_a_mutant_is_caught(number: int, monkeypatch: pytest.MonkeyPatch) -> Non
     mutate, case = MUTANTS[number]
     mutate(monkeypatch)
     monkeypatch.setattr(store_harness, "DEADLINE_S", 2.0)
+    monkeypatch.setattr(store_failing, "CLOSE_S", 3.0)
     with pytest.raises(AssertionError):
         CASES[case](Harness())
 

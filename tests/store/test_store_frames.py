@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+import struct
+import zlib
 
 from kvbaton.store.frames import FRAME_BYTES, holds, seal
 
@@ -36,3 +39,12 @@ def test_any_bit_that_turned_is_seen() -> None:
             assert not holds(frame, "key", SIZE), f"byte {index}, bit {bit}"
             frame[index] ^= 1 << bit
     assert holds(frame, "key", SIZE)
+
+
+def test_a_frame_of_an_older_version_is_none() -> None:
+    """As version 1 made them, with sums of 32 bits."""
+    frame = sealed()
+    named = hashlib.blake2b(b"key", digest_size=32).digest()
+    head = struct.pack("<4sBxxxQ32s8xI", b"KVBS", 1, SIZE, named, zlib.crc32(frame[FRAME_BYTES:]))
+    frame[:FRAME_BYTES] = head + zlib.crc32(head).to_bytes(4, "little")
+    assert not holds(frame, "key", SIZE)

@@ -1,6 +1,6 @@
 """NIXL keeps the contract, and what it cannot do shows: a read that was given up lands late, in memory kept for it.
 
-Needs nixl: run it with `.venv-vllm/bin/python -m pytest tests/transports/test_nixl.py`.
+Needs nixl: `make planes-env` installs it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,10 +28,11 @@ class ChildFailed(RuntimeError):
     """A child ended, said that it failed, or said nothing in time."""
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """Told instead of an answer."""
+class Line(msgspec.Struct, frozen=True):
+    """What a child says: an answer, or what went wrong."""
 
-    error: str
+    answer: msgspec.Raw = msgspec.Raw(b"null")
+    error: str = ""
 
 
 class Child:
@@ -39,7 +40,7 @@ class Child:
 
     def __init__(self, module: str, *words: str) -> None:
         self.what = " ".join((module, *words))
-        self._said = tempfile.TemporaryFile()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
         command = [sys.executable, "-m", module, *words]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, bufsize=0
@@ -60,6 +61,11 @@ class Child:
         self.tell(question)
         return self.hear(answer, deadline_s)
 
+    def order(self, order: object, deadline_s: float = ANSWER_S) -> None:
+        """Wait until it is done."""
+        self.tell(order)
+        self._hear(deadline_s)
+
     def tell(self, value: object) -> None:
         assert self._process.stdin is not None
         try:
@@ -68,6 +74,9 @@ class Child:
             raise self._failed("ended early") from None
 
     def hear(self, answer: type[T], deadline_s: float = ANSWER_S) -> T:
+        return msgspec.json.decode(self._hear(deadline_s), type=answer)
+
+    def _hear(self, deadline_s: float) -> msgspec.Raw:
         assert self._process.stdout is not None
         deadline = time.monotonic() + deadline_s
         while b"\n" not in self._read:
@@ -79,10 +88,10 @@ class Child:
                 raise self._failed("ended early")
             self._read += data
         line, _, self._read = self._read.partition(b"\n")
-        try:
-            return msgspec.json.decode(line, type=answer)
-        except msgspec.ValidationError:
-            raise ChildFailed(msgspec.json.decode(line, type=Failure).error) from None
+        told = msgspec.json.decode(line, type=Line)
+        if told.error:
+            raise ChildFailed(told.error)
+        return told.answer
 
     def close(self) -> None:
         """End it: by its input, and by force where that does not help."""
@@ -110,12 +119,18 @@ class Parent:
         self._out = os.dup(1)
         os.dup2(2, 1)
 
-    def questions(self, question: type[T]) -> Iterator[T]:
-        """Until the parent closes, or is gone."""
+    def questions(self, question: Any) -> Iterator[Any]:
+        """Of a type, or of a union of them, until the parent closes or is gone."""
         for line in sys.stdin:
             yield msgspec.json.decode(line, type=question)
 
     def answer(self, value: object) -> None:
-        data = msgspec.json.encode(value) + b"\n"
+        self._say(Line(msgspec.Raw(msgspec.json.encode(value))))
+
+    def fail(self, error: str) -> None:
+        self._say(Line(error=error))
+
+    def _say(self, line: Line) -> None:
+        data = msgspec.json.encode(line) + b"\n"
         while data:
             data = data[os.write(self._out, data) :]

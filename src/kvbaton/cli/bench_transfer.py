@@ -1,0 +1,137 @@
+"""`kvbaton bench transfer`: data planes beside what the machine can do and, with `--peers`, beside other libraries.
+
+Law: the status is the verdict: 0 when every byte was right and, with peers, every claim holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from kvbaton import __version__
+from kvbaton.bench import handoff, idle, peers, transfer, transfer_checks, transfer_page, transfer_plot
+from kvbaton.bench.children import ChildFailed
+from kvbaton.cli import bench_device, bench_router_report
+from kvbaton.cli.arguments import CommandError
+
+OWN_PLANES = ("shm", "tcp")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--repetitions", type=int, default=11, metavar="N", help="of each size, at least")
+    known = ",".join(peers.PACKAGES)
+    parser.add_argument("--peers", type=_peers, default=[], metavar="LIST", help=f"measure these beside: {known}")
+    device = "whose memory is moved: cuda runs between two processes on one GPU"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=device)
+    parser.add_argument("--out", metavar="FILE", help="write a page of Markdown, and a plot beside it")
+    parser.add_argument("--plot", metavar="FILE", help="where to write the plot (SVG)")
+    parser.add_argument("--json", action="store_true", help="print one object with the figures")
+
+
+def _peers(text: str) -> list[str]:
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in peers.PACKAGES:
+            raise argparse.ArgumentTypeError(f"got {name!r}, expected {' or '.join(peers.PACKAGES)}, with commas")
+    return names
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.device == "cuda":
+        return bench_device.run(args)
+    _check(args)
+    load, begun = os.getloadavg()[0], time.monotonic()
+    try:
+        report = _measure(args)
+    except ChildFailed as error:
+        raise CommandError(str(error)) from None
+    facts = transfer_page.Facts(
+        load_before=load,
+        load_after=os.getloadavg()[0],
+        versions=_versions(args.peers),
+        command=bench_router_report.shown(sys.argv[1:]),
+        seconds=time.monotonic() - begun,
+        **bench_router_report.place(),
+    )
+    typed = msgspec.convert(report, transfer_page.Report)
+    _write(args, facts, typed)
+    if args.json:
+        print(json.dumps({**report, "facts": msgspec.to_builtins(facts)}))
+    else:
+        print(transfer.table(report))
+        print(_handoffs(typed))
+        print("\n".join(transfer_page.check_lines(typed.checks)))
+    correct = all(each.delivered == each.handoffs for each in typed.handoffs)
+    return 0 if correct and all(each.ok for each in typed.checks) else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What can be known to be wrong before minutes are spent."""
+    if args.repetitions < 1:
+        raise CommandError(f"--repetitions: got {args.repetitions}, expected a number above 0")
+    for peer in args.peers:
+        if not any(importlib.util.find_spec(name) for name in peers.PACKAGES[peer]):
+            raise CommandError(f"--peers: {peer} is not installed here; {peers.ADVICE}")
+    for flag in ("out", "plot"):
+        path = getattr(args, flag)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise CommandError(f"--{flag}: {path}: there is no such folder; make it first")
+
+
+def _measure(args: argparse.Namespace) -> dict[str, object]:
+    segments = transfer.PEER_SEGMENT_BYTES if args.peers else transfer.SEGMENT_BYTES
+    report = transfer.measure(repetitions=args.repetitions, segments=segments, peers=args.peers)
+    say = transfer.progress()
+    if args.peers:
+        planes = (*OWN_PLANES, *args.peers)
+        say(f"idle for {idle.IDLE_S:.0f} s: {', '.join(planes)}")
+        percent = idle.measure(planes)
+        found = msgspec.convert(report["checks"], list[transfer_checks.Check])
+        report["idle_percent"] = percent
+        report["checks"] = msgspec.to_builtins([*found, *transfer_checks.judge_idle(percent)])
+    stack = []
+    for name in OWN_PLANES:
+        say(f"handoffs over {name}")
+        stack.append(handoff.measure(name))
+    report["handoffs"] = msgspec.to_builtins(stack)
+    return report
+
+
+def _versions(names: list[str]) -> dict[str, str]:
+    found = {"kvbaton": __version__, "python": platform.python_version()}
+    for name in names:
+        for distribution in peers.DISTRIBUTIONS[name]:
+            try:
+                found[distribution] = importlib.metadata.version(distribution)
+                break
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+def _write(args: argparse.Namespace, facts: transfer_page.Facts, report: transfer_page.Report) -> None:
+    plot = Path(args.plot) if args.plot else Path(args.out).with_suffix(".svg") if args.out else None
+    if plot is not None:
+        plot.write_text(transfer_plot.plot(report.segments))
+    if args.out and plot is not None:
+        beside = os.path.relpath(plot, Path(args.out).parent)
+        Path(args.out).write_text(transfer_page.page(msgspec.structs.replace(facts, plot=beside), report))
+
+
+def _handoffs(report: transfer_page.Report) -> str:
+    lines = ["one-block handoffs through the whole stack: p50, p99 alone; rate with 64 at once; delivered"]
+    lines += [
+        f"{each.transport:>6}  {each.p50_ms:7.3f} ms {each.p99_ms:7.3f} ms {each.handoffs_per_s:9.0f}/s   "
+        f"{each.delivered} of {each.handoffs}"
+        for each in report.handoffs
+    ]
+    return "\n".join(lines)

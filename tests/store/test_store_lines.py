@@ -1,0 +1,297 @@
+"""Values over plain lines: the contract, who gets a line, and what odd, short and late talk costs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from kvbaton.control.keys import Keyring
+from kvbaton.control.zmq import ZmqControl
+from kvbaton.protocol.ids import WorkerId
+from kvbaton.store import line_server
+from kvbaton.store.base import Backend
+from kvbaton.store.client import ServedBackend, ServerSilent
+from kvbaton.store.line_client import LinedBackend
+from kvbaton.store.line_server import LineServer
+from kvbaton.store.lines import Line, LineError, Op, admit, greet
+from kvbaton.store.memory import MemoryBackend
+from kvbaton.store.server import StoreServer
+from kvbaton.testing.store_case import StoreCase
+from kvbaton.testing.store_contract import check_store
+from kvbaton.testing.store_harness import FaultyBackend
+from kvbaton.testing.transport_harness import poll
+
+SERVER = WorkerId("store")
+VALUE_BYTES_MAX = 5 << 20
+CLIENTS = 24
+
+
+def rings() -> dict[WorkerId, Keyring]:
+    workers = [SERVER, *(WorkerId(f"engine{number}") for number in range(CLIENTS))]
+    pairs = {worker: tuple(key.decode() for key in zmq.curve_keypair()) for worker in workers}
+    peers = {worker: public for worker, (public, _) in pairs.items()}
+    return {worker: Keyring(worker, public, secret, peers, (b"t" * 32,)) for worker, (public, secret) in pairs.items()}
+
+
+class LinedHarness:
+    offers = frozenset({"idle"})
+
+    def __init__(self) -> None:
+        self.reset_to()
+
+    def reset_to(self, *, lines: bool = True) -> None:
+        self.memory = FaultyBackend(MemoryBackend(64 << 20))
+        self.rings = rings()
+        self._names = iter([name for name in self.rings if name != SERVER])
+        control = ZmqControl(self.rings[SERVER])
+        self.endpoint = control.endpoint
+        self.lines = LineServer(self.memory, "127.0.0.1", value_bytes_max=VALUE_BYTES_MAX)
+        given = self.lines if lines else None
+        self.server = StoreServer(
+            control, self.memory, arriving_bytes_max=16 << 20, value_bytes_max=VALUE_BYTES_MAX, lines=given
+        )
+
+    def backend(self, timeout_s: float = 4.0) -> Backend:
+        control = ZmqControl(self.rings[next(self._names)], None)
+        control.set_directory({SERVER: (self.endpoint, self.rings[SERVER].public)})
+        served = ServedBackend(control, SERVER, timeout_s=timeout_s)
+        return LinedBackend(served, "127.0.0.1", timeout_s=timeout_s)
+
+    def reset(self) -> None:
+        self.close()
+        self.reset_to()
+
+    def close(self) -> None:
+        self.memory.go_on()
+        self.server.close()
+        self.lines.close()
+
+
+@pytest.fixture
+def harness() -> Iterator[LinedHarness]:
+    harness = LinedHarness()
+    yield harness
+    harness.close()
+
+
+@pytest.mark.parametrize("case", check_store.cases, ids=str)
+def test_a_store_over_lines_keeps_the_contract(harness: LinedHarness, case: StoreCase) -> None:
+    case(harness)
+
+
+def test_large_and_absent_values_go_both_ways(harness: LinedHarness) -> None:
+    backend = harness.backend()
+    value = memoryview(os.urandom((3 << 20) + 17))
+    assert backend.put(["a", "b"], [value, value[:5]]) == ["", ""]
+    into = [memoryview(bytearray(value.nbytes)) for _ in range(3)]
+    assert backend.get(["a", "c", "b"], into) == [value.nbytes, 0, 5]
+    assert into[0] == value
+    assert backend.get(["a"], [memoryview(bytearray(100))]) == [0], "longer than there is room for"
+    assert backend.exists(["a", "c"]) == [True, False]
+    backend.discard(["a"])
+    assert backend.exists(["a", "b"]) == [False, True]
+    assert harness.lines.counters["lines"] == 1, "one line does for calls that come one after the other"
+    backend.close()
+
+
+def test_a_value_over_the_bound_is_refused_and_the_line_goes_on(harness: LinedHarness) -> None:
+    backend = harness.backend()
+    values = [memoryview(bytes(VALUE_BYTES_MAX + 1)), memoryview(b"good")]
+    wrong = backend.put(["a", "b"], values)
+    assert "at most" in wrong[0] and wrong[1] == ""
+    assert backend.exists(["a", "b"]) == [False, True]
+    assert harness.lines.counters["lines"] == 1
+    backend.close()
+
+
+def test_calls_at_once_have_lines_of_their_own(harness: LinedHarness) -> None:
+    backend = harness.backend()
+    harness.memory.hangs.add("exists")
+    answers: list[object] = []
+    threads = [threading.Thread(target=lambda: answers.append(backend.exists(["a"]))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert poll(lambda: harness.memory.inside == 3, 10)
+    assert backend.put(["b"], [memoryview(b"1")]) == [""], "not behind those that hang"
+    harness.memory.go_on()
+    for thread in threads:
+        thread.join(10)
+    assert answers == [[False]] * 3
+    backend.close()
+
+
+def test_a_server_that_hangs_or_is_gone_is_silence_in_time_and_no_byte_lands_later(harness: LinedHarness) -> None:
+    backend = harness.backend(timeout_s=0.5)
+    assert backend.put(["a"], [memoryview(b"12345")]) == [""]
+    harness.memory.hangs.add("get")
+    into = memoryview(bytearray(5))
+    with pytest.raises(ServerSilent, match="is it running"):
+        backend.get(["a"], [into])
+    harness.memory.go_on()
+    assert poll(lambda: not harness.memory.inside, 10)
+    assert bytes(into) == bytes(5)
+    assert backend.exists(["a"]) == [True], "a new line"
+    harness.server.close()
+    with pytest.raises(ServerSilent):
+        backend.exists(["a"])
+    backend.close()
+
+
+def test_an_idle_line_that_the_server_left_is_replaced(harness: LinedHarness) -> None:
+    backend = harness.backend()
+    assert backend.put(["a"], [memoryview(b"1")]) == [""]
+    for line in list(harness.lines._lines):
+        line.close()
+    assert backend.exists(["a"]) == [True]
+    assert backend.counters["renewed"] == 1  # type: ignore[attr-defined]
+    backend.close()
+
+
+def test_a_server_without_lines_is_told_by_name(harness: LinedHarness) -> None:
+    harness.close()
+    harness.reset_to(lines=False)
+    backend = harness.backend()
+    with pytest.raises(ServerSilent, match="no lines"):
+        backend.exists(["a"])
+    backend.close()
+
+
+def test_the_embedded_back_end_is_served_without_a_copy_and_with_the_same_bounds(harness: LinedHarness) -> None:
+    memory = MemoryBackend(1 << 20)
+    harness.lines.close()
+    harness.lines = harness.server._lines = LineServer(memory, "127.0.0.1", value_bytes_max=1 << 20)
+    backend = harness.backend()
+    value = memoryview(os.urandom(5000))
+    wrong = backend.put(["a", "b", "c"], [value, memoryview(bytes(2 << 20)), memoryview(bytes(1 << 20))])
+    assert wrong[0] == "" and "at most" in wrong[1] and "larger than the store" in wrong[2]
+    into = [memoryview(bytearray(size)) for size in (5000, 4999, 10)]
+    assert backend.get(["a", "a", "b"], into) == [5000, 0, 0]
+    assert into[0] == value
+    assert bytes(into[1]) == bytes(4999)
+    assert memory.counters == {"hits": 2, "misses": 1, "evicted": 0}
+    backend.close()
+
+
+# --- strangers and nonsense
+
+
+def connect(harness: LinedHarness) -> Line:
+    line = Line(socket.create_connection(("127.0.0.1", harness.lines.port)))
+    line.until = time.monotonic() + 10
+    return line
+
+
+def is_shut(line: Line) -> bool:
+    try:
+        line.read(1)
+    except (LineError, OSError):
+        return True
+    return False
+
+
+def test_nobody_gets_past_the_greeting_without_an_invitation_and_none_is_good_twice(harness: LinedHarness) -> None:
+    number, secret = harness.lines.invite()
+    for wrong in ((number + 1, secret), (number, bytes(32))):
+        line = connect(harness)
+        with pytest.raises((LineError, OSError)):
+            greet(line, *wrong)
+    number, secret = harness.lines.invite()
+    greet(connect(harness), number, secret)
+    with pytest.raises((LineError, OSError)):
+        greet(connect(harness), number, secret)
+    stranger = connect(harness)
+    stranger.read(32)
+    stranger.send(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
+    assert is_shut(stranger)
+    assert harness.memory.calls.total() == 0
+
+
+def test_a_server_that_does_not_hold_the_secret_is_left() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    server, client = _Plain(theirs), _Plain(ours)
+    failed: list[Exception] = []
+
+    def serve() -> None:
+        try:
+            admit(server, lambda _: b"x" * 32)
+        except (LineError, OSError) as error:
+            failed.append(error)
+            server.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises((LineError, OSError)):
+        greet(client, 1, b"y" * 32)
+        client.read(1)
+    client.close()
+    thread.join(10)
+    assert failed
+
+
+class _Plain(Line):
+    """A line over a pair of sockets that are not TCP."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self.until = time.monotonic() + 5
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        struct.pack("<B3xI", 9, 1) + b"x",
+        struct.pack("<B3xI", Op.EXISTS, 1 << 30),
+        struct.pack("<B3xI", Op.EXISTS, 4) + b"\xc1\xc1\xc1\xc1",
+        struct.pack("<B3xI", Op.EXISTS, 8) + b"\x91\x92\xa3A/B\x00\x00"[:8],
+        struct.pack("<B3xI", Op.GET, 1) + b"\x90",
+    ],
+)
+def test_nonsense_costs_its_line_alone(harness: LinedHarness, said: bytes) -> None:
+    backend = harness.backend()
+    assert backend.exists(["a"]) == [False]
+    line = connect(harness)
+    greet(line, *harness.lines.invite())
+    line.send(said)
+    assert is_shut(line)
+    assert backend.exists(["a"]) == [False]
+    assert harness.lines.counters["faults"] == 0
+    backend.close()
+
+
+def test_lines_and_invitations_are_bounded(harness: LinedHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_server, "LINES_MAX", 2)
+    monkeypatch.setattr(line_server, "INVITATIONS_MAX", 3)
+    held = [connect(harness), connect(harness)]
+    assert poll(lambda: len(harness.lines._lines) == 2, 10)
+    assert is_shut(connect(harness))
+    for line in held:
+        line.close()
+    first = harness.lines.invite()
+    for _ in range(3):
+        harness.lines.invite()
+    assert harness.lines._take(first[0]) is None
+    assert len(harness.lines._invitations) == 3
+
+
+def test_a_back_end_that_raises_costs_the_call(harness: LinedHarness) -> None:
+    backend = harness.backend()
+    harness.memory.raises["exists"] = RuntimeError("broken")
+    with pytest.raises(ServerSilent):
+        backend.exists(["a"])
+    harness.memory.raises.clear()
+    assert backend.exists(["a"]) == [False]
+    backend.close()
+
+
+def test_a_closed_back_end_keeps_no_line(harness: LinedHarness) -> None:
+    backend = harness.backend()
+    assert backend.exists(["a"]) == [False]
+    backend.close()
+    assert poll(lambda: not harness.lines._lines, 10)

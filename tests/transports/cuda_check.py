@@ -1,0 +1,114 @@
+"""The planes of device memory on a real GPU: the whole contract between two processes and within one, and what only
+hardware can tell. Exit status 0 when all holds.
+
+    python -m tests.transports.cuda_check [cuda staged-shm staged-tcp]
+
+Not a part of `make test`, which runs the same cases on a device made of host memory (tests/transports/fake_gpu.py).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import traceback
+import unittest
+
+from kvbaton.protocol.ids import JobId
+from kvbaton.testing import Log, TransportHarness, check_transport
+from kvbaton.testing.transport_case import READ, SMALL_BYTES, Case, Cases, copy, fill, moved
+from kvbaton.transports.base import Copy
+
+from .device_harness import DeviceHarness
+
+EXTRA = Cases()
+PLANES = ("cuda", "staged-shm", "staged-tcp")
+
+
+@EXTRA.add()
+def every_alignment_and_length_arrives(harness: TransportHarness) -> None:
+    rng = random.Random(3)
+    places = []
+    for slot in range(256):
+        size = rng.choice((1, 3, 4, 15, 16, 17, 31, 33, 64, 127, 255, 256, 2000, 4000))
+        places.append((slot * 8192 + rng.randrange(32), slot * 8192 + rng.randrange(32), size))
+    places.append((256 * 8192 + 5, 256 * 8192 + 5, 300_001))  # longer than one block of the grid takes
+    pair = harness.pair(4 << 20, 4 << 20)
+    near, far = fill(pair.near.memory, 1), fill(pair.far.memory, 2)
+    assert pair.near.transport.submit(copy(1, pair.far, READ, places))
+    assert Log(harness, pair.near).end(1).reason is None
+    assert bytes(pair.near.memory) == moved(near, far, places, READ)
+
+
+@EXTRA.add("kill")
+def what_was_opened_stays_readable_when_its_owner_dies(harness: TransportHarness) -> None:
+    """For cuda alone: by IPC the memory lives as long as someone has it open."""
+    pair = harness.pair(SMALL_BYTES, SMALL_BYTES)
+    log = Log(harness, pair.near)
+    far = fill(pair.far.memory, 2)
+    assert pair.near.transport.submit(copy(1, pair.far, READ, [(0, 0, 64)]))
+    assert log.end(1).reason is None
+    harness.kill(pair.far)
+    assert pair.near.transport.submit(copy(2, pair.far, READ, [(0, 0, SMALL_BYTES)]))
+    end = log.end(2)
+    if harness.capabilities.name == "cuda":
+        assert end.reason is None and bytes(pair.near.memory) == far, end
+    else:
+        assert end.reason is not None and end.at_rest, end
+
+
+@EXTRA.add()
+def nothing_moves_before_the_event_that_it_waits_for(harness: TransportHarness) -> None:
+    import torch
+
+    pair = harness.pair(SMALL_BYTES, SMALL_BYTES)
+    fill(pair.near.memory, 1)
+    fill(pair.far.memory, 2)
+    log = Log(harness, pair.near)
+    slow = torch.cuda.Stream()
+    with torch.cuda.stream(slow):
+        torch.cuda._sleep(2_000_000_000)  # about a second of the device's clock
+        event = torch.cuda.Event()
+        event.record()
+    begun, cpu = time.monotonic(), time.process_time()
+    assert pair.near.transport.submit(
+        Copy(JobId(1), pair.far.peer, READ, 0, 0, copy(1, pair.far, READ, [(0, 0, 64)]).spans, event)
+    )
+    while not event.query():
+        assert not pair.near.transport.drain(), "it ended before the event"
+        time.sleep(0.05)  # only looks: the event is what is waited for
+    assert log.end(1).reason is None
+    waited, spent = time.monotonic() - begun, time.process_time() - cpu
+    assert spent < 0.3 * waited, f"{spent:.2f} s of CPU to wait {waited:.2f} s"
+
+
+def run(case: Case, harness: DeviceHarness) -> str:
+    try:
+        case(harness)
+    except unittest.SkipTest:
+        return "skipped"
+    except Exception:  # noqa: BLE001 - a report of all cases, whatever each raises
+        traceback.print_exc()
+        return "FAILED"
+    return "ok"
+
+
+def main() -> int:
+    failed = 0
+    for plane in sys.argv[1:] or PLANES:
+        for together in (False, True):
+            harness = DeviceHarness(plane, "cuda", together=together)
+            begun, found = time.monotonic(), dict[str, list[str]]()
+            for case in (*check_transport.cases, *EXTRA):
+                found.setdefault(run(case, harness), []).append(case.name)
+            harness.close()
+            counts = {name: len(cases) for name, cases in found.items()}
+            where = "one process" if together else "two processes"
+            took_s = time.monotonic() - begun
+            print(f"{plane}, {where}: {counts} in {took_s:.0f} s", *found.get("FAILED", ()), flush=True)
+            failed += counts.get("FAILED", 0)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

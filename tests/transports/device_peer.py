@@ -1,0 +1,63 @@
+"""The far side of a device pair in a process of its own: `peer_process.py`, with memory of a device.
+
+Run as `python device_peer.py fake|cuda`; the far side's memory is told by its IPC handle, so that the other process can
+look at it whatever becomes of this one.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from kvbaton.protocol.ids import PeerId
+from kvbaton.transports.base import DeviceTransport, Transport
+from kvbaton.transports.cuda import CudaConfig, CudaTransport
+from kvbaton.transports.cuda_driver import CudaGpu, Gpu
+from kvbaton.transports.device import DeviceMemory
+from kvbaton.transports.staged import StagedConfig, StagedTransport
+from tests.transports.fake_gpu import FakeGpu
+from tests.transports.peer_process import Answer, Call, Calls, carry_out
+
+
+class OpenDevice(Call):
+    plane: str
+    memory_bytes: int
+    dial_deadline_s: float
+
+
+DeviceCalls = OpenDevice | Calls
+
+
+def make_gpu(kind: str) -> Gpu:
+    return FakeGpu() if kind == "fake" else CudaGpu(0)
+
+
+def make_plane(plane: str, me: PeerId, gpu: Gpu, dial_deadline_s: float) -> DeviceTransport:
+    if plane == "cuda":
+        return CudaTransport(me, CudaConfig(dial_deadline_s=dial_deadline_s), gpu)
+    carrier = plane.removeprefix("staged-")
+    config = StagedConfig(carrier=carrier, slot_bytes=1 << 20, dial_deadline_s=dial_deadline_s)  # type: ignore[arg-type]
+    return StagedTransport(me, config, gpu)
+
+
+def main() -> None:
+    gpu = make_gpu(sys.argv[1])
+    gpu.enter()
+    transports: dict[PeerId, Transport] = {}
+    for line in sys.stdin.buffer:
+        call = msgspec.json.decode(line, type=DeviceCalls)
+        if isinstance(call, OpenDevice):
+            plane = make_plane(call.plane, call.me, gpu, call.dial_deadline_s)
+            address = gpu.allocate(call.memory_bytes)
+            plane.register(0, DeviceMemory(address, call.memory_bytes))
+            transports[call.me] = plane
+            answer = Answer(endpoint=gpu.export(address))
+        else:
+            answer = carry_out(call, transports)
+        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()
