@@ -463,8 +463,7 @@ class Party:
             case fx.StartFence():
                 self.fences.append(effect)
             case fx.Connect():
-                self.connected[effect.peer] = effect
-                self.holders.setdefault(effect.peer, set()).add(effect.holder)
+                self._connect(effect)
             case fx.Disconnect():
                 self._disconnect(effect)
             case fx.StorePut(put):
@@ -514,6 +513,13 @@ class Party:
             assert counter[block] >= 0, f"{self.name}: block {block} was dropped more often than taken"
             if not self.pins[block] and not self.holds[block]:
                 self.free.append(block)
+
+    def _connect(self, effect: fx.Connect) -> None:
+        self.holders.setdefault(effect.peer, set()).add(effect.holder)
+        if all(endpoint.isdigit() for endpoint in effect.endpoints):
+            self.connected[effect.peer] = effect
+        else:  # as the node does, before anything else happens
+            self._todo.appendleft(ev.Departed(effect.peer.worker, effect.peer.incarnation, Reason.UNREACHABLE))
 
     def _disconnect(self, effect: fx.Disconnect) -> None:
         """Both roles of a pair share a data connection: the last to let go closes it. What moves may still land."""

@@ -303,7 +303,7 @@ class TestEndpoints:
         net.steps()
         found = net.d.doorway.match(R)
         assert found.end is not None and found.end.reason is Reason.UNREACHABLE
-        assert net.d.problems == ["Connect"]
+        assert "nonsense" in found.end.detail and not net.d.problems, "a peer's mistake is no fault of ours"
 
     def test_an_endpoint_that_cannot_be_minted_costs_the_frame_and_is_tried_again(self) -> None:
         net = Net()

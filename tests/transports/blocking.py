@@ -30,6 +30,13 @@ class Outbox:
         self.out: deque[Source] = deque()
 
 
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a connection over loopback, which can be reset."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname(), DEADLINE_S)
+        return near, listener.accept()[0]
+
+
 def play(sock: socket.socket, script: Callable[[Wire], Generator[Sink, None, Result]]) -> Result:
     """Run a script to its end; ConnectionError when the other end closes."""
     box = Outbox()

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from kvbaton.transports import mover as mover_module
 from kvbaton.transports.mover import NO_WAIT, Mover, NativeMover, PythonMover, choose_mover
 
+from .blocking import tcp_pair
+
 MOVERS: list[Mover] = [PythonMover()]
 with contextlib.suppress(ImportError):
     MOVERS.append(NativeMover())
@@ -211,6 +213,20 @@ def test_a_mover_may_wait_for_more_but_not_when_others_are_due(
             with pytest.raises(BlockingIOError):  # when the time is over
                 mover.stream_spans(sockets[0], memory, spans, 2, 0, 0, 8, False, (loop.fileno(), 1))
         os.close(fd)
+
+
+@both
+def test_the_end_of_a_connection_is_told_even_if_bytes_moved_before(mover: Mover) -> None:
+    """The kernel tells it once: after it was swallowed nobody can say whether the peer closed."""
+    near, far = tcp_pair()
+    far.close()
+    memory, spans = bytearray(1), array("q", [0, 1] * SIZE)
+    dead = select.poll()
+    dead.register(near, 0)
+    with near, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        while not dead.poll(1):
+            mover.stream_spans(near, memory, spans, 2, 0, 0, SIZE, True, NO_WAIT)
+        assert near.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), "it was swallowed"
 
 
 @both

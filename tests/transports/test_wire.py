@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 from array import array
@@ -15,7 +16,7 @@ from kvbaton.transports.loop import Loop
 from kvbaton.transports.mover import choose_mover
 from kvbaton.transports.wire import Bytes, Script, Skip, Strip, Wire, take
 
-from .blocking import is_closed
+from .blocking import is_closed, tcp_pair
 
 
 class Rig:
@@ -162,6 +163,29 @@ def test_a_lingering_wire_sends_and_lands_nothing_and_waits_for_the_end(rig: Rig
     rig.far.close()
     assert poll(lambda: bool(rig.closed), 20)
     assert rig.closed[0][1] and memory == bytes(8)
+
+
+def test_a_wire_that_was_reset_before_it_lingers_was_closed_by_the_peer() -> None:
+    near, far = tcp_pair()
+    near.setblocking(False)
+    loop, done = Loop("wire-test"), threading.Event()
+    closed: list[bool] = []
+    wire = Wire(loop, near, lambda _detail, by_peer: closed.append(by_peer))
+
+    def reset_and_linger() -> None:  # in one turn, so that nobody reads the error first
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        far.close()
+        dead = select.poll()
+        dead.register(near, 0)
+        assert dead.poll(20_000)
+        wire.linger()
+        done.set()
+
+    loop.call(lambda: wire.open(take_forever()))
+    loop.call(reset_and_linger)
+    assert done.wait(20)
+    loop.stop(5)
+    assert closed == [True]
 
 
 def test_a_detached_socket_lives_on(rig: Rig) -> None:

@@ -153,6 +153,7 @@ class Departed(_Event, frozen=True):
     worker: WorkerId
     incarnation: Incarnation = Incarnation(0)
     reason: Reason = Reason.PEER_GONE
+    detail: str = ""
 
 
 class Discarded(_Event, frozen=True):

@@ -193,7 +193,7 @@ class Ledger:
         lives = any(s.joined and s.peer.worker == event.worker for s in self.sessions.by_number.values())
         if event.reason is Reason.PEER_GONE and not lives:
             self.producer.on_departed(event.worker, now)
-        self.consumer.links.lose_worker(event.worker, event.incarnation, event.reason, now)
+        self.consumer.links.lose_worker(event, now)
 
     def _on_drain(self, event: ev.DrainStarted, now: float) -> None:
         self.producer.draining = True

@@ -12,7 +12,7 @@ from typing import Protocol
 from kvbaton.protocol.desk import Desk, Parts
 from kvbaton.protocol.effects import Connect, Direction, Disconnect, GivenUp, Holder, Invitation, Send, StartFence
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
-from kvbaton.protocol.events import CopyEnded
+from kvbaton.protocol.events import CopyEnded, Departed
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.messages import Goodbye, Hello, HelloRefused, Joined, Message, Welcome
 from kvbaton.protocol.peer import LINK, Link, LinkEvent, LinkState, has_fallback, pair_as_target
@@ -135,16 +135,16 @@ class Links:
         if link.peer is not None and link.transport is not None and link.plan is not None:
             self.desk.emit(Disconnect(link.peer, link.transport.name, len(link.plan.source.ranks), _holder(link)))
 
-    def lose_worker(self, worker: WorkerId, incarnation: Incarnation, reason: Reason, now: float) -> None:
-        link = self.by_worker.get(worker)
+    def lose_worker(self, event: Departed, now: float) -> None:
+        link, reason = self.by_worker.get(event.worker), event.reason
         if link is None:
             return
         # A link that is still greeting does not know yet whom: news of an earlier life say nothing about it.
-        if incarnation == 0 or (link.peer is not None and link.peer.incarnation == incarnation):
+        if event.incarnation == 0 or (link.peer is not None and link.peer.incarnation == event.incarnation):
             if reason is Reason.UNREACHABLE:
-                self.avoid(link, "the endpoints that the peer named cannot be used", now)
+                self.avoid(link, event.detail or "the endpoints that the peer named cannot be used", now)
             else:
-                self.lose(link, reason, f"worker {worker} has left or is not registered", now)
+                self.lose(link, reason, event.detail or f"worker {event.worker} has left or is not registered", now)
 
     def avoid(self, link: Link, detail: str, now: float) -> None:
         """The data plane of this link could not be opened: pair anew, by another one if there is one."""

@@ -28,6 +28,7 @@ from kvbaton.transports.base import FenceEnded, Transport
 
 log = logging.getLogger(__name__)
 
+DETAIL_CHARS_MAX = 200
 FAULTS_LOGGED_MAX = 5
 """Of each kind; all are counted."""
 
@@ -199,9 +200,11 @@ class Node:
                     endpoint = effect.endpoints[remote * ours + index]
                     rank[effect.transport].connect(rank_peer(effect.peer, remote), endpoint)
             log.info("KV to and from %s goes over %s", effect.peer.worker, effect.transport)
-        except Exception:  # whatever it was, nothing can be moved between the two
-            self._next_events.append(Departed(effect.peer.worker, effect.peer.incarnation, Reason.UNREACHABLE))
-            raise
+        except Exception as error:  # whatever it was, nothing can be moved between the two
+            peer, detail = effect.peer, str(error)[:DETAIL_CHARS_MAX]
+            self._next_events.append(Departed(peer.worker, peer.incarnation, Reason.UNREACHABLE, detail))
+            if not isinstance(error, ValueError):  # which says that the endpoint is of no use, not that the plane broke
+                raise
 
     def _tell_given_up(self, effect: fx.GivenUp) -> None:
         self._given_up += 1

@@ -206,8 +206,10 @@ static int64_t stream_rows(int fd, char *base, struct cursor *at, int64_t room, 
                               : recvmsg(fd, &message, MSG_DONTWAIT);
         if (got < 0 && errno == EINTR)
             continue;
-        if (got == 0 || (got < 0 && errno != EAGAIN))
-            return moved ? moved : got;
+        if (got < 0 && errno != EAGAIN)
+            return -1; /* even if some bytes moved: the kernel tells a connection's end only once */
+        if (got == 0)
+            return moved;
         if (got > 0) {
             moved += got;
             advance(at, got);

@@ -247,7 +247,10 @@ class Wire:
                 self.close(error.detail)
 
     def _broke(self, error: OSError) -> None:
-        self.close(f"the connection broke: {error}", by_peer=error.errno in _CLOSED_BY_PEER)
+        number = error.errno
+        if number == errno.ENOTCONN:  # by `shutdown`, of what the other end has reset; the cause has not been told yet
+            number = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        self.close(f"the connection broke: {error}", by_peer=number in _CLOSED_BY_PEER)
 
     def _over(self, detail: str, by_peer: bool) -> None:
         self.closed = True
