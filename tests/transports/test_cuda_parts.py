@@ -241,8 +241,9 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
         transport.close()
 
 
-def read(job: int = 1, size: int = 64, after: DeviceEvent | None = None, spans: Spans | None = None) -> Copy:
-    return Copy(JobId(job), P, Direction.READ, 0, 0, spans or triples((0, 0, size)), after)
+def read(job: int = 1, size: int = 64, after: DeviceEvent | None = None, weave: Weave | None = None) -> Copy:
+    spans = triples((0, 0, size)) if weave is None else array("q")
+    return Copy(JobId(job), P, Direction.READ, 0, 0, spans, after, weave)
 
 
 def end(transport: CudaTransport | StagedTransport) -> CopyEnded:
@@ -289,21 +290,23 @@ def test_woven_spans_are_moved_and_checked(rig: Rig) -> None:
     source = rig.gpu.regions[rig.memory[P]].view
     source[4096:] = random.Random(3).randbytes(SIZE - 4096)
     good = Weave(triples((0, 64, 16), (100, 0, 3)), array("q", (0, 0, 1000, 2000)))
-    assert d.submit(read(1, spans=good)) and end(d).reason is None  # type: ignore[arg-type]
+    assert d.submit(read(1, weave=good)) and end(d).reason is None
     target = rig.gpu.regions[rig.memory[D]].view[4096:]
     assert target[1100:1103] == source[4096 + 2000 : 4096 + 2003] and target[0:16] == source[4096 + 64 : 4096 + 80]
     bad = Weave(triples((0, 64, 16)), array("q", (0, 0, 0, SIZE)))
-    assert d.submit(read(2, spans=bad)) and end(d).reason is Reason.BAD_SPAN  # type: ignore[arg-type]
+    assert d.submit(read(2, weave=bad)) and end(d).reason is Reason.BAD_SPAN
 
 
 def test_a_handle_that_cannot_be_opened_fails_the_copy_only(rig: Rig) -> None:
     d = rig.pair()
     rig.gpu.refusals["open"] = CudaError("cuIpcOpenMemHandle_v2", 201, "CUDA_ERROR_INVALID_CONTEXT")
-    assert d.submit(read())
-    ended = end(d)
-    assert (ended.reason, ended.at_rest) == (Reason.UNREACHABLE, True) and "INVALID_CONTEXT" in ended.detail
+    nothing = msgspec.structs.replace(read(2), spans=array("q"))  # by which a pair tries whether a plane can be opened
+    for copy in (read(1), nothing):
+        assert d.submit(copy)
+        ended = end(d)
+        assert (ended.reason, ended.at_rest) == (Reason.UNREACHABLE, True) and "INVALID_CONTEXT" in ended.detail
     rig.gpu.refusals.clear()
-    assert d.submit(read(2)) and end(d).reason is None
+    assert d.submit(read(3)) and end(d).reason is None
 
 
 def test_memory_without_a_handle_is_refused_with_the_reason(rig: Rig) -> None:
@@ -547,6 +550,27 @@ def test_a_gather_that_fails_ends_the_readers_copy_and_a_new_line_works(
     assert d.submit(read(2)) and end(d).reason is Reason.TRANSFER_FAILED
     gpu.refusals.clear()
     assert d.submit(read(3)) and end(d).reason is None
+
+
+@pytest.mark.parametrize("pinned_before", [0, 1], ids=["P cannot pin", "D cannot pin"])
+def test_slots_that_cannot_be_pinned_make_the_plane_unreachable(
+    stages: tuple[StagedTransport, StagedTransport, FakeGpu], pinned_before: int
+) -> None:
+    p, d, gpu = stages
+    d.connect(P, p.endpoint(D))
+    original, calls = gpu.pin, []
+
+    def pin(address: int, nbytes: int) -> None:
+        calls.append(address)
+        if len(calls) > pinned_before:
+            raise REFUSED
+        original(address, nbytes)
+
+    gpu.pin = pin  # type: ignore[method-assign]
+    assert d.submit(msgspec.structs.replace(read(), spans=array("q")))
+    assert end(d).reason is Reason.UNREACHABLE
+    gpu.pin = original  # type: ignore[method-assign]
+    assert d.submit(read(2)) and end(d).reason is None
 
 
 def test_a_disconnected_peer_is_served_no_more(stages: tuple[StagedTransport, StagedTransport, FakeGpu]) -> None:

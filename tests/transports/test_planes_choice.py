@@ -8,6 +8,7 @@ import pytest
 
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.transports import planes
+from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.memory import allocate
 from kvbaton.transports.planes import PlaneSettings
 
@@ -41,7 +42,7 @@ def test_with_rdma_it_comes_after_shared_memory_and_before_sockets(machine: Path
 
 
 def test_device_memory_is_offered_what_reaches_it(machine: Path) -> None:
-    assert planes.offered("auto", "cuda")[0] == "cuda" and "shm" not in planes.offered("auto", "cuda")
+    assert planes.offered("auto", "cuda") == ("cuda", "staged-shm", "staged-tcp")
 
 
 def test_auto_leaves_out_what_is_not_there(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +104,20 @@ def test_what_a_library_raises_when_it_is_made_is_told(monkeypatch: pytest.Monke
     monkeypatch.setitem(planes._MODULES, "nixl", lambda: Broken)
     with pytest.raises(OSError, match="transport nixl cannot be used here: RuntimeError: no device"):
         planes.make("nixl", ME, PlaneSettings(), [])
+
+
+@pytest.mark.parametrize("name", ["shm", "nixl"])
+def test_device_memory_does_not_go_over_a_host_plane(name: str) -> None:
+    with pytest.raises(ValueError, match="device memory goes over one of cuda, staged-shm or staged-tcp"):
+        planes.make_device(name, ME, PlaneSettings(), [DeviceMemory(4096, 64)])
+
+
+@pytest.mark.parametrize("name", ["cuda", "staged-shm", "staged-tcp"])
+def test_without_a_gpu_a_device_plane_says_what_it_needs(name: str) -> None:
+    assert planes.capabilities(name).name == name and "cuda" in planes.capabilities(name).device_kinds
+    if planes.PLANES[name].usable():
+        with pytest.raises(ImportError, match="need an NVIDIA driver"):
+            planes.make_device(name, ME, PlaneSettings(), [DeviceMemory(4096, 64)])
 
 
 def test_host_memory_does_not_go_over_a_device_plane() -> None:

@@ -22,7 +22,6 @@ from kvbaton.bench.machine import Machine
 from kvbaton.bench.peers import Peer
 from kvbaton.bench.quiet import foreign_cpu_s
 from kvbaton.bench.transfer_checks import Check
-from kvbaton.bench.workload import pattern, scattered
 from kvbaton.transports.mover import choose_mover
 
 __all__ = ["Result", "Rounds", "measure", "table"]

@@ -130,9 +130,9 @@ def report(found: Findings) -> Iterator[str]:
     yield "data planes, best first:"
     for plane in found.planes:
         state = "offered" if plane.offered else "not offered" if plane.usable else "cannot be used"
-        yield f"  {plane.name:<9} {state:<15} {plane.what}"
-        if plane.problem and plane.name != "cuda":
-            yield f"  {'':<9} {'':<15} {plane.problem}; it needs: {plane.needs}"
+        yield f"  {plane.name:<10} {state:<15} {plane.what}"
+        if plane.problem and "cuda" not in planes.capabilities(plane.name).device_kinds[:1]:
+            yield f"  {'':<10} {'':<15} {plane.problem}; it needs: {plane.needs}"
     for note in found.notes:
         yield f"note: {note}"
     for worker in found.workers:

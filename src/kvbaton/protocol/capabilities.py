@@ -15,3 +15,4 @@ class Capabilities(msgspec.Struct, frozen=True):
     cancels: bool  # `cancel` brings a copy to rest; otherwise it rests when it pleases
     same_host: bool  # reaches only processes of this host
     device_kinds: tuple[str, ...] = ("cpu",)
+    weaves: bool = False  # takes spans in product form (`Copy.weave`); every other gets them one by one

@@ -82,13 +82,19 @@ class Desk:
         self, parts: Parts, transport: str, peer: PeerId, direction: Direction, rank: int, moves: Sequence[Move]
     ) -> None:
         """Have local rank `rank` make each of `moves`, on behalf of `parts`."""
+        plane = self.identity.capabilities(transport)
+        weaves = plane is not None and plane.weaves
         for move in moves:
             self.last_job += 1
             job = JobId(self.last_job)
             self.owners[job] = parts
             parts.moving[job] = Moving(rank, transport, move.bytes)
             remote = rank_peer(peer, move.peer_rank)
-            copy = Copy(job, remote, direction, move.local_region, move.remote_region, move.spans)
+            regions = move.local_region, move.remote_region
+            if weaves and move.weave is not None:
+                copy = Copy(job, remote, direction, *regions, move.flat, weave=move.weave)
+            else:
+                copy = Copy(job, remote, direction, *regions, move.spans)
             self.effects.append(StartCopy(rank, transport, copy))
 
     def cancel(self, parts: Parts) -> None:

@@ -12,6 +12,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.ids import HandoffId, Incarnation, JobId, LeaseId, PeerId, PutId, RequestId, WorkerId
 from kvbaton.protocol.messages import Message
+from kvbaton.protocol.weave import Weave
 
 
 class End(msgspec.Struct, frozen=True):
@@ -52,6 +53,7 @@ class Copy(msgspec.Struct, frozen=True):
     remote_region: int
     spans: array[int]  # flattened (local offset, remote offset, bytes) triples
     after: DeviceEvent | None = None
+    weave: Weave | None = None  # more of them, in product form: only for a data plane that `weaves`
 
 
 class _Effect(msgspec.Struct, frozen=True):

@@ -8,7 +8,6 @@ the source has not got is an error, never a gap. No span leaves its regions.
 from __future__ import annotations
 
 import enum
-import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry import Lane, Part, Plan
 from kvbaton.protocol.layout import NULL_BLOCK, EngineLayout, Group, Kind, needed_blocks
 from kvbaton.protocol.progress import Rect
+from kvbaton.protocol.weave import Weave
 
 SPANS_MAX = 1 << 22
 """Per call, so that one does not hold up the loop for seconds; `blocks_per_call` says where to cut."""
@@ -54,16 +54,24 @@ class BlockLists(msgspec.Struct, frozen=True):
 
 
 class Move(msgspec.Struct, frozen=True):
-    """What one rank copies from or to one rank of its peer: (local offset, remote offset, bytes) triples."""
+    """What one rank copies from or to one rank of its peer: (local offset, remote offset, bytes) triples.
+
+    Some of them may be in product form; `spans` has them all, one by one.
+    """
 
     peer_rank: int
     local_region: int
     remote_region: int
-    spans: array[int]
+    flat: array[int]
+    weave: Weave | None = None
+
+    @property
+    def spans(self) -> array[int]:
+        return self.flat if self.weave is None else self.flat + self.weave.flat()
 
     @property
     def bytes(self) -> int:
-        return sum(self.spans[2::3])
+        return sum(self.flat[2::3]) + (0 if self.weave is None else self.weave.bytes)
 
 
 def segments(plan: Plan, side: Side, rank: int, rect: Rect, lists: BlockLists) -> list[Move]:
@@ -79,15 +87,21 @@ def segments(plan: Plan, side: Side, rank: int, rect: Rect, lists: BlockLists) -
     if not parts:
         return []
     windows = _windows(plan, parts[0], rect, lists)
-    found: dict[tuple[int, int, int], array[int]] = defaultdict(lambda: array("q"))
+    flat: dict[tuple[int, int, int], array[int]] = defaultdict(lambda: array("q"))
+    woven: dict[tuple[int, int, int], Weave] = {}
     for part in parts:
         _check_ids(plan, part, windows.values())
         for lane in part.lanes:
             key = (part.target_rank, lane.source_region, lane.target_region)
             if side is Side.TARGET:
                 key = (part.source_rank, lane.target_region, lane.source_region)
-            found[key].extend(_lane_spans(part, lane, rect, windows, side))
-    return [Move(*key, spans=spans) for key, spans in found.items() if spans]
+            for spans in _lane_spans(part, lane, rect, windows, side):
+                if isinstance(spans, Weave) and key not in woven:
+                    woven[key] = spans
+                    flat[key].extend(())
+                else:
+                    flat[key].extend(spans.flat() if isinstance(spans, Weave) else spans)
+    return [Move(*key, spans, woven.get(key)) for key, spans in flat.items() if spans or key in woven]
 
 
 def blocks_per_call(plan: Plan, side: Side, rank: int, rect: Rect) -> int:
@@ -189,28 +203,29 @@ def _check_ids(plan: Plan, part: Part, windows: Iterable[Pairs]) -> None:
                 _bad(f"{name}: blocks {min(ids)}..{max(ids)} are not all within 0..{count - 1}")
 
 
-def _lane_spans(part: Part, lane: Lane, rect: Rect, windows: dict[Window, Pairs], side: Side) -> array[int]:
-    spans = array("q")
+def _lane_spans(
+    part: Part, lane: Lane, rect: Rect, windows: dict[Window, Pairs], side: Side
+) -> list[array[int] | Weave]:
     layers = [layer for layer in lane.layers if rect.layer_lo <= layer[0] < rect.layer_hi]
     joinable = len(windows) > 1
+    weaves: list[Weave] = []
     for window, pairs in windows.items():
         inside = _coalesce(piece for strip in part.strips for piece in strip.pieces(*window))
         joinable = joinable and len(inside) == 1  # a page in several runs has no neighbour on both sides
         pieces = ((at + x, to + y, size) for _, at, to in layers for x, y, size in inside)
-        _repeat(spans, _coalesce(pieces), lane, pairs, side)
-    if joinable:
-        triples = zip(spans[0::3], spans[1::3], spans[2::3], strict=True)
-        spans = array("q", chain.from_iterable(_coalesce(triples)))
-    return spans
+        weaves += _repeat(_coalesce(pieces), lane, pairs, side)
+    if not joinable:
+        return list(weaves)
+    spans = array("q")
+    for weave in weaves:
+        spans.extend(weave.flat())
+    triples = zip(spans[0::3], spans[1::3], spans[2::3], strict=True)
+    return [array("q", chain.from_iterable(_coalesce(triples)))]
 
 
-def _repeat(spans: array[int], pieces: Iterable[Triple], lane: Lane, pairs: Pairs, side: Side) -> None:
-    """Append the pieces of block 0 once for every pair of blocks.
-
-    Offsets are added as two long integers of one 64-bit lane per number; no lane carries into the next, since
-    all sums stay below `BYTES_MAX`. 64 layers of 1000 scattered blocks: 5 ms; comprehensions take 15.
-    """
-    columns: dict[int, tuple[int, int]] = {}  # by bytes of a piece: the triples as one integer, their count
+def _repeat(pieces: Iterable[Triple], lane: Lane, pairs: Pairs, side: Side) -> list[Weave]:
+    """The pieces of block 0 for every pair of blocks: a weave for each size of piece."""
+    columns: dict[int, Weave] = {}  # by bytes of a piece
     for at, to, size in pieces:
         if size not in columns:
             whole = size == lane.source_stride == lane.target_stride
@@ -219,11 +234,9 @@ def _repeat(spans: array[int], pieces: Iterable[Triple], lane: Lane, pairs: Pair
             for x, y, count in blocks:
                 x, y = x * lane.source_stride, y * lane.target_stride
                 column.extend((y, x, count * size) if side is Side.TARGET else (x, y, count * size))
-            columns[size] = int.from_bytes(column.tobytes(), sys.byteorder), len(column) // 3
-        base, count = columns[size]
-        shift = array("q", (to, at, 0) if side is Side.TARGET else (at, to, 0))
-        moved = base + int.from_bytes(shift.tobytes() * count, sys.byteorder)
-        spans.frombytes(moved.to_bytes(24 * count, sys.byteorder))
+            columns[size] = Weave(column, array("q"))
+        columns[size].shifts.extend((to, at) if side is Side.TARGET else (at, to))
+    return [weave for weave in columns.values() if weave.column]
 
 
 def _runs(pairs: Pairs) -> Iterator[Triple]:

@@ -113,7 +113,7 @@ class RemoteTransport:
     """See `base.Transport`. Called by the node's thread; told the news by the link's."""
 
     def __init__(self, name: str, capabilities: Capabilities, link: Uplink) -> None:
-        self.capabilities = capabilities
+        self.capabilities = msgspec.structs.replace(capabilities, weaves=False)  # what crosses to the rank is spans
         self.counters: Counter[str] = Counter()  # connects_refused
         self._name = name
         self._link = link

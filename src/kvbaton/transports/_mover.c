@@ -35,7 +35,7 @@ static Py_ssize_t get_rows(PyObject *object, Py_buffer *view, Py_ssize_t width)
 {
     if (PyObject_GetBuffer(object, view, PyBUF_SIMPLE) < 0)
         return -1;
-    if (view->len % (width * 8) == 0 && (uintptr_t)view->buf % 8 == 0)
+    if (view->len % (width * 8) == 0 && (view->len == 0 || (uintptr_t)view->buf % 8 == 0))
         return view->len / (width * 8);
     PyErr_Format(PyExc_ValueError, "a span table must be aligned rows of %zd int64, got %zd bytes", width, view->len);
     PyBuffer_Release(view);

@@ -29,7 +29,8 @@ import msgspec
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports import shm, tcp
-from kvbaton.transports.base import HostTransport
+from kvbaton.transports.base import DeviceTransport, HostTransport
+from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.summed import SumConfig, SummedTransport, summed
 from kvbaton.transports.sums import Checksum
 
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 AUTO = "auto"
 SUMS = "+sums"
-ORDER = ("cuda", "shm", "mori", "nixl", "mooncake", "tcp")
+ORDER = ("cuda", "shm", "staged-shm", "mori", "nixl", "mooncake", "tcp", "staged-tcp")
 """Best first."""
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -93,7 +94,9 @@ def _usable(choice: str, device: str) -> tuple[str, ...]:
 
 def capabilities(name: str) -> Capabilities:
     """What a data plane can promise, without making one."""
-    plain: Capabilities = _MODULES[name.removesuffix(SUMS)]().CAPABILITIES
+    base, _, carrier = name.removesuffix(SUMS).partition("-")
+    told = _MODULES[base]().CAPABILITIES
+    plain: Capabilities = told[carrier] if carrier else told
     return summed(plain) if name.endswith(SUMS) else plain
 
 
@@ -112,6 +115,22 @@ def make(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[memory
     for region, view in enumerate(memory):
         plane.register(region, view)
     return plane
+
+
+def make_device(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[DeviceMemory]) -> DeviceTransport:
+    """A data plane over these regions of one device's memory."""
+    module, device = _MODULES[name.partition("-")[0]](), memory[0].device
+    made: DeviceTransport
+    if name == "cuda":
+        made = module.CudaTransport(me, module.CudaConfig(device=device))
+    elif name in {"staged-shm", "staged-tcp"}:
+        carrier = name.removeprefix("staged-")
+        made = module.StagedTransport(me, module.StagedConfig(carrier=carrier, device=device, host=settings.host))
+    else:
+        raise ValueError(f"transport {name}: device memory goes over one of cuda, staged-shm or staged-tcp")
+    for region, each in enumerate(memory):
+        made.register(region, each)
+    return made
 
 
 def _plain(name: str, me: PeerId, settings: PlaneSettings) -> HostTransport:
@@ -167,7 +186,7 @@ def _module(name: str) -> Callable[[], Any]:
     return lambda: importlib.import_module(f"kvbaton.transports.{name}")
 
 
-_MODULES: dict[str, Callable[[], Any]] = {name: _module(name) for name in ORDER}
+_MODULES: dict[str, Callable[[], Any]] = {name: _module(name) for name in {each.partition("-")[0] for each in ORDER}}
 
 PLANES: dict[str, Plane] = {
     plane.name: plane
@@ -202,6 +221,16 @@ PLANES: dict[str, Plane] = {
             lambda: False,
         ),
         Plane("tcp", "kvbaton's own over TCP", "nothing", _always, lambda: True),
+        *(
+            Plane(
+                f"staged-{carrier}",
+                f"device memory through pinned memory of the host, over {way}",
+                "an NVIDIA GPU and its driver",
+                _loads(lambda: _module("cuda_driver")().load()),
+                lambda: True,
+            )
+            for carrier, way in (("shm", "shared memory"), ("tcp", "TCP"))
+        ),
     )
 }
 

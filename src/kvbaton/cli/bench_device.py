@@ -1,0 +1,32 @@
+"""`kvbaton bench transfer --device cuda`: device memory between two processes on one GPU, every way in one run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import msgspec
+
+from kvbaton.bench import device, device_page
+from kvbaton.bench.children import ChildFailed
+from kvbaton.cli.arguments import CommandError
+from kvbaton.transports.cuda_driver import CudaError
+
+
+def run(args: argparse.Namespace) -> int:
+    """The status is the verdict: 0 when every byte was right and every bound holds."""
+    if args.repetitions < 1:
+        raise CommandError(f"--repetitions: got {args.repetitions}, expected a number above 0")
+    try:
+        report = device.measure(args.repetitions)
+    except (ImportError, CudaError, ChildFailed) as error:
+        raise CommandError(f"--device cuda: {error}") from None
+    found = device_page.verdicts(report)
+    if args.plot is not None:
+        Path(args.plot).write_text(device_page.plot(report))
+    if args.json:
+        print(json.dumps({**msgspec.to_builtins(report), "verdicts": msgspec.to_builtins(found)}))
+    else:
+        print(device_page.table(report))
+    return 0 if all(each.ok for each in found) else 1

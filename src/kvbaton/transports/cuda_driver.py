@@ -1,0 +1,198 @@
+"""The one module that calls CUDA: by the driver's own interface, which comes with every NVIDIA driver.
+
+Law: nothing but `CudaError` leaves. Calls act on the device's primary context, the one that PyTorch uses too; a thread
+makes it current by `enter` (threads of our own) or for a while by `with gpu:` (threads of others). No call here spins:
+events are created to be waited for by sleeping. ctypes lets go of the GIL during every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Protocol
+
+from kvbaton.transports.cuda_ptx import ENTRY, PTX, THREADS
+
+LIBRARY = "libcuda.so.1"
+HANDLE_BYTES = 64
+
+_BLOCKING, _NO_TIMING = 1, 2
+_NON_BLOCKING = 1
+_PORTABLE, _MAPPED = 1, 2
+_LAZY_PEER_ACCESS = 1
+_PASSING = frozenset({1, 2, 201, 205, 206, 208, 217, 600, 712, 801, 803})
+"""Refusals of one call: invalid value, out of memory, handle or mapping refused, not supported. All others stay."""
+
+
+class CudaError(Exception):
+    """A call that CUDA refused. `sticky`: this process can use the device no more."""
+
+    def __init__(self, call: str, status: int, name: str) -> None:
+        super().__init__(f"CUDA: {call}: {name}")
+        self.status = status
+        self.sticky = status not in _PASSING
+
+
+class Gpu(Protocol):
+    """What the data planes need of a device. Addresses, streams and events are plain integers."""
+
+    device: int
+
+    def __enter__(self) -> Gpu: ...
+    def __exit__(self, *_: object) -> None: ...
+    def enter(self) -> None:
+        """Make the device current in the calling thread, for good."""
+
+    def allocate(self, nbytes: int) -> int: ...
+    def free(self, address: int) -> None: ...
+    def allocate_pinned(self, nbytes: int) -> int: ...
+    def free_pinned(self, address: int) -> None: ...
+    def pin(self, address: int, nbytes: int) -> None:
+        """Let the device reach host memory that somebody else has mapped."""
+
+    def unpin(self, address: int) -> None: ...
+    def allocation_of(self, address: int) -> tuple[int, int]:
+        """Where the allocation around `address` begins, and its bytes."""
+
+    def export(self, base: int) -> bytes:
+        """A handle by which another process of this host can open an allocation."""
+
+    def open(self, handle: bytes) -> int: ...
+    def close(self, address: int) -> None: ...
+    def stream(self) -> int:
+        """One that waits for no other, not even for the default stream."""
+
+    def drop_stream(self, stream: int) -> None: ...
+    def event(self) -> int: ...
+    def drop_event(self, event: int) -> None: ...
+    def record(self, event: int, stream: int) -> None: ...
+    def wait(self, event: int) -> None:
+        """Sleep until what was recorded is over."""
+
+    def stream_wait(self, stream: int, event: int) -> None: ...
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """One contiguous copy, between any two kinds of memory that the device reaches."""
+
+    def move_rows(self, table: int, groups: int, rows: int, stream: int) -> None:
+        """One launch over a table that the device reaches, as `cuda_table` writes it; `rows` of all groups together."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class CudaGpu:
+    """A real device, by its number among those that are visible."""
+
+    def __init__(self, device: int) -> None:
+        """ImportError without a driver, CudaError without such a device."""
+        self._cuda = load()
+        self.device = device
+        self._ask("cuInit", 0)
+        number, context = ctypes.c_int(), ctypes.c_void_p()
+        self._ask("cuDeviceGet", ctypes.byref(number), device)
+        self._ask("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
+        self._context = context
+        self._function = ctypes.c_void_p()
+        with self:
+            module = ctypes.c_void_p()
+            self._ask("cuModuleLoadData", ctypes.byref(module), PTX.encode())
+            self._ask("cuModuleGetFunction", ctypes.byref(self._function), module, ENTRY)
+
+    def __enter__(self) -> CudaGpu:
+        self._ask("cuCtxPushCurrent_v2", self._context)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ask("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def enter(self) -> None:
+        self._ask("cuCtxSetCurrent", self._context)
+
+    def allocate(self, nbytes: int) -> int:
+        return self._make("cuMemAlloc_v2", ctypes.c_size_t(nbytes))
+
+    def free(self, address: int) -> None:
+        self._ask("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def allocate_pinned(self, nbytes: int) -> int:
+        return self._make("cuMemHostAlloc", ctypes.c_size_t(nbytes), _PORTABLE | _MAPPED)
+
+    def free_pinned(self, address: int) -> None:
+        self._ask("cuMemFreeHost", ctypes.c_void_p(address))
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self._ask("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE | _MAPPED)
+
+    def unpin(self, address: int) -> None:
+        self._ask("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def allocation_of(self, address: int) -> tuple[int, int]:
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self._ask("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        return base.value, size.value
+
+    def export(self, base: int) -> bytes:
+        handle = _Handle()
+        self._ask("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
+        return bytes(handle.reserved)
+
+    def open(self, handle: bytes) -> int:
+        return self._make("cuIpcOpenMemHandle_v2", _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
+
+    def close(self, address: int) -> None:
+        self._ask("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+    def stream(self) -> int:
+        return self._make("cuStreamCreate", _NON_BLOCKING)
+
+    def drop_stream(self, stream: int) -> None:
+        self._ask("cuStreamDestroy_v2", ctypes.c_void_p(stream))
+
+    def event(self) -> int:
+        return self._make("cuEventCreate", _BLOCKING | _NO_TIMING)
+
+    def drop_event(self, event: int) -> None:
+        self._ask("cuEventDestroy_v2", ctypes.c_void_p(event))
+
+    def record(self, event: int, stream: int) -> None:
+        self._ask("cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(stream))
+
+    def wait(self, event: int) -> None:
+        self._ask("cuEventSynchronize", ctypes.c_void_p(event))
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        self._ask("cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), 0)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        size = ctypes.c_size_t(nbytes)
+        self._ask("cuMemcpyAsync", ctypes.c_uint64(target), ctypes.c_uint64(source), size, ctypes.c_void_p(stream))
+
+    def move_rows(self, table: int, groups: int, rows: int, stream: int) -> None:
+        values = ctypes.c_uint64(table), ctypes.c_int(groups)
+        arguments = (ctypes.c_void_p * 2)(*(ctypes.addressof(value) for value in values))
+        shape = (rows, 1, 1, THREADS, 1, 1, 0)
+        self._ask("cuLaunchKernel", self._function, *shape, ctypes.c_void_p(stream), arguments, None)
+
+    def _make(self, call: str, *arguments: Any) -> int:
+        """Calls that give something back through their first argument."""
+        made = ctypes.c_uint64()
+        self._ask(call, ctypes.byref(made), *arguments)
+        return made.value
+
+    def _ask(self, call: str, *arguments: Any) -> None:
+        """Every call goes through here, and its errors are translated here."""
+        status: int = getattr(self._cuda, call)(*arguments)
+        if status:
+            name = ctypes.c_char_p()
+            self._cuda.cuGetErrorName(status, ctypes.byref(name))
+            raise CudaError(call, status, (name.value or b"?").decode())
+
+
+def load() -> ctypes.CDLL:
+    """The driver's library; ImportError says what is missing."""
+    try:
+        return ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        raise ImportError(
+            f"the data planes 'cuda' and 'staged' need an NVIDIA driver with {LIBRARY} on this host: {error}"
+        ) from None

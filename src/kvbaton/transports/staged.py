@@ -1,0 +1,229 @@
+"""staged: READ of device memory through pinned memory of the host, for devices whose only common path is that.
+
+P gathers a chunk into a slot (`staged_server`), D scatters it from there (`staged_client`): over `shm` the slot is the
+same memory in both processes, pinned in each, over `tcp` its bytes cross a socket. Several slots are on their way at
+once, so P's copy, the wire and D's copy overlap.
+
+Law: only this side's own launches touch this side's memory. Every span is checked twice: here as a whole, before any of
+it is asked for, and by the peer where its memory lives. A copy ends when its last launch is over; a chunk that is still
+with the peer when a copy is given up is at rest for us, since it can reach no further than its slot.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.transports.base import Capabilities, Copy, Direction, TransportEvent
+from kvbaton.transports.cuda_driver import CudaGpu, Gpu
+from kvbaton.transports.cuda_gate import quiet_event
+from kvbaton.transports.cuda_table import PIECE_BYTES
+from kvbaton.transports.device import DeviceMemory, RegisteredDevice
+from kvbaton.transports.gate import Gate
+from kvbaton.transports.jobs import Job, Jobs
+from kvbaton.transports.loop import Loop
+from kvbaton.transports.mover import choose_mover
+from kvbaton.transports.shm_door import host_identity
+from kvbaton.transports.spans import cut
+from kvbaton.transports.staged_client import StagedLink
+from kvbaton.transports.staged_door import Carrier, Hello, StagedEndpoint, parse_endpoint
+from kvbaton.transports.staged_server import StagedServer
+from kvbaton.transports.staged_slots import SLOT_BYTES, SLOTS_MAX
+from kvbaton.transports.staged_work import Stager
+from kvbaton.transports.tcp_frames import ROWS_MAX
+
+CLOSE_S = 5.0
+_BASE = Capabilities(
+    name="staged", one_sided=False, can_write=False, can_fence=False, cancels=True, same_host=True,
+    device_kinds=("cuda",),
+)  # fmt: skip
+CAPABILITIES: dict[Carrier, Capabilities] = {
+    "shm": msgspec.structs.replace(_BASE, name="staged-shm"),
+    "tcp": msgspec.structs.replace(_BASE, name="staged-tcp", same_host=False),
+}
+
+
+class StagedConfig(msgspec.Struct, frozen=True):
+    """Slots are for each peer that reads from here: pinned on the host, and as much once more on the device."""
+
+    carrier: Carrier = "shm"
+    device: int = 0
+    slot_bytes: int = 32 << 20
+    slots: int = 6
+    host: str = "127.0.0.1"  # for tcp: numeric, so that nothing ever waits for a resolver
+    port: int = 0
+    advertise: str = ""
+    copies_max: int = 1024
+    dial_deadline_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.slot_bytes not in SLOT_BYTES or not 2 <= self.slots <= SLOTS_MAX:
+            raise ValueError(
+                f"slot_bytes: expected {SLOT_BYTES.start}..{SLOT_BYTES.stop - 1}, slots: expected 2..{SLOTS_MAX}; "
+                f"got {self.slot_bytes} and {self.slots}"
+            )
+        if ipaddress.ip_address(self.advertise or self.host).is_unspecified:
+            raise ValueError(f"peers cannot dial {self.advertise or self.host}: set advertise to this host's address")
+
+
+class StagedTransport:
+    """See `base.DeviceTransport`. Threads: one for sockets, two that drive the device, one to wait for events."""
+
+    def __init__(self, me: PeerId, config: StagedConfig | None = None, gpu: Gpu | None = None) -> None:
+        """ImportError without a driver, CudaError without a device; `gpu` is for tests."""
+        self._me = me
+        self._config = config = config or StagedConfig()
+        self._gpu = gpu or CudaGpu(config.device)
+        self.capabilities = CAPABILITIES[config.carrier]
+        self._mover = choose_mover()
+        self._jobs = Jobs(config.copies_max)
+        self._memory = RegisteredDevice(config.device)
+        self._links: dict[PeerId, StagedLink] = {}
+        self._gate = Gate(f"kvbaton-staged-gate-{me}")
+        self._loop = Loop(f"kvbaton-staged-{me}")
+        self._stager = Stager(f"kvbaton-stager-{me}", self._gpu)
+        slots = config.slot_bytes, config.slots
+        self._server = StagedServer(
+            me, config.carrier, self._loop, self._memory, self._mover, self._stager, slots, config.dial_deadline_s
+        )
+
+    @property
+    def broken(self) -> str:
+        """Why the device can be used no more; empty while it works."""
+        return self._stager.broken
+
+    def register(self, region: int, memory: DeviceMemory) -> None:
+        """It must stay allocated until `close`."""
+        self._memory.add(region, memory)
+
+    def endpoint(self, peer: PeerId) -> bytes:
+        """Listens from the first call on. The same until `peer` is disconnected, then a new one."""
+        config = self._config
+        place, port = self._server.listen((config.host, config.port))
+        place = config.advertise or place if config.carrier == "tcp" else place
+        secret = self._server.keyring.mint(peer)
+        return msgspec.msgpack.encode(StagedEndpoint(self._me, config.carrier, host_identity(), place, port, secret))
+
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        """A new endpoint of a known peer replaces the old one, and ends what was under way on it."""
+        config = self._config
+        there = parse_endpoint(peer, config.carrier, endpoint)
+        with self._jobs:
+            if peer in self._links and self._links[peer].there == there:
+                return
+            self._forget(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
+            self._links[peer] = StagedLink(
+                self._me, there, self._loop, self._jobs, self._mover, self._stager,
+                self._plan, self._address_of, config.dial_deadline_s,
+            )  # fmt: skip
+
+    def disconnect(self, peer: PeerId) -> None:
+        with self._jobs:
+            self._server.keyring.revoke(peer)
+            self._forget(peer, Reason.PEER_GONE, "disconnected")
+        self._loop.call(partial(self._server.shut_out, peer))
+
+    def fence(self, peer: PeerId) -> None:
+        raise NotImplementedError("staging cannot fence, and nobody writes over it: see capabilities.can_fence")
+
+    def submit(self, copy: Copy) -> bool:
+        with self._jobs:
+            job = self._jobs.accept(copy)
+            if job is None:
+                return False
+            refusal = self._refusal(copy)
+            if refusal is not None:
+                self._jobs.fail(job, *refusal)
+            elif copy.after is None:
+                self._start(job, "")
+            else:
+                self._gate.wait(quiet_event(copy.after, self._gpu), partial(self._start, job))
+        return True
+
+    def cancel(self, job: JobId) -> None:
+        with self._jobs:
+            found = self._jobs.find(job)
+            if found is not None:
+                self._stop(found, Reason.CANCELLED, "")
+
+    def drain(self) -> Sequence[TransportEvent]:
+        return self._jobs.drain()
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._jobs.set_waker(waker)
+
+    def close(self) -> None:
+        if not self._jobs.close():
+            return
+        with self._jobs:
+            for peer in list(self._links):
+                self._forget(peer, Reason.CANCELLED, "the transport was closed")
+            for job in self._jobs.of_peer():
+                self._stop(job, Reason.CANCELLED, "the transport was closed")
+        self._gate.close(0)
+        self._loop.stop(CLOSE_S)  # closes every connection, which gives its slots to the stager to release
+        self._stager.close(CLOSE_S)
+        for job in self._jobs.of_peer():
+            self._jobs.abandon(job, Reason.CANCELLED)
+        self._memory.clear()
+
+    def _refusal(self, copy: Copy) -> tuple[Reason, str] | None:
+        """Why a copy cannot even begin."""
+        if copy.peer not in self._links:
+            return Reason.PEER_UNKNOWN, f"{copy.peer} is not connected"
+        if copy.direction is Direction.WRITE:
+            return Reason.NO_TRANSPORT, "staging offers no WRITE: the receiver asks"
+        if self._memory.get(copy.local_region) is None:
+            return Reason.BAD_SPAN, f"region {copy.local_region} is not registered"
+        if self._stager.broken:
+            return Reason.TRANSFER_FAILED, self._stager.broken
+        return None
+
+    def _start(self, job: Job, problem: str) -> None:
+        with self._jobs:
+            link = self._links.get(job.copy.peer)
+            if job.ended or link is None:
+                return
+            if problem:
+                self._jobs.fail(job, Reason.TRANSFER_FAILED, problem)
+            else:
+                link.add(job)
+
+    def _plan(self, job: Job, hello: Hello) -> bool:
+        """On the loop, with the lock: check the whole copy against both memories and cut it into chunks."""
+        copy = job.copy
+        target, remote_bytes = self._memory.get(copy.local_region), hello.regions.get(copy.remote_region)
+        try:
+            if target is None or remote_bytes is None:
+                raise ValueError(f"{copy.peer} has no region {copy.remote_region}")
+            total = self._mover.check_spans(copy.spans, 3, target.nbytes, remote_bytes) if copy.spans else 0
+        except ValueError as error:
+            self._jobs.fail(job, Reason.BAD_SPAN, str(error))
+            return False
+        # A part may end with a piece that begins within its bound.
+        job.parts = cut(copy.spans, total, 1, range(PIECE_BYTES, hello.slot_bytes - PIECE_BYTES), ROWS_MAX)
+        self._jobs.settle(job)
+        return not job.ended
+
+    def _address_of(self, region: int) -> int:
+        memory = self._memory.get(region)
+        assert memory is not None  # refused otherwise, and regions are not taken back
+        return memory.address
+
+    def _stop(self, job: Job, reason: Reason, detail: str) -> None:
+        self._jobs.fail(job, reason, detail)
+        link = self._links.get(job.copy.peer)
+        if link is not None:
+            link.remove(job)
+
+    def _forget(self, peer: PeerId, reason: Reason, detail: str) -> None:
+        for job in self._jobs.of_peer(peer):
+            self._stop(job, reason, detail)
+        gone = self._links.pop(peer, None)
+        if gone is not None:
+            self._loop.call(partial(gone.shut, detail))
