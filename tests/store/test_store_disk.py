@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,39 @@ def test_a_damaged_file_is_a_miss_then_gone_and_can_be_put_again(tmp_path: Path,
     assert ends.end(3).count == 2
     assert data(into) == data(values(2))
     store.close()
+
+
+def test_a_value_that_is_read_while_it_is_being_written_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier(tmp_path / "kv", 1 << 20)
+    begun, looked, go_on = threading.Event(), threading.Event(), threading.Event()
+    real, real_open = Path.write_bytes, Path.open
+
+    def slow(path: Path, data: bytes) -> int:
+        begun.set()
+        go_on.wait(20)
+        return real(path, data)
+
+    def seen(path: Path, *words: str, **more: str) -> object:
+        try:
+            return real_open(path, *words, **more)  # type: ignore[call-overload]
+        finally:
+            if path.suffix == ".kv":
+                looked.set()
+
+    monkeypatch.setattr(Path, "write_bytes", slow)
+    monkeypatch.setattr(Path, "open", seen)
+    writer = threading.Thread(target=lambda: tier.write("a", b"value"))
+    writer.start()
+    assert begun.wait(20)
+    found: list[bytes | None] = []
+    reader = threading.Thread(target=lambda: found.append(tier.read("a")))
+    reader.start()
+    assert looked.wait(20), "it is not there yet"
+    go_on.set()
+    writer.join(20)
+    reader.join(20)
+    assert found == [b"value"] and tier.read("a") == b"value"
+    assert tier.counters["read_errors"] == 0
+    tier.close()

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from kvbaton.transports import planes
+
 BAD_USAGE = 2
 
 
@@ -92,3 +94,12 @@ def seconds(text: str) -> float:
 def port(text: str) -> int:
     """An argument type: a port, 0 for a free one."""
     return whole(0, 65535)(text)
+
+
+def planes_choice(text: str) -> str:
+    """An argument type: `auto`, or data planes with commas."""
+    try:
+        planes.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text

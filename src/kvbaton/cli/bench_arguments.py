@@ -9,8 +9,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 
 from kvbaton.bench.vllm_rows import Level
-from kvbaton.cli.arguments import CommandError, seconds, whole
-from kvbaton.engine.options import TRANSPORTS
+from kvbaton.cli.arguments import CommandError, planes_choice, seconds, whole
 
 TARGETS = ("aggregated", "kvbaton-pull", "kvbaton-push", "kvbaton-stream", "nixl")
 """In the order in which they are measured: the others' answers are compared with the first's."""
@@ -34,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=whole(1, 100), default=1, metavar="N", help="the whole set again, every second one backwards"
     )
     option("--prefix-caching", action="store_true", help="leave it on; else every request moves its whole prompt")
-    option("--transport", choices=TRANSPORTS, default="auto", help="of kvbaton's targets")
+    option("--transport", type=planes_choice, default="auto", metavar="NAMES", help="of kvbaton's targets")
     option("--kv-gib", type=whole(1, 1024), default=1, metavar="N", help="KV cache of each engine")
     option("--level-s", type=seconds, metavar="SECONDS", help="deadline of a level (else 120 and 0.5 a request)")
     option("--rest-s", type=seconds, default=60.0, metavar="SECONDS", help="for engines to come to rest after a level")

@@ -28,7 +28,6 @@ from kvbaton.cli.arguments import CommandError
 from kvbaton.cli.cluster import COMMAND, NEWS_S, Child, Member, Place, end, last_line, obituary, start
 from kvbaton.cli.vllm_engine import HOST, Handoff, ServerOptions
 from kvbaton.control import keys
-from kvbaton.engine.options import TransportChoice
 
 ALONE = "aggregated"
 NIXL = "nixl"
@@ -54,7 +53,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     server: ServerOptions
     prefix_caching: bool
-    transport: TransportChoice = "auto"
+    transport: str = "auto"
     start_s: float = 420.0
 
 

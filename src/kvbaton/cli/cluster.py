@@ -30,6 +30,7 @@ from kvbaton.control import keys
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.router.directory import Worker
 from kvbaton.router.settings import RouterSettings
+from kvbaton.runtime.store_places import STORE_NAME
 
 COMMAND: list[str] = [sys.executable, "-m", "kvbaton.cli.main"]
 """Starts a process of this program."""
@@ -50,6 +51,7 @@ class Member(msgspec.Struct, frozen=True):
     command: str
     env: Mapping[str, str] = {}  # on top of this process's
     stop: signal.Signals = signal.SIGTERM  # ends it soon; one that would drain on this is told otherwise
+    registers: bool = True  # a store does not
 
 
 class Startable(Protocol):
@@ -82,12 +84,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 0
     start_s: float = 60.0
+    store_port: int = 0  # of a store to start beside them; 0: none
 
     def names(self) -> list[str]:
-        return [place.name for place in places(self.prefills, self.decodes, self.tp_prefill, self.tp_decode)]
+        names = [place.name for place in places(self.prefills, self.decodes, self.tp_prefill, self.tp_decode)]
+        return [*names, STORE_NAME] if self.store_port else names
 
     def members(self, directory: str, registry: str) -> list[Member]:
-        found = []
+        found = [store_member(directory, self.store_port)] if self.store_port else []
         for place in places(self.prefills, self.decodes, self.tp_prefill, self.tp_decode):
             changes = {**msgspec.structs.asdict(place), "keys": directory, "registry": registry}
             words = ["worker", *argv_of(msgspec.structs.replace(self.worker, **changes))]
@@ -95,6 +99,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             command = shlex.join([*shown_command(), *words])
             found.append(Member(place.name, place.role, argv, command, stop=signal.SIGHUP))
         return found
+
+
+def store_member(directory: str, port: int) -> Member:
+    """A `kvbaton store` with the keys of a cluster."""
+    words = ["store", "--keys", directory, "--port", str(port)]
+    command = shlex.join([*shown_command(), *words])
+    return Member(STORE_NAME, "store", [*COMMAND, *words, "--stop-on-eof"], command, registers=False)
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -192,7 +203,7 @@ async def _watch(child: Child, deaths: asyncio.Queue[Child]) -> None:
 
 
 async def _all_registered(cluster: Cluster, start_s: float, say: Say, stop: asyncio.Event) -> None:
-    wanted = {child.name for child in cluster.children}
+    wanted = {child.name for child in cluster.children if child.member.registers}
     here: set[str] = set()
     say(f"starting {len(wanted)} workers: {' '.join(sorted(wanted))}")
     begun = told = asyncio.get_running_loop().time()

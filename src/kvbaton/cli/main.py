@@ -20,6 +20,8 @@ COMMANDS: Mapping[str, str] = {
     "router": "serve clients in front of workers that register with it",
     "worker": "serve one engine, and register with a router",
     "drain": "have a worker finish what is under way and stop, and wait until it is gone",
+    "doctor": "say which data planes this machine has, which a cluster took, and what stands in the way",
+    "store": "keep KV blocks for all engines of a cluster: several P and D share prefixes, and outlive each other",
     "keys": "mint the keys by which a cluster's members know each other",
     "sim": "run thousands of simulated clusters under faults, or the mutants that the checkers must catch",
     "conformance": "hold the vLLM connector to vLLM's own scheduler: every hook, every ending, many interleavings",

@@ -15,20 +15,22 @@ import kvbaton.cli.vllm_check as on_vllm_check
 import kvbaton.cli.vllm_up as on_vllm
 from kvbaton.api.http import run as run_loop
 from kvbaton.api.params import Mode
-from kvbaton.cli.arguments import CommandError, port, seconds, whole
+from kvbaton.cli.arguments import CommandError, planes_choice, port, seconds, whole
 from kvbaton.cli.check import check
 from kvbaton.cli.cluster import Cluster, Plan, Startable, how_it_ended, running, shown_command
 from kvbaton.cli.fronting import told_to_stop
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.cli.vllm_engine import ServerOptions
-from kvbaton.engine.options import POLICIES, TRANSPORTS, WorkerOptions
+from kvbaton.engine.options import POLICIES, WorkerOptions
 from kvbaton.router.settings import RouterSettings
+from kvbaton.transports.planes import CHECKSUMS
 
 _WORKER = WorkerOptions(name="p0", role="prefill", keys="-", registry="tcp://-:1")
 _TIMES = ("lease_s", "transfer_timeout", "defer_timeout", "claim_timeout")
 _SIZES = ("blocks", "block_tokens", "max_num_seqs", "seed")
 _VLLM_DEFAULTS = {"blocks": "", "block_tokens": "; vllm: its own", "max_num_seqs": "; vllm: its own", "seed": ""}
 _NEWS_S = 0.5
+MEMORY = "memory"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefill", type=whole(1, 16), default=1, metavar="N", help="prefill workers")
     add("--decode", type=whole(1, 16), default=1, metavar="M", help="decode workers")
     add("--mode", choices=list(Mode), default=None, help="how KV goes over, where a client names none (default: pull)")
-    add("--transport", choices=TRANSPORTS, default=None, help="how bytes go over (default: auto)")
+    add(
+        "--transport",
+        type=planes_choice,
+        default=None,
+        metavar="NAMES",
+        help="how bytes go over: auto, or e.g. shm,tcp (default: auto)",
+    )
+    add("--checksum", choices=CHECKSUMS, default=_WORKER.checksum, help="compare copies with their source (not vllm)")
     add("--host", default="127.0.0.1", help="address for clients")
     add("--port", type=port, default=None, help="port for clients, 0 for a free one (default: 8000)")
     add("--tp-prefill", type=whole(1, 64), default=1, metavar="N", help="ranks of each prefill worker")
@@ -60,12 +69,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help_text = f"{text} (default: {getattr(_WORKER, name)}{_VLLM_DEFAULTS[name]})"
         add(f"--{name.replace('_', '-')}", type=whole(low, high), default=None, metavar="N", help=help_text)
     add("--deadline-s", type=seconds, default=300.0, metavar="SECONDS", help="of a whole request")
+    add(
+        "--store",
+        default=None,
+        metavar="WHERE",
+        help="a shared store: memory starts one here, else as of kvbaton worker",
+    )
     add("--check", action="store_true", help="compare answers with a single engine's in every mode, then exit")
     add("--json", action="store_true", help="print one JSON object on stdout, all else on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
     on_vllm.refuse_foreign(args)
+    if args.store is not None and args.engine == "vllm":
+        raise CommandError("argument --store: name it in vLLM's own configuration; see docs/store.md")
     raise_file_limit()
     if args.engine == "vllm":
         server = on_vllm.server_of(args, _note)
@@ -74,8 +91,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: Mode) -> Plan:
-    values = {name: getattr(args, name) for name in ("policy", *_TIMES)}
+    values = {name: getattr(args, name) for name in ("policy", "checksum", *_TIMES)}
     values |= {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
+    store_port = on_vllm.free_ports(1)[0] if args.store == MEMORY else 0
+    values["store"] = f"tcp://127.0.0.1:{store_port}" if store_port else args.store or ""
     try:
         worker = msgspec.structs.replace(_WORKER, transport=transport, **values)
         settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True)
@@ -83,7 +102,7 @@ def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: M
         raise CommandError(f"{error}; see: kvbaton up --help") from None
     return Plan(
         prefills=args.prefill, decodes=args.decode, tp_prefill=args.tp_prefill, tp_decode=args.tp_decode,
-        worker=worker, settings=settings, host=args.host, port=http_port,
+        worker=worker, settings=settings, host=args.host, port=http_port, store_port=store_port,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.cli.arguments import CommandError
-from kvbaton.engine.options import Policy, TransportChoice
+from kvbaton.engine.options import Policy
 
 PYTHON_VARIABLE = "KVBATON_VLLM_PYTHON"
 VENV = ".venv-vllm"
@@ -45,7 +45,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     registry_name: str = "router"
     control_host: str = HOST
     control_port: int = 0
-    transport: TransportChoice = "auto"
+    transport: str = "auto"
     mode: str = "pull"
     lease_s: float = 15.0
     transfer_timeout: float = 30.0

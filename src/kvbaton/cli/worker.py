@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import signal
 import threading
@@ -15,9 +16,10 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.cli.arguments import CommandError, port, seconds, whole
+from kvbaton.cli.arguments import CommandError, planes_choice, port, seconds, whole
 from kvbaton.cli.limits import raise_file_limit
-from kvbaton.engine.options import DIALECTS, MODES, POLICIES, ROLES, TRANSPORTS, WorkerOptions
+from kvbaton.engine.options import DIALECTS, MODES, POLICIES, ROLES, WorkerOptions
+from kvbaton.transports.planes import CHECKSUMS
 
 _HELP: Mapping[str, str] = {
     "name": "its name in the key directory",
@@ -31,7 +33,8 @@ _HELP: Mapping[str, str] = {
     "control_port": "port for control messages, 0 for a free one",
     "announce_to": "discovery address of vllm-router or its like, to tell it in plain text of this worker; empty: none",
     "announce_as": "what that router speaks; it decides who moves the KV",
-    "transport": "data plane; auto offers all",
+    "transport": "data planes, best first, with commas; auto: the best that this machine has",
+    "checksum": "compare what was copied with its source: not at all, a sample, or all of it",
     "modes": "modes it serves, with commas",
     "tp": "ranks that share each layer's heads",
     "policy": "when a handoff fails: recompute the prompt on D, or fail the request",
@@ -45,10 +48,13 @@ _HELP: Mapping[str, str] = {
     "max_num_seqs": "requests that run at once",
     "waiting_max": "requests that wait; more are refused",
     "seed": "of the model's weights; the same on P and D",
+    "store": "tcp:// of a kvbaton store, or mooncake://host:port; empty: none",
+    "store_name": "that store's name in the key directory",
+    "store_timeout": "seconds for a look-up in it; five times that for a get",
 }
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "role": ROLES,
-    "transport": TRANSPORTS,
+    "checksum": CHECKSUMS,
     "policy": POLICIES,
     "announce_as": tuple(DIALECTS),
 }
@@ -64,6 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             more["default"] = field.default
         if field.name == "modes":
             more |= {"type": _modes, "default": ",".join(MODES), "metavar": "M,M"}
+        elif field.name == "transport":
+            more |= {"type": planes_choice, "metavar": "NAMES"}
         elif field.name in _CHOICES:
             more["choices"] = _CHOICES[field.name]
         else:
@@ -75,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     options = options_of(args)
     raise_file_limit()
+    logging.getLogger("kvbaton.runtime.node").setLevel(logging.INFO)  # which data plane each pair takes
     if args.stop_on_eof:
         threading.Thread(target=_stop_on_eof, name="kvbaton-parent", daemon=True).start()
     status: int = importlib.import_module("kvbaton.engine.worker").main(options)

@@ -54,10 +54,12 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def stop(self, timeout_s: float = 5.0) -> None:
+    def stop(self, timeout_s: float = 5.0) -> bool:
+        """Whether the thread has ended within `timeout_s`: from then on the engine is the caller's."""
         self._stopping = True
         self._news.set()
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     @property
     def running(self) -> bool:

@@ -2,6 +2,8 @@
 
 Laws: every hook runs on the engine's thread and none raises for what a client or a peer did. A request that was
 matched, or failed to match, once is never matched again. Blocks are touched in the hook that tells the door of them.
+The store is asked where there is no ticket, and as second source where a handoff failed, before the policy applies;
+with `fail` it must then have every whole block before the prompt's last token, or the request fails.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from kvbaton.engine.config import FailurePolicy, KvGroup
 from kvbaton.engine.hooks import BlockIds, Chunk, Load, LoadReport, Match, Nothing, NotYet
 from kvbaton.engine.kv_layout import content_digest
 from kvbaton.engine.request import EngineRequest, Status
+from kvbaton.engine.storing import Fetched, Storing
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import NO_BLOCK
@@ -44,6 +47,7 @@ class BatonConnector:
         policy: FailurePolicy,
         *,
         layerwise: bool = True,
+        storing: Storing | None = None,
     ) -> None:
         self.wants_layers = layerwise
         self._door = doorway
@@ -53,7 +57,10 @@ class BatonConnector:
         self._pool: BlockPool | None = None
         self._outgoing: dict[RequestId, Outgoing] = {}
         self._begun: set[RequestId] = set()  # a prompt computed anew after preemption is leased no second time
-        self._failed: dict[RequestId, End] = {}
+        self._storing = storing
+        self._lost: dict[RequestId, End] = {}  # handoffs that failed, until the request has another source or ends
+        self._from_store: set[RequestId] = set()  # the last answer was a load from there
+        self._known: dict[RequestId, int] = {}  # tokens that need not be computed, of requests that have not ended
         self._ranks_told: dict[RequestId, set[int]] = {}
         self._reports: list[LoadReport] = []
 
@@ -65,6 +72,7 @@ class BatonConnector:
 
     def on_new_request(self, request: EngineRequest) -> None:
         params = _params(request)
+        self._known[request.request_id] = 0
         if params is not None and params.do_remote_prefill:
             assert params.ticket is not None
             push = params.mode is Mode.PUSH
@@ -76,9 +84,12 @@ class BatonConnector:
                 self.pool.unpin(duty.blocks)
             else:
                 self._rank_reported(duty)
+        if self._storing is not None:
+            for fetched in self._storing.take(self.pool):
+                self._fetched(fetched)
 
     def has_pending_work(self) -> bool:
-        return self._door.busy
+        return self._door.busy or (self._storing is not None and self._storing.busy)
 
     @property
     def pool(self) -> BlockPool:
@@ -88,23 +99,43 @@ class BatonConnector:
     # --- D
 
     def match(self, request: EngineRequest, local_tokens: int) -> Match:
-        found = self._door.match(request.request_id)
+        answer = self._match(request, local_tokens)
+        self._known[request.request_id] = local_tokens + (answer.tokens if isinstance(answer, Load) else 0)
+        return answer
+
+    def _match(self, request: EngineRequest, local_tokens: int) -> Match:
+        name = request.request_id
+        found = self._door.match(name)
         missing = len(request.prompt) - local_tokens
         if found.state is MatchState.NOT_YET:
             return NotYet()
         if found.state is MatchState.FOUND and missing > 0:
             return Load(missing)
-        if found.state is MatchState.FAILED and self._policy == "fail":
+        if found.state is MatchState.FAILED:
             assert found.end is not None
-            self._failed[request.request_id] = found.end
-        self._door.not_needed(request.request_id)
-        return Load(missing) if request.request_id in self._failed and missing > 0 else Nothing()
+            self._lost[name] = found.end
+        self._door.not_needed(name)
+        strict = name in self._lost and self._policy == "fail"
+        if self._storing is not None:
+            self._from_store.discard(name)
+            tokens = self._storing.look(request, local_tokens)
+            if tokens is None:
+                return NotYet()
+            if tokens and (not strict or local_tokens + tokens == self._storing.most(request)):
+                self._from_store.add(name)
+                return Load(tokens)
+        return Load(missing) if strict and missing > 0 else Nothing()
 
     def allocated(self, request: EngineRequest, blocks: BlockIds, external_tokens: int) -> None:
         if external_tokens == 0:
             self._begin(request)
             return
-        failed = self._failed.pop(request.request_id, None)
+        if self._storing is not None and request.request_id in self._from_store:
+            self._from_store.discard(request.request_id)
+            self._storing.fetch(request, blocks[0], external_tokens, self.pool)
+            self._door.wake_engine()  # it may have been refused, and this step has taken its reports already
+            return
+        failed = self._lost.pop(request.request_id, None)
         if failed is not None:
             self._report(request.request_id, failed)
             self._door.wake_engine()  # this step has taken its reports already
@@ -124,12 +155,27 @@ class BatonConnector:
         told.add(duty.rank)
         if len(told) == self._door.config.ranks:
             del self._ranks_told[duty.request]
-            self._report(duty.request, duty.end)
+            again = self._storing is not None and not duty.end.delivered and duty.request in self._known
+            if again:
+                self._lost[duty.request] = duty.end
+            self._report(duty.request, duty.end, final=not again)
 
-    def _report(self, request: RequestId, end: End) -> None:
+    def _report(self, request: RequestId, end: End, *, final: bool = True) -> None:
         reason = f"{end.reason}: {end.detail}" if end.reason is not None else ""
         good = None if end.delivered else end.good_tokens
-        self._reports.append(LoadReport(request, end.delivered, good, reason))
+        self._reports.append(LoadReport(request, end.delivered, good, reason, final))
+
+    def _fetched(self, fetched: Fetched) -> None:
+        """The store's part is over. What it lacks is computed, unless this was the last hope of a strict handoff."""
+        assert self._storing is not None
+        lost = self._lost.pop(fetched.request, None)
+        if lost is not None and not fetched.is_whole and self._policy == "fail":
+            self._report(fetched.request, lost)
+            return
+        if lost is not None and fetched.blocks:
+            self._storing.counters["second_source"] += 1
+        good = None if fetched.is_whole else fetched.good_tokens
+        self._reports.append(LoadReport(fetched.request, fetched.is_whole, good, fetched.reason, final=False))
 
     # --- P
 
@@ -173,12 +219,14 @@ class BatonConnector:
 
     def chunk_done(self, request: EngineRequest, blocks: BlockIds, computed_tokens: int) -> None:
         outgoing = self._outgoing.get(request.request_id)
+        final = computed_tokens == len(request.prompt)
+        if final and self._storing is not None:
+            self._storing.put(request, blocks[0], self._known[request.request_id], self.pool)
         if outgoing is None:
             return
         upto = self._whole_blocks(request, computed_tokens)
         self._pin(outgoing, request, blocks, upto)
         outgoing.announced = upto
-        final = computed_tokens == len(request.prompt)
         counts = [0 if group.window_tokens and not final else upto for group in self._groups]
         self._door.progressed(outgoing.lease, whole(counts))
         if final:
@@ -191,8 +239,12 @@ class BatonConnector:
     def request_finished(self, request: EngineRequest, blocks: BlockIds, status: Status) -> Mapping[str, object] | None:
         self._end_outgoing(request.request_id, Reason.SOURCE_ABORTED)
         self._begun.discard(request.request_id)
-        self._failed.pop(request.request_id, None)
+        self._lost.pop(request.request_id, None)
+        self._from_store.discard(request.request_id)
+        del self._known[request.request_id]
         self._door.gave_up(request.request_id)
+        if self._storing is not None:
+            self._storing.forget(request.request_id)
         params = _params(request)
         if params is None or not params.do_remote_decode or status not in (Status.LENGTH, Status.STOPPED):
             return None

@@ -42,13 +42,16 @@ class LoadReport(msgspec.Struct, frozen=True):
     """The one end of a load. After it no byte lands in a block that the connector does not hold itself (`touch`).
 
     On failure the engine's policy decides: `recompute` gives the blocks back (the good prefix may be found again in the
-    prefix cache) and asks `match` anew, which must then not answer `Load`; `fail` ends the request with `reason`.
+    prefix cache) and asks `match` anew, which must not offer the same load for ever; `fail` ends the request with
+    `reason`. A report that is not `final` is treated as `recompute` by either: the connector has more to offer, or what
+    it could not load was no promise.
     """
 
     request_id: RequestId
     ok: bool
     good_prefix_tokens: int | None = None  # where not ok: this many tokens are right, and all parts are at rest
     reason: str = ""
+    final: bool = True
 
 
 class Chunk(msgspec.Struct, frozen=True):

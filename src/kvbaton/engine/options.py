@@ -14,15 +14,16 @@ import msgspec
 from kvbaton.control.base import check_authority
 from kvbaton.control.moriio import FORGET_S
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
+from kvbaton.runtime.store_places import store_place
+from kvbaton.transports import planes
+from kvbaton.transports.planes import CHECKSUMS, ChecksumMode
 
 Role = Literal["prefill", "decode", "both"]
-TransportChoice = Literal["auto", "shm", "tcp"]
 Policy = Literal["recompute", "fail"]
 ModeName = Literal["pull", "stream", "push"]
 Dialect = Literal["moriio-read", "moriio-write", "p2p-nccl"]
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
-TRANSPORTS: tuple[TransportChoice, ...] = ("auto", "shm", "tcp")
 POLICIES: tuple[Policy, ...] = ("recompute", "fail")
 MODES: tuple[ModeName, ...] = ("pull", "stream", "push")
 DIALECTS: Mapping[Dialect, ModeName] = {"moriio-read": "pull", "moriio-write": "push", "p2p-nccl": "pull"}
@@ -31,6 +32,7 @@ DIALECTS: Mapping[Dialect, ModeName] = {"moriio-read": "pull", "moriio-write": "
 PORT_MAX = 65535
 TP_MAX = 64
 BLOCKS_MAX = 1 << 20
+STORE_TIMEOUT_S_MAX = 6.0  # five times this is what a store may be asked for at most
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +49,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     control_port: int = 0
     announce_to: str = ""  # host:port of another system's router; in plain text, so opt-in
     announce_as: Dialect = "moriio-read"
-    transport: TransportChoice = "auto"
+    transport: str = "auto"  # or data planes with commas, best first: `transports.planes`
+    checksum: ChecksumMode = "off"  # of what is copied, end to end
     modes: tuple[ModeName, ...] = MODES
     tp: int = 1
     policy: Policy = "recompute"
@@ -61,9 +64,12 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 32
     waiting_max: int = 1024
     seed: int = 7  # of the model's weights; P and D must agree
+    store: str = ""  # of a shared store, if any: `runtime.store_places`
+    store_name: str = "store"  # of a kvbaton store, in the key directory
+    store_timeout: float = 2.0  # of a look-up; a get may take five times as long
 
     def __post_init__(self) -> None:
-        for field in ("name", "registry_name"):
+        for field in ("name", "registry_name", "store_name"):
             if not is_worker_id(getattr(self, field)):
                 expected = f"letters, digits, '.', '_', '-', at most {WORKER_ID_CHARS_MAX}"
                 raise _bad(field, getattr(self, field), expected)
@@ -72,7 +78,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
             self._check_announcement()
         for field in ("http_port", "control_port"):
             self._check_range(field, 0, PORT_MAX)
-        for field in ("lease_s", "transfer_timeout", "defer_timeout", "claim_timeout", "drain_s"):
+        for field in ("lease_s", "transfer_timeout", "defer_timeout", "claim_timeout", "drain_s", "store_timeout"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value > 0):
                 raise _bad(field, value, "seconds, above 0")
@@ -85,13 +91,24 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_choices(self) -> None:
         chosen: tuple[tuple[str, Collection[str]], ...] = (
-            ("role", ROLES), ("transport", TRANSPORTS), ("policy", POLICIES), ("announce_as", DIALECTS),
+            ("role", ROLES), ("checksum", CHECKSUMS), ("policy", POLICIES), ("announce_as", DIALECTS),
         )  # fmt: skip
         for field, choices in chosen:
             if getattr(self, field) not in choices:
                 raise _bad(field, getattr(self, field), f"one of {', '.join(choices)}")
+        try:
+            planes.parse(self.transport)
+        except ValueError as error:
+            raise ValueError(f"transport: {error}") from None
         if not self.modes or any(mode not in MODES for mode in self.modes):
             raise _bad("modes", ",".join(self.modes), f"some of {', '.join(MODES)}")
+        if self.store_timeout > STORE_TIMEOUT_S_MAX:
+            raise _bad("store_timeout", self.store_timeout, f"at most {STORE_TIMEOUT_S_MAX} s")
+        try:
+            if self.store:
+                store_place(self.store)
+        except ValueError as error:
+            raise ValueError(f"store: {error}") from None
         if "://" not in self.registry:
             raise _bad("registry", self.registry, "an endpoint such as tcp://127.0.0.1:7700")
 

@@ -228,7 +228,7 @@ class Scheduler:
         if report.ok:
             sequence.computed = min(good, len(sequence.tokens) - 1)
             sequence.enter(State.LOADED)
-        elif self.config.on_load_failure == "recompute":
+        elif self.config.on_load_failure == "recompute" or not report.final:
             self._release(sequence)
             sequence.enter(State.WAITING)
         else:

@@ -39,6 +39,8 @@ from kvbaton.engine.memory import KvGeometry
 from kvbaton.engine.options import DIALECTS, WorkerOptions
 from kvbaton.engine.request import EngineRequest, Sampling
 from kvbaton.engine.server import worker_app
+from kvbaton.engine.store_access import StoreAccess, open_store
+from kvbaton.engine.storing import NO_STATS
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.events import Departed, DrainStarted
@@ -50,15 +52,13 @@ from kvbaton.runtime.doorway import Doorway, DoorwayConfig
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.loop import NodeLoop
 from kvbaton.runtime.node import Node
+from kvbaton.transports import planes
 from kvbaton.transports.base import Transport
 from kvbaton.transports.memory import Region, allocate
-from kvbaton.transports.shm import ShmTransport
-from kvbaton.transports.tcp import TcpConfig, TcpTransport
 
 log = logging.getLogger(__name__)
 
 TICKET_TTL_S = 120.0
-TRANSPORTS = {"auto": ("shm", "tcp"), "shm": ("shm",), "tcp": ("tcp",)}
 
 
 def engine_config(options: WorkerOptions) -> EngineConfig:
@@ -78,16 +78,21 @@ class Worker:
         config = config or engine_config(options)
         geometry = KvGeometry(config.model, config.cache)
         self.options = options
+        self.planes = planes.offered(options.transport, checksum=options.checksum)
         self.peer = PeerId(WorkerId(options.name), Incarnation(secrets.randbits(63)))
         self.regions: list[Region] = [allocate(geometry.region_bytes) for _ in range(options.tp)]
         self.doorway = self._make_doorway(config, keyring)
-        connector = BatonConnector(self.doorway, config.model.groups, options.block_tokens, options.policy)
+        self.compat = compat_key(config.model, kvbaton.__version__)
+        self.store = self._open_store(geometry, keyring) if options.store else None
+        storing = self.store.storing if self.store is not None else None
+        connector = BatonConnector(
+            self.doorway, config.model.groups, options.block_tokens, options.policy, storing=storing
+        )
         self.engine = Engine(config, connector, [region.view for region in self.regions])
         self.thread = EngineThread(self.engine, self.doorway)
         self.control = ZmqControl(keyring, f"tcp://{_bracketed(options.control_host)}:{options.control_port}")
         self.book = AddressBook()
         self.lookup = self._make_lookup(keyring)
-        self.compat = compat_key(config.model, kvbaton.__version__)
         self.node = self._make_node(geometry, keyring)
         self.loop = NodeLoop(self.node, self.control)
         self.backend = EngineBackend(self.thread, self.doorway, self.stats)
@@ -98,8 +103,14 @@ class Worker:
         self.thread.start()
 
     def stop(self) -> None:
-        self.thread.stop()
+        if self.store is not None:
+            self.store.end(self.loop)
+        ended = self.thread.stop()
+        if self.store is not None and ended:
+            self.store.settle(self.engine.connector)
         self.loop.stop()
+        if self.store is not None:
+            self.store.close()
         self.engine.close()
         for region in self.regions:
             region.close()
@@ -113,7 +124,7 @@ class Worker:
             http_address=url.removeprefix("http://"),
             control_endpoint=self.control.endpoint,
             modes=tuple(options.modes),
-            transports=TRANSPORTS[options.transport],
+            transports=self.planes,
             compat_digest=compat_digest(self.compat),
             tp_size=options.tp,
             model=MODEL_NAME,
@@ -147,7 +158,8 @@ class Worker:
         ledger = self.node.ledger
         counts = dict(ledger.desk.counts)
         engine = self.engine.stats()
-        ends = {name.removeprefix("ends."): count for name, count in counts.items() if name.startswith("ends.")}
+        links = list(ledger.consumer.links.by_worker.values())
+        ends = _by_name(counts, "ends.")
         return {
             "worker": str(self.peer.worker),
             "incarnation": f"{self.peer.incarnation:016x}",
@@ -167,6 +179,11 @@ class Worker:
             "loading": engine.loading,
             "free_blocks": engine.free_blocks,
             "blocks": engine.blocks,
+            "planes": list(self.planes),
+            "links": {str(link.worker): link.transport.name for link in links if link.transport is not None},
+            "links_total": _by_name(counts, "links."),  # data planes that pairs took, and gave up
+            "planes_given_up_total": _by_name(counts, "planes_given_up."),
+            **(self.store.storing.stats() if self.store is not None else NO_STATS),
             "faults_total": self.loop.faults + self.thread.faults,
             "ends_total": ends,
         }
@@ -216,20 +233,17 @@ class Worker:
             max_hold_s=max(180.0, options.lease_s, options.defer_timeout + options.transfer_timeout),
         )
         ledger = Ledger(identity, settings, self.doorway.epochs.of)
-        return Node(ledger, self.control, ranks, self.doorway)
+        return Node(ledger, self.control, ranks, self.doorway, self.store.shelf if self.store is not None else None)
+
+    def _open_store(self, geometry: KvGeometry, keyring: Keyring) -> StoreAccess:
+        views = [region.view for region in self.regions]
+        compat = compat_digest(self.compat)
+        return open_store(self.options, keyring, engine_layout(geometry), views, compat, self.doorway)
 
     def _make_transports(self, rank: int, region: Region) -> dict[str, Transport]:
         me = rank_peer(self.peer, rank)
-        made: dict[str, Transport] = {}
-        for name in TRANSPORTS[self.options.transport]:
-            transport: Transport
-            if name == "shm":
-                transport = ShmTransport(me)
-            else:
-                transport = TcpTransport(me, TcpConfig(host=self.options.control_host))
-            transport.register(0, region.view)
-            made[name] = transport
-        return made
+        settings = planes.PlaneSettings(self.options.control_host, self.options.checksum)
+        return {name: planes.make(name, me, settings, [region.view]) for name in self.planes}
 
 
 def main(options: WorkerOptions) -> int:
@@ -318,6 +332,10 @@ def reference_answers(prompts: Sequence[str | Sequence[int]], max_tokens: int, s
             texts[int(output.request_id)] += output.text
     engine.close()
     return texts
+
+
+def _by_name(counts: Mapping[str, int], front: str) -> dict[str, int]:
+    return {name.removeprefix(front): count for name, count in counts.items() if name.startswith(front)}
 
 
 def _host() -> str:

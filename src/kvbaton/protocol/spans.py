@@ -11,8 +11,8 @@ import enum
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, repeat
-from operator import add
+from itertools import chain
+from operator import add, sub
 from typing import NoReturn
 
 import msgspec
@@ -228,29 +228,39 @@ def _repeat(pieces: Iterable[Triple], lane: Lane, pairs: Pairs, side: Side) -> l
     columns: dict[int, Weave] = {}  # by bytes of a piece
     for at, to, size in pieces:
         if size not in columns:
-            whole = size == lane.source_stride == lane.target_stride
-            blocks = _runs(pairs) if whole else zip(*pairs, repeat(1), strict=False)
-            column = array("q")
-            for x, y, count in blocks:
-                x, y = x * lane.source_stride, y * lane.target_stride
-                column.extend((y, x, count * size) if side is Side.TARGET else (x, y, count * size))
-            columns[size] = Weave(column, array("q"))
+            columns[size] = Weave(_column(lane, pairs, size, side), array("q"))
         columns[size].shifts.extend((to, at) if side is Side.TARGET else (at, to))
     return [weave for weave in columns.values() if weave.column]
 
 
+def _column(lane: Lane, pairs: Pairs, size: int, side: Side) -> array[int]:
+    """The same piece of every pair of blocks; of blocks that follow each other on both sides, in one span."""
+    (source, target), counts = pairs, [1] * len(pairs[0])
+    if size == lane.source_stride == lane.target_stride and _has_runs(pairs):
+        source, target, counts = (list(each) for each in zip(*_runs(pairs), strict=True))
+    at, to = [block * lane.source_stride for block in source], [block * lane.target_stride for block in target]
+    column = array("q", bytes(24 * len(counts)))
+    column[0::3], column[1::3] = (array("q", each) for each in ((to, at) if side is Side.TARGET else (at, to)))
+    column[2::3] = array("q", [count * size for count in counts])
+    return column
+
+
+def _has_runs(pairs: Pairs) -> bool:
+    """Whether any two neighbours count up on both sides; scattered blocks, the usual case, are told in a moment."""
+    source, target = pairs
+    return (1, 1) in set(zip(map(sub, source[1:], source), map(sub, target[1:], target), strict=False))
+
+
 def _runs(pairs: Pairs) -> Iterator[Triple]:
-    """(first source id, first target id, count) of stretches that count up on both sides."""
-    first_at = first_to = count = 0
+    """(first source id, first target id, count) of stretches that count up on both sides. There is at least one pair."""
+    first_at, first_to, count = pairs[0][0], pairs[1][0], 0
     for at, to in zip(*pairs, strict=True):
-        if at == first_at + count and to == first_to + count and count:
+        if at == first_at + count and to == first_to + count:
             count += 1
             continue
-        if count:
-            yield first_at, first_to, count
-        first_at, first_to, count = at, to, 1
-    if count:
         yield first_at, first_to, count
+        first_at, first_to, count = at, to, 1
+    yield first_at, first_to, count
 
 
 def _coalesce(triples: Iterable[Triple]) -> list[Triple]:

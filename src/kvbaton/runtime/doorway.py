@@ -262,6 +262,11 @@ class Doorway:
     def pinned_blocks(self) -> int:
         return sum(map(len, list(self._pins.values()))) + sum(map(len, list(self._holds.values())))
 
+    @property
+    def put_blocks(self) -> int:
+        """Those of `pinned_blocks` that a put holds."""
+        return sum(len(blocks) for key, blocks in list(self._pins.items()) if isinstance(key, tuple))
+
     def is_leased(self, lease: LeaseId) -> bool:
         return lease in self._pins
 

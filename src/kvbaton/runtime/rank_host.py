@@ -6,6 +6,7 @@
 Laws: one thread, asleep in the kernel when idle; only it touches the transports from `start` on, and `stop` closes
 them. Commands are carried out in the order in which they came, except that a copy for which a data plane has no room
 waits without holding up what can end it (cancel, disconnect, fence, close). Whatever a transport throws becomes news.
+The rank's shelf, where there is one, is driven by the same thread and closed before the data planes.
 One engine is served: the holder of the invitation who speaks first, for as long as this host lives. Its keys are
 minted here and never leave memory, but for the invitation.
 """
@@ -41,6 +42,8 @@ from kvbaton.runtime.rank_messages import (
     rank_name,
 )
 from kvbaton.runtime.rank_planes import HostedPlane
+from kvbaton.runtime.rank_store_host import HostedShelf, MakeShelf
+from kvbaton.runtime.rank_store_messages import ShelfCommand
 from kvbaton.runtime.rank_stream import LIMITS, Stream
 from kvbaton.transports.base import Transport
 
@@ -62,25 +65,30 @@ class RankHost:
         transports: Mapping[str, Transport],
         host: str = "127.0.0.1",
         clock: Callable[[], float] = time.monotonic,
+        shelf: MakeShelf | None = None,
     ) -> None:
         if not 0 < len(transports) <= TRANSPORTS_MAX:
             raise ValueError(f"transports: {len(transports)} given, 1..{TRANSPORTS_MAX} expected")
         (engine_public, engine_secret), (public, secret) = (_mint(), _mint())
         keyring = Keyring(rank_name(rank), public, secret, {ENGINE: engine_public, rank_name(rank): public}, ())
         self._planes = {name: HostedPlane(name, transport) for name, transport in transports.items()}
+        self._shelf = HostedShelf(shelf) if shelf is not None else None
         self._control = ZmqControl(keyring, _bind(host), LIMITS, clock)
         self._clock = clock
         self._stream = Stream()
         self._progress: dict[LeaseId, Progress] = {}
         self._lock = threading.Lock()  # of `_progress`
-        self.counters: Counter[str] = Counter()  # malformed, unknown_transport, progress_lost
+        self.counters: Counter[str] = Counter()  # malformed, unknown_transport, no_shelf, progress_lost
         self._thread = LoopThread(f"kvbaton-{rank_name(rank)}", self._control, self._turn, self._finish, clock)
         able = {name: transport.capabilities for name, transport in transports.items()}
-        self.invitation = RankInvitation(rank, self._control.endpoint, public, engine_public, engine_secret, able)
+        keys = public, engine_public, engine_secret
+        self.invitation = RankInvitation(rank, self._control.endpoint, *keys, able, has_shelf=shelf is not None)
 
     def start(self) -> None:
         for plane in self._planes.values():
             plane.transport.set_waker(self._control.wake)
+        if self._shelf is not None:
+            self._shelf.set_waker(self._control.wake)
         self._thread.start()
 
     def stop(self, timeout_s: float = STOP_S) -> bool:
@@ -112,6 +120,8 @@ class RankHost:
             self._take(frame, now)
         for plane in self._planes.values():
             plane.turn()
+        if self._shelf is not None:
+            self._shelf.turn()
         self._send(now)
 
     def _take(self, frame: bytes, now: float) -> None:
@@ -123,16 +133,27 @@ class RankHost:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self._count("malformed", f"a frame that cannot be read: {error}")
             return
+        if isinstance(command, ShelfCommand):
+            self._order(command)
+            return
         plane = self._planes.get(command.transport)
         if plane is None:
             self._count("unknown_transport", f"no transport {command.transport!r} for {type(command).__name__}")
             return
         plane.carry_out(command)
 
+    def _order(self, command: ShelfCommand) -> None:
+        if self._shelf is None:
+            self._count("no_shelf", f"no shared store for {type(command).__name__}")
+        else:
+            self._shelf.carry_out(command)
+
     def _send(self, now: float) -> None:
         news: list[News] = []
         for plane in self._planes.values():
             news.extend(plane.take_news())
+        if self._shelf is not None:
+            news.extend(self._shelf.take_news())
         if self._progress and self._stream.is_open:
             news.extend(self._take_progress())
         for start in range(0, len(news), NEWS_BATCH_MAX):
@@ -150,6 +171,8 @@ class RankHost:
 
     def _finish(self) -> None:
         try:
+            if self._shelf is not None:
+                self._shelf.close()
             for plane in self._planes.values():
                 plane.close()
             self._send(self._clock())

@@ -8,7 +8,7 @@ Laws: what is posted for a rank arrives in that order, once, or is still on its 
 smaller than a queue of the sockets, so that none of it is lost at a full one). A rank is lost when it left all pings
 of `lost_s` unanswered: its copies then end, not at rest, and new ones fail at once. Pings are counted, not seconds, so
 a stall of this process takes no rank from it; a rank that stalls for less than `lost_s` loses nothing. A rank that
-answers again is back.
+answers again is back. What a loss means for orders of a shared store is in `rank_store_link`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from kvbaton.protocol.events import LeaseProgressed
 from kvbaton.protocol.ids import LeaseId, PeerId, rank_peer
 from kvbaton.runtime.rank_dialling import RankDialler
 from kvbaton.runtime.rank_messages import Command, News, Open, Progressed, RankInvitation, decode_news, encode_command
+from kvbaton.runtime.rank_store_link import RemoteShelf
+from kvbaton.runtime.rank_store_messages import ShelfNews
 from kvbaton.runtime.rank_stream import Stream
 from kvbaton.runtime.rank_transport import RemoteTransport
 
@@ -49,6 +51,7 @@ class RankLink:
         self.lost = False
         self.counters: Counter[str] = Counter()  # losses, malformed
         self.transports = {name: RemoteTransport(name, able, self) for name, able in invitation.capabilities.items()}
+        self.shelf = RemoteShelf(self) if invitation.has_shelf else None
         self.stream = Stream(secrets.randbits(62) + 1)
         self._wake = wake
         self._pings_max = pings_max
@@ -111,6 +114,8 @@ class RankLink:
         if self.lost:
             self.lost = False
             log.warning("rank %d is back", self.rank)
+            if self.shelf is not None:
+                self.shelf.on_back()
 
     def _lose(self) -> None:
         self.counters["losses"] += 1
@@ -123,6 +128,14 @@ class RankLink:
         self.lost = True
         for transport in self.transports.values():
             transport.on_lost(detail)
+        if self.shelf is not None:
+            self.shelf.on_lost(detail)
+
+    def stop(self, detail: str) -> None:
+        """Nothing is heard of the rank from now on."""
+        self.end(detail)
+        if self.shelf is not None:
+            self.shelf.on_stopped(detail)
 
     def _take_news(self, news: News) -> None:
         if isinstance(news, Progressed):
@@ -133,6 +146,9 @@ class RankLink:
                     del self._progress[next(iter(self._progress))]
                 self._progress[news.lease] = LeaseProgressed(news.lease, self.rank, news.progress)
             next(iter(self.transports.values())).wake()
+        elif isinstance(news, ShelfNews):
+            if self.shelf is not None:
+                self.shelf.take(news)
         elif news.transport in self.transports:
             self.transports[news.transport].take(news)
 
@@ -178,6 +194,10 @@ class RankLinks:
         """The data planes of one rank, by name."""
         return self._links[rank].transports
 
+    def shelf(self, rank: int) -> RemoteShelf | None:
+        """The rank's way to a shared store, where it has one."""
+        return self._links[rank].shelf
+
     def drain_progress(self) -> list[LeaseProgressed]:
         """How far the ranks' devices have come since the last call. The wakers of the transports tell of it."""
         return [event for link in self._links.values() for event in link.take_progress()]
@@ -207,6 +227,6 @@ class RankLinks:
         try:
             self._turn(self._clock())
             for rank, link in self._links.items():
-                link.end(f"the link to rank {rank} was stopped")
+                link.stop(f"the link to rank {rank} was stopped")
         finally:
             self._sockets.close()

@@ -2,9 +2,10 @@
 
 The ledger lives with the scheduler; memory and data planes live in the rank (rule 20). Commands go down, news comes up.
 
-Laws: each command names the transport that it is for. A device event cannot cross: it belongs to the process that made
-it, so a copy that must wait for one is started where the event is. A table of spans crosses in parts, so no frame is
-larger than `FRAME_BYTES_MAX`. The invitation is a secret: whoever holds it can be the engine.
+Laws: each command names the transport that it is for, or is for the rank's shelf (`rank_store_messages`). A device
+event cannot cross: it belongs to the process that made it, so a copy that must wait for one is started where the event
+is. A table of spans crosses in parts, so no frame is larger than `FRAME_BYTES_MAX`. The invitation is a secret: whoever
+holds it can be the engine.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvbaton.protocol.ids import JobId, LeaseId, PeerId, WorkerId
 from kvbaton.protocol.layout import RANKS_MAX
 from kvbaton.protocol.progress import Progress
 from kvbaton.protocol.spans import SPANS_MAX
+from kvbaton.runtime.rank_store_messages import ShelfCommand, ShelfNews
 
 SPAN_BYTES = 24
 SPANS_BYTES_MAX = SPANS_MAX * SPAN_BYTES
@@ -106,7 +108,8 @@ class Close(_Command, frozen=True):
     pass
 
 
-Command = Open | Mint | Connect | Disconnect | SpansPart | Submit | Cancel | Fence | Close
+PlaneCommand = Open | Mint | Connect | Disconnect | SpansPart | Submit | Cancel | Fence | Close
+Command = PlaneCommand | ShelfCommand
 
 
 # --- news
@@ -167,7 +170,8 @@ class Progressed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     progress: Progress
 
 
-News = Minted | MintFailed | ConnectFailed | Ended | Rested | Fenced | Progressed
+PlaneNews = Minted | MintFailed | ConnectFailed | Ended | Rested | Fenced
+News = PlaneNews | Progressed | ShelfNews
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
@@ -241,6 +245,7 @@ class RankInvitation(msgspec.Struct, frozen=True):
     engine_public: Key
     engine_secret: Key
     capabilities: Annotated[dict[Name, Capabilities], Meta(min_length=1, max_length=TRANSPORTS_MAX)]
+    has_shelf: bool = False  # this rank reaches a shared store
 
     def encode(self) -> bytes:
         return _encoder.encode(self)

@@ -18,9 +18,11 @@ from queue import Empty, SimpleQueue
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.store.wire import (
     Ask,
+    Dial,
     Discard,
     Fetch,
     FramePort,
+    Invited,
     Keep,
     Kept,
     Piece,
@@ -99,6 +101,19 @@ class ServedBackend:
     def discard(self, keys: Sequence[str]) -> None:
         self._say([Discard(next(self._ids), tuple(keys))])
 
+    def invitation(self, timeout_s: float) -> tuple[int, int, bytes]:
+        """Port, number and secret of a line to the server."""
+        found = 0, 0, b""
+
+        def heard(index: int, said: Reply) -> bool:
+            nonlocal found
+            if isinstance(said, Invited):
+                found = said.port, said.number, said.secret
+            return True
+
+        self._converse([[Dial(next(self._ids))]], heard, timeout_s)
+        return found
+
     def close(self) -> None:
         self._stopping.set()
         self._port.wake()
@@ -108,9 +123,15 @@ class ServedBackend:
         number, total = next(self._ids), value.nbytes
         return [Keep(number, key, at, total, bytes(value[at:to])) for at, to in pieces(total)]
 
-    def _converse(self, questions: Iterable[Sequence[Request]], heard: Callable[[int, Reply], bool]) -> None:
+    def _converse(
+        self,
+        questions: Iterable[Sequence[Request]],
+        heard: Callable[[int, Reply], bool],
+        timeout_s: float | None = None,
+    ) -> None:
         """Ask all questions, some at a time; `heard(index, reply)` says whether one is answered in full."""
-        until = time.monotonic() + self._timeout_s
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        until = time.monotonic() + timeout_s
         came: SimpleQueue[Reply] = SimpleQueue()
         asked: dict[int, int] = {}
         coming = iter(enumerate(questions))
@@ -127,7 +148,7 @@ class ServedBackend:
                     del asked[answer.id], self._talks[answer.id]
         except Empty:
             self.counters["silent"] += 1
-            raise ServerSilent(f"store {self._server} did not answer in {self._timeout_s} s; is it running?") from None
+            raise ServerSilent(f"store {self._server} did not answer in {timeout_s:.1f} s; is it running?") from None
         finally:
             for number in asked:
                 self._talks.pop(number, None)

@@ -54,32 +54,29 @@ class DiskTier:
                 self._sizes.move_to_end(name)
             return name in self._sizes
 
-    def write(self, key: str, value: bytes) -> bool:
+    def write(self, key: str, value: bytes | memoryview) -> bool:
         """Keep a value unless it is there; False when it could not be."""
         with self._writing:
             return self._write(_name(key), value)
 
     def read(self, key: str) -> bytes | None:
         """The file's bytes, whatever they are; None when there is none or it cannot be read."""
-        name = _name(key)
         if not self.has(key):
             return None
-        try:
-            with (self._folder / name).open("rb") as file:
-                if not 0 < os.fstat(file.fileno()).st_size <= VALUE_BYTES_MAX:
-                    raise OSError("no value has that size")
-                return file.read()
-        except OSError:  # being written, being evicted, or the disk is at fault
+        with contextlib.suppress(OSError):  # being written, being evicted, or the disk is at fault
+            return self._load(_name(key))
+        with self._writing:  # nobody writes now: what cannot be read is not there
+            if not self.has(key):
+                return None
+            with contextlib.suppress(OSError):
+                return self._load(_name(key))
             self.counters["read_errors"] += 1
-            self.discard(key)  # else it would be said to be there, and never be put again
+            self._remove(_name(key))  # else it would be said to be there, and never be put again
             return None
 
     def discard(self, key: str) -> None:
-        name = _name(key)
         with self._writing:
-            self._forget(name)
-            with contextlib.suppress(OSError):
-                (self._folder / name).unlink()
+            self._remove(_name(key))
 
     def close(self) -> None:
         """Let another process have the folder. Idempotent."""
@@ -88,7 +85,7 @@ class DiskTier:
                 os.close(self._guard)
                 self._guard = -1
 
-    def _write(self, name: str, value: bytes) -> bool:
+    def _write(self, name: str, value: bytes | memoryview) -> bool:
         with self._lock:
             if name in self._sizes:
                 self._sizes.move_to_end(name)
@@ -123,6 +120,17 @@ class DiskTier:
         self._sizes[name] = size
         self._bytes += size
         return evicted
+
+    def _load(self, name: str) -> bytes:
+        with (self._folder / name).open("rb") as file:
+            if not 0 < os.fstat(file.fileno()).st_size <= VALUE_BYTES_MAX:
+                raise OSError("no value has that size")
+            return file.read()
+
+    def _remove(self, name: str) -> None:
+        self._forget(name)
+        with contextlib.suppress(OSError):
+            (self._folder / name).unlink()
 
     def _forget(self, name: str) -> None:
         with self._lock:

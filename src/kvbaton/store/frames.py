@@ -1,29 +1,31 @@
 """A value as back ends hold it: 64 bytes that say what follows, then the value. The same in memory and on disk.
 
 Law: `holds` is True only for a frame that `seal` made for that very key, with that very length, and unaltered since. So
-a damaged, torn, foreign or misfiled value is told from a good one by whoever reads it, wherever it lay.
+a damaged, torn, foreign or misfiled value is told from a good one by whoever reads it, wherever it lay. A frame of
+another version is none: what an older program left is a miss.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-import zlib
+
+import xxhash
 
 FRAME_BYTES = 64
 """Before each value; a cache line, so that values stay aligned."""
 
-_HEAD = struct.Struct("<4sBxxxQ32s8xII")  # magic, version, value bytes, hash of the key, sum of the value, of the head
+_HEAD = struct.Struct("<4sBxxxQ32sQ4xI")  # magic, version, value bytes, hash of the key, sum of the value, of the head
 _MAGIC = b"KVBS"
-_VERSION = 1
+_VERSION = 2  # 1 had 32-bit sums (CRC)
 _SUMMED = _HEAD.size - 4
 
 
 def seal(frame: memoryview, key: str, value_bytes: int) -> None:
     """Write the head for the value that already lies behind it."""
-    total = zlib.crc32(frame[FRAME_BYTES : FRAME_BYTES + value_bytes])
+    total = xxhash.xxh3_64_intdigest(frame[FRAME_BYTES : FRAME_BYTES + value_bytes])
     head = bytearray(_HEAD.pack(_MAGIC, _VERSION, value_bytes, _named(key), total, 0))
-    head[_SUMMED:] = zlib.crc32(head[:_SUMMED]).to_bytes(4, "little")
+    head[_SUMMED:] = xxhash.xxh32_intdigest(head[:_SUMMED]).to_bytes(4, "little")
     frame[:FRAME_BYTES] = head
 
 
@@ -34,9 +36,9 @@ def holds(frame: memoryview, key: str, value_bytes: int) -> bool:
     magic, version, size, named, total, head_sum = _HEAD.unpack(frame[:FRAME_BYTES])
     if (magic, version, size, named) != (_MAGIC, _VERSION, value_bytes, _named(key)):
         return False
-    if head_sum != zlib.crc32(frame[:_SUMMED]):
+    if head_sum != xxhash.xxh32_intdigest(frame[:_SUMMED]):
         return False
-    return bool(total == zlib.crc32(frame[FRAME_BYTES : FRAME_BYTES + value_bytes]))
+    return bool(total == xxhash.xxh3_64_intdigest(frame[FRAME_BYTES : FRAME_BYTES + value_bytes]))
 
 
 def _named(key: str) -> bytes:

@@ -2,8 +2,8 @@
 
 Laws: nothing that a client says raises here or costs another client more than a turn. What clients have begun to send
 is bounded in bytes, over all of them; at the bound the oldest half-sent value is dropped, which its sender sees as no
-answer. Values are as good as their senders: any worker of the cluster may put and discard. Speed is that of an
-encrypted control plane; between hosts with a fast network, use Mooncake Store.
+answer. Values are as good as their senders: any worker of the cluster may put and discard. Over the control plane
+speed is that of its encryption (50 MB/s); who needs more is invited to a line.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from functools import partial
 
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.store.base import Backend
+from kvbaton.store.line_server import LineServer
 from kvbaton.store.wire import (
     Ask,
+    Dial,
     Discard,
     Fetch,
     FramePort,
+    Invited,
     Keep,
     Kept,
     Piece,
@@ -38,10 +41,19 @@ log = logging.getLogger(__name__)
 class StoreServer:
     """Answers until it is closed; owns the port and the back end."""
 
-    def __init__(self, port: FramePort, backend: Backend, *, arriving_bytes_max: int, value_bytes_max: int) -> None:
+    def __init__(
+        self,
+        port: FramePort,
+        backend: Backend,
+        *,
+        arriving_bytes_max: int,
+        value_bytes_max: int,
+        lines: LineServer | None = None,
+    ) -> None:
         self.counters: Counter[str] = Counter()
         self._port = port
         self._backend = backend
+        self._lines = lines  # owned, if given
         self._arriving_bytes_max = arriving_bytes_max
         self._value_bytes_max = value_bytes_max
         self._arriving: OrderedDict[tuple[WorkerId, int], bytearray] = OrderedDict()
@@ -59,6 +71,8 @@ class StoreServer:
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._guard(self._turn)
+        if self._lines is not None:
+            self._guard(self._lines.close)
         self._guard(self._port.close)
         self._guard(self._backend.close)
 
@@ -89,6 +103,10 @@ class StoreServer:
                 self._fetch(worker, number, key, min(bytes_max, self._value_bytes_max))
             case Discard(_, keys):
                 self._backend.discard(keys)
+            case Dial(number):
+                port = 0 if self._lines is None else self._lines.port
+                invitation = (0, b"") if self._lines is None else self._lines.invite()
+                self._answer(worker, Invited(number, port, *invitation))
 
     def _take(self, worker: WorkerId, said: Keep) -> None:
         place = worker, said.id

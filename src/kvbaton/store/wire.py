@@ -76,8 +76,20 @@ class Discard(_Message, frozen=True):
     keys: _Keys
 
 
-Request: TypeAlias = Ask | Keep | Fetch | Discard
-Reply: TypeAlias = Told | Kept | Piece
+class Dial(_Message, frozen=True):
+    """Invite me to a line (`lines`). (client)"""
+
+
+class Invited(_Message, frozen=True):
+    """Where lines are answered, and what to greet with; port 0: nowhere. (server)"""
+
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+    number: _Id
+    secret: Annotated[bytes, msgspec.Meta(max_length=64)]
+
+
+Request: TypeAlias = Ask | Keep | Fetch | Discard | Dial
+Reply: TypeAlias = Told | Kept | Piece | Invited
 
 encode = msgspec.msgpack.Encoder().encode
 _requests = msgspec.msgpack.Decoder(Request)
@@ -108,6 +120,8 @@ def request(frame: bytes) -> Request | None:
             return message if fits and is_key(message.key) else None
         case Fetch():
             return message if is_key(message.key) else None
+        case Dial():
+            return message
 
 
 def reply(frame: bytes) -> Reply | None:

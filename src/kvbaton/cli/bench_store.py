@@ -1,0 +1,112 @@
+"""`kvbaton bench store`: what stores reach, side by side, as an engine sees it; and what a hit saves a request.
+
+Law: the status is the verdict: 0 when every backend that was asked for could be measured, every byte and answer was
+right, everything that was put was found, and a hit beat computing the prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from kvbaton import __version__
+from kvbaton.bench import store_moves, store_page, store_sites, store_ttft
+from kvbaton.bench.store_page import Report
+from kvbaton.bench.store_sites import BACKENDS, MOONCAKE, SiteError
+from kvbaton.cli.arguments import CommandError, whole
+
+ROOM_BYTES = 1 << 30
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_one = parser.add_argument
+    add_one("--backends", type=_backends, default=None, metavar="A,B", help=f"of {', '.join(BACKENDS)} (else all here)")
+    add_one("--rounds", type=whole(1, 1000), default=5, metavar="N", help="of each row; the faster half counts")
+    add_one("--prompt-tokens", type=whole(64, 4000), default=2000, metavar="N", help="of the time to first token")
+    add_one("--no-verdict", action="store_true", help="only measure: status 0 if all was measured and right")
+    add_one("--out", metavar="FILE", help="write a page of Markdown as well; docs/lab is for these")
+    add_one("--json", action="store_true", help="print one object with the figures")
+
+
+def run(args: argparse.Namespace) -> int:
+    names = args.backends or tuple(name for name in BACKENDS if store_sites.is_installed(name))
+    if args.out is not None and not Path(args.out).resolve().parent.is_dir():
+        raise CommandError(f"argument --out: {Path(args.out).parent} is not a directory; make it first")
+    begun, load = time.monotonic(), os.getloadavg()[0]
+    moves, ttfts, failures = [], [], []
+    for name in names:
+        try:
+            with store_sites.site(name, ROOM_BYTES) as site:
+                for shape in store_moves.SHAPES:
+                    _say(f"{name}: {shape}, {args.rounds} rounds")
+                    source, target = (site.clients(who) for who in store_sites.CLIENTS)
+                    with _hushed(name):
+                        moves.append(store_moves.measure(name, source, target, shape, args.rounds))
+                _say(f"{name}: time to first token of {args.prompt_tokens} tokens, computed and loaded")
+                with _hushed(name):
+                    ttfts.append(store_ttft.measure(site, args.prompt_tokens, args.rounds))
+        except (SiteError, RuntimeError) as error:
+            failures.append(f"{name}: {error}")
+            _say(failures[-1])
+    report = Report(
+        moves=tuple(moves),
+        ttft=tuple(ttfts),
+        failures=tuple(failures),
+        rounds=args.rounds,
+        seconds=time.monotonic() - begun,
+        load=(load, os.getloadavg()[0]),
+        machine=f"{os.cpu_count()} cores ({platform.machine()}), Linux {platform.release()}",
+        version=__version__,
+    )
+    verdict = [*failures, *store_page.complaints(report, strict=not args.no_verdict)]
+    if args.out is not None:
+        Path(args.out).write_text(store_page.page(report, verdict, _command(args)))
+    if args.json:
+        print(json.dumps({**msgspec.to_builtins(report), "complaints": verdict, "ok": not verdict}), flush=True)
+    else:
+        print("\n".join(store_page.tables(report)), flush=True)
+    for each in verdict:
+        _say(each)
+    return 1 if verdict else 0
+
+
+def _backends(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in BACKENDS:
+            raise argparse.ArgumentTypeError(f"got {name!r}, expected some of {', '.join(BACKENDS)}")
+    return names
+
+
+def _command(args: argparse.Namespace) -> str:
+    backends = f" --backends {','.join(args.backends)}" if args.backends else ""
+    return f"kvbaton bench store{backends} --rounds {args.rounds} --prompt-tokens {args.prompt_tokens}"
+
+
+@contextlib.contextmanager
+def _hushed(name: str) -> Iterator[None]:
+    """Mooncake's library writes to standard error whatever it is told; nothing else has anything to say meanwhile."""
+    if name != MOONCAKE:
+        yield
+        return
+    with open(os.devnull, "wb") as nowhere:
+        kept = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def _say(text: str) -> None:
+    print(f"kvbaton bench: {text}", file=sys.stderr, flush=True)

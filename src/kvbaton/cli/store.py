@@ -1,0 +1,133 @@
+"""`kvbaton store`: keeps KV blocks in this process's memory, and on disk if given, for all engines of a cluster.
+
+Laws: who may put and get is who has a key in the cluster's directory; nobody else gets as far as a byte. Memory and
+disk are bounded, the least recently used go first. SIGUSR1 prints one line of figures, SIGTERM and SIGINT end it;
+what is in memory is gone then, unless there is a disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvbaton.cli.arguments import CommandError, port
+from kvbaton.cli.limits import raise_file_limit
+from kvbaton.control.keys import load
+from kvbaton.control.zmq import ZmqControl
+from kvbaton.runtime.store_places import STORE_NAME, bytes_of
+from kvbaton.store.disk import DiskError, DiskTier
+from kvbaton.store.line_server import LineServer
+from kvbaton.store.memory import MemoryBackend
+from kvbaton.store.server import StoreServer
+
+ARRIVING_BYTES_MAX = 256 << 20
+"""Of values that have begun to come, over all clients."""
+
+
+def size(text: str) -> int:
+    """An argument type: bytes, such as 4GiB."""
+    try:
+        found = bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected more than nothing")
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--keys", required=True, metavar="DIR", default=argparse.SUPPRESS, help="directory made by kvbaton keys new")
+    add("--name", default=STORE_NAME, help="its name in the key directory; add it with kvbaton keys add")
+    add("--host", default="127.0.0.1", help="address to serve at; engines must reach it")
+    add("--port", type=port, default=7710, help="port to serve at, 0 for a free one")
+    add(
+        "--bytes", type=size, default="4GiB", metavar="SIZE", help="memory for values; the least recently used go first"
+    )
+    add("--disk", default=None, metavar="DIR", help="keep there what memory has no room for; one process a directory")
+    add("--disk-bytes", type=size, default="64GiB", metavar="SIZE", help="disk for values")
+    add("--value-bytes-max", type=size, default="64MiB", metavar="SIZE", help="larger values are refused")
+    add("--json", action="store_true", help="print JSON, a line at the start, at the end and at each SIGUSR1")
+    add("--stop-on-eof", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    raise_file_limit()
+    keyring = load(args.keys, args.name)
+    disk = _disk(args)
+    memory = MemoryBackend(args.bytes, disk)
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    control = ZmqControl(keyring, f"tcp://{host}:{args.port}")
+    bounds = {"arriving_bytes_max": ARRIVING_BYTES_MAX, "value_bytes_max": args.value_bytes_max}
+    lines = LineServer(memory, args.host, value_bytes_max=args.value_bytes_max)
+    server = StoreServer(control, memory, **bounds, lines=lines)
+    try:
+        first = {"name": args.name, "endpoint": control.endpoint, "bytes_max": args.bytes}
+        asyncio.run(_until_told(args, first, lambda: _tell(args.json, _figures(server, memory, disk))))
+    finally:
+        server.close()
+    return 0
+
+
+async def _until_told(args: argparse.Namespace, first: dict[str, Any], show: Callable[[], None]) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGUSR1, show)
+    _tell(args.json, first)
+    if args.stop_on_eof:
+        threading.Thread(target=_stop_on_eof, name="kvbaton-parent", daemon=True).start()
+    await stop.wait()
+    show()
+
+
+def _disk(args: argparse.Namespace) -> DiskTier | None:
+    if args.disk is None:
+        return None
+    try:
+        return DiskTier(Path(args.disk), args.disk_bytes)
+    except DiskError as error:
+        raise CommandError(f"argument --disk: {error}") from None
+
+
+def _figures(server: StoreServer, memory: MemoryBackend, disk: DiskTier | None) -> dict[str, Any]:
+    counts = memory.counters
+    found = {
+        "values": len(memory),
+        "bytes": memory.bytes_used,
+        "hits": counts["hits"],
+        "misses": counts["misses"],
+        "evicted": counts["evicted"],
+        "dropped": server.counters["dropped"],
+        "malformed": server.counters["malformed"],
+        "faults": server.counters["faults"],
+    }
+    if disk is not None:
+        found |= {"disk_values": len(disk), "disk_bytes": disk.bytes_used, "disk_evicted": disk.counters["evicted"]}
+    return found
+
+
+def _tell(as_json: bool, facts: dict[str, Any]) -> None:
+    if as_json:
+        said = msgspec.json.encode(facts).decode()
+    elif "endpoint" in facts:
+        said = f"{facts['name']} serves {facts['endpoint']}, {facts['bytes_max'] >> 20} MiB of memory"
+    else:
+        said = ", ".join(f"{name} {value}" for name, value in facts.items())
+    print(said, file=sys.stdout, flush=True)
+
+
+def _stop_on_eof() -> None:
+    """End with the process that started this one: only it holds the other end of stdin."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGHUP)

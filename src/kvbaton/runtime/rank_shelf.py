@@ -1,0 +1,112 @@
+"""One rank's way into the store, in the process that has the rank's memory. Implements `shelves.RankShelf`.
+
+Laws: a block's value is what `RankValues` says, and nothing else of the memory is touched; the store's own copies do
+that, and none after the end of the order (`store.base`, law 3). What cannot be an order (a block that does not exist)
+ends as failed, it does not raise. The caller pins: the pins of the store below are only counted, to prove that none is
+left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.runtime.rank_values import RankValues
+from kvbaton.store.base import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pieces, Put, StoreSettings
+from kvbaton.store.kept import KeptStore
+from kvbaton.store.keys import keys, prefix
+
+SLOT_BYTES_MAX = 64 << 20
+"""What one call moves at most; a store has ten such slots of address space, and uses two unless calls get stuck."""
+CLOSE_S = 1.0
+
+
+def shelf_settings(value_bytes: int) -> StoreSettings:
+    """The bounds of one rank's store, for values of this size."""
+    per_call = max(1, min(64, SLOT_BYTES_MAX // value_bytes))
+    return StoreSettings(value_bytes_max=value_bytes, values_per_call_max=per_call, close_s=CLOSE_S)
+
+
+class PinCount:
+    """The pins of a store whose caller holds the real ones. `held` is blocks by order."""
+
+    def __init__(self) -> None:
+        self.held: dict[OrderId, int] = {}
+
+    def pin(self, order: OrderId, blocks: Sequence[int]) -> None:
+        self.held[order] = len(blocks)
+
+    def unpin(self, order: OrderId) -> None:
+        del self.held[order]
+
+    @property
+    def blocks(self) -> int:
+        return sum(list(self.held.values()))
+
+
+class LocalShelf:
+    """Values of one rank, through any `Backend`. `owned`: the back end is this rank's alone, and closed with it.
+
+    Ranks of one process may share a back end: make all their shelves before the first order, and close it after them.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        values: RankValues,
+        regions: Sequence[memoryview],
+        settings: StoreSettings | None = None,
+        *,
+        owned: bool = False,
+    ) -> None:
+        self._values = values
+        self._regions = regions
+        self._front = prefix(values.space)
+        self._pins = PinCount()
+        settings = settings or shelf_settings(values.space.value_bytes)
+        self._store = KeptStore(backend, self._pins, settings, owned=owned)
+        self._refused: deque[OrderEnded] = deque()
+        self._waker: Callable[[], None] = lambda: None
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Those of the store; `pins`: blocks that it reads now; `stuck`: calls that it gave up and are not back."""
+        return {**self._store.counters, "pins": self._pins.blocks, "stuck": self._store.stuck}
+
+    def lookup(self, order: OrderId, hashes: Sequence[bytes], timeout_s: float) -> bool:
+        return self._submit(order, lambda: Lookup(order, keys(self._front, hashes), timeout_s))
+
+    def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
+        return self._submit(order, lambda: Get(order, keys(self._front, hashes), self._pieces(blocks), timeout_s))
+
+    def put(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
+        return self._submit(
+            order, lambda: Put(order, keys(self._front, hashes), self._pieces(blocks), tuple(blocks), timeout_s)
+        )
+
+    def cancel(self, order: OrderId) -> None:
+        self._store.cancel(order)
+
+    def drain(self) -> Sequence[OrderEnded]:
+        refused = [self._refused.popleft() for _ in range(len(self._refused))]
+        return [*refused, *self._store.drain()]
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._waker = waker
+        self._store.set_waker(waker)
+
+    def close(self) -> None:
+        """End all orders; bounded in time even if the back end hangs. What ended can still be drained."""
+        self._store.close()
+
+    def _pieces(self, blocks: Sequence[int]) -> tuple[Pieces, ...]:
+        return tuple(self._values.pieces(self._regions, block) for block in blocks)
+
+    def _submit(self, order: OrderId, make: Callable[[], Order]) -> bool:
+        try:
+            return self._store.submit(make())
+        except ValueError as error:
+            self._refused.append(OrderEnded(order, 0, Reason.BAD_SPAN, str(error)))
+            self._waker()
+            return True

@@ -1,0 +1,282 @@
+"""An engine's one access to the shared store, over all of its ranks: what one rank lacks, the engine lacks.
+
+Laws: two threads use a shelf, and two queues are all they share. The *engine's* thread leaves what it asks in one and
+takes what came of it from the other; only the *node's* thread talks to the ranks, within `drain` and `put`. Nothing
+waits, nothing raises for a back end. Each put ends once (`StoreEnded`), and each accepted question once (`Told`), when
+every rank has ended its part: from then on no byte of it moves. Counts are the minimum over the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NewType, TypeAlias
+
+import msgspec
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.events import NO_BLOCK, Groups, StoreEnded
+from kvbaton.protocol.ids import PutId
+from kvbaton.runtime.shelves import OrderEnded, OrderId, RankShelf
+
+log = logging.getLogger(__name__)
+
+AskId = NewType("AskId", int)
+"""One question of the engine; minted by the shelf."""
+
+Act: TypeAlias = Callable[[RankShelf, OrderId], bool]
+FAULTS_LOGGED_MAX = 5
+CLOSED = "the store was closed"
+
+
+class ShelfSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Time-outs and bounds. A put's time-out should be below the node's `transfer_timeout`, which cancels it."""
+
+    lookup_timeout_s: float = 2.0
+    get_timeout_s: float = 10.0
+    put_timeout_s: float = 20.0
+    hashes_max: int = 4096  # of one question or put: the rest of a longer prompt is computed
+    asks_max: int = 128  # accepted, and not taken
+    puts_max: int = 96  # under way; a put beyond it costs a miss later
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What came of a question: so many of its hashes are there, or have landed in their blocks."""
+
+    ask: AskId
+    count: int
+    reason: Reason | None = None
+    detail: str = ""
+
+
+class _Lookup(msgspec.Struct, frozen=True):
+    ask: AskId
+    hashes: tuple[bytes, ...]
+
+
+class _Get(msgspec.Struct, frozen=True):
+    ask: AskId
+    hashes: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+
+
+class _Forget(msgspec.Struct, frozen=True):
+    ask: AskId
+
+
+@dataclass(slots=True)
+class _Open:
+    """One order on its way, on all ranks."""
+
+    of: PutId | AskId
+    what: str  # put, lookup, get
+    hashes: int
+    count: int = 0
+    left: set[int] = field(default_factory=set)  # ranks that have not ended it
+    reason: Reason | None = None
+    detail: str = ""
+
+    @property
+    def source(self) -> tuple[bool, int]:
+        return self.what == "put", self.of
+
+    def fail(self, reason: Reason, detail: str) -> None:
+        if self.reason is None:
+            self.reason, self.detail = reason, detail
+
+
+class Shelf:
+    """Implements `ports.StorePort` for the node, and `lookup`, `get`, `take` for the engine."""
+
+    def __init__(self, ranks: Sequence[RankShelf], settings: ShelfSettings | None = None) -> None:
+        if not ranks:
+            raise ValueError("ranks: none given; a shelf needs one for each rank of the engine")
+        self.settings = settings or ShelfSettings()
+        self.counters: Counter[str] = Counter()
+        self.wake_engine: Callable[[], None] = lambda: None
+        self._ranks = ranks
+        self._waker: Callable[[], None] = lambda: None
+        self._closed = False
+        self._asked: deque[_Lookup | _Get | _Forget] = deque()  # engine to node
+        self._told: deque[Told] = deque()  # node to engine
+        self._asks = 0  # ever; the engine's
+        self._asks_taken = 0  # the engine's
+        self._last = 0
+        self._open: dict[OrderId, _Open] = {}
+        self._orders: dict[tuple[bool, int], OrderId] = {}  # by what they are for
+        self._ended: list[StoreEnded] = []
+
+    @property
+    def pins(self) -> int:
+        """Blocks that stores of this process read now. From any thread."""
+        return sum(rank.counters.get("pins", 0) for rank in self._ranks)
+
+    # --- engine's thread
+
+    def lookup(self, hashes: Sequence[bytes]) -> AskId | None:
+        """Ask how many of these, from the first on, are there. None: no room, or nothing to ask."""
+        return self._ask(hashes, lambda ask: _Lookup(ask, tuple(hashes[: self.settings.hashes_max])))
+
+    def get(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> AskId | None:
+        """Have the longest prefix of these brought into the blocks, which are the shelf's until it is `Told`."""
+        if len(hashes) != len(blocks):
+            raise ValueError(f"blocks: {len(blocks)} for {len(hashes)} hashes")
+        most = self.settings.hashes_max
+        return self._ask(hashes, lambda ask: _Get(ask, tuple(hashes[:most]), tuple(blocks[:most])))
+
+    def forget(self, ask: AskId) -> None:
+        """The answer is not needed any more. It still comes, perhaps sooner."""
+        self._asked.append(_Forget(ask))
+        self._waker()
+
+    def take(self) -> list[Told]:
+        """What was answered since the last call."""
+        told = []
+        while self._told:
+            told.append(self._told.popleft())
+        self._asks_taken += len(told)
+        return told
+
+    def _ask(self, hashes: Sequence[bytes], make: Callable[[AskId], _Lookup | _Get]) -> AskId | None:
+        if not hashes or self._closed or self._asks - self._asks_taken >= self.settings.asks_max:
+            return None
+        self._asks += 1
+        ask = AskId(self._asks)
+        self._asked.append(make(ask))
+        self._waker()
+        return ask
+
+    # --- node's thread
+
+    def put(self, put: PutId, blocks: Groups, keys: tuple[bytes, ...]) -> None:
+        row = blocks[0] if len(blocks) == 1 else ()
+        opened = _Open(put, "put", len(keys))
+        if not row or len(row) != len(keys) or NO_BLOCK in row:
+            opened.fail(Reason.BAD_SPAN, f"{len(keys)} keys for blocks of {[len(each) for each in blocks]}")
+        elif sum(is_put for is_put, _ in self._orders) >= self.settings.puts_max:
+            opened.fail(Reason.BUSY, f"{self.settings.puts_max} puts are under way")
+        most, timeout_s = self.settings.hashes_max, self.settings.put_timeout_s
+        self._begin(opened, lambda rank, order: rank.put(order, keys[:most], row[:most], timeout_s))
+
+    def cancel(self, put: PutId) -> None:
+        """It took too long."""
+        order = self._orders.get((True, put))
+        if order is not None:
+            self._open[order].fail(Reason.TRANSFER_TIMEOUT, "the put was not done in time")
+            self._cancel((True, put))
+
+    def drain(self) -> Sequence[StoreEnded]:
+        """Hand over what the engine asked, and take what has ended."""
+        self._collect()
+        while self._asked:
+            self._carry_out(self._asked.popleft())
+        ended, self._ended = self._ended, []
+        return ended
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._waker = waker
+        for rank in self._ranks:
+            rank.set_waker(waker)
+
+    def close(self) -> None:
+        """End everything; bounded in time. One more `drain` and `take` tell what ended. Idempotent."""
+        self._closed = True
+        for rank in self._ranks:
+            with self._guarded("close"):
+                rank.close()
+        self._collect()
+        for order, opened in list(self._open.items()):
+            opened.fail(Reason.CANCELLED, CLOSED)
+            opened.count = 0
+            self._end(order, opened)
+
+    # --- helpers, on the node's thread
+
+    def _carry_out(self, asked: _Lookup | _Get | _Forget) -> None:
+        settings = self.settings
+        match asked:
+            case _Lookup(ask, hashes):
+                opened = _Open(ask, "lookup", len(hashes))
+                self._begin(opened, lambda rank, order: rank.lookup(order, hashes, settings.lookup_timeout_s))
+            case _Get(ask, hashes, blocks):
+                opened = _Open(ask, "get", len(hashes))
+                self._begin(opened, lambda rank, order: rank.get(order, hashes, blocks, settings.get_timeout_s))
+            case _Forget(ask):
+                self._cancel((False, ask))
+
+    def _begin(self, opened: _Open, act: Act) -> None:
+        """Have all ranks begin, or none go on: what one refused is taken back from the others."""
+        self._last += 1
+        order = OrderId(self._last)
+        self._open[order] = opened
+        self._orders[opened.source] = order
+        opened.count = opened.hashes
+        self.counters[f"{opened.what}s"] += 1
+        if self._closed:
+            opened.fail(Reason.CANCELLED, CLOSED)
+        for index, rank in enumerate(self._ranks):
+            accepted = False
+            if opened.reason is None:
+                with self._guarded(opened.what):
+                    accepted = act(rank, order)
+            if accepted:
+                opened.left.add(index)
+            else:
+                opened.fail(Reason.BUSY, f"rank {index} has no room in its store")
+        if opened.reason is not None:
+            opened.count = 0
+            self._cancel(opened.source)
+        if not opened.left:
+            self._end(order, opened)
+            self._waker()  # a put's end waits for the next drain
+
+    def _cancel(self, source: tuple[bool, int]) -> None:
+        order = self._orders.get(source)
+        if order is not None:
+            for index in sorted(self._open[order].left):
+                with self._guarded("cancel"):
+                    self._ranks[index].cancel(order)
+
+    def _collect(self) -> None:
+        for index, rank in enumerate(self._ranks):
+            ends: Sequence[OrderEnded] = ()
+            with self._guarded("drain"):
+                ends = rank.drain()
+            for end in ends:
+                self._rank_ended(index, end)
+
+    def _rank_ended(self, index: int, end: OrderEnded) -> None:
+        opened = self._open.get(end.order)
+        if opened is None or index not in opened.left:
+            self.counters["late"] += 1
+            return
+        opened.left.discard(index)
+        opened.count = min(opened.count, end.count)
+        if end.reason is not None:
+            opened.fail(end.reason, end.detail)
+        if not opened.left:
+            self._end(end.order, opened)
+
+    def _end(self, order: OrderId, opened: _Open) -> None:
+        del self._open[order], self._orders[opened.source]
+        failed = opened.reason is not None
+        self.counters["errors"] += failed and opened.reason is not Reason.CANCELLED
+        if opened.what == "put":
+            self.counters["puts.stored"] += not failed
+            self._ended.append(StoreEnded(PutId(opened.of), Reason.STORE_FAILED if failed else None))
+            return
+        self._told.append(Told(AskId(opened.of), opened.count, opened.reason, opened.detail))
+        self.wake_engine()
+
+    @contextlib.contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """A rank that throws costs what it was asked; it is counted."""
+        try:
+            yield
+        except Exception as error:  # an adapter may throw anything
+            self.counters["faults"] += 1
+            if self.counters["faults"] <= FAULTS_LOGGED_MAX:
+                log.error("a rank's store failed (%s)", what, exc_info=error)

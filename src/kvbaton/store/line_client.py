@@ -1,0 +1,131 @@
+"""A back end that asks a `StoreServer` over lines: one of them for each call that is under way.
+
+Laws: a call comes back within `timeout_s`, with an answer or `ServerSilent`. Only the calling thread writes into its
+buffers, and none after it came back: a line that was late is closed. Invitations to lines come over the control plane,
+so a stranger gets none. An idle line that the server has left is replaced once, in the same call.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvbaton.store.client import ServedBackend, ServerSilent
+from kvbaton.store.lines import SIZE, Item, Line, LineError, Op, greet
+
+LINES_IDLE_MAX = 16
+
+T = TypeVar("T")
+
+
+class LinedBackend:
+    """Implements `Backend`; owns `control`, by which it is invited. `host` is where the server's lines are."""
+
+    lands_late = False
+
+    def __init__(self, control: ServedBackend, host: str, *, timeout_s: float = 4.0) -> None:
+        self.counters: Counter[str] = Counter()
+        self._control = control
+        self._host = host
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._idle: list[Line] = []
+        self._closed = False
+
+    def register(self, memory: memoryview) -> None:
+        pass
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        def talk(line: Line) -> list[bool]:
+            line.ask(Op.EXISTS, [(key, 0) for key in keys])
+            return [each == 1 for each in line.read(len(keys))]
+
+        return self._call(talk)
+
+    def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> list[str]:
+        items: list[Item] = [(key, value.nbytes) for key, value in zip(keys, values, strict=True)]
+
+        def talk(line: Line) -> list[str]:
+            line.ask(Op.PUT, items)
+            line.send(*values)
+            return list(line.told())
+
+        return self._call(talk)
+
+    def get(self, keys: Sequence[str], into: Sequence[memoryview]) -> list[int]:
+        items: list[Item] = [(key, to.nbytes) for key, to in zip(keys, into, strict=True)]
+
+        def talk(line: Line) -> list[int]:
+            line.ask(Op.GET, items)
+            sizes = []
+            for to in into:
+                [size] = SIZE.unpack(line.read(SIZE.size))
+                if size > to.nbytes:
+                    raise LineError("more than there is room for")
+                line.read_into(to[:size])
+                sizes.append(size)
+            return sizes
+
+        return self._call(talk)
+
+    def discard(self, keys: Sequence[str]) -> None:
+        def talk(line: Line) -> bytes:
+            line.ask(Op.DISCARD, [(key, 0) for key in keys])
+            return line.read(1)
+
+        self._call(talk)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed, idle, self._idle = True, self._idle, []
+        for line in idle:
+            line.close()
+        self._control.close()
+
+    def _call(self, talk: Callable[[Line], T]) -> T:
+        until = time.monotonic() + self._timeout_s
+        with self._lock:
+            line = self._idle.pop() if self._idle else None
+        if line is not None:
+            try:
+                return self._talk(line, until, talk)
+            except (LineError, OSError):
+                self.counters["renewed"] += 1  # perhaps the server was started anew
+        try:
+            return self._talk(self._dial(until), until, talk)
+        except (LineError, OSError) as error:
+            self.counters["silent"] += 1
+            raise ServerSilent(f"store at {self._host}: {error}; is it running?") from None
+
+    def _talk(self, line: Line, until: float, talk: Callable[[Line], T]) -> T:
+        line.until = until
+        try:
+            said = talk(line)
+        except BaseException:
+            line.close()
+            raise
+        with self._lock:
+            keep = not self._closed and len(self._idle) < LINES_IDLE_MAX
+            if keep:
+                self._idle.append(line)
+        if not keep:
+            line.close()
+        return said
+
+    def _dial(self, until: float) -> Line:
+        port, number, secret = self._control.invitation(until - time.monotonic())
+        if not port:
+            raise LineError("it has no lines")
+        line = Line(socket.create_connection((self._host, port), max(0.001, until - time.monotonic())))
+        line.until = until
+        try:
+            greet(line, number, secret)
+        except BaseException:
+            line.close()
+            raise
+        self.counters["lines"] += 1
+        return line

@@ -1,0 +1,175 @@
+"""Answers lines: a thread for each, which sleeps in the kernel when nothing is asked.
+
+Laws: a line is answered only after its greeting. Lines, invitations and the memory of each line (one value) are
+bounded; at the bound new ones are turned away. Nothing that comes over a line raises past it: it costs that line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections import Counter, OrderedDict
+
+from kvbaton.store.base import Backend
+from kvbaton.store.lines import SECRET_BYTES, SIZE, Item, Line, LineError, Op, admit
+from kvbaton.store.memory import MemoryBackend, room
+
+log = logging.getLogger(__name__)
+
+LINES_MAX = 256
+INVITATIONS_MAX = 1024
+GREETING_S = 5.0
+QUESTION_S = 30.0
+IDLE_S = 600.0
+DROP_BYTES = 1 << 20
+_NONE = SIZE.pack(0)
+
+
+class LineServer:
+    """Serves a back end, which it does not own, on a port of its own."""
+
+    def __init__(self, backend: Backend, host: str, *, value_bytes_max: int) -> None:
+        self.counters: Counter[str] = Counter()
+        self._backend = backend
+        self._direct = backend if isinstance(backend, MemoryBackend) else None  # spares it a copy each way
+        self._value_bytes_max = value_bytes_max
+        self._numbers = itertools.count(1)
+        self._invitations: OrderedDict[int, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+        self._lines: set[Line] = set()
+        self._closed = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.bind((host, 0))
+        self._socket.listen(64)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, name="kvbaton-store-lines", daemon=True).start()
+
+    def invite(self) -> tuple[int, bytes]:
+        """A number and a secret for one line; the oldest that nobody used is forgotten at the bound."""
+        number, secret = next(self._numbers), secrets.token_bytes(SECRET_BYTES)
+        with self._lock:
+            self._invitations[number] = secret
+            if len(self._invitations) > INVITATIONS_MAX:
+                self._invitations.popitem(last=False)
+        return number, secret
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed, lines = True, list(self._lines)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for line in lines:
+            line.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.05)  # out of descriptors: some line will end
+                continue
+            with self._lock:
+                refused = self._closed or len(self._lines) >= LINES_MAX
+                line = Line(connection)
+                if not refused:
+                    self._lines.add(line)
+            if refused:
+                self.counters["turned_away"] += 1
+                line.close()
+            else:
+                threading.Thread(target=self._serve, args=(line,), name="kvbaton-store-line", daemon=True).start()
+
+    def _serve(self, line: Line) -> None:
+        try:
+            line.until = time.monotonic() + GREETING_S
+            admit(line, self._take)
+            self.counters["lines"] += 1
+            buffer = bytearray()
+            while True:
+                line.until = time.monotonic() + IDLE_S
+                buffer = self._answer(line, buffer)
+        except (LineError, OSError):
+            self.counters["ended"] += 1
+        except Exception:  # a back end's; the client sees a line that ended
+            self.counters["faults"] += 1
+            log.exception("a line of the store failed")
+        finally:
+            line.close()
+            with self._lock:
+                self._lines.discard(line)
+
+    def _take(self, number: int) -> bytes | None:
+        with self._lock:
+            return self._invitations.pop(number, None)
+
+    def _answer(self, line: Line, buffer: bytearray) -> bytearray:
+        op, items = line.asked()
+        line.until = time.monotonic() + QUESTION_S
+        names = [key for key, _ in items]
+        match op:
+            case Op.EXISTS:
+                line.send(bytes(self._backend.exists(names)))
+            case Op.DISCARD:
+                self._backend.discard(names)
+                line.send(b"\x01")
+            case Op.PUT:
+                return self._put(line, items, buffer)
+            case Op.GET:
+                return self._get(line, items, buffer)
+        return buffer
+
+    def _put(self, line: Line, items: tuple[Item, ...], buffer: bytearray) -> bytearray:
+        wrong = []
+        for key, size in items:
+            if not 0 < size <= self._value_bytes_max:
+                wrong.append(f"a value has at most {self._value_bytes_max} bytes here")
+                _drop(line, size)
+                continue
+            if self._direct is not None:
+                whole = room(size)
+                line.read_into(whole)
+                wrong.append(self._direct.adopt(key, whole))
+                continue
+            buffer = _grown(buffer, size)
+            with memoryview(buffer) as all_of_it, all_of_it[:size] as value:
+                line.read_into(value)
+                wrong += self._backend.put([key], [value])
+        line.tell(wrong)
+        return buffer
+
+    def _get(self, line: Line, items: tuple[Item, ...], buffer: bytearray) -> bytearray:
+        for key, bytes_max in items:
+            room_bytes = min(bytes_max, self._value_bytes_max)
+            if self._direct is not None:
+                value = self._direct.value(key)
+                if value is None or len(value) > room_bytes:
+                    line.send(_NONE)
+                else:
+                    line.send(SIZE.pack(len(value)), memoryview(value))
+                continue
+            buffer = _grown(buffer, room_bytes)
+            with memoryview(buffer) as all_of_it, all_of_it[:room_bytes] as into:
+                size = self._backend.get([key], [into])[0]
+                if 0 < size <= room_bytes:
+                    line.send(SIZE.pack(size), into[:size])
+                else:
+                    line.send(_NONE)
+        return buffer
+
+
+def _grown(buffer: bytearray, size: int) -> bytearray:
+    return buffer if len(buffer) >= size else bytearray(size)
+
+
+def _drop(line: Line, size: int) -> None:
+    while size > 0:
+        size -= len(line.read(min(size, DROP_BYTES)))

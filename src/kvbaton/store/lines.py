@@ -1,0 +1,155 @@
+"""Lines: plain TCP connections that carry values between a store's server and its clients, at the speed of a socket.
+
+    server  nonce
+    client  magic, version, number of its invitation, nonce, HMAC(secret, "client" + both nonces)
+    server  HMAC(secret, "server" + both nonces)
+
+Laws: an invitation (number and secret) travels over the encrypted control plane, is for one line, and its secret never
+crosses the line itself. Neither side acts on anything before the other has proven that it holds it. Every wait has a
+deadline, and a line on which anything was odd, short or late is closed, never used again. What follows the greeting is
+neither encrypted nor signed: between hosts, put it on a network you trust. Values have sums of their own (`frames`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hmac
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from kvbaton.store.keys import KEY_CHARS_MAX, VALUE_BYTES_MAX, is_key
+
+VERSION = 1
+SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32
+KEYS_MAX = 4096
+BLOB_BYTES_MAX = 2 << 20
+WRONG_CHARS_MAX = 200
+
+_MAGIC = b"KVBL"
+_HELLO = struct.Struct(f"<4sB3xQ{NONCE_BYTES}s{PROOF_BYTES}s")
+_HEAD = struct.Struct("<B3xI")  # what is asked, and the bytes of its list
+SIZE = struct.Struct("<Q")
+
+Item: TypeAlias = tuple[
+    Annotated[str, msgspec.Meta(max_length=KEY_CHARS_MAX)], Annotated[int, msgspec.Meta(ge=0, le=VALUE_BYTES_MAX + 64)]
+]
+"""A key, and the bytes of its value: that follow, or that there is room for."""
+_items = msgspec.msgpack.Decoder(Annotated[tuple[Item, ...], msgspec.Meta(min_length=1, max_length=KEYS_MAX)])
+_texts = msgspec.msgpack.Decoder(Annotated[tuple[str, ...], msgspec.Meta(max_length=KEYS_MAX)])
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Op(enum.IntEnum):
+    EXISTS = 1
+    PUT = 2
+    GET = 3
+    DISCARD = 4
+
+
+_OPS = frozenset(map(int, Op))
+
+
+class LineError(Exception):
+    """The line is of no use any more."""
+
+
+class Line:
+    """One connection, used by one thread at a time. Every call raises `LineError` or `OSError`, by `until`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self.until = 0.0
+
+    def send(self, *parts: bytes | memoryview) -> None:
+        for part in parts:
+            self._socket.settimeout(self._left())
+            self._socket.sendall(part)
+
+    def read_into(self, buffer: memoryview) -> None:
+        at = 0
+        while at < buffer.nbytes:
+            self._socket.settimeout(self._left())
+            came = self._socket.recv_into(buffer[at:])
+            if not came:
+                raise LineError("the other side has closed the line")
+            at += came
+
+    def read(self, count: int) -> bytes:
+        buffer = bytearray(count)
+        self.read_into(memoryview(buffer))
+        return bytes(buffer)
+
+    def ask(self, op: Op, items: Sequence[Item]) -> None:
+        blob = _encode(items)
+        self.send(_HEAD.pack(op, len(blob)) + blob)
+
+    def asked(self) -> tuple[Op, tuple[Item, ...]]:
+        """The next question, within bounds."""
+        op, size = _HEAD.unpack(self.read(_HEAD.size))
+        if op not in _OPS or size > BLOB_BYTES_MAX:
+            raise LineError("not a question")
+        try:
+            items: tuple[Item, ...] = _items.decode(self.read(size))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise LineError(f"not a list of keys: {error}") from None
+        if not all(is_key(key) for key, _ in items):
+            raise LineError("not a key")
+        return Op(op), items
+
+    def tell(self, texts: Sequence[str]) -> None:
+        blob = _encode([text[:WRONG_CHARS_MAX] for text in texts])
+        self.send(SIZE.pack(len(blob)) + blob)
+
+    def told(self) -> tuple[str, ...]:
+        [size] = SIZE.unpack(self.read(SIZE.size))
+        if size > BLOB_BYTES_MAX:
+            raise LineError("an answer out of bounds")
+        try:
+            texts: tuple[str, ...] = _texts.decode(self.read(size))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise LineError(f"not an answer: {error}") from None
+        return texts
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # also ends a read of another thread
+        self._socket.close()
+
+    def _left(self) -> float:
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise LineError("not in time")
+        return left
+
+
+def greet(line: Line, number: int, secret: bytes) -> None:
+    """The client's half; LineError when the server cannot prove itself."""
+    theirs, ours = line.read(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+    line.send(_HELLO.pack(_MAGIC, VERSION, number, ours, _proof(secret, b"client", theirs + ours)))
+    if not hmac.compare_digest(line.read(PROOF_BYTES), _proof(secret, b"server", theirs + ours)):
+        raise LineError("the server does not hold the secret of our invitation")
+
+
+def admit(line: Line, take: Callable[[int], bytes | None]) -> None:
+    """The server's half; LineError for a stranger. `take` gives an invitation's secret, once."""
+    ours = secrets.token_bytes(NONCE_BYTES)
+    line.send(ours)
+    magic, version, number, theirs, proof = _HELLO.unpack(line.read(_HELLO.size))
+    if (magic, version) != (_MAGIC, VERSION):
+        raise LineError(f"no greeting of version {VERSION}")
+    secret = take(number) or secrets.token_bytes(SECRET_BYTES)
+    if not hmac.compare_digest(proof, _proof(secret, b"client", ours + theirs)):
+        raise LineError("a stranger")
+    line.send(_proof(secret, b"server", ours + theirs))
+
+
+def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret, b"kvbaton-line|" + role + b"|" + nonces, "sha256")

@@ -1,0 +1,161 @@
+"""`kvbaton bench transfer` as an operator meets it; what takes minutes is faked, the bench's own tests run it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvbaton.bench import handoff, idle, transfer
+from kvbaton.bench.children import ChildFailed
+from kvbaton.bench.handoff import HandoffResult
+from kvbaton.bench.transfer import Result
+from kvbaton.bench.transfer_checks import Check
+from kvbaton.cli import main as cli
+
+SPEEDS = {"memcpy": 10.0, "shm_2_threads": 15.0, "tcp": 4.0, "raw_sockets": 4.5}
+RATIOS = {"shm_2_threads": 1.5, "tcp": 0.9}
+
+
+class Faked:
+    """Stands in for all that measures."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.asked: dict[str, Any] = {}
+        self.idle_of: tuple[str, ...] = ()
+        self.holds, self.idle_percent, self.delivered, self.foreign_cores = True, 0.1, 10, 0.0
+        patch.setattr(transfer, "measure", self._measure)
+        patch.setattr(idle, "measure", self._idle)
+        patch.setattr(handoff, "measure", lambda name: HandoffResult(name, 1.0, 2.0, 100.0, 64, 10, self.delivered))
+
+    def _measure(self, **asked: Any) -> dict[str, object]:
+        self.asked = asked
+        results = [Result(size, SPEEDS, RATIOS, self.foreign_cores, 11) for size in asked["segments"]]
+        report: dict[str, object] = {
+            "moved_bytes": 1 << 27, "repetitions": asked["repetitions"], "segments": msgspec.to_builtins(results)
+        }  # fmt: skip
+        if asked["peers"]:
+            report["checks"] = msgspec.to_builtins([Check("shm / memcpy at 16 KiB", 1.5, ">=", 0.9, self.holds)])
+        return report
+
+    def _idle(self, names: tuple[str, ...]) -> dict[str, float]:
+        self.idle_of = names
+        return dict.fromkeys(names, self.idle_percent)
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch) -> Faked:
+    return Faked(monkeypatch)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    try:
+        status = cli.main(["bench", "transfer", *words])
+    except SystemExit as error:
+        status = int(error.code or 0)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--peers", "ucx"], "got 'ucx', expected nixl or mooncake"),
+        (["--peers", ""], "got ''"),
+        (["--repetitions", "0"], "--repetitions: got 0"),
+        (["--out", "/nowhere/page.md"], "--out: /nowhere/page.md: there is no such folder"),
+        (["--plot", "/nowhere/plot.svg"], "--plot: /nowhere/plot.svg: there is no such folder"),
+    ],
+)
+def test_what_cannot_be_done_is_said_at_once(
+    words: list[str], said: str, faked: Faked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(capsys, *words)
+    assert (status, out) == (2, "") and said in err
+    assert not faked.asked
+
+
+def test_a_peer_that_is_not_installed_is_named_with_the_target_that_installs_it(
+    faked: Faked, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mooncake" else object())
+    status, _, err = run(capsys, "--peers", "nixl,mooncake")
+    assert status == 2 and "mooncake is not installed here; make planes-env installs it" in err
+    assert not faked.asked
+
+
+def test_a_peer_that_fails_is_one_line(
+    faked: Faked, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(**_: Any) -> None:
+        raise ChildFailed("nixl: NixlError: no device; make planes-env installs it")
+
+    monkeypatch.setattr(transfer, "measure", fails)
+    status, out, err = run(capsys, "--peers", "nixl")
+    assert (status, out) == (2, "") and err.count("\n") == 1 and "no device" in err
+
+
+def test_without_peers_four_sizes_are_measured_and_nothing_is_claimed(
+    faked: Faked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = run(capsys)
+    assert status == 0 and not faked.idle_of
+    assert faked.asked == {"repetitions": 11, "segments": transfer.SEGMENT_BYTES, "peers": []}
+    assert "256 KiB" in out and "10 of 10" in out and "holds" not in out
+
+
+def test_with_peers_one_object_has_figures_checks_and_idle_and_the_status_is_the_verdict(
+    faked: Faked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(capsys, "--peers", "nixl,mooncake", "--json", "--repetitions", "3")
+    report = json.loads(out)
+    assert status == 0
+    assert faked.asked == {"repetitions": 3, "segments": transfer.PEER_SEGMENT_BYTES, "peers": ["nixl", "mooncake"]}
+    assert faked.idle_of == ("shm", "tcp", "nixl", "mooncake")
+    assert report["idle_percent"] == dict.fromkeys(faked.idle_of, 0.1)
+    names = ["shm / memcpy at 16 KiB", *(f"idle {name}, % of a core" for name in faked.idle_of)]
+    assert [check["name"] for check in report["checks"]] == names
+    assert all(check["ok"] and check.keys() >= {"value", "bound"} for check in report["checks"])
+    assert "nixl-cu13" in report["facts"]["versions"]
+    assert "idle for 10 s: shm, tcp, nixl, mooncake" in err and "handoffs over tcp" in err
+
+
+@pytest.mark.parametrize("wrong", ["holds", "idle_percent", "delivered"])
+def test_one_claim_that_does_not_hold_is_status_1(wrong: str, faked: Faked, capsys: pytest.CaptureFixture[str]) -> None:
+    setattr(faked, wrong, {"holds": False, "idle_percent": 3.0, "delivered": 9}[wrong])
+    status, out, _ = run(capsys, "--peers", "nixl")
+    assert status == 1
+    assert ("DOES NOT HOLD" in out) == (wrong != "delivered")
+
+
+def test_a_page_and_a_plot_are_written(faked: Faked, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page, plot = tmp_path / "page.md", tmp_path / "page.svg"
+    assert run(capsys, "--peers", "nixl", "--out", str(page))[0] == 0
+    text = page.read_text()
+    assert "![GB/s of every way](page.svg)" in text
+    assert "| shm_2_threads | memcpy | 15.00 (1.50) | 15.00 (1.50) | 15.00 (1.50) |" in text
+    assert "holds: shm / memcpy at 16 KiB: 1.5 (>= 0.9)" in text and "nixl 0.1 %" in text
+    assert str(tmp_path) not in text
+    root = ET.fromstring(plot.read_text())
+    bars = [each for each in root.iter("{http://www.w3.org/2000/svg}rect") if each.get("x") == "160"]
+    assert len(bars) == len(SPEEDS) * len(transfer.PEER_SEGMENT_BYTES)
+    widths = [float(each.get("width", "0")) for each in bars[:4]]
+    assert widths[0] / widths[1] == pytest.approx(10 / 15, abs=0.01)
+
+
+def test_a_plot_can_be_had_alone(faked: Faked, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(capsys, "--plot", str(tmp_path / "figures.svg"))[0] == 0
+    assert [each.name for each in tmp_path.iterdir()] == ["figures.svg"]
+
+
+def test_a_page_of_a_busy_machine_says_so(faked: Faked, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    for cores, said in ((0.05, False), (0.5, True)):
+        faked.foreign_cores = cores
+        assert run(capsys, "--out", str(page))[0] == 0
+        assert ("not quiet: others used up to 0.50 cores" in page.read_text()) == said

@@ -1,0 +1,139 @@
+"""One engine with a store, stepped by the test: a node that only puts, a back end that can be made to fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvbaton.engine.config import FailurePolicy, ModelConfig
+from kvbaton.engine.connector import BatonConnector
+from kvbaton.engine.engine import Engine
+from kvbaton.engine.kv_layout import engine_layout
+from kvbaton.engine.request import Output
+from kvbaton.engine.storing import Storing
+from kvbaton.protocol import effects as fx
+from kvbaton.protocol import events as ev
+from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId
+from kvbaton.runtime.doorway import Doorway, DoorwayConfig
+from kvbaton.runtime.epochs import EpochTable
+from kvbaton.runtime.rank_shelf import LocalShelf
+from kvbaton.runtime.rank_values import rank_values
+from kvbaton.runtime.shelf import Shelf, ShelfSettings
+from kvbaton.store.base import Backend
+from kvbaton.testing.store_harness import FaultyBackend
+from kvbaton.testing.transport_harness import poll
+
+from .helpers import TINY, engine
+
+COMPAT = "d" * 32
+DEADLINE_S = 20.0
+KEY = b"k" * 32
+
+
+@dataclass
+class StoreRig:
+    """`turn` is one step of the engine and what a node would do for its puts."""
+
+    engine: Engine
+    doorway: Doorway
+    shelf: Shelf
+    storing: Storing
+    faulty: FaultyBackend
+    outputs: list[Output] = field(default_factory=list)
+    events: list[ev.Event] = field(default_factory=list)  # those that are not about puts
+    ends: list[ev.StoreEnded] = field(default_factory=list)
+
+    def turn(self) -> None:
+        for event in self.doorway.take_events():
+            if isinstance(event, ev.PutWanted):
+                self.shelf.put(event.put, event.blocks, event.keys)
+            else:
+                self.events.append(event)
+        for ended in self.shelf.drain():
+            self.ends.append(ended)
+            self.doorway.hand_in(fx.UnpinPut(ended.put))
+        self.outputs += self.engine.step()
+        self.engine.validate(self.pins())
+
+    def pins(self) -> list[int]:
+        """Every block that the connector references besides the requests themselves."""
+        put = [block for blocks in self.doorway._pins.values() for block in blocks]
+        held = [block for blocks in self.doorway._holds.values() for block in blocks]
+        return [*put, *held, *(block for get in self.storing._gets.values() for block in get.blocks)]
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        def done() -> bool:
+            self.turn()
+            return condition()
+
+        assert poll(done, DEADLINE_S), f"not in time: {self.storing.stats()} {self.engine.stats()}"
+
+    def rest(self) -> None:
+        """All requests are over and nothing is held; AssertionError when that takes too long."""
+        self.until(
+            lambda: not self.engine.scheduler.sequences and not self.doorway.put_blocks and not self.storing.busy
+        )
+        assert self.storing.stats()["store_pins"] == self.shelf.pins == 0
+        assert self.engine.pool.free_count == self.engine.config.cache.blocks - 1
+        connector = self.engine.connector
+        assert isinstance(connector, BatonConnector)
+        left = (connector._known, connector._lost, connector._from_store, self.storing._looks, self.storing._hashes)
+        assert not any(left), left
+
+    def answer(self, name: str) -> list[int]:
+        return [each.token for each in self.outputs if each.request_id == name and each.token is not None]
+
+    def cached(self, name: str) -> int:
+        return next(each.cached_tokens for each in self.outputs if each.request_id == name and each.token is not None)
+
+    def reason(self, name: str) -> str:
+        return next(each.reason for each in self.outputs if each.request_id == name and each.status is not None)
+
+    def report(self, name: str, end: fx.End) -> None:
+        """What the node says of a handoff that got its blocks: its end, and that all is at rest."""
+        self.doorway.hand_in(fx.Report(RequestId(name), end))
+        self.doorway.hand_in(fx.DropHold(RequestId(name), ""))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.faulty.go_on()
+        self.shelf.close()
+
+
+def store_rig(
+    backend: Backend,
+    *,
+    model: ModelConfig = TINY,
+    policy: FailurePolicy = "recompute",
+    clock: Callable[[], float] | None = None,
+    settings: ShelfSettings | None = None,
+    **changes: object,
+) -> StoreRig:
+    faulty = FaultyBackend(backend)
+    cache = {"blocks": 64, "block_tokens": 8, "tp": 1, **changes}
+    config = DoorwayConfig(
+        me=PeerId(WorkerId("d0"), Incarnation(1)),
+        ranks=int(cache["tp"]),  # type: ignore[call-overload]
+        groups=1,
+        ticket_keys=(KEY,),
+        ticket_ttl_s=60.0,
+        mint=lambda: TransferId("0" * 32),
+        wall=lambda: 1000.0,
+    )
+    doorway = Doorway(config, EpochTable(int(cache["blocks"])))  # type: ignore[call-overload]
+    plain = engine(model, **cache)  # for its geometry and memory
+    geometry = plain.memory.geometry
+    regions = [memoryview(bytearray(geometry.region_bytes)) for _ in range(geometry.cache.tp)]
+    layout = engine_layout(geometry)
+    ranks = [LocalShelf(faulty, rank_values(layout, rank, COMPAT), [region]) for rank, region in enumerate(regions)]
+    shelf = Shelf(ranks, settings)
+    more = {} if clock is None else {"clock": clock}
+    storing = Storing(shelf, doorway, geometry.cache.block_tokens, **more)
+    connector = BatonConnector(doorway, model.groups, geometry.cache.block_tokens, policy, storing=storing)
+    made = Engine(
+        type(plain.config)(model, geometry.cache, on_load_failure=policy, **_engine_part(changes)), connector, regions
+    )
+    return StoreRig(made, doorway, shelf, storing, faulty)
+
+
+def _engine_part(changes: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in changes.items() if name not in ("blocks", "block_tokens", "tp", "layout")}
