@@ -252,7 +252,7 @@ def _has_runs(pairs: Pairs) -> bool:
 
 
 def _runs(pairs: Pairs) -> Iterator[Triple]:
-    """(first source id, first target id, count) of stretches that count up on both sides. There is at least one pair."""
+    """(first source id, first target id, count) of stretches that count up on both sides. Of at least one pair."""
     first_at, first_to, count = pairs[0][0], pairs[1][0], 0
     for at, to in zip(*pairs, strict=True):
         if at == first_at + count and to == first_to + count:

@@ -16,11 +16,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvbaton.control.keys import load
 from kvbaton.integrations.vllm import guard, versions
 from kvbaton.integrations.vllm.guard import guarded, makes, returns
 from kvbaton.integrations.vllm.scheduler_side import SchedulerSide
 from kvbaton.integrations.vllm.settings import ConnectorSettings
+from kvbaton.integrations.vllm.shelving import keyring_of
 from kvbaton.integrations.vllm.stats import BatonMetrics, BatonStats
 from kvbaton.integrations.vllm.step import BatonStep
 from kvbaton.integrations.vllm.worker_side import WorkerSide
@@ -39,11 +39,17 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            keyring = load(settings.keys, settings.name)
+            keyring = keyring_of(settings)
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, settings, keyring)
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, settings)
         self._bad_blocks: set[int] = set()
+        self._hands_over = not settings.is_alone
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """What only goes to a store is no loss: a later miss."""
+        return self._hands_over and bool(self._vllm_config.kv_transfer_config.is_kv_producer)
 
     @property
     def scheduler(self) -> SchedulerSide:

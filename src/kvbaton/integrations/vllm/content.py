@@ -27,16 +27,19 @@ def handed_position(prompt_tokens: int, windowed: bool) -> int:
 
 def content_digest(request: Any, position: int) -> bytes:
     """16 bytes that name the first `position` tokens' KV of this request, in every process."""
+    return digest(content_of(request, position))
+
+
+def content_of(request: Any, position: int) -> Content:
+    """All that shapes the KV of a request's first `position` tokens: what vLLM's own block hashes cover, and more."""
     lora = getattr(request, "lora_request", None)
-    return digest(
-        Content(
-            tokens=request.prompt_token_ids or (),
-            position=position,
-            lora="" if lora is None else f"{lora.lora_name}:{_adapter(lora.lora_path)}",
-            multimodal=tuple(_feature(feature) for feature in getattr(request, "mm_features", None) or ()),
-            salt=request.cache_salt or "",
-            embeddings=_embeddings(getattr(request, "prompt_embeds", None)),
-        )
+    return Content(
+        tokens=request.prompt_token_ids or (),
+        position=position,
+        lora="" if lora is None else f"{lora.lora_name}:{_adapter(lora.lora_path)}",
+        multimodal=tuple(_feature(feature) for feature in getattr(request, "mm_features", None) or ()),
+        salt=request.cache_salt or "",
+        embeddings=_embeddings(getattr(request, "prompt_embeds", None)),
     )
 
 

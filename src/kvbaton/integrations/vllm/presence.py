@@ -43,6 +43,7 @@ from kvbaton.runtime.loop import NodeLoop
 from kvbaton.runtime.node import Node
 from kvbaton.runtime.rank_link import RankLinks
 from kvbaton.runtime.rank_messages import RankInvitation
+from kvbaton.runtime.shelf import Shelf
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class Presence:
         self.control = ZmqControl(keyring, f"tcp://{host}:{settings.control_port}")
         self.links = RankLinks(ranks, me=self.peer)
         self.doorway = Doorway(self._door_config(keyring, len(ranks)), EpochTable(facts.blocks))
+        self.shelf = self._make_shelf(len(ranks)) if settings.store else None
         self.node = self._make_node(keyring, len(ranks))
         self.loop = NodeLoop(self.node, self.control)
         self._listings: list[RegistryClient | MoriioAnnouncer] = []
@@ -107,7 +109,15 @@ class Presence:
             with contextlib.suppress(Exception):
                 listing.close() if isinstance(listing, RegistryClient) else listing.stop(STOP_S)
         self.loop.stop(STOP_S)
+        if self.shelf is not None:
+            self.shelf.close()
         self.links.stop(STOP_S)
+
+    def end_store(self) -> None:
+        """Everything that the store was asked for ends now; the doorway and the shelf tell of it. Bounded."""
+        if self.shelf is not None:
+            with contextlib.suppress(Exception):  # a loop that is stuck: there is nobody left to tell
+                self.loop.call(self.shelf.close).result(STOP_S)
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -242,7 +252,16 @@ class Presence:
             exact_epochs=self.facts.exact_epochs,
         )
         ledger = Ledger(identity, self.settings.protocol(), self.doorway.epochs.of)
-        return Node(ledger, self.control, planes, self.doorway, extra=self.links.drain_progress)
+        return Node(ledger, self.control, planes, self.doorway, self.shelf, extra=self.links.drain_progress)
+
+    def _make_shelf(self, ranks: int) -> Shelf:
+        """The store as all ranks together reach it; each is told in whose name."""
+        shelves = [shelf for rank in range(ranks) if (shelf := self.links.shelf(rank)) is not None]
+        if len(shelves) < ranks:
+            raise RuntimeError("kvbaton: a worker of this engine was started without its store; restart the engine")
+        for shelf in shelves:
+            shelf.open(compat_digest(self.facts.compat))
+        return Shelf(shelves, self.settings.shelf())
 
 
 def host_id() -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,13 +22,15 @@ from kvbaton.integrations.vllm.compat import compat_key
 from kvbaton.integrations.vllm.decode import NOTHING, Decode
 from kvbaton.integrations.vllm.guard import guarded, makes, note, returns
 from kvbaton.integrations.vllm.layout import RankFacts, engine_layout, vllm_groups
+from kvbaton.integrations.vllm.no_store import NoStore
 from kvbaton.integrations.vllm.params import Ask, Lookup, Source, Target, ask_of
 from kvbaton.integrations.vllm.pool import PinnedPool
 from kvbaton.integrations.vllm.prefill import Prefill
 from kvbaton.integrations.vllm.presence import EngineFacts, Presence, Role
 from kvbaton.integrations.vllm.room import Room
-from kvbaton.integrations.vllm.settings import ConnectorSettings
+from kvbaton.integrations.vllm.settings import FIELD, ConnectorSettings
 from kvbaton.integrations.vllm.step import BatonStep, Leaving, RankCard, StepDone, Verdict
+from kvbaton.integrations.vllm.storing import Storing
 from kvbaton.integrations.vllm.tables import Grouping, Tables
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -38,6 +42,7 @@ log = logging.getLogger(__name__)
 NAP_S = 0.004
 """Per step, of an engine that has nothing to do but to wait for its leases, unless there is news (docs/lab: 0.3 cores
 instead of 0.7). A request that comes meanwhile waits this long at most."""
+STORE_END_S = 3.0
 NO_ANSWER: tuple[bool, dict[str, Any] | None] = (False, None)
 WELL = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 
@@ -48,12 +53,13 @@ class SchedulerSide:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings, keyring: Keyring) -> None:
         transfer = vllm_config.kv_transfer_config
         check_supported(vllm_config)
+        check_storing(settings, transfer.kv_load_failure_policy)
         self._config = vllm_config
         self._cache = kv_cache_config
         self._settings = settings
         self._keyring = keyring
-        self._prefills: bool = transfer.is_kv_producer
-        self._decodes: bool = transfer.is_kv_consumer
+        self._prefills: bool = transfer.is_kv_producer and not settings.is_alone
+        self._decodes: bool = transfer.is_kv_consumer and not settings.is_alone
         self._block_pool: Any = None
         self._step = 0
         self._napped = 0
@@ -63,6 +69,11 @@ class SchedulerSide:
         self.told: Counter[str] = Counter()  # of the counters, what vLLM was told
         self.gauges_told: dict[str, float] = {}
         self._live: _Live | None = None
+
+    @property
+    def stored(self) -> NoStore:
+        """What is known of the shared store."""
+        return self._live.stored if self._live is not None else NoStore()
 
     # --- coming to life
 
@@ -110,12 +121,29 @@ class SchedulerSide:
         )
         room = Room(grouping, pool, self._config.scheduler_config.max_num_batched_tokens) if recomputes else None
         decode = Decode(door, pool, grouping, recomputes, one_group, self._count_end, room)
-        return _Live(door, pool, Prefill(door, pool, grouping), decode, lookup)
+        stored = NoStore()
+        if presence.shelf is not None:
+            presence.shelf.wake_engine = self._news.set
+            stored = Storing(presence.shelf, door, pool, grouping, self._cache.num_blocks)
+        return _Live(door, pool, Prefill(door, pool, grouping), decode, lookup, stored)
 
     def shutdown(self) -> None:
         live, self._live = self._live, None
         if live is not None and self.presence is not None:
+            self._let_go_of_store(live, self.presence)
             self.presence.stop()
+
+    @guarded(returns(None))
+    def _let_go_of_store(self, live: _Live, presence: Presence) -> None:
+        """Drop what is pinned for the store, which reads and writes nothing that is of use from here on."""
+        presence.end_store()
+        until = time.monotonic() + STORE_END_S
+        while live.door.put_blocks or live.stored.held_blocks:
+            self._do_duties(live)
+            if time.monotonic() > until:
+                return
+            self._news.wait(NAP_S)
+            self._news.clear()
 
     # --- hooks
 
@@ -147,6 +175,7 @@ class SchedulerSide:
         if isinstance(ask, Source) and self._prefills:
             live.prefill.accepted(request, ask)
         elif isinstance(ask, Target) and self._decodes:
+            live.stored.promised(request.request_id)
             live.decode.accepted(request, ask)
 
     @guarded(returns(NOTHING))
@@ -155,19 +184,23 @@ class SchedulerSide:
         if live is None:
             return NOTHING
         self._do_duties(live)
-        return live.decode.match(request, local_tokens)
+        answer = live.decode.match(request, local_tokens)
+        return answer if answer != NOTHING else live.stored.match(request, local_tokens)
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         live = self._live
         if live is None:
             return
         try:
-            live.decode.allocated(request, blocks.get_block_ids(), external_tokens)
+            tables = blocks.get_block_ids()
+            of_store = live.stored.offers(request.request_id)
+            live.decode.allocated(request, tables, 0 if of_store else external_tokens)
+            live.stored.allocated(request, tables, external_tokens)
             if external_tokens == 0:
                 live.prefill.begun(request)
         except Exception as error:  # noqa: BLE001 - promise 4; a load that vLLM waits for still gets its report
             note("update_state_after_alloc", error)
-            if external_tokens > 0:
+            if external_tokens > 0 and not live.stored.reports(request.request_id):
                 live.decode.broke(request)
 
     def build_step(self, scheduled: Any) -> BatonStep:
@@ -178,11 +211,12 @@ class SchedulerSide:
             return BatonStep(self._step)
         self._try_duties(live)
         leaving = self._leaving(live, scheduled)
-        return BatonStep(self._step, self._verdicts(live), leaving)
+        ends_prompts = live.stored.ends_prompts(self._step, scheduled, partial(self._tables, scheduled))
+        return BatonStep(self._step, self._verdicts(live), leaving, ends_prompts)
 
     @guarded(makes(tuple))
     def _verdicts(self, live: _Live) -> tuple[Verdict, ...]:
-        return live.decode.take_verdicts()
+        return live.decode.take_verdicts() + live.stored.take_verdicts()
 
     @guarded(returns(None))
     def _try_duties(self, live: _Live) -> None:
@@ -219,6 +253,7 @@ class SchedulerSide:
     def step_ended(self, output: Any) -> None:
         live, done = self._live, output.kv_connector_worker_meta
         if live is not None and isinstance(done, StepDone):
+            live.stored.computed(done.number)
             live.prefill.computed(done.number)
 
     @guarded(returns(NO_ANSWER))
@@ -226,10 +261,12 @@ class SchedulerSide:
         live = self._live
         if live is None:
             return NO_ANSWER
+        well = request.status.name in WELL
+        live.stored.finished(request, tables, well=well)
         try:
             live.decode.finished(request)
         finally:
-            answer = live.prefill.finished(request, tables, well=request.status.name in WELL)
+            answer = live.prefill.finished(request, tables, well=well)
         return False, answer
 
     @guarded(returns(False))
@@ -237,9 +274,12 @@ class SchedulerSide:
         """Whether vLLM must go on stepping for us alone. What belongs to a request that it counts itself is left out:
         a pause waits until nothing is to be done, and does not look at requests that wait."""
         live = self._live
-        if live is None or not (live.door.holding or live.decode.busy):
+        if live is None:
             return False
-        if not live.decode.busy and self._napped != self._step:  # vLLM asks only when it has nothing to do itself
+        loads = live.decode.busy or live.stored.busy
+        if not (live.door.holding or loads):
+            return False
+        if not loads and self._napped != self._step:  # vLLM asks only when it has nothing to do itself
             self._napped = self._step
             self._news.wait(NAP_S)
             self._news.clear()
@@ -253,7 +293,7 @@ class SchedulerSide:
             return True
         self._do_duties(live)
         live.door.cache_replaced()
-        return not live.door.holding
+        return live.stored.reset() and not live.door.holding
 
     # --- helpers
 
@@ -268,6 +308,7 @@ class SchedulerSide:
                 note(type(duty).__name__, error)
                 if isinstance(duty, LoadReport) and duty.rank == 0:
                     live.decode.fails(duty.request)
+        live.stored.take()
 
     def _count_end(self, end: End) -> None:
         self.refused[str(end.reason)] += 1
@@ -276,14 +317,32 @@ class SchedulerSide:
 class _Live:
     """What exists once the engine has its cache."""
 
-    __slots__ = ("decode", "door", "lookup", "pool", "prefill")
+    __slots__ = ("decode", "door", "lookup", "pool", "prefill", "stored")
 
-    def __init__(self, door: Doorway, pool: PinnedPool, prefill: Prefill, decode: Decode, lookup: Lookup) -> None:
+    def __init__(
+        self,
+        door: Doorway,
+        pool: PinnedPool,
+        prefill: Prefill,
+        decode: Decode,
+        lookup: Lookup,
+        stored: NoStore,
+    ) -> None:
         self.door = door
         self.pool = pool
         self.prefill = prefill
         self.decode = decode
         self.lookup = lookup
+        self.stored = stored
+
+
+def check_storing(settings: ConnectorSettings, policy: str) -> None:
+    """ValueError for a policy that a store cannot serve, with what to change."""
+    if settings.store and policy != "recompute":
+        raise ValueError(
+            f"kvbaton: kv_load_failure_policy: got {policy!r}, expected 'recompute' with {FIELD}.store: what is not in "
+            "the store, or not any more, is computed by this engine"
+        )
 
 
 def check_supported(vllm_config: Any) -> None:

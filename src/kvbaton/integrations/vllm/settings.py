@@ -16,11 +16,19 @@ from kvbaton.control.base import check_authority, check_endpoint
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId, is_worker_id
 from kvbaton.protocol.settings import Settings
+from kvbaton.runtime.shelf import ShelfSettings
+from kvbaton.runtime.store_places import STORE_NAME, store_place
+from kvbaton.transports import planes
+from kvbaton.transports.planes import ChecksumMode
 
 FIELD = "kv_connector_extra_config"
 PORT_MAX = 65535
-TransportChoice = Literal["auto", "shm", "tcp"]
-TRANSPORTS: Mapping[TransportChoice, tuple[str, ...]] = {"auto": ("shm", "tcp"), "shm": ("shm",), "tcp": ("tcp",)}
+GET_PER_LOOKUP = 5.0  # a load may take this many times as long as a look-up: it moves bytes
+PUT_S_MAX = 20.0
+_SECONDS = (
+    "ticket_ttl_s", "transfer_timeout", "defer_timeout", "claim_timeout", "lease_s", "max_hold_s", "store_timeout",
+)  # fmt: skip
+STORE_TIMEOUT_S_MAX = 6.0  # five times this is what a store may be asked for at most
 
 
 class Moriio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,8 +42,8 @@ class Moriio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine's place in its cluster, and its time-outs. `docs/vllm.md` explains each."""
 
-    name: str  # this engine's identity in the key directory
-    keys: str  # the directory that `kvbaton keys new` made
+    name: str = "alone"  # this engine's identity in the key directory; needed, as are the keys, unless it is alone
+    keys: str = ""  # the directory that `kvbaton keys new` made
     registry: str = ""  # where the router keeps the list of workers: tcp://host:port
     registry_name: str = "router"  # the registry's identity in the key directory
     peers: dict[str, str] = {}  # instead of a registry: the control endpoint of each peer by name
@@ -44,10 +52,14 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     control_port: int = 0
     mode: Mode = Mode.PULL  # for requests that name none
     modes: tuple[Mode, ...] = tuple(Mode)
-    transport: TransportChoice = "auto"
+    transport: str = "auto"  # or data planes with commas, best first
+    checksum: ChecksumMode = "off"  # of what is copied, end to end
     layerwise: bool = True  # P announces each layer, not only each chunk
     model_id: str = ""  # stands for the weights, where their files cannot be sampled
     moriio: Moriio | None = None
+    store: str = ""  # a shared store: tcp://host:port of a kvbaton store, mooncake://host:port of a mooncake_master
+    store_name: str = STORE_NAME  # a kvbaton store's identity in the key directory
+    store_timeout: float = 2.0  # of a look-up; a load may take five times as long
     transfer_timeout: float = 30.0
     defer_timeout: float = 60.0
     claim_timeout: float = 10.0
@@ -57,12 +69,15 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     fault_copy_delay_s: float = 0.0  # for tests of expiry only: every copy of this engine starts this much later
 
     def __post_init__(self) -> None:
-        for field in ("name", "registry_name", *(f"peers.{name}" for name in self.peers)):
+        for field in ("name", "registry_name", "store_name", *(f"peers.{name}" for name in self.peers)):
             text = getattr(self, field, None) or field.removeprefix("peers.")
             if not is_worker_id(text):
                 raise _bad(field, text, "letters, digits, '.', '_' and '-'")
-        if not self.keys:
+        if self.store:
+            _checked("store", self.store, store_place)
+        if not self.keys and not _is_alone(self.store, self.registry or self.peers or self.moriio):
             raise _bad("keys", self.keys, "a directory; make one with: kvbaton keys new DIR router p0 d0")
+        _checked("transport", self.transport, planes.parse)
         self._check_addresses()
         self._check_numbers()
 
@@ -84,16 +99,31 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise _bad("control_port", self.control_port, f"0 to {PORT_MAX}")
         if self.mode not in self.modes:
             raise _bad("mode", str(self.mode), f"one of modes, {', '.join(self.modes) or 'of which there are none'}")
-        for field in ("ticket_ttl_s", "transfer_timeout", "defer_timeout", "claim_timeout", "lease_s", "max_hold_s"):
+        for field in _SECONDS:
             value = getattr(self, field)
             if not (math.isfinite(value) and value > 0):
                 raise _bad(field, value, "seconds, above 0")
+        if self.store_timeout > STORE_TIMEOUT_S_MAX:
+            raise _bad("store_timeout", self.store_timeout, f"at most {STORE_TIMEOUT_S_MAX} s")
         if not (math.isfinite(self.fault_copy_delay_s) and self.fault_copy_delay_s >= 0):
             raise _bad("fault_copy_delay_s", self.fault_copy_delay_s, "seconds, 0 or more")
         try:
             self.protocol()
         except ProtocolError as error:
             raise ValueError(f"{FIELD}.{error.detail}") from None
+
+    @property
+    def is_alone(self) -> bool:
+        """Nobody speaks with this engine: it has no keys, and shares KV through a store that asks for none."""
+        return not self.keys
+
+    def shelf(self) -> ShelfSettings:
+        """How long the engine waits for its store."""
+        return ShelfSettings(
+            lookup_timeout_s=self.store_timeout,
+            get_timeout_s=GET_PER_LOOKUP * self.store_timeout,
+            put_timeout_s=min(PUT_S_MAX, self.transfer_timeout),
+        )
 
     @property
     def worker(self) -> WorkerId:
@@ -117,13 +147,18 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if unknown:
             raise ValueError(f"{FIELD}.{unknown[0]}: nobody knows this key; the keys are {', '.join(known)}")
         missing = [field for field in ("name", "keys") if field not in extra]
-        if missing:
+        if missing and not _is_alone(str(extra.get("store", "")), any(map(extra.get, ("registry", "peers", "moriio")))):
             raise _bad(missing[0], None, "this engine's name, and the key directory it is in (kvbaton keys new)")
         try:
             return msgspec.convert(dict(extra), cls)
         except msgspec.ValidationError as error:
             text = str(error)
             raise ValueError(text if text.startswith(FIELD) else f"{FIELD}: {text}") from None
+
+
+def _is_alone(store: str, others: object) -> bool:
+    """Whether an engine can do without keys."""
+    return store.startswith("mooncake:") and not others
 
 
 def _checked(field: str, text: str, check: Any) -> None:

@@ -26,6 +26,7 @@ GAUGES = {
     "intakes": "Prompts whose KV is on its way here, or claimed.",
     "quarantined_blocks": "Blocks of ended handoffs that something may still write to.",
     "oldest_lease_seconds": "How long the oldest lease has been held; max_hold_s ends it.",
+    "store_pins": "Of the pinned blocks, those that are on their way to or from the shared store.",
 }
 COUNTERS = {
     "leases_total": "Leases granted.",
@@ -33,6 +34,12 @@ COUNTERS = {
     "commits_stale_total": "Copies that were refused because their source blocks had been reused.",
     "copies_total": "Copies that arrived whole.",
     "bytes_total": "Bytes that arrived whole.",
+    "store_lookups_total": "Prompts that the shared store was asked for.",
+    "store_gets_total": "Loads from the shared store that were begun.",
+    "store_hits_blocks_total": "Blocks that came from the shared store.",
+    "store_puts_total": "Prompts, or their ends, that were put into the shared store.",
+    "store_errors_total": "Look-ups, loads and puts that failed or took too long; each costs a miss.",
+    "second_source_total": "Handoffs that failed and whose prompt came from the shared store, as far as it had it.",
     "faults_total": "Exceptions caught in hooks and ports; each is a bug.",
 }
 STAGES = ("claim", "queue", "copy", "commit")
@@ -45,7 +52,11 @@ AS_NIXL = {
 }
 """Names that dashboards for vLLM know, for what means the same."""
 PASSAGES_MAX = 512
-LABELLED = {"ends_total": "Handoffs that ended in this engine as decoder, by how."}
+LABELLED = {
+    "ends_total": "Handoffs that ended in this engine as decoder, by how.",
+    "links_total": "Pairings that this engine made as decoder, by the data plane they took.",
+    "planes_given_up_total": "Data planes that could not be opened to a source, so that another was taken.",
+}
 _FROM_LEDGER = {
     "leases": "leases_total",
     "leases_expired": "leases_expired_total",
@@ -54,6 +65,7 @@ _FROM_LEDGER = {
     "bytes_moved": "bytes_total",
 }
 _ENDS = "ends."
+_PLANES = ("links.", "planes_given_up.")
 
 
 @dataclass
@@ -65,7 +77,7 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {"counts": {}, "ends": {}, "gauges": {}, "stages": []}
+        self.data: dict[str, Any] = {"counts": {}, "ends": {}, "gauges": {}, "stages": [], "planes": {}}
 
     @classmethod
     def of(cls, side: SchedulerSide) -> BatonStats | None:
@@ -76,13 +88,15 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
         ledger = presence.node.ledger
         counts = _totals(dict(ledger.desk.counts), side.refused)
         counts["faults_total"] = sum(guard.faults.values()) + presence.loop.faults + sum(presence.node.faults.values())
+        counts.update(side.stored.figures())
         fresh = {name: count - side.told[name] for name, count in counts.items() if count != side.told[name]}
         gauges = {
-            "pinned_blocks": presence.doorway.pinned_blocks,
+            "pinned_blocks": presence.doorway.pinned_blocks + side.stored.held_blocks,
             "leases_held": len(ledger.producer.leases),
             "intakes": len(ledger.consumer.by_handoff),
             "quarantined_blocks": ledger.consumer.quarantined_blocks,
             "oldest_lease_seconds": _oldest(ledger),
+            "store_pins": presence.doorway.put_blocks + side.stored.held_blocks,
         }
         stages = _stages(ledger.desk.passages)
         if not fresh and not stages and gauges == side.gauges_told:
@@ -90,20 +104,21 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
         side.told.update(fresh)
         side.gauges_told = gauges
         ends = {name.removeprefix(_ENDS): count for name, count in fresh.items() if name.startswith(_ENDS)}
-        rest = {name: count for name, count in fresh.items() if not name.startswith(_ENDS)}
-        return cls({"counts": rest, "ends": ends, "gauges": gauges, "stages": stages})
+        planes = {name: count for name, count in fresh.items() if name.startswith(_PLANES)}
+        rest = {name: count for name, count in fresh.items() if not name.startswith((_ENDS, *_PLANES))}
+        return cls({"counts": rest, "ends": ends, "gauges": gauges, "stages": stages, "planes": planes})
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for part in ("counts", "ends"):
+        for part in ("counts", "ends", "planes"):
             for name, count in other.data.get(part, {}).items():
-                self.data[part][name] = self.data[part].get(name, 0) + count
+                self.data.setdefault(part, {})[name] = self.data[part].get(name, 0) + count
         self.data["gauges"].update(other.data.get("gauges", {}))
         self.data["stages"] = [*self.data["stages"], *other.data.get("stages", [])][-PASSAGES_MAX:]
         return self
 
     def reduce(self) -> dict[str, int | float]:
         ends = {f"ended {name}": count for name, count in self.data["ends"].items()}
-        return {**self.data["counts"], **ends, **self.data["gauges"]}
+        return {**self.data["counts"], **ends, **self.data.get("planes", {}), **self.data["gauges"]}
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
@@ -133,7 +148,7 @@ def _totals(ledger: Mapping[str, int], refused: Mapping[str, int]) -> Counter[st
     for name, count in ledger.items():
         if name in _FROM_LEDGER:
             found[_FROM_LEDGER[name]] += count
-        elif name.startswith(_ENDS):
+        elif name.startswith((_ENDS, *_PLANES)):
             found[name] += count
     for reason, count in refused.items():
         found[_ENDS + reason] += count
@@ -177,6 +192,10 @@ class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             "vllm:nixl_bytes_transferred", "Bytes of a handoff.", buckets=SIZES_BYTES, labelnames=labelnames
         )
         self._ends = self._counter_cls("kvbaton:ends_total", LABELLED["ends_total"], labelnames=[*labelnames, "end"])
+        self._planes = {
+            front: self._counter_cls(f"kvbaton:{name}", LABELLED[name], labelnames=[*labelnames, "plane"])
+            for front, name in zip(_PLANES, ("links_total", "planes_given_up_total"), strict=True)
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
@@ -189,6 +208,9 @@ class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             self._ends.labels(*labels, name).inc(count)
             if name != "delivered":
                 self._as_nixl["failed_total"].labels(*labels).inc(count)
+        for name, count in transfer_stats_data.get("planes", {}).items():
+            front = next(each for each in _PLANES if name.startswith(each))
+            self._planes[front].labels(*labels, name.removeprefix(front)).inc(count)
         self._observe_stages(transfer_stats_data.get("stages", []), labels)
         for name, value in transfer_stats_data.get("gauges", {}).items():
             if name in self._gauges:

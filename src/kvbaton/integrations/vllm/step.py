@@ -39,6 +39,7 @@ class BatonStep(KVConnectorMetadata):  # type: ignore[misc]
     number: int = 0
     verdicts: tuple[Verdict, ...] = ()
     leaving: tuple[Leaving, ...] = ()
+    ends_prompts: bool = False  # of a prompt that goes to the store the last chunk is in this step: say when it is done
 
 
 @dataclass(slots=True)

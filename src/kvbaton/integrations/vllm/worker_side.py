@@ -16,16 +16,16 @@ import msgspec
 from kvbaton.integrations.vllm.compat import cpu_page
 from kvbaton.integrations.vllm.guard import guarded, makes, returns
 from kvbaton.integrations.vllm.layout import Parallel, RankFacts, rank_facts, regions_of
-from kvbaton.integrations.vllm.settings import TRANSPORTS, ConnectorSettings
+from kvbaton.integrations.vllm.settings import ConnectorSettings
+from kvbaton.integrations.vllm.shelving import rank_shelf
 from kvbaton.integrations.vllm.step import BatonStep, Leaving, RankCard, StepDone
 from kvbaton.protocol.ids import LeaseId, PeerId
 from kvbaton.protocol.progress import GroupProgress
 from kvbaton.runtime.rank_host import RankHost
+from kvbaton.transports import planes
 from kvbaton.transports.base import Transport
 from kvbaton.transports.delayed import DelayedTransport
 from kvbaton.transports.memory import Region, adopt
-from kvbaton.transports.shm import ShmTransport
-from kvbaton.transports.tcp import TcpConfig, TcpTransport
 from kvbaton.transports.unnamed import UnnamedTransport
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,8 @@ class WorkerSide:
             facts = msgspec.structs.replace(facts, page=cpu_page(self._config, sizes))
         rank = parallel.pp * parallel.tp_size + parallel.tp
         memories = [_memory(storage) for storage in regions_of(tensors)]
-        self._host = RankHost(rank, self._planes(memories), self._settings.control_host)
+        shelf = rank_shelf(self._settings, facts, rank, self._config.parallel_config.world_size, memories)
+        self._host = RankHost(rank, self._planes(memories), self._settings.control_host, shelf=shelf)
         self._host.start()
         self._facts = facts
         if self._settings.layerwise and self._config.parallel_config.pipeline_parallel_size == 1:
@@ -81,30 +82,32 @@ class WorkerSide:
 
     def _planes(self, memories: list[memoryview]) -> dict[str, Transport]:
         made: dict[str, Transport] = {}
-        for name in TRANSPORTS[self._settings.transport]:
+        try:
+            names = planes.offered(self._settings.transport, checksum=self._settings.checksum)
+        except OSError as error:
+            raise RuntimeError(f"kvbaton: {error}") from error
+        for name in names:
             try:
                 made[name] = self._plane(name, memories)
             except (ValueError, OSError) as error:
-                if self._settings.transport != "auto":
+                if self._settings.transport != planes.AUTO:
                     raise RuntimeError(f"kvbaton: transport {name} cannot be used here: {error}") from error
                 log.warning("kvbaton: transport %s is not offered: %s", name, error)
         return made
 
     def _plane(self, name: str, memories: list[memoryview]) -> Transport:
         """A data plane over this rank's cache; the engine tells it later whose it is (rule 3)."""
-        shared = name == "shm"
+        shared = name.removesuffix(planes.SUMS) == "shm"
         if shared:
             self._adopted += [adopt(_address(memory), memory.nbytes) for memory in memories]
         views = [region.view for region in self._adopted] if shared else memories
 
         def make(me: PeerId) -> Transport:
-            plane: Transport = ShmTransport(me) if shared else TcpTransport(me, TcpConfig(host=settings.control_host))
-            for region, view in enumerate(views):
-                plane.register(region, view)
+            plane = planes.make(name, me, planes.PlaneSettings(settings.control_host, settings.checksum), views)
             return DelayedTransport(plane, settings.fault_copy_delay_s) if settings.fault_copy_delay_s else plane
 
         settings = self._settings
-        return UnnamedTransport(ShmTransport.capabilities if shared else TcpTransport.capabilities, make)
+        return UnnamedTransport(planes.capabilities(name), make)
 
     @guarded(returns(None))
     def shutdown(self) -> None:
@@ -144,7 +147,7 @@ class WorkerSide:
         step = self._step
         if self._heard:
             self._learn_order()
-        return StepDone(step.number) if step.leaving else None
+        return StepDone(step.number) if step.leaving or step.ends_prompts else None
 
     def _learn_order(self) -> None:
         """Speak of layers one by one only after a step in which they came in the order that was expected."""

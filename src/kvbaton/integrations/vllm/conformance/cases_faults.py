@@ -29,10 +29,15 @@ PIECES = (
     f"{_BASE}.prefill",
     f"{_BASE}.presence",
     f"{_BASE}.scheduler_side",
+    f"{_BASE}.second_loads",
     f"{_BASE}.stats",
+    f"{_BASE}.stored_loads",
+    f"{_BASE}.stored_puts",
+    f"{_BASE}.storing",
     f"{_BASE}.tables",
     f"{_BASE}.worker_side",
 )
+WITH_STORE = tuple(f"{_BASE}.{name}" for name in ("second_loads", "stored_loads", "stored_puts", "storing"))
 QUICK: dict[str, Any] = {
     "lease_s": 0.4,
     "max_hold_s": 1.0,
@@ -42,14 +47,16 @@ QUICK: dict[str, Any] = {
 }
 _MAY_NOT_FAIL = frozenset(
     {"_on_reuse", "raise_epoch", "of", "is_empty", "build_step", "allocated", "step_begun"}
-    | {"_post", "_unpinned", "hand_in", "unpin"}
+    | {"_post", "_unpinned", "hand_in", "unpin", "let_go"}
 )
 """Nothing is put in at the entry of these: callbacks that cannot raise by construction (rule 7), what vLLM itself calls
 on our data, bodies of hooks that only call others, which get their turn; appends to and pops from queues and tables;
 and vLLM's own release of blocks, which nobody can repeat safely without knowing how far it came."""
 
 
-_MAY_FAIL = frozenset({(f"{_BASE}.decode", "allocated"), ("kvbaton.runtime.doorway", "allocated")})
+_MAY_FAIL = frozenset(
+    {(f"{_BASE}.decode", "allocated"), (f"{_BASE}.storing", "allocated"), ("kvbaton.runtime.doorway", "allocated")}
+)
 
 
 def functions_of(module_name: str) -> Iterator[tuple[Any, str]]:
@@ -78,16 +85,26 @@ def _holders(value: Any, name: str) -> list[Any]:
 def a_failure_inside_never_leaves_a_hook(lab: Lab, piece: str, call: int) -> None:
     shape = Shape(ranks=1 if call == 1 else 2, chunk_tokens=8)
     found, broken = list(functions_of(piece)), []
-    lab.duo(shape, **QUICK)
+    begin = lab.sharing if piece in WITH_STORE else lab.duo
+    begin(shape, **QUICK)
     for seed, (owner, name) in enumerate(found):
         what = _one(lab, owner, name, call, seed)
         if what:
             broken.append(f"{getattr(owner, '__name__', owner)}.{name}: {what}")
             for engine in lab.engines.values():  # what is broken for good is told once, then one begins anew
                 engine.watch.errors.clear()
-            lab.duo(shape, **QUICK)
+            begin(shape, **QUICK)
     if broken:
         raise BrokenError("\n    ".join([f"{len(broken)} of {len(found)} functions:", *broken]))
+
+
+def _share(lab: Lab, seed: int) -> None:
+    """P computes prompts that go to the store, and D asks for them there."""
+    for length in (21, 22, 23):
+        for engine in lab.engines.values():
+            name = engine.add(prompt_of(length, seed))
+            lab.ended(engine, name, 6.0)
+            lab.right(engine, name)
 
 
 def _one(lab: Lab, owner: Any, name: str, call: int, seed: int) -> str:
@@ -102,6 +119,8 @@ def _one(lab: Lab, owner: Any, name: str, call: int, seed: int) -> str:
                         raise
             for each in some:
                 lab.finish(each, patience_s=6.0)
+            if lab.stores:
+                _share(lab, seed)
             if not calls[0]:
                 return ""
         lab.settle(4.0)

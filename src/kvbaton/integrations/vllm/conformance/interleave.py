@@ -12,12 +12,23 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from kvbaton.integrations.vllm.conformance import taps
+import msgspec
+
+from kvbaton.integrations.vllm.conformance import stores, taps
 from kvbaton.integrations.vllm.conformance.configs import Shape
 from kvbaton.integrations.vllm.conformance.engine import Engine
-from kvbaton.integrations.vllm.conformance.lab import Lab, d_params, demand, p_params, prompt_of, router_ticket
+from kvbaton.integrations.vllm.conformance.lab import (
+    Lab,
+    d_params,
+    demand,
+    key_directory,
+    p_params,
+    prompt_of,
+    router_ticket,
+)
 from kvbaton.integrations.vllm.conformance.registry import (
     MODES,
     Verdict,
@@ -41,6 +52,7 @@ class Plan:
     weights: dict[str, int]
     copies: dict[str, float]
     frames_lost: float
+    store: dict[str, tuple[str, ...]] = field(default_factory=dict)  # what may become of each call; empty: no store
 
     @classmethod
     def of(cls, rng: random.Random) -> Plan:
@@ -89,6 +101,22 @@ class Plan:
         return cls(p, d, settings, rng.randint(40, 140), weights, copies, lost)
 
 
+def with_store(plan: Plan, rng: random.Random) -> Plan:
+    """Some plans have a shared store between the engines; by a chance of its own, so that the others stay the same."""
+    if rng.random() < 0.5 or any(plan.p.windows):
+        return plan
+    plan.p, plan.d = (msgspec.structs.replace(shape, policy="recompute") for shape in (plan.p, plan.d))
+    often = ("go",) * rng.choice((1, 3, 9))
+    plan.store = {
+        "exists": (*often, "wait", "raise"),
+        "get": (*often, "wait", "raise", "part", "none"),
+        "put": (*often, "wait", "raise", "refuse"),
+    }
+    plan.settings["store_timeout"] = rng.choice((0.1, 0.3))
+    plan.weights["store"] = 8
+    return plan
+
+
 @dataclass
 class World:
     """One seed's engines and what is known of their requests."""
@@ -99,7 +127,7 @@ class World:
     granted: list[tuple[Engine, str, list[int]]] = field(default_factory=list)  # pulls whose P has not ended yet
     live: list[tuple[Engine, str]] = field(default_factory=list)
 
-    def act(self, what: str, tap: taps.Copies) -> None:
+    def act(self, what: str, tap: taps.Copies, calls: stores.Calls) -> None:
         doing: dict[str, Callable[[], None]] = {
             "turn": self.turn,
             "arrive": self.arrive,
@@ -108,6 +136,7 @@ class World:
             "restart p": self.restart_p,
             "reset": self.reset,
             "wake": tap.wake,
+            "store": partial(self.trouble, calls),
         }
         doing[what]()
 
@@ -171,6 +200,15 @@ class World:
     def restart_p(self) -> None:
         self.lab.engine("p0", self.plan.p, **self.plan.settings)
 
+    def trouble(self, calls: stores.Calls) -> None:
+        """The store behaves, misbehaves, or loses something."""
+        if self.rng.random() < 0.4:
+            calls.release()
+        else:
+            calls.set(**{kind: self.rng.choice(verdicts) for kind, verdicts in self.plan.store.items()})
+        if self.rng.random() < 0.1:
+            self.lab.stores[-1].forget(self.rng.randint(1, 8))
+
     def reset(self) -> None:
         self.lab.engines[self.rng.choice(("p0", "d0"))].scheduler.reset_prefix_cache(reset_connector=True)
 
@@ -180,12 +218,13 @@ def run_seed(seed: int) -> Verdict:
     from kvbaton.integrations.vllm import guard
 
     rng = random.Random(seed)
-    plan, lab, begun = Plan.of(rng), Lab(), time.monotonic()
+    plan, lab, begun = with_store(Plan.of(rng), random.Random(f"store {seed}")), Lab(), time.monotonic()
     faults, what, kind, trace = sum(guard.faults.values()), "", "", ""
     try:
-        with taps.copies() as tap, taps.frames() as wire:
-            _play(World(lab, rng, plan), tap, wire)
+        with taps.copies() as tap, taps.frames() as wire, stores.calls() as calls:
+            _play(World(lab, rng, plan), tap, wire, calls)
             tap.release()
+            calls.release()
             wire.loses = lambda control, worker: False
             lab.settle(PATIENCE_S)
         _judge(lab)
@@ -199,8 +238,11 @@ def run_seed(seed: int) -> Verdict:
     return verdict_of(f"seed {seed}", lab, time.monotonic() - begun, faults, what=what, kind=kind, trace=trace)
 
 
-def _play(world: World, tap: taps.Copies, wire: taps.Frames) -> None:
+def _play(world: World, tap: taps.Copies, wire: taps.Frames, calls: stores.Calls) -> None:
     plan, outside = world.plan, random.Random(world.rng.random())  # asked by other threads
+    if plan.store:
+        world.lab.stores.append(stores.LabStore(key_directory()))
+        plan.settings["store"] = world.lab.stores[-1].url
     world.lab.duo(plan.p, plan.d, **plan.settings)
 
     def decide(copy: Any) -> str:
@@ -215,7 +257,7 @@ def _play(world: World, tap: taps.Copies, wire: taps.Frames) -> None:
     wire.loses = lambda control, worker: outside.random() < plan.frames_lost
     kinds, weights = list(plan.weights), list(plan.weights.values())
     for _ in range(plan.actions):
-        world.act(world.rng.choices(kinds, weights)[0], tap)
+        world.act(world.rng.choices(kinds, weights)[0], tap, calls)
     for _ in range(60):
         world.pass_on()
 
@@ -232,5 +274,6 @@ def _judge(lab: Lab) -> None:
             demand(outcome.tokens == right, f"{name} {each}: {outcome.tokens}, a single engine says {right}")
             allowed = {"length", "stop", "abort"} | ({"error"} if engine.shape.policy == "fail" else set())
             demand(outcome.reason in allowed, f"{name} {each} ended as {outcome.reason}")
-        over = {each: n for each, n in engine.watch.received.items() if n > engine.shape.ranks}
+        most = engine.shape.ranks * (2 if lab.stores else 1)  # the store is a second source
+        over = {each: n for each, n in engine.watch.received.items() if n > most}
         demand(not over, f"{name}: more reports than ranks {over}")

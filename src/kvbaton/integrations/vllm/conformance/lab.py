@@ -24,10 +24,12 @@ from kvbaton.control import keys
 from kvbaton.integrations.vllm.conformance.configs import Shape
 from kvbaton.integrations.vllm.conformance.engine import Engine
 from kvbaton.integrations.vllm.conformance.oracle import answer
+from kvbaton.integrations.vllm.conformance.stores import LabStore
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.ticket import Ticket, seal
 
 NAMES = ("p0", "p1", "d0", "d1", "router")
+IDENTITIES = (*NAMES, "store", "p0.1", "d0.1")  # second ranks have names of their own towards a store
 PATIENCE_S = 20.0
 SETTINGS: dict[str, Any] = {
     "transport": "tcp",
@@ -56,7 +58,7 @@ def key_directory() -> Path:
 
     base = Path(tempfile.mkdtemp(prefix="kvbaton-conformance-"))
     atexit.register(shutil.rmtree, base, ignore_errors=True)
-    keys.mint(base / "keys", NAMES)
+    keys.mint(base / "keys", IDENTITIES)
     return base / "keys"
 
 
@@ -112,6 +114,7 @@ class Lab:
     ports: dict[str, int] = field(default_factory=lambda: {name: free_port() for name in NAMES})
     engines: dict[str, Engine] = field(default_factory=dict)
     retired: list[Engine] = field(default_factory=list)
+    stores: list[LabStore] = field(default_factory=list)
 
     def engine(self, name: str, shape: Shape | None = None, **settings: Any) -> Engine:
         """Start the engine `name`; one of that name that runs is stopped first, as in a restart."""
@@ -136,6 +139,12 @@ class Lab:
 
     def duo(self, p: Shape | None = None, d: Shape | None = None, **settings: Any) -> tuple[Engine, Engine]:
         return self.engine("p0", p, **settings), self.engine("d0", d or p, **settings)
+
+    def sharing(self, p: Shape | None = None, d: Shape | None = None, **settings: Any) -> tuple[Engine, Engine]:
+        """Two engines with a store between them: the last of `stores`, or a new one."""
+        if not self.stores:
+            self.stores.append(LabStore(key_directory()))
+        return self.duo(p, d, store=self.stores[-1].url, **settings)
 
     # --- time
 
@@ -213,7 +222,8 @@ class Lab:
             demand(not unended, f"{name}: {unended} never ended")
             demand(engine.blocks_left == 0, f"{name}: {engine.blocks_left} blocks are held at rest")
             demand(not engine.scheduler.requests, f"{name}: vLLM still tracks {list(engine.scheduler.requests)}")
-            doubled = {each: n for each, n in engine.watch.loads.items() if n > 1}
+            most = 2 if self.stores else 1  # the store is a second source
+            doubled = {each: n for each, n in engine.watch.loads.items() if n > most}
             demand(not doubled, f"{name}: loaded more than once: {doubled}")
         for engine in [*self.engines.values(), *self.retired]:
             demand(not engine.watch.errors, f"a hook raised {engine.watch.errors[:1]}")
@@ -234,3 +244,5 @@ class Lab:
         engines = list(self.engines.values())
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
             list(threads.map(Engine.close, engines))
+        for store in self.stores:
+            store.close()

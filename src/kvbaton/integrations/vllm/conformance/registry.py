@@ -18,7 +18,7 @@ from kvbaton.integrations.vllm.conformance.lab import BrokenError, Lab
 from kvbaton.integrations.vllm.conformance.oracle import WrongKvError
 
 CaseFunction = Callable[..., None]
-CASE_MODULES = ("cases_moving", "cases_ending", "cases_resting", "cases_params", "cases_faults")
+CASE_MODULES = ("cases_moving", "cases_ending", "cases_resting", "cases_params", "cases_storing", "cases_faults")
 MODES = ("pull", "stream", "push")
 _CASES: list[tuple[CaseFunction, dict[str, tuple[Any, ...]], bool]] = []
 
