@@ -4,7 +4,9 @@ Blocks are named by id and values by the hash of their content (`store.keys.chai
 belong to a block, and which key a hash gets in this rank's space, is the rank's own knowledge.
 
 Laws: no call waits. Each order ends exactly once (`OrderEnded`), and after its end the store touches no block of it. A
-rank that is lost ends what it was asked, as failed. Orders are minted by the caller and are never used twice.
+rank that is lost ends its look-ups as failed; its gets and puts end when it is back or its link is stopped
+(`rank_store_link`), so whoever waits for one has a deadline of his own. Orders are minted by the caller and are never
+used twice.
 """
 
 from __future__ import annotations
