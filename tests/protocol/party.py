@@ -519,7 +519,7 @@ class Party:
         if all(endpoint.isdigit() for endpoint in effect.endpoints):
             self.connected[effect.peer] = effect
         else:  # as the node does, before anything else happens
-            self._todo.appendleft(ev.Departed(effect.peer.worker, effect.peer.incarnation, Reason.UNREACHABLE))
+            self._todo.appendleft(ev.PlaneFailed(effect.peer, effect.holder))
 
     def _disconnect(self, effect: fx.Disconnect) -> None:
         """Both roles of a pair share a data connection: the last to let go closes it. What moves may still land."""

@@ -10,9 +10,9 @@ from party import Load
 
 from kvbaton.protocol.effects import Connect, Disconnect, GivenUp, StartCopy
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.events import Departed
+from kvbaton.protocol.events import Departed, PlaneFailed
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.messages import Hello, Joined, Linked, Welcome
+from kvbaton.protocol.messages import Commit, Goodbye, Hello, Joined, Linked, Welcome
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.shunned import Shunned
 from kvbaton.sim.memory import Shape
@@ -91,11 +91,10 @@ def test_with_none_left_the_handoff_fails_and_the_next_tries_all_again(make_pair
 
 def test_an_only_plane_that_fails_is_not_asked_for_again_at_once(make_pair: Make) -> None:
     pair = make_pair("p", "d", transports=(SHM,))
-    pair.d.habits.allocates = False
     load = pair.d.want("r", pair.p.grant())
     pair.lose(Linked)
     pair.settle()
-    pair.d.tell(Departed(WorkerId("p"), reason=Reason.UNREACHABLE))
+    pair.d.tell(PlaneFailed(pair.p.me, pair.done(Connect, "d")[0].holder))
     pair.settle()
     assert load.failed is not None and load.failed.reason is Reason.UNREACHABLE and len(pair.said(Hello)) == 1
 
@@ -104,21 +103,22 @@ def test_endpoints_that_cannot_be_used_are_a_plane_that_cannot_be_opened(two_pla
     two_planes.d.habits.copies = False
     load = two_planes.d.want("r", two_planes.p.grant())
     two_planes.settle()  # as far as the probe
-    two_planes.d.tell(Departed(WorkerId("p"), two_planes.p.me.incarnation, Reason.UNREACHABLE))
+    two_planes.d.tell(PlaneFailed(two_planes.p.me, two_planes.done(Connect, "d")[0].holder, "of no use"))
     two_planes.d.habits.copies = True
     two_planes.settle()
     assert delivered(load) and of(two_planes, Connect) == ["shm", "tcp"]
+    assert two_planes.done(GivenUp)[0].detail == "of no use"
 
 
 def test_a_plane_that_does_not_answer_is_given_up_in_time(two_planes: Pair) -> None:
     two_planes.d.habits.copy_s = 60.0
     load = two_planes.d.want("r", two_planes.p.grant())
-    two_planes.run(2.9)
+    two_planes.run(2.4)
     assert of(two_planes, Connect) == ["shm"] and not two_planes.said(Joined)
     two_planes.d.habits.copy_s = 0.0  # of what is begun from now on
     two_planes.run(0.2)
     assert delivered(load) and of(two_planes, Connect) == ["shm", "tcp"]
-    assert two_planes.done(GivenUp)[0].detail == "could not be opened within 3.0 s"
+    assert two_planes.done(GivenUp)[0].detail == "could not be opened in time"
 
 
 def test_it_is_tried_again_after_a_while(make_pair: Make) -> None:
@@ -126,12 +126,94 @@ def test_it_is_tried_again_after_a_while(make_pair: Make) -> None:
     shut(pair, "shm")
     asks(pair)
     shut(pair)
-    pair.d.tell(Departed(WorkerId("p"), pair.p.me.incarnation))  # the pair has to greet again
     pair.run(59.0)
-    assert delivered(asks(pair, 2)) and of(pair, Connect) == ["shm", "tcp", "tcp"]
-    pair.d.tell(Departed(WorkerId("p"), pair.p.me.incarnation))
+    assert delivered(asks(pair, 2)) and of(pair, Connect) == ["shm", "tcp"] and not pair.said(Goodbye)
     pair.run(2.0)
-    assert delivered(asks(pair, 3)) and of(pair, Connect) == ["shm", "tcp", "tcp", "shm"]
+    assert delivered(asks(pair, 3)) and of(pair, Connect) == ["shm", "tcp", "shm"]  # by an idle link's goodbye
+    assert delivered(asks(pair, 4)) and len(pair.said(Goodbye)) == 1
+
+
+def test_a_link_in_use_is_not_given_up_for_a_better_plane(make_pair: Make) -> None:
+    pair = make_pair("p", "d", transports=BOTH, settings=Settings(shun_s=5.0, transfer_timeout=60.0))
+    shut(pair, "shm")
+    asks(pair)
+    shut(pair)
+    pair.d.habits.copies = False
+    slow = pair.d.want("slow", pair.p.grant(2), 2)
+    pair.run(6.0)
+    other = asks(pair, 3)
+    assert of(pair, Connect) == ["shm", "tcp"]
+    pair.d.habits.copies = True
+    pair.settle()
+    assert delivered(slow) and delivered(other)
+
+
+def test_a_plane_that_fails_at_the_source_gives_way_too(two_planes: Pair) -> None:
+    """P cannot mint an endpoint, or cannot use D's: D hears nothing, or a Reset, and is given another plane."""
+    two_planes.lose(Welcome)
+    load = two_planes.d.want("r", two_planes.p.grant())
+    two_planes.settle()
+    (session,) = two_planes.p.ledger.sessions.by_number
+    two_planes.p.tell(PlaneFailed(two_planes.d.me, ("session", session), "no endpoint"))
+    two_planes.run(1.0)
+    assert delivered(load) and of(two_planes, Connect) == ["tcp"] and two_planes.p.counts["planes_given_up.shm"] == 1
+    two_planes.p.tell(PlaneFailed(two_planes.d.me, ("session", 999)), PlaneFailed(two_planes.d.me, ("link", 999)))
+    assert delivered(asks(two_planes, 2))
+
+
+def test_a_failure_of_one_role_leaves_the_other_alone(make_pair: Make) -> None:
+    pair = make_pair("p", "d", transports=BOTH)
+    assert delivered(asks(pair))
+    back = pair.p.want("back", pair.d.grant(2), 2, source="d")
+    pair.settle()
+    assert delivered(back)
+    (session,) = [number for number, each in pair.d.ledger.sessions.by_number.items() if each.joined]
+    pair.d.tell(PlaneFailed(pair.p.me, ("session", session)))
+    assert pair.d.ledger.consumer.links.by_worker  # by which d reads from p
+    assert delivered(asks(pair, 3)) and of(pair, Connect).count("tcp") == 0
+
+
+def test_a_source_that_can_use_no_plane_does_not_keep_its_reader_greeting(make_pair: Make) -> None:
+    """P confirms and then finds that it cannot connect, every time: a bounded number of greetings, then an end."""
+    pair = make_pair("p", "d", transports=(SHM,))
+
+    def fail_each_session(arrived: int) -> None:
+        for number, session in list(pair.p.ledger.sessions.by_number.items()):
+            if session.joined:
+                pair.p.tell(PlaneFailed(pair.d.me, ("session", number)))
+
+    pair.on_delivery = fail_each_session
+    load = asks(pair)
+    pair.on_delivery = None
+    assert load.failed is not None and len(pair.said(Hello)) == 1 + 8
+
+
+def test_a_source_that_takes_what_was_not_offered_is_refused(two_planes: Pair) -> None:
+    shut(two_planes, "shm")
+    two_planes.lose(Hello, times=99)
+    load = two_planes.d.want("r", two_planes.p.grant())
+    link = two_planes.d.ledger.consumer.links.by_worker[WorkerId("p")]
+    links = two_planes.d.ledger.consumer.links
+    links._shunned.add(WorkerId("p"), "shm", two_planes.d.now)
+    endpoints = (b"1",)
+    card = two_planes.p.ledger.desk.identity.card()
+    two_planes.inject("p", "d", Welcome(link.nonce, card, "shm", endpoints, 0), session=7)
+    two_planes.heal()
+    assert load.failed is not None and load.failed.reason is Reason.NO_TRANSPORT
+    assert load.failed.detail == "transport: the peer chose 'shm', not offered"
+
+
+def test_what_has_all_its_bytes_is_not_lost_with_the_plane(two_planes: Pair) -> None:
+    two_planes.lose(Commit)
+    done = two_planes.d.want("done", two_planes.p.grant(1), 1)
+    two_planes.settle()
+    assert done.end is None and two_planes.said(Commit)
+    shut(two_planes, "shm")
+    load = asks(two_planes, 2)
+    assert load.end is not None and load.end.reason is Reason.UNREACHABLE and done.end is None
+    two_planes.run(1.0)
+    assert delivered(done)
+    assert delivered(asks(two_planes, 3)) and of(two_planes, Connect) == ["shm", "tcp"]
 
 
 def test_a_plane_that_shuts_later_costs_that_handoff_and_no_other(two_planes: Pair) -> None:

@@ -278,7 +278,7 @@ def test_a_lost_connection_ends_its_reads_at_rest_and_what_waits_as_well(bench: 
     bench.posted(2)
     bench.agent.ended[0] = nixlRemoteDisconnectError()
     bench.agent.ended[1] = KeyError("NIXL has forgotten that agent by now")
-    failed = [CopyEnded(JobId(number), Reason.TRANSFER_FAILED) for number in (2, 0, 1)]
+    failed = [CopyEnded(JobId(number), Reason.UNREACHABLE) for number in (2, 0, 1)]
     bench.told(*failed)
     bench.start(4)
     bench.posted(3)
@@ -288,7 +288,7 @@ def test_a_read_that_failed_otherwise_is_not_at_rest(bench: Bench) -> None:
     bench.start(1)
     bench.posted(1)
     bench.agent.ended[0] = KeyError("some other error")
-    bench.told(CopyEnded(JobId(1), Reason.TRANSFER_FAILED, at_rest=False))
+    bench.told(CopyEnded(JobId(1), Reason.UNREACHABLE, at_rest=False))
 
 
 def test_a_write_on_a_lost_connection_rests_only_when_the_peer_is_known_to_be_dead(bench: Bench) -> None:
@@ -298,7 +298,7 @@ def test_a_write_on_a_lost_connection_rests_only_when_the_peer_is_known_to_be_de
     bench.start(2, WRITE, mortal)
     bench.posted(2)
     bench.agent.ended = {0: nixlRemoteDisconnectError(), 1: nixlRemoteDisconnectError()}
-    ends = [CopyEnded(JobId(number), Reason.TRANSFER_FAILED, at_rest=False) for number in (1, 2)]
+    ends = [CopyEnded(JobId(number), Reason.UNREACHABLE, at_rest=False) for number in (1, 2)]
     bench.told(*ends)
     child.kill()
     child.communicate()

@@ -184,6 +184,19 @@ def test_a_peer_that_cannot_even_be_dialled_fails_the_copy(
     assert end.reason is Reason.UNREACHABLE and "unreachable" in end.detail
 
 
+def test_a_copy_of_nothing_tells_whether_the_peer_can_be_reached(make: Callable[..., TcpTransport]) -> None:
+    p, d = make(P), make(D)
+    d.connect(P, p.endpoint(D))
+    nothing = Copy(JobId(1), P, Direction.READ, 0, 0, array("q"))
+    assert d.submit(nothing) and ends(d)[0].reason is None
+    late = PeerId(D.worker, Incarnation(D.incarnation + 1))
+    there = p.endpoint(late)
+    p.close()
+    reader = make(late)
+    reader.connect(P, there)
+    assert reader.submit(nothing) and ends(reader)[0].reason is not None
+
+
 def test_a_stream_that_broke_is_dialled_again_for_the_next_copy(make: Callable[..., TcpTransport]) -> None:
     p, d = make(P), make(D)
     for job in range(3):

@@ -96,8 +96,9 @@ def _module(command: str | None) -> ModuleType:
 def _operator_errors() -> tuple[type[Exception], ...]:
     from kvbaton.api.errors import PortInUseError
     from kvbaton.control.base import ControlError
+    from kvbaton.transports.planes import PlaneError
 
-    return CommandError, ControlError, PortInUseError
+    return CommandError, ControlError, PlaneError, PortInUseError
 
 
 def _complain(command: str | None, message: str, status: int, debug: bool) -> int:

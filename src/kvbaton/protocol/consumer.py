@@ -44,6 +44,9 @@ from kvbaton.protocol.spans import Side
 from kvbaton.protocol.table import Verdict
 
 _S, _E = IntakeState, IntakeEvent
+GREETINGS_MAX = 8
+"""Of one handoff: more than there are data planes, and a source may have begun a new life meanwhile."""
+
 _RENEWING = (_S.GRANTED, _S.COPYING, _S.OFFERED)
 
 
@@ -113,7 +116,9 @@ class Consumer:
 
     def on_link_down(self, link: Link, reason: Reason, detail: str, now: float) -> None:
         for intake in [i for i in self.by_handoff.values() if i.link is link]:
-            if _greets_again(link, reason) and intake.state in (_S.GREETING, _S.CLAIMING):
+            again = _greets_again(link, reason) and intake.greetings < GREETINGS_MAX
+            if again and intake.state in (_S.GREETING, _S.CLAIMING):
+                intake.greetings += 1
                 # Nothing was granted yet: greet whoever is there now; the ticket decides whether it will do.
                 self._step(intake, _E.UNLINKED)
                 intake.link = self.links.need(link.worker, now)
@@ -264,6 +269,12 @@ class Consumer:
         if reason is Reason.PEER_UNKNOWN:
             self.links.lose(link, Reason.PEER_GONE, "the data planes no longer know each other", now)
         elif reason is Reason.UNREACHABLE and link.fallback:
+            link.worn = True
+            self._let_go(link, now)
+
+    def _let_go(self, link: Link, now: float) -> None:
+        """What has all its bytes needs only the answer to its commit; nothing else has a use for a shut plane."""
+        if link.worn and not any(i.link is link and i.state is _S.COMMITTING for i in self.by_handoff.values()):
             self.links.avoid(link, "a copy found the data plane shut", now)
 
     def on_rest(self, intake: Intake, now: float) -> None:
@@ -523,6 +534,7 @@ class Consumer:
         self.desk.timers.clear(("pulse", handoff))
         if intake.target is not None:
             self.desk.emit(DropHold(intake.wanted.request, handoff))
+        self._let_go(intake.link, now)
 
 
 def _greets_again(link: Link, reason: Reason) -> bool:

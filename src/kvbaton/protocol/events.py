@@ -153,6 +153,13 @@ class Departed(_Event, frozen=True):
     worker: WorkerId
     incarnation: Incarnation = Incarnation(0)
     reason: Reason = Reason.PEER_GONE
+
+
+class PlaneFailed(_Event, frozen=True):
+    """A data plane could not be opened here, for one link or session with that peer."""
+
+    peer: PeerId
+    holder: tuple[str, int]
     detail: str = ""
 
 
@@ -172,6 +179,7 @@ class DrainStarted(_Event, frozen=True):
 
 Event = (
     LeaseBegun
+    | PlaneFailed
     | LeaseExtended
     | LeaseProgressed
     | LeaseCompleted

@@ -150,6 +150,7 @@ class Intake:
     reservation: ReservationId = ReservationId(0)
     accepted: bool = False  # the source has confirmed the offer
     end: End | None = None
+    greetings: int = 0  # repeated for it, after the first
     deadline: float = 0.0
     hard_deadline: float = 0.0
     asked: float = 0.0  # when, like the next three

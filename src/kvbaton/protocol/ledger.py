@@ -195,6 +195,15 @@ class Ledger:
             self.producer.on_departed(event.worker, now)
         self.consumer.links.lose_worker(event, now)
 
+    def _on_plane_failed(self, event: ev.PlaneFailed, now: float) -> None:
+        role, number = event.holder
+        if role == "session":
+            self.sessions.avoid(number, now)
+            return
+        link = self.consumer.links.by_worker.get(event.peer.worker)
+        if link is not None and link.nonce == number:
+            self.consumer.links.avoid(link, event.detail or "it could not be opened here", now)
+
     def _on_drain(self, event: ev.DrainStarted, now: float) -> None:
         self.producer.draining = True
 
@@ -237,6 +246,7 @@ class Ledger:
             ev.PutWanted: self.puts.on_wanted,
             ev.StoreEnded: self.puts.on_ended,
             ev.Departed: self._on_departed,
+            ev.PlaneFailed: self._on_plane_failed,
             ev.Discarded: producer.on_discarded,
             ev.DrainStarted: self._on_drain,
             ev.CacheReplaced: self._on_cache_replaced,

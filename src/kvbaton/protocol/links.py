@@ -46,6 +46,10 @@ class Links:
     def need(self, worker: WorkerId, now: float) -> Link:
         """The link to that worker, greeting it if there is none."""
         link = self.by_worker.get(worker)
+        if link is not None and self._may_improve(link, now):
+            self.send(link, Goodbye())
+            self.lose(link, Reason.PEER_GONE, "a data plane that had failed is tried again", now)
+            link = None
         if link is None:
             if len(self.by_worker) >= self.desk.settings.sessions_max:
                 self._let_one_go(now)
@@ -91,6 +95,9 @@ class Links:
         except ProtocolError as error:
             self.lose(link, error.reason, error.detail, now)
             return
+        if link.transport.name not in (self._worth_a_try(link, now) or self.desk.identity.transport_names):
+            self.lose(link, Reason.NO_TRANSPORT, f"transport: the peer chose {message.transport!r}, not offered", now)
+            return
         ranks = len(link.plan.source.ranks)
         if len(message.endpoints) != ranks * len(self.desk.identity.layout.ranks):
             self.lose(link, Reason.BAD_MESSAGE, "endpoints: not one for each pair of ranks", now)
@@ -99,6 +106,7 @@ class Links:
         link.features = message.card.optional
         worth_a_try = self._worth_a_try(link, now)
         link.fallback = has_fallback(self.desk.identity, message.card, worth_a_try, link.transport.name)
+        link.left_out = tuple(n for n in message.card.transports if self._is_shunned(link, n, now))
         self.on_pairing(sender, message.link_session, now)
         self.desk.emit(Connect(sender, link.transport.name, ranks, message.endpoints, _holder(link)))
         self.desk.count(f"links.{link.transport.name}")
@@ -141,10 +149,7 @@ class Links:
             return
         # A link that is still greeting does not know yet whom: news of an earlier life say nothing about it.
         if event.incarnation == 0 or (link.peer is not None and link.peer.incarnation == event.incarnation):
-            if reason is Reason.UNREACHABLE:
-                self.avoid(link, event.detail or "the endpoints that the peer named cannot be used", now)
-            else:
-                self.lose(link, reason, event.detail or f"worker {event.worker} has left or is not registered", now)
+            self.lose(link, reason, f"worker {event.worker} has left or is not registered", now)
 
     def avoid(self, link: Link, detail: str, now: float) -> None:
         """The data plane of this link could not be opened: pair anew, by another one if there is one."""
@@ -196,8 +201,7 @@ class Links:
     def on_timer(self, worker: WorkerId, now: float) -> None:
         link = self.by_worker[worker]
         if link.probes is not None and now >= link.probed_until:
-            waited = f"could not be opened within {self.desk.settings.probe_timeout} s"
-            self.avoid(link, waited, now)
+            self.avoid(link, "could not be opened in time", now)
         elif now >= link.deadline:
             self.lose(link, Reason.HANDSHAKE_TIMEOUT, f"worker {worker} did not answer the handshake", now)
         else:
@@ -221,6 +225,15 @@ class Links:
         at = min(now + self.desk.settings.retry_s, link.deadline)
         self.desk.timers.set(("link", link.worker), at if link.probes is None else min(at, link.probed_until))
 
+    def _is_shunned(self, link: Link, name: str, now: float) -> bool:
+        return self.desk.identity.capabilities(name) is not None and name not in self._worth_a_try(link, now)
+
+    def _may_improve(self, link: Link, now: float) -> bool:
+        """Nothing is being taken, and what the pair had to do without may work by now."""
+        if not link.left_out or link.state is not LinkState.UP or not self._watcher.is_idle(link):
+            return False
+        return not any(self._is_shunned(link, name, now) for name in link.left_out)
+
     def _worth_a_try(self, link: Link, now: float) -> tuple[str, ...]:
         return self._shunned.without(link.worker, self.desk.identity.transport_names, now)
 
@@ -228,7 +241,8 @@ class Links:
         """Have every rank of ours open the data plane to every rank of theirs, while nothing depends on it yet."""
         assert link.peer is not None and link.transport is not None
         link.probes = Parts(link)
-        link.probed_until = now + self.desk.settings.probe_timeout
+        share_s = self.desk.settings.claim_timeout / (2 * len(self.desk.identity.transports))  # all get a turn in time
+        link.probed_until = now + min(self.desk.settings.probe_timeout, share_s)
         for rank in range(len(self.desk.identity.layout.ranks)):
             moves = [Move(remote, 0, 0, array("q")) for remote in range(ranks)]
             self.desk.start(link.probes, link.transport.name, link.peer, Direction.READ, rank, moves)

@@ -70,6 +70,8 @@ class Link:
     transport: Capabilities | None = None
     features: int = 0  # what the source can do
     fallback: bool = False  # the pair has another data plane in common, which has not failed
+    left_out: tuple[str, ...] = ()  # better to worse: data planes of both that had failed when the pair greeted
+    worn: bool = False  # its data plane was found shut; let go when the last commit is answered
     probes: Parts | None = None  # copies of nothing, which end when the data plane is open
     probed_until: float = 0.0
     fencing: set[tuple[int, PeerId]] = field(default_factory=set)  # ranks whose fence has not ended
@@ -107,14 +109,14 @@ def check_ranks(identity: Identity, card: Card) -> None:
         raise ProtocolError(Reason.INCOMPATIBLE, f"ranks: {ours} here, {theirs} there; at most {RANK_PAIRS_MAX} pairs")
 
 
-def pair_as_source(identity: Identity, card: Card) -> tuple[Plan, Capabilities]:
+def pair_as_source(identity: Identity, card: Card, preferred: Sequence[str] = ()) -> tuple[Plan, Capabilities]:
     """P's view of a pairing: the plan towards that D and the best data plane that both have."""
     check_card(identity, card)
     mapping = plan(identity.layout, validate(card.layout))
     check_ranks(identity, card)
-    for transport in identity.transports:
-        if transport.name in card.transports and reaches(transport, identity, card):
-            return mapping, transport
+    usable = [t for t in identity.transports if t.name in card.transports and reaches(t, identity, card)]
+    if usable:  # all have failed: better than none
+        return mapping, next((t for t in usable if t.name in preferred), usable[0])
     ours = ", ".join(transport.name for transport in identity.transports)
     raise ProtocolError(Reason.NO_TRANSPORT, f"transports: ours are {ours}; theirs are {', '.join(card.transports)}")
 

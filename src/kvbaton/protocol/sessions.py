@@ -14,6 +14,7 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.messages import DETAIL_CHARS_MAX, Goodbye, Hello, HelloRefused, Joined, Linked, Welcome
 from kvbaton.protocol.peer import Session, pair_as_source
+from kvbaton.protocol.shunned import Shunned
 
 
 class Sessions:
@@ -29,6 +30,7 @@ class Sessions:
         self.desk = desk
         self.by_number: dict[int, Session] = {}
         self._last = 0
+        self._shunned = Shunned(desk.settings.shun_s)
         self._on_ended = on_ended
         self._is_idle = is_idle
         self._link_session = link_session
@@ -72,6 +74,14 @@ class Sessions:
         self._end(session, now)
         self._disconnect(session)
 
+    def avoid(self, number: int, now: float) -> None:
+        """Its data plane cannot be opened here: its D greets again, and is given another."""
+        session = self.by_number.get(number)
+        if session is not None:
+            self._shunned.add(session.peer.worker, session.transport.name, now)
+            self.desk.count(f"planes_given_up.{session.transport.name}")
+            self.end(session, now)
+
     def end_unknown(self, peer: PeerId, session: int, now: float) -> None:
         """That peer says in which session it is linked to us: whatever we still did for it in others must stop.
 
@@ -111,7 +121,8 @@ class Sessions:
         return earlier
 
     def _open(self, sender: PeerId, hello: Hello, now: float) -> Session:
-        mapping, transport = pair_as_source(self.desk.identity, hello.card)
+        left = self._shunned.without(sender.worker, hello.card.transports, now)
+        mapping, transport = pair_as_source(self.desk.identity, hello.card, left)
         if len(self.by_number) >= self.desk.settings.sessions_max:
             oldest = next((s for s in self.by_number.values() if not s.joined), None)
             oldest = oldest or next((s for s in self.by_number.values() if self._is_idle(s)), None)

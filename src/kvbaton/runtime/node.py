@@ -18,7 +18,7 @@ from kvbaton.control.base import worth_saying
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol.codec import encode
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.events import CopyEnded, Departed, Event, RankFenced, StoreEnded
+from kvbaton.protocol.events import CopyEnded, Departed, Event, PlaneFailed, RankFenced, StoreEnded
 from kvbaton.protocol.ids import JobId, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.messages import Joined, Welcome
@@ -178,7 +178,15 @@ class Node:
     def _send(self, effect: fx.Send) -> None:
         message = effect.message
         if effect.invitation is not None and isinstance(message, Welcome | Joined):
-            message = msgspec.structs.replace(message, endpoints=self._endpoints(effect.invitation))
+            invitation = effect.invitation
+            try:
+                message = msgspec.structs.replace(message, endpoints=self._endpoints(invitation))
+            except TimeoutError:  # a rank that is slow: asked again with the next greeting
+                raise
+            except Exception as error:
+                detail = str(error)[:DETAIL_CHARS_MAX]
+                self._next_events.append(PlaneFailed(invitation.peer, invitation.holder, detail))
+                raise
         frame = encode(self.ledger.desk.identity.me, effect.to, effect.session, message)
         if not self.control.send(effect.worker, frame):
             self._next_events.append(Departed(effect.worker, reason=Reason.PEER_UNKNOWN))
@@ -202,7 +210,7 @@ class Node:
             log.info("KV to and from %s goes over %s", effect.peer.worker, effect.transport)
         except Exception as error:  # whatever it was, nothing can be moved between the two
             peer, detail = effect.peer, str(error)[:DETAIL_CHARS_MAX]
-            self._next_events.append(Departed(peer.worker, peer.incarnation, Reason.UNREACHABLE, detail))
+            self._next_events.append(PlaneFailed(peer, effect.holder, detail))
             if not isinstance(error, ValueError):  # which says that the endpoint is of no use, not that the plane broke
                 raise
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -191,7 +192,7 @@ class MooncakeTransport:
         if local is None or remote is None:
             raise ValueError(f"region {copy.local_region} here or {copy.remote_region} there is not registered")
         total = self._mover.check_spans(copy.spans, 3, local.nbytes, remote.size_bytes)
-        return cut(copy.spans, total, LANES, PART_BYTES, PART_SLICES_MAX)
+        return cut(copy.spans, total, LANES, PART_BYTES, PART_SLICES_MAX) or deque([array("q")])
 
     def _released(self, job: Job, link: Link, problem: str) -> None:
         """The device is done with what `job` waited for."""

@@ -124,5 +124,6 @@ def _hasten_one(found: socket.socket, port: int) -> None:
         if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             limit = struct.pack("ll", 0, ACCEPT_MS * 1000)
             found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            found.shutdown(socket.SHUT_RDWR)  # whoever waits in the backlog would be heard out, for 5 s
         else:
             found.shutdown(socket.SHUT_RDWR)  # someone who connected and says nothing: it would be waited for

@@ -21,6 +21,8 @@ seen by process_vm_readv on one host, nor between processes that run. Prefer `tc
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -196,7 +198,7 @@ class NixlTransport:
         if local is None or remote is None:
             raise ValueError(f"region {copy.local_region} here or {copy.remote_region} there is not registered")
         total = self._checker.check_spans(copy.spans, 3, local.nbytes, remote.size)
-        job.parts = cut(without_empty(copy.spans), total, 1, PART_BYTES, ROWS_MAX)
+        job.parts = cut(without_empty(copy.spans), total, 1, PART_BYTES, ROWS_MAX) or deque([array("q")])
 
     def _released(self, job: Job, link: Link, problem: str) -> None:
         """The device is done with what `job` waited for."""

@@ -27,6 +27,7 @@ class Remote:
     links: set[Link] = field(default_factory=set)
     parts: int = 0
     lost: bool = False  # NIXL has given the connection up
+    reached: bool = False  # something of it has arrived, so there was a connection
 
 
 @dataclass(slots=True, eq=False)

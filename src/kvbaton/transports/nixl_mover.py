@@ -152,12 +152,15 @@ class NixlMover:
         self._moved_at = time.monotonic()
         try:
             remote = self._reach(link)
-            request = self._request(link, remote, job, spans)
+            request = self._request(link, remote, job, spans) if spans else 0
         except NixlError as error:  # nothing was begun
             reason = Reason.UNREACHABLE if link.remote is None else Reason.TRANSFER_FAILED
             self._jobs.part_ended(job, reason, str(error))
             if link.remote is not None and not link.remote.parts and not link.remote.lost:
                 self._lose(link.remote, str(error))
+            return
+        if not spans:  # a copy of nothing: the peer was reached
+            self._jobs.part_ended(job)
             return
         part = Part(job, remote, request)
         remote.parts += 1
@@ -207,6 +210,7 @@ class NixlMover:
 
     def _over(self, part: Part) -> None:
         """NIXL is done with it."""
+        part.remote.reached = True
         self._release(part)
         self._jobs.part_ended(part.job)
 
@@ -217,11 +221,12 @@ class NixlMover:
         if lost and not remote.lost:
             self._lose(remote, str(error))
         self._release(part)
+        reason = Reason.TRANSFER_FAILED if remote.reached else Reason.UNREACHABLE
         if lost and part.job.copy.direction is Direction.READ:
-            self._jobs.part_ended(part.job, Reason.TRANSFER_FAILED, str(error))
+            self._jobs.part_ended(part.job, reason, str(error))
         else:
             self._unproven.append(part)
-            self._jobs.abandon(part.job, Reason.TRANSFER_FAILED, str(error))
+            self._jobs.abandon(part.job, reason, str(error))
 
     def _lose(self, remote: Remote, detail: str) -> None:
         """The connection is gone: what waits for it fails now, and the next copy dials anew."""
@@ -229,7 +234,7 @@ class NixlMover:
         del self._remotes[remote.there.agent]
         for link in remote.links:
             for job in link.waiting:
-                self._jobs.fail(job, Reason.TRANSFER_FAILED, detail)
+                self._jobs.fail(job, Reason.TRANSFER_FAILED if remote.reached else Reason.UNREACHABLE, detail)
             self._sweep(link)
         self._drop(remote)
 

@@ -46,6 +46,10 @@ ChecksumMode = Literal["off", "sample", "full"]
 CHECKSUMS: tuple[ChecksumMode, ...] = ("off", "sample", "full")
 
 
+class PlaneError(OSError):
+    """A data plane cannot be had here; the message says which and why."""
+
+
 class PlaneSettings(msgspec.Struct, frozen=True):
     """What a data plane is told when it is made."""
 
@@ -86,7 +90,7 @@ def _usable(choice: str, device: str) -> tuple[str, ...]:
         for name in names:
             problem = PLANES[name].usable()
             if problem:
-                raise OSError(f"transport {name} cannot be used here: {problem}")
+                raise PlaneError(f"transport {name} cannot be used here: {problem}")
         return names
     found = [name for name in ORDER if device in capabilities(name).device_kinds and PLANES[name].in_auto()]
     return tuple(name for name in found if not PLANES[name].usable())
@@ -109,7 +113,7 @@ def make(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[memory
     except (ValueError, OSError):
         raise
     except Exception as error:  # a library may raise anything, and without its device some do
-        raise OSError(f"transport {name} cannot be used here: {type(error).__name__}: {error}") from error
+        raise PlaneError(f"transport {name} cannot be used here: {type(error).__name__}: {error}") from error
     if plain != name:
         plane = SummedTransport(plane, me, SumConfig(Checksum(settings.checksum), host=settings.host))
     for region, view in enumerate(memory):

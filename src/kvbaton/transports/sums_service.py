@@ -19,11 +19,15 @@ from kvbaton.transports.memory import Registered
 from kvbaton.transports.mover import Mover
 from kvbaton.transports.reception import BACKLOG, Reception
 from kvbaton.transports.spans import from_wire
+from kvbaton.transports.sums import PART_BYTES, PIECE_BYTES
 from kvbaton.transports.sums_hash import digests
 from kvbaton.transports.sums_pool import Digesters
 from kvbaton.transports.tcp_frames import FRAME_BYTES, WINDOW_MAX, Frame, Kind, Status, parse
 from kvbaton.transports.tcp_server import family_of, prepare
 from kvbaton.transports.wire import Bytes, Script, Wire, take
+
+QUESTION_BYTES_MAX = PART_BYTES + PIECE_BYTES
+"""More than an honest peer ever asks about at once: others wait in the same line."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,6 +115,8 @@ class SumService:
             total = self._mover.check_spans(pairs, 2, memory.nbytes, 0)
         except ValueError:
             return None
+        if frame.payload_bytes > QUESTION_BYTES_MAX:
+            raise ProtocolError(Reason.BAD_MESSAGE, f"a question about {frame.payload_bytes} bytes; ask in parts")
         if total != frame.payload_bytes:
             raise ProtocolError(Reason.BAD_MESSAGE, f"spans of {total} bytes, said to be {frame.payload_bytes}")
         return memory

@@ -13,6 +13,7 @@ a connection that merely timed out proves nothing, and such a WRITE never claims
 from __future__ import annotations
 
 import ipaddress
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -201,7 +202,7 @@ class TcpTransport:
         if local is None or remote_bytes is None:
             raise ValueError(f"region {copy.local_region} here or {copy.remote_region} there is not registered")
         total = self._mover.check_spans(copy.spans, 3, local.nbytes, remote_bytes)
-        return cut(copy.spans, total, self._config.streams, PART_BYTES, ROWS_MAX)
+        return cut(copy.spans, total, self._config.streams, PART_BYTES, ROWS_MAX) or deque([array("q")])
 
     def _released(self, job: Job, link: Link, problem: str) -> None:
         """The device is done with what `job` waited for."""
