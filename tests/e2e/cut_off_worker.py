@@ -1,7 +1,8 @@
 """A worker that shares no memory with its peers, although all say that they are on one host. Run it as a script.
 
 `python cut_off_worker.py HOW worker …` is `kvbaton worker …` in a process where shm fails as between two containers:
-`namespace` (the peer's sockets belong to another network namespace), or `door` (nobody answers at the peer's socket).
+`namespace` (the peer's sockets belong to another network namespace), `door` (nobody answers at the peer's socket), or
+`mint` (this one can open no socket for its peers).
 """
 
 from __future__ import annotations
@@ -23,13 +24,19 @@ def _nobody_there(name: str) -> socket.socket:
     raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
+def _no_socket(self: object, peer: object) -> bytes:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
 def cut_off(how: str) -> None:
     if how == "namespace":
         setattr(shm, "host_identity", _another_namespace)  # noqa: B010 - the name that shm itself has for it
     elif how == "door":
         shm_attach.dial = _nobody_there
+    elif how == "mint":
+        setattr(shm.ShmTransport, "endpoint", _no_socket)  # noqa: B010 - a method, replaced in this process only
     else:
-        raise SystemExit(f"got {how!r}, expected namespace or door")
+        raise SystemExit(f"got {how!r}, expected namespace, door or mint")
 
 
 if __name__ == "__main__":

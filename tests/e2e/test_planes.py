@@ -62,6 +62,11 @@ class Cluster:
 
         return dict(await eventually(look, REST_S))
 
+    async def d_and_p(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of a P whose ports may have failed: what the one D, and what P say of themselves."""
+        (d,) = self.ds.values()
+        return dict(await d.stats()), dict(await self.p.stats())
+
     async def doctor(self) -> dict[str, dict[str, Any]]:
         """What `kvbaton doctor` finds at each worker; its verdict must be good."""
         words = (*WORKER[:2], "doctor", "--router", self.url, "--json")
@@ -74,7 +79,11 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def cluster(
-    directory: Path, p_planes: str, ds: Mapping[str, Sequence[str]], p_flags: Sequence[str] = ()
+    directory: Path,
+    p_planes: str,
+    ds: Mapping[str, Sequence[str]],
+    p_flags: Sequence[str] = (),
+    p_words: Sequence[str] = WORKER,
 ) -> AsyncIterator[Cluster]:
     """`ds`: the words that start each decode worker, before those that say who and where it is."""
     keys.mint(directory / "keys", ["router", "p0", *ds])
@@ -84,7 +93,7 @@ async def cluster(
         where = ("--keys", str(directory / "keys"), "--registry", front.registry_endpoint)
         members: list[Member] = []
         try:
-            for name, words in {"p0": (*WORKER, "--transport", p_planes, *p_flags), **ds}.items():
+            for name, words in {"p0": (*p_words, "--transport", p_planes, *p_flags), **ds}.items():
                 role = "prefill" if name == "p0" else "decode"
                 log = directory / f"{name}.log"
                 with log.open("wb") as out:
@@ -190,5 +199,18 @@ def test_a_worker_that_cannot_share_memory_takes_tcp_for_its_first_handoff(tmp_p
             found = await here.doctor()
             assert {name: found[name]["links"]["p0"] for name in words} == takes
             assert {name: found[name]["given_up_total"] for name in words} == given_up
+
+    asyncio.run(story())
+
+
+def test_a_source_that_cannot_offer_its_best_plane_gives_the_next(tmp_path: Path) -> None:
+    words = {"d0": (*WORKER, "--transport", "shm,tcp", "--policy", "fail")}
+
+    async def story() -> None:
+        async with cluster(tmp_path, "shm,tcp", words, p_words=(CUT_OFF, "mint", "worker")) as here:
+            await here.asked(4, Mode.PULL, "mint")
+            stats, source = await here.d_and_p()
+            assert stats["ends_total"] == {"delivered": 4} and stats["links"] == {"p0": "tcp"}
+            assert source["planes_given_up_total"] == {"shm": 1}
 
     asyncio.run(story())
