@@ -28,6 +28,7 @@ PROMPT_BLOCKS = 1024
 NEXT_BLOCKS = 64
 TRIES = 10
 FIRST_BYTE_S = 10.0
+LOOK_S = 0.0002
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -115,6 +116,7 @@ def _caught_half_way(
         deadline = time.monotonic() + FIRST_BYTE_S
         while not landed.any():
             assert time.monotonic() < deadline, "nothing landed"
+            time.sleep(LOOK_S)  # or this thread keeps the reader's own from running, for seconds
         source.stop()
         end = reader.end_of(request)
         came, all_of_it = int(np.count_nonzero(landed)), landed[:, to_blocks].size
