@@ -20,7 +20,7 @@ from kvbaton.store.base import Backend
 from kvbaton.store.client import ServedBackend, ServerSilent
 from kvbaton.store.line_client import LinedBackend
 from kvbaton.store.line_server import LineServer
-from kvbaton.store.lines import Line, LineError, Op, admit, greet
+from kvbaton.store.lines import _HELLO, NONCE_BYTES, PROOF_BYTES, Line, LineError, Op, admit, greet
 from kvbaton.store.memory import MemoryBackend
 from kvbaton.store.server import StoreServer
 from kvbaton.testing.store_case import StoreCase
@@ -220,7 +220,7 @@ def test_a_server_that_does_not_hold_the_secret_is_left() -> None:
 
     def serve() -> None:
         try:
-            admit(server, lambda _: b"x" * 32)
+            admit(server, lambda _: b"x" * 32, lambda _: b"x" * 32)
         except (LineError, OSError) as error:
             failed.append(error)
             server.close()
@@ -249,7 +249,7 @@ class _Plain(Line):
         struct.pack("<B3xI", 9, 1) + b"x",
         struct.pack("<B3xI", Op.EXISTS, 1 << 30),
         struct.pack("<B3xI", Op.EXISTS, 4) + b"\xc1\xc1\xc1\xc1",
-        struct.pack("<B3xI", Op.EXISTS, 8) + b"\x91\x92\xa3A/B\x00\x00"[:8],
+        struct.pack("<B3xI", Op.EXISTS, 7) + b"\x91\x92\xa3A/B\x00",
         struct.pack("<B3xI", Op.GET, 1) + b"\x90",
     ],
 )
@@ -269,15 +269,71 @@ def test_lines_and_invitations_are_bounded(harness: LinedHarness, monkeypatch: p
     monkeypatch.setattr(line_server, "LINES_MAX", 2)
     monkeypatch.setattr(line_server, "INVITATIONS_MAX", 3)
     held = [connect(harness), connect(harness)]
-    assert poll(lambda: len(harness.lines._lines) == 2, 10)
-    assert is_shut(connect(harness))
     for line in held:
+        greet(line, *harness.lines.invite())
+    assert poll(lambda: len(harness.lines._lines) == 2, 10)
+    more = connect(harness)
+    with pytest.raises((LineError, OSError)):
+        greet(more, *harness.lines.invite())
+    assert harness.lines.counters["turned_away"] == 1
+    for line in (*held, more):
         line.close()
+    assert poll(lambda: not harness.lines._lines, 10)
     first = harness.lines.invite()
     for _ in range(3):
         harness.lines.invite()
-    assert harness.lines._take(first[0]) is None
+    late = connect(harness)
+    with pytest.raises((LineError, OSError)):
+        greet(late, *first)
+    late.close()
     assert len(harness.lines._invitations) == 3
+
+
+def test_strangers_take_no_members_place(harness: LinedHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_server, "LINES_MAX", 2)
+    monkeypatch.setattr(line_server, "GREETING_MAX", 4)
+    strangers = [connect(harness) for _ in range(20)]
+    backend = harness.backend()
+    assert backend.exists(["a"]) == [False]
+    assert poll(lambda: harness.lines.counters["turned_away"] >= 15, 10) and len(harness.lines._greeting) <= 4
+    for line in strangers:
+        line.close()
+    backend.close()
+
+
+def test_an_invitation_is_not_spent_by_who_only_names_its_number(harness: LinedHarness) -> None:
+    number, secret = harness.lines.invite()
+    stranger = connect(harness)
+    with pytest.raises((LineError, OSError)):
+        greet(stranger, number, bytes(len(secret)))
+    stranger.close()
+    member = connect(harness)
+    greet(member, number, secret)
+    again = connect(harness)
+    with pytest.raises((LineError, OSError)):
+        greet(again, number, secret)
+    for line in (member, again):
+        line.close()
+
+
+@pytest.mark.parametrize("answer", ["noise", "echo"])
+def test_a_server_that_only_pretends_is_left(answer: str) -> None:
+    """It cannot prove the secret: not by noise, and not by giving back what the client has proven."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    server, client = _Plain(theirs), _Plain(ours)
+
+    def pretend() -> None:
+        server.send(bytes(NONCE_BYTES))
+        hello = server.read(_HELLO.size)
+        server.send(bytes(PROOF_BYTES) if answer == "noise" else hello[-PROOF_BYTES:])
+
+    thread = threading.Thread(target=pretend)
+    thread.start()
+    with pytest.raises(LineError, match="does not hold the secret"):
+        greet(client, 1, b"y" * 32)
+    thread.join(10)
+    for line in (server, client):
+        line.close()
 
 
 def test_a_back_end_that_raises_costs_the_call(harness: LinedHarness) -> None:

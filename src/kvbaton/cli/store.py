@@ -44,6 +44,11 @@ def size(text: str) -> int:
     return found
 
 
+CLOSE_S = 5.0
+FLUSH_S = 120.0
+"""With a disk, memory is written to it before the end: at most for so long."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--keys", required=True, metavar="DIR", default=argparse.SUPPRESS, help="directory made by kvbaton keys new")
@@ -74,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         first = {"name": args.name, "endpoint": control.endpoint, "bytes_max": args.bytes}
         asyncio.run(_until_told(args, first, lambda: _tell(args.json, _figures(server, memory, disk))))
     finally:
-        server.close()
+        server.close(FLUSH_S if args.disk else CLOSE_S)
     return 0
 
 

@@ -133,17 +133,19 @@ class KeptStore:
                 inputs, self._inputs = self._inputs, deque()
                 closed = self._closed
             try:
-                self._turn(inputs)
+                self._turn(inputs)  # takes what it handles: the rest is for the next turn
             except Exception:  # a bug in one turn must not leave the others without an end
                 log.exception("the store's keeper failed; going on")
                 time.sleep(PAUSE_S)
+                with self._changed:
+                    self._inputs.extendleft(reversed(inputs))
             if closed:
                 self._finish()
                 return
 
     def _turn(self, inputs: deque[_Input]) -> None:
-        for given in inputs:
-            now = self._clock()
+        while inputs:
+            given, now = inputs.popleft(), self._clock()
             match given:
                 case Task():
                     self._keeper.take(given, now)
@@ -157,7 +159,10 @@ class KeptStore:
 
     def _tell(self) -> None:
         for call in self._keeper.calls():
-            self._workers.begin(call)
+            try:
+                self._workers.begin(call)
+            except RuntimeError as error:  # out of threads: the call has failed, and the rest begins
+                self._post((call, error))
         ends = self._keeper.ends()
         if ends:
             with self._changed:

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 
 from kvbaton.store.base import Backend
 from kvbaton.store.lines import SECRET_BYTES, SIZE, Item, Line, LineError, Op, admit
@@ -22,6 +23,7 @@ from kvbaton.store.memory import MemoryBackend, room
 log = logging.getLogger(__name__)
 
 LINES_MAX = 256
+GREETING_MAX = 64  # of lines that have not proven themselves; beyond it the oldest of these goes
 INVITATIONS_MAX = 1024
 GREETING_S = 5.0
 QUESTION_S = 30.0
@@ -42,6 +44,7 @@ class LineServer:
         self._invitations: OrderedDict[int, bytes] = OrderedDict()
         self._lock = threading.Lock()
         self._lines: set[Line] = set()
+        self._greeting: OrderedDict[Line, None] = OrderedDict()  # not among the lines: strangers take nobody's place
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -61,7 +64,7 @@ class LineServer:
 
     def close(self) -> None:
         with self._lock:
-            self._closed, lines = True, list(self._lines)
+            self._closed, lines = True, [*self._lines, *self._greeting]
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -77,21 +80,25 @@ class LineServer:
                     return
                 time.sleep(0.05)  # out of descriptors: some line will end
                 continue
-            with self._lock:
-                refused = self._closed or len(self._lines) >= LINES_MAX
-                line = Line(connection)
-                if not refused:
-                    self._lines.add(line)
-            if refused:
-                self.counters["turned_away"] += 1
-                line.close()
-            else:
-                threading.Thread(target=self._serve, args=(line,), name="kvbaton-store-line", daemon=True).start()
+            self._begin(Line(connection))
+
+    def _begin(self, line: Line) -> None:
+        with self._lock:
+            self._greeting[line] = None
+            oldest = self._greeting.popitem(last=False)[0] if len(self._greeting) > GREETING_MAX else None
+        if oldest is not None:
+            self.counters["turned_away"] += 1
+            oldest.close()
+        try:
+            threading.Thread(target=self._serve, args=(line,), name="kvbaton-store-line", daemon=True).start()
+        except RuntimeError:  # out of threads: some line will end
+            self.counters["turned_away"] += 1
+            self._leave(line)
 
     def _serve(self, line: Line) -> None:
         try:
             line.until = time.monotonic() + GREETING_S
-            admit(line, self._take)
+            admit(line, self._invitations.get, self._enter(line))
             self.counters["lines"] += 1
             buffer = bytearray()
             while True:
@@ -103,13 +110,27 @@ class LineServer:
             self.counters["faults"] += 1
             log.exception("a line of the store failed")
         finally:
-            line.close()
-            with self._lock:
-                self._lines.discard(line)
+            self._leave(line)
 
-    def _take(self, number: int) -> bytes | None:
+    def _enter(self, line: Line) -> Callable[[int], bytes | None]:
+        """Takes an invitation, and with it a place among the lines."""
+
+        def take(number: int) -> bytes | None:
+            with self._lock:
+                if self._closed or len(self._lines) >= LINES_MAX:
+                    self.counters["turned_away"] += 1
+                    return None
+                self._greeting.pop(line, None)
+                self._lines.add(line)
+                return self._invitations.pop(number, None)
+
+        return take
+
+    def _leave(self, line: Line) -> None:
+        line.close()
         with self._lock:
-            return self._invitations.pop(number, None)
+            self._lines.discard(line)
+            self._greeting.pop(line, None)
 
     def _answer(self, line: Line, buffer: bytearray) -> bytearray:
         op, items = line.asked()
@@ -151,7 +172,10 @@ class LineServer:
             room_bytes = min(bytes_max, self._value_bytes_max)
             if self._direct is not None:
                 value = self._direct.value(key)
-                if value is None or len(value) > room_bytes:
+                if value is not None and len(value) > room_bytes:
+                    self._direct.discard([key])  # damaged: else it would be said to be there, and never be put again
+                    value = None
+                if value is None:
                     line.send(_NONE)
                 else:
                     line.send(SIZE.pack(len(value)), memoryview(value))

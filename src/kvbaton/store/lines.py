@@ -138,16 +138,18 @@ def greet(line: Line, number: int, secret: bytes) -> None:
         raise LineError("the server does not hold the secret of our invitation")
 
 
-def admit(line: Line, take: Callable[[int], bytes | None]) -> None:
-    """The server's half; LineError for a stranger. `take` gives an invitation's secret, once."""
+def admit(line: Line, secret_of: Callable[[int], bytes | None], take: Callable[[int], bytes | None]) -> None:
+    """The server's half; LineError for a stranger. `take` gives an invitation's secret once, to who has proven it."""
     ours = secrets.token_bytes(NONCE_BYTES)
     line.send(ours)
     magic, version, number, theirs, proof = _HELLO.unpack(line.read(_HELLO.size))
     if (magic, version) != (_MAGIC, VERSION):
         raise LineError(f"no greeting of version {VERSION}")
-    secret = take(number) or secrets.token_bytes(SECRET_BYTES)
+    secret = secret_of(number) or secrets.token_bytes(SECRET_BYTES)
     if not hmac.compare_digest(proof, _proof(secret, b"client", ours + theirs)):
-        raise LineError("a stranger")
+        raise LineError("a stranger")  # who only names a number spends no invitation
+    if take(number) is None:
+        raise LineError("an invitation is for one line")
     line.send(_proof(secret, b"server", ours + theirs))
 
 

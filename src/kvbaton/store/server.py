@@ -17,6 +17,7 @@ from functools import partial
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.store.base import Backend
 from kvbaton.store.line_server import LineServer
+from kvbaton.store.memory import KEY_COST_BYTES
 from kvbaton.store.wire import (
     Ask,
     Dial,
@@ -116,6 +117,7 @@ class StoreServer:
         value = self._arriving.get(place)
         if said.at == 0 and value is None:
             value = self._arriving[place] = bytearray()
+            self._arriving_bytes += KEY_COST_BYTES  # many small ones are bounded too
         if value is None or said.at != len(value):
             self._forget(place)  # a piece was lost: its sender will hear nothing
             return
@@ -140,7 +142,7 @@ class StoreServer:
     def _forget(self, place: tuple[WorkerId, int]) -> None:
         value = self._arriving.pop(place, None)
         if value is not None:
-            self._arriving_bytes -= len(value)
+            self._arriving_bytes -= len(value) + KEY_COST_BYTES
 
     def _answer(self, worker: WorkerId, said: Reply) -> None:
         self._port.send(worker, encode(said))

@@ -116,7 +116,7 @@ def request(frame: bytes) -> Request | None:
         case Ask() | Discard():
             return message if all(map(is_key, message.keys)) else None
         case Keep():
-            fits = 0 < message.total >= message.at + len(message.data)
+            fits = 0 < message.total >= message.at + len(message.data) and message.data
             return message if fits and is_key(message.key) else None
         case Fetch():
             return message if is_key(message.key) else None

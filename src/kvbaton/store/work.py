@@ -76,8 +76,8 @@ class Workers:
             if self._idle:
                 self._idle -= 1
             else:
+                threading.Thread(target=self._run, name=f"kvbaton-store-{self._threads + 1}", daemon=True).start()
                 self._threads += 1
-                threading.Thread(target=self._run, name=f"kvbaton-store-{self._threads}", daemon=True).start()
         self._calls.put(call)
 
     def stop(self) -> None:

@@ -107,8 +107,8 @@ def test_whatever_shapes_the_kv_is_in_the_digest() -> None:
         request(prompt_token_ids=[1, 2, 4]),
         request(prompt_token_ids=[1, 2]),
         request(cache_salt="s"),
-        request(lora_request=SimpleNamespace(lora_name="l", lora_path="/nowhere/1")),
-        request(lora_request=SimpleNamespace(lora_name="l", lora_path="/nowhere/2")),
+        request(lora_request=SimpleNamespace(lora_name="l", lora_int_id=1, lora_path="/nowhere/1")),
+        request(lora_request=SimpleNamespace(lora_name="l", lora_int_id=2, lora_path="/nowhere/2")),
         request(mm_features=[image("a")]),
         request(mm_features=[image("b")]),
         request(mm_features=[image("a", offset=2)]),
@@ -124,9 +124,24 @@ def test_an_adapter_is_known_by_its_content_not_by_its_path(tmp_path: Path) -> N
     for name, content in (("a", b"one"), ("b", b"one"), ("c", b"two")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_model.safetensors").write_bytes(content)
-        lora = SimpleNamespace(lora_name="sql", lora_path=str(tmp_path / name))
+        lora = SimpleNamespace(lora_name="sql", lora_int_id=1, lora_path=str(tmp_path / name))
         digests.append(content_digest(request(lora_request=lora), 3))
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_an_adapter_whose_files_were_changed_under_a_running_engine_is_shared_with_nobody(tmp_path: Path) -> None:
+    """Promise 1: the engine still computes with what it loaded; another may have loaded the new files."""
+    file = tmp_path / "adapter_model.safetensors"
+
+    def digest(number: int) -> bytes:
+        lora = SimpleNamespace(lora_name="sql", lora_int_id=number, lora_path=str(tmp_path))
+        return content_digest(request(lora_request=lora), 3)
+
+    file.write_bytes(b"one")
+    loaded = digest(1)
+    file.write_bytes(b"other")
+    assert digest(1) not in (loaded, digest(2))  # 2: loaded after the change
+    assert digest(2) == digest(3)
 
 
 class TestGuard:

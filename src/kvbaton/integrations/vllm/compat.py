@@ -18,6 +18,7 @@ SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096
 HEADER_BYTES_MAX = 64 << 20
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
+_SCALED = (["Llama4ForCausalLM"], ["Llama4ForConditionalGeneration"])
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "name_or_path", "torch_dtype", "dtype"})
 
 
@@ -31,11 +32,18 @@ def compat_key(vllm_config: Any, page: str, model_id: str, versions: Mapping[str
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_dtype": str(cache.cache_dtype),
         "quantization": str(model.quantization or "none"),
+        "positions": _positions(model),
         "page": page,
         "info.model": str(model.model)[-200:],
         "info.machine": platform.machine(),
         **{f"info.{name}": version for name, version in versions.items()},
     }
+
+
+def _positions(model: Any) -> str:
+    """What vLLM derives from max_model_len and not from the config: LongRoPE's factors, Llama 4's temperature."""
+    depends = "longrope" in str(model.hf_config.to_dict()) or (model.hf_config.architectures or [])[:1] in _SCALED
+    return f"for {model.max_model_len} tokens" if depends else "of the config"
 
 
 def cpu_page(vllm_config: Any, block_sizes: set[int]) -> str:

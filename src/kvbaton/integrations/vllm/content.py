@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,24 @@ def content_of(request: Any, position: int) -> Content:
     return Content(
         tokens=request.prompt_token_ids or (),
         position=position,
-        lora="" if lora is None else f"{lora.lora_name}:{_adapter(lora.lora_path)}",
+        lora="" if lora is None else f"{lora.lora_name}:{_loaded(lora)}",
         multimodal=tuple(_feature(feature) for feature in getattr(request, "mm_features", None) or ()),
         salt=request.cache_salt or "",
         embeddings=_embeddings(getattr(request, "prompt_embeds", None)),
     )
+
+
+_seen: dict[tuple[int, str], str] = {}
+"""Adapters as they were when first asked for, which is soon after vLLM loaded them; the first `ADAPTERS_MAX`."""
+_ONLY_HERE = secrets.token_hex(8)
+
+
+def _loaded(lora: Any) -> str:
+    """What is in an adapter. Files that changed since may or may not be what was loaded: they are shared with nobody."""
+    now, key = _adapter(lora.lora_path), (lora.lora_int_id, lora.lora_path)
+    if key not in _seen and len(_seen) >= ADAPTERS_MAX:
+        return f"{now}:{_ONLY_HERE}"
+    return now if _seen.setdefault(key, now) == now else f"{now}:{_ONLY_HERE}"
 
 
 def _adapter(path: str) -> str:
