@@ -184,3 +184,24 @@ def test_a_waker_that_raises_costs_nothing() -> None:
     assert ends.end(9).count == 2
     assert data(into) == data(values(2))
     store.close()
+
+
+def test_a_machine_out_of_threads_costs_the_orders_and_no_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three puts that come in one turn, none of whose calls can begin: each ends, and what it pinned is free."""
+    pins, real = PinBook(), threading.Thread.start
+    store = KeptStore(MemoryBackend(1 << 20), pins, SETTINGS)
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvbaton-store-"):
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with store._changed:
+        for number in (1, 2, 3):
+            assert store.submit(Put(OrderId(number), (f"k{number}",), values(1), (number,), 5.0))
+    ended: set[int] = set()
+    assert poll(lambda: bool(ended.update(end.order for end in store.drain())) or len(ended) == 3, 20)
+    monkeypatch.undo()
+    assert not pins.held
+    store.close()

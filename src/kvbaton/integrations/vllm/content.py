@@ -50,7 +50,7 @@ _ONLY_HERE = secrets.token_hex(8)
 
 
 def _loaded(lora: Any) -> str:
-    """What is in an adapter. Files that changed since may or may not be what was loaded: they are shared with nobody."""
+    """What is in an adapter. Files that changed since may or may not be what was loaded: shared with nobody."""
     now, key = _adapter(lora.lora_path), (lora.lora_int_id, lora.lora_path)
     if key not in _seen and len(_seen) >= ADAPTERS_MAX:
         return f"{now}:{_ONLY_HERE}"
