@@ -146,7 +146,8 @@ def test_many_at_once_are_all_right(make: Make) -> None:
     d.rest()
     for name, tokens in texts.items():
         assert p.answer(name) == d.answer(name) == answer_alone(tokens, 6)
-    assert d.storing.stats()["store_hits_blocks_total"] > 50
+    own = sum((len(tokens) - 1) // 8 - 5 for tokens in texts.values())  # whole blocks of 8 after those that all share
+    assert d.storing.stats()["store_hits_blocks_total"] >= 5 + own  # the shared ones once, then from D's cache
 
 
 # --- failure

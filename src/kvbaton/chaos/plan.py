@@ -1,0 +1,64 @@
+"""Which fault, to whom, when. A plan is drawn from its seed and kept as JSON, so that `--replay` repeats it.
+
+Law: a plan is data: the same plan does the same things in the same order, as far as real processes allow.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvbaton.chaos.faults import BY_NAME, Moment
+
+STEPS_MAX = 10_000
+Seconds = Annotated[float, Meta(ge=0, le=86400)]
+
+
+class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One fault. `at_s` is counted from when the cluster is up; `seconds` is how long it lasts, where it lasts."""
+
+    at_s: Seconds
+    fault: str
+    target: str = ""  # a member's name, two for a link (p0-d1: from p0 to d1 where it matters), "" for none
+    moment: Moment = Moment.ANY
+    seconds: Seconds = 0.0
+    detail: str = ""  # what sort of it: of poison, of a changed configuration
+
+    def __post_init__(self) -> None:
+        if self.fault not in BY_NAME:
+            raise ValueError(f"fault: got {self.fault!r}, expected one of {', '.join(BY_NAME)}")
+        if self.moment not in BY_NAME[self.fault].moments:
+            raise ValueError(f"moment: {self.fault} cannot be done at {self.moment}")
+
+    def title(self) -> str:
+        """As people read it: kill d0 mid-copy."""
+        moment = "" if self.moment is Moment.ANY else str(self.moment)
+        lasts = f"{self.seconds:g} s" if self.seconds else ""
+        return " ".join(word for word in (self.fault, self.target, moment, self.detail, lasts) if word)
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A whole run."""
+
+    name: str  # random or standard
+    seed: int
+    engine: Literal["embedded", "vllm"]
+    connector: Literal["kvbaton", "nixl"] = "kvbaton"
+    prefills: Annotated[int, Meta(ge=1, le=16)] = 2
+    decodes: Annotated[int, Meta(ge=1, le=16)] = 2
+    seconds: Seconds = 180.0
+    steps: Annotated[tuple[Step, ...], Meta(max_length=STEPS_MAX)] = ()
+
+
+def to_json(plan: Plan) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n"
+
+
+def from_json(text: bytes) -> Plan:
+    """The plan again; ValueError names the field at fault."""
+    try:
+        return msgspec.json.decode(text, type=Plan)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a plan: {error}") from None
