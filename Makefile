@@ -21,7 +21,7 @@ MOONCAKE ?= mooncake-transfer-engine-non-cuda==0.3.13.post1
 
 VLLM_PIP := $(VLLM_BIN)/pip install -qq --disable-pip-version-check
 
-.PHONY: demo test test-core test-full check lint types layers unit coverage runtime processes sim mutants bench bench-router fuzz
+.PHONY: demo test test-core test-full check lint types layers unit coverage runtime processes sim mutants bench bench-router fuzz fuzz-own
 .PHONY: docs clean planes planes-env
 .PHONY: vllm vllm-nixl vllm-test vllm-full vllm-matrix conformance
 
@@ -61,7 +61,7 @@ layers: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 
 unit: $(VENV)/.dev
-	$(BIN)/pytest -n 2 tests/protocol tests/scenarios tests/runtime tests/sim
+	$(BIN)/pytest -n 2 tests/protocol tests/scenarios tests/runtime tests/sim tests/upgrade
 
 # Branch coverage of the protocol, by its own tests alone: 100 % or the build fails.
 coverage: $(VENV)/.dev
@@ -69,13 +69,13 @@ coverage: $(VENV)/.dev
 	$(BIN)/coverage report
 
 runtime: $(VENV)/.dev
-	$(BIN)/pytest -n 2 tests/runtime tests/sim
+	$(BIN)/pytest -n 2 tests/runtime tests/sim tests/upgrade
 
 # Real sockets, real processes, a real model.
 processes: $(VENV)/.planes $(ROUTER_VENV)/.ready
 	$(BIN)/pytest -n 2 tests/engine tests/transports tests/control tests/api tests/router tests/cli tests/bench \
 		tests/integrations tests/fuzz tests/store tests/mooncake_store
-	$(BIN)/pytest -n 2 --dist loadfile tests/e2e
+	$(BIN)/pytest -n 2 --dist loadfile tests/e2e tests/security tests/chaos
 
 # Of these, NIXL, Mooncake and the shared store alone.
 planes: $(VENV)/.planes
@@ -85,8 +85,15 @@ planes: $(VENV)/.planes
 # The libraries that they need, in .venv.
 planes-env: $(VENV)/.planes
 
-# Ten times as many cases, and other ones each time, for the parsers that strangers can reach: twenty minutes.
-fuzz: $(VENV)/.dev
+# Whatever strangers can reach, fuzzed with libFuzzer: FUZZ_S seconds for each target of tests/fuzz (docs/fuzzing.md).
+FUZZ_VENV := .venv-fuzz
+FUZZ_S ?= 60
+FUZZ_TARGETS ?=
+fuzz: $(FUZZ_VENV)/.ready
+	$(FUZZ_VENV)/bin/python tools/fuzz.py all --seconds $(FUZZ_S) --targets "$(FUZZ_TARGETS)"
+
+# Without libFuzzer: ten times as many cases as in `make test`, and other ones each time. Twenty minutes.
+fuzz-own: $(VENV)/.dev
 	KVBATON_FUZZ=nightly $(BIN)/pytest -n 2 tests/fuzz
 
 sim: $(VENV)/.dev
@@ -182,6 +189,10 @@ $(VLLM_VENV)/.planes: $(VLLM_VENV)/.ready tools/verbs.py
 	@$(VLLM_BIN)/python tools/verbs.py
 	@touch $@
 
+$(FUZZ_VENV)/.ready: tools/fuzz_env.sh $(SOURCES)
+	@tools/fuzz_env.sh $(FUZZ_VENV) $(PYTHON)
+	@touch $@
+
 $(ROUTER_VENV)/.ready:
 	@echo "vllm-router $(VLLM_ROUTER)"
 	@$(PYTHON) -m venv $(ROUTER_VENV)
@@ -189,4 +200,4 @@ $(ROUTER_VENV)/.ready:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(ROUTER_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf $(VENV) $(ROUTER_VENV) $(FUZZ_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

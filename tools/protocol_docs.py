@@ -28,6 +28,7 @@ from kvbaton.protocol.outlet import OUTLET
 from kvbaton.protocol.peer import LINK
 from kvbaton.protocol.puts import PUT
 from kvbaton.protocol.table import Table, Verdict
+from kvbaton.protocol.versions import SPOKEN
 from kvbaton.sim.mutants import MUTANTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "protocol.md"
@@ -101,7 +102,6 @@ UNSAID = {
     "Committed": "It was: D may decode on it.",
     "Accepted": "P writes into this reservation.",
     "Ack": "D has heard Written.",
-    "Revoke": "D wants its blocks back: stop, and say when nothing can land any more.",
 }
 """What messages mean that say nothing of themselves."""
 
@@ -192,7 +192,7 @@ def messages() -> Iterator[str]:
     ]
     yield table(("#", "message", "who", "fields", "meaning"), rows)
     features = ", ".join(f"`{feature.name}` ({feature.value})" for feature in m.Feature if feature.name)
-    yield f"Protocol version {m.PROTOCOL_VERSION}. Features that a peer may require or lack: {features}.\n"
+    yield f"Protocol versions {SPOKEN}. Features that a peer may require or lack: {features}.\n"
 
 
 def direction(kind: type) -> str:

@@ -13,9 +13,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from kvbaton.bench import vllm_load, vllm_nixl_shim
+from kvbaton.bench import vllm_load
 from kvbaton.bench.vllm_load import Load, Outcome
 from kvbaton.bench.vllm_rows import Level
+from kvbaton.integrations.vllm import nixl_shim
 from tests.bench.test_vllm_bench_rows import TOLD
 
 LOAD = Load(
@@ -98,17 +99,17 @@ class _Config:
 def test_the_shim_keeps_the_delay_whatever_nixls_api_writes() -> None:
     bindings = ModuleType("nixl_cu12._bindings")
     vars(bindings)["nixlAgentConfig"] = _Config
-    assert vllm_nixl_shim.rest(bindings, 1000)
+    assert nixl_shim.rest(bindings, 1000)
     config = bindings.nixlAgentConfig()
     config.pthrDelay = 0
     assert config.pthrDelay == 1000 and isinstance(config, _Config)
 
 
 def test_the_shim_leaves_another_nixl_as_it_is() -> None:
-    assert not vllm_nixl_shim.rest(ModuleType("nixl_cu12._bindings"))
+    assert not nixl_shim.rest(ModuleType("nixl_cu12._bindings"))
     bindings = ModuleType("nixl_cu12._bindings")
     vars(bindings)["nixlAgentConfig"] = SimpleNamespace
-    assert not vllm_nixl_shim.rest(bindings) and bindings.nixlAgentConfig is SimpleNamespace
+    assert not nixl_shim.rest(bindings) and bindings.nixlAgentConfig is SimpleNamespace
 
 
 def test_the_shim_sees_to_the_bindings_when_they_are_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -119,19 +120,19 @@ def test_the_shim_sees_to_the_bindings_when_they_are_imported(monkeypatch: pytes
                                           "lambda s, v: setattr(s, 'd', v))\n")  # fmt: skip
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    vllm_nixl_shim.install()
-    vllm_nixl_shim.install()
+    nixl_shim.install()
+    nixl_shim.install()
     try:
         from nixl_cu12 import _bindings
 
         config = _bindings.nixlAgentConfig()
         config.pthrDelay = 0
-        assert config.pthrDelay == vllm_nixl_shim.DELAY_US
+        assert config.pthrDelay == nixl_shim.DELAY_US
     finally:
         for name in ("nixl_cu12", "nixl_cu12._bindings"):
             sys.modules.pop(name, None)
 
 
 def test_the_site_directory_holds_what_python_imports_by_itself(tmp_path: Path) -> None:
-    site = vllm_nixl_shim.write_site(tmp_path / "site")
+    site = nixl_shim.write_site(tmp_path / "site")
     compile((site / "sitecustomize.py").read_text(), "sitecustomize.py", "exec")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shlex
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from kvbaton.cli import main as cli
-from kvbaton.cli import vllm_engine, vllm_up
+from kvbaton.cli import vllm_engine
 
 pytestmark = pytest.mark.slow
 
@@ -165,7 +166,7 @@ def test_an_engine_that_cannot_start_costs_one_line_with_its_last_words(stand_in
     ],
 )
 def test_what_cannot_be_is_refused_by_name(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if "has no vllm" in said and vllm_engine.importlib.util.find_spec("vllm"):
+    if "has no vllm" in said and importlib.util.find_spec("vllm"):
         pytest.skip("this Python has vLLM")
     assert cli.main(["up", *words]) == 2
     assert said in capsys.readouterr().err
@@ -174,7 +175,7 @@ def test_what_cannot_be_is_refused_by_name(words: list[str], said: str, capsys: 
 def test_without_a_vllm_the_next_step_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(vllm_engine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(vllm_engine.PYTHON_VARIABLE, raising=False)
@@ -188,7 +189,7 @@ def test_the_environment_names_a_python(monkeypatch: pytest.MonkeyPatch, stand_i
 
 
 def test_ports_are_different() -> None:
-    assert len(set(vllm_up.free_ports(20))) == 20
+    assert len(set(vllm_engine.free_ports(20))) == 20
 
 
 @pytest.mark.parametrize(("config", "extra"), [('{"kv_lora_rank": 512}', True), ("{}", False), ("nonsense", False)])

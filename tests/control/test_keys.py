@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvbaton.control import keys
+from kvbaton.control import key_files, keys
 from kvbaton.control.base import ControlError
 
 
@@ -99,9 +99,9 @@ def test_of_many_who_add_one_name_at_once_one_succeeds(
     minted: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcomes: list[str] = []
-    together, write = threading.Barrier(4), keys._write
+    together, write = threading.Barrier(4), key_files.write
 
-    def write_and_meet(path: Path, content: keys._Public | keys._Secret | keys._Tickets) -> None:
+    def write_and_meet(path: Path, content: key_files.Public | key_files.Secret | key_files.Tickets) -> None:
         write(path, content)
         if path.parent.name == "secret":
             with suppress(threading.BrokenBarrierError):  # as it should be: one at a time gets here
@@ -114,7 +114,7 @@ def test_of_many_who_add_one_name_at_once_one_succeeds(
         except ControlError:
             outcomes.append("refused")
 
-    monkeypatch.setattr(keys, "_write", write_and_meet)
+    monkeypatch.setattr(key_files, "write", write_and_meet)
     threads = [threading.Thread(target=attempt) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -128,7 +128,7 @@ def test_a_file_that_exists_is_never_overwritten(minted: Path) -> None:
     path = minted / "public" / "p0.json"
     before = path.read_bytes()
     with pytest.raises(FileExistsError):
-        keys._write(path, keys._Public("p0", "x" * 40))
+        key_files.write(path, key_files.Public("p0", "x" * 40))
     assert path.read_bytes() == before
     assert sorted(file.name for file in path.parent.iterdir()) == ["d0.json", "p0.json", "router.json"]
 

@@ -29,6 +29,7 @@ from fuzzing import (
     values,
 )
 from hypothesis import strategies as st
+from laws import DECODERS, heard, told, understood
 
 from kvbaton.api.request_ids import RequestIdError, parse_address
 from kvbaton.control.moriio import p2p_nccl_registration, registration
@@ -36,8 +37,8 @@ from kvbaton.control.plain import Announcement, Fleet, Listed, PlainFault, Plain
 from kvbaton.control.plain.messages import RANKS_MAX, decode, payload_of
 from kvbaton.control.plain.roster import PlainRoster
 from kvbaton.control.registry import messages as m
-from kvbaton.protocol.ids import Incarnation, PeerId, is_worker_id
-from kvbaton.router.announced import AnnouncedDirectory, worker_name
+from kvbaton.protocol.ids import Incarnation, PeerId
+from kvbaton.router.announced import AnnouncedDirectory
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 plain, registry = Family(), Family()
@@ -66,36 +67,6 @@ announcements = st.builds(
     sizes,
     sizes,
 ) | st.builds(Announcement, st.just(Fleet.P2P_NCCL), st.sampled_from("PD"), http_addresses, http_addresses)
-
-
-def told(said: Announcement) -> dict[str, object]:
-    """The map that a worker would send."""
-    fields: dict[str, object] = {
-        "type": said.role,
-        "http_address": said.http_address,
-        "zmq_address": said.zmq_address,
-        "dp_size": said.dp_size,
-        "tp_size": said.tp_size,
-    }
-    if said.fleet is not Fleet.P2P_NCCL:
-        fields["transfer_mode"] = said.fleet.transfer_mode
-    return fields
-
-
-def heard(payload: bytes) -> Announcement | None:
-    """What is understood: nothing, with a short fault that names a field, or something in one form that can be used."""
-    try:
-        found = decode(payload)
-    except PlainFault as fault:
-        assert str(fault).startswith(f"{fault.field}: ") and len(str(fault)) < 400
-        return None
-    assert decode(packed(told(found))) == found
-    assert str(parse_address(found.zmq_address)) == found.zmq_address
-    assert str(parse_address(found.http_address)) == found.http_address
-    assert 1 <= found.dp_size <= RANKS_MAX and 1 <= found.tp_size <= RANKS_MAX
-    assert len(found.http_address) < 300 and len(found.zmq_address) < 300
-    assert is_worker_id(worker_name(found))
-    return found
 
 
 @plain.fuzz(st.binary(max_size=200))
@@ -242,10 +213,6 @@ def test_every_list_is_one_of_workers_with_distinct_names(said: list[Announcemen
 
 # --- the authenticated registry
 
-DECODERS: dict[str, Callable[[bytes], msgspec.Struct]] = {
-    name: decoder for name, decoder in vars(m).items() if name.startswith("decode_")
-}
-
 worker_ids = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
 lives = st.integers(1, (1 << 63) - 1)
 counts = st.integers(0, (1 << 63) - 1)
@@ -320,17 +287,6 @@ tags = sorted(
     }
     - {"None"}
 )
-
-
-def understood(frame: bytes) -> None:
-    """Whatever each decoder makes of it can be said and understood again; or a fault with a text."""
-    for decoder in DECODERS.values():
-        try:
-            found = decoder(frame)
-        except m.RegistryFault as fault:
-            assert str(fault)
-        else:
-            assert decoder(m.encode(found)) == found  # type: ignore[arg-type]
 
 
 def test_there_are_decoders_and_messages_to_try() -> None:

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from fuzzing import CASES_MIN, TIMEOUT_S, Family, damaged_text, hosts, ports, text_edits
 from hypothesis import strategies as st
+from laws import D_MARK, HEX, P_MARK, bounded, looked_at
 
 from kvbaton.api.request_ids import (
-    REQUEST_ID_CHARS_MAX,
     Addresses,
     HostPort,
     MoriioAddress,
@@ -24,9 +24,6 @@ from kvbaton.api.request_ids import (
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 request_ids = Family()
-
-P_MARK, D_MARK = "___prefill_addr_", "___decode_addr_"
-HEX = "0123456789abcdef"
 
 peers: st.SearchStrategy[PeerAddress] = st.builds(MoriioAddress, hosts, ports, ports) | st.builds(
     HostPort, hosts, ports
@@ -52,35 +49,6 @@ def decorated(
     text = f"{'' if sample is None else f'{sample}_'}{word}{built}"
     text += f"{'' if prompt is None else f'-{prompt}'}{'' if number is None else f'_{number}'}"
     return text + ("" if tail is None else f"-{tail}")
-
-
-def bounded(error: RequestIdError) -> None:
-    assert str(error).startswith(f"{error.field}: ") and len(str(error)) < 1200 and len(error.field) < 32
-
-
-def looked_at(text: str) -> None:
-    """Every parser: a refusal, nothing, or a value within bounds that is read the same when it is written again."""
-    try:
-        found = parse(text)
-    except RequestIdError as error:
-        bounded(error)
-    else:
-        if found is None:
-            assert P_MARK not in text and D_MARK not in text
-        else:
-            assert len(text) <= REQUEST_ID_CHARS_MAX
-            assert max(found.prompt_index, found.input_index, found.sample_index) < 10_000_000
-            bare = msgspec.structs.replace(found, prompt_index=0, input_index=0, sample_index=0)
-            assert parse(build(found.prefill, found.decode, found.unique)) == bare
-    try:
-        address = parse_address(text)
-    except RequestIdError as error:
-        bounded(error)
-    else:
-        assert parse_address(str(address)) == address and len(str(address)) < 300
-        assert all(1 <= port <= 65_535 for port in msgspec.structs.astuple(address)[1:])
-    digits = transfer_hex(text)
-    assert digits is None or (len(digits) == 32 and set(digits) <= set(HEX))
 
 
 @request_ids.fuzz(st.text(max_size=300))

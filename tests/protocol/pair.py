@@ -91,7 +91,12 @@ class Pair:
         old = self.parties[WorkerId(name)]
         identity = old.ledger.desk.identity
         return self.add(
-            name, shape=old.shape, transports=identity.transports, settings=old.ledger.desk.settings, host=identity.host
+            name,
+            shape=old.shape,
+            transports=identity.transports,
+            settings=old.ledger.desk.settings,
+            host=identity.host,
+            versions=identity.versions,
         )
 
     def __getattr__(self, name: str) -> Party:

@@ -16,7 +16,7 @@ import msgspec
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.codec import encode
+from kvbaton.protocol.codec import decode, encode
 from kvbaton.protocol.content import Content, digest
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.errors import Reason
@@ -39,6 +39,7 @@ from kvbaton.protocol.messages import ALL_FEATURES, Joined, Welcome
 from kvbaton.protocol.progress import Progress, whole
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.ticket import Ticket, seal, unseal
+from kvbaton.protocol.versions import SPOKEN, Versions
 from kvbaton.sim.engine import same_tokens
 from kvbaton.sim.memory import Shape, page_stamp
 from kvbaton.sim.transport import TCP
@@ -129,6 +130,7 @@ class Party:
         compat: dict[str, str] | None = None,
         required: int = 0,
         optional: int = int(ALL_FEATURES),
+        versions: Versions = SPOKEN,
     ) -> None:
         self.pair = pair
         self.name = WorkerId(name)
@@ -148,6 +150,7 @@ class Party:
             wall_offset_s=WALL_S - self.offset_s,
             required=required,
             optional=optional,
+            versions=versions,
         )
         self.ledger = Ledger(identity, settings, self.epochs.__getitem__)
         self.memory = [bytearray(shape.region_bytes) for _ in range(shape.ranks)]
@@ -339,7 +342,7 @@ class Party:
         content = number if content is None else content
         load = self.loads[RequestId(request)] = Load(RequestId(request), content, tokens)
         try:
-            late = unseal(ticket, (KEY,), 0.0).lease == 0 if deferred is None else deferred
+            late = unseal(ticket, (KEY,), WALL_S).lease == 0 if deferred is None else deferred
         except Exception:  # noqa: BLE001 - a bad ticket: the ledger of P is to judge it
             late = False
         self.tell(
@@ -535,8 +538,9 @@ class Party:
         message = effect.message
         if effect.invitation is not None and isinstance(message, Welcome | Joined):
             message = msgspec.structs.replace(message, endpoints=self._endpoints(effect.invitation))
-        raw = encode(self.me, effect.to, effect.session, message)
-        self.pair.post(self, effect.worker, message, raw)
+        raw = encode(self.me, effect.to, effect.session, message, effect.version)
+        said = decode(raw)[1] if effect.version == 1 else message  # version 1 does not say all of it
+        self.pair.post(self, effect.worker, said, raw)
 
     def _endpoints(self, invitation: fx.Invitation) -> tuple[bytes, ...]:
         found = []

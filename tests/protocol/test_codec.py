@@ -15,13 +15,13 @@ from kvbaton.protocol.codec import (
     Envelope,
     decode,
     encode,
-    greeting_of_another_version,
     pack_blocks,
     unpack_blocks,
 )
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, ReservationId, WorkerId
 from kvbaton.protocol.progress import GroupProgress
+from kvbaton.protocol.versions import Versions
 from kvbaton.sim.memory import Shape
 
 ME = PeerId(WorkerId("d"), Incarnation(7))
@@ -45,14 +45,14 @@ SAMPLES: list[m.Message] = [
     m.Ready(LeaseId(1), 1, (0,), (pack_blocks([1]),), READY, False),
     m.Commit(LeaseId(1), 1),
     m.Committed(LeaseId(1), 1),
-    m.Stale(LeaseId(1), 1, (2,)),
-    m.Abandon(HANDOFF, 1),
+    m.Stale(LeaseId(1), 1, (2,), Reason.LEASE_EXPIRED),
+    m.Abandon(HANDOFF, 1, Reason.ABORTED),
     m.SourceLost(LeaseId(1), 1, Reason.SOURCE_PREEMPTED),
     m.Offer(LeaseId(1), 1, ReservationId(1), 0, (pack_blocks([1]),), b"digest"),
     m.Accepted(ReservationId(1)),
     m.Written(LeaseId(1), 1, ReservationId(1), b"digest"),
     m.Ack(LeaseId(1), 1, ReservationId(1)),
-    m.Revoke(LeaseId(1), 1, ReservationId(1)),
+    m.Revoke(LeaseId(1), 1, ReservationId(1), Reason.TRANSFER_TIMEOUT),
     m.Quiesced(ReservationId(1), None),
 ]
 IDS = [type(message).__name__ for message in SAMPLES]
@@ -64,7 +64,9 @@ def refused(frame: bytes) -> tuple[Reason, str]:
     return error.value.reason, error.value.detail
 
 
-def envelope(body: object, version: int = m.PROTOCOL_VERSION, worker: str = "d", *more: object) -> bytes:
+def envelope(
+    body: object, version: int = m.PROTOCOL_VERSION, worker: str = "d", more: tuple[object, ...] = ()
+) -> bytes:
     return msgspec.msgpack.encode((version, worker, 7, 9, 3, body, *more))
 
 
@@ -83,7 +85,7 @@ def test_what_was_said_is_heard(message: m.Message) -> None:
 def test_extra_trailing_fields_pass(message: m.Message) -> None:
     """A later version may add fields, to the message and to the envelope."""
     body = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
-    assert decode(envelope([*body, "new", 3], 1, "d", "new"))[1] == message
+    assert decode(envelope([*body, "new", 3], worker="d", more=("new",)))[1] == message
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=IDS)
@@ -100,7 +102,7 @@ def test_trailing_bytes_are_a_bad_message(message: m.Message) -> None:
 
 def test_another_version_is_named() -> None:
     frame = envelope([99, "whatever it says"], version=m.PROTOCOL_VERSION + 1)
-    assert refused(frame) == (Reason.WRONG_VERSION, "version: got 2, this node speaks 1")
+    assert refused(frame) == (Reason.WRONG_VERSION, "version: got 3, this node speaks 1 to 2")
 
 
 @pytest.mark.parametrize("tag", [0, 8, 36, -1, 1 << 40, "Hello", None])
@@ -153,24 +155,34 @@ def test_a_reason_that_this_version_does_not_know_passes_and_is_bounded() -> Non
 
 
 class TestGreetingsOfOtherVersions:
-    """D of another version is told so, instead of timing out."""
+    """D of another version is told so, instead of timing out; and hears it when it is told so itself."""
 
-    def test_a_hello_that_can_be_read_is(self) -> None:
-        heard = greeting_of_another_version(envelope(m.Hello(7, CARD), version=2))
-        assert heard is not None and heard[1].nonce == 7 and heard[0].version == 2
+    @pytest.mark.parametrize("version", [0, -1, 3, 99, (1 << 64) - 1])
+    @pytest.mark.parametrize("message", [m.Hello(7, CARD), m.HelloRefused(7, Reason.WRONG_VERSION, "detail")])
+    def test_a_greeting_and_its_refusal_are_read_in_every_version(self, message: m.Message, version: int) -> None:
+        heard, again = decode(envelope(message, version=version))
+        assert again == message and heard.version == version
 
     @pytest.mark.parametrize(
-        "frame",
-        [
-            b"",
-            b"garbage",
-            envelope(m.Goodbye(), version=2),
-            envelope([1, "another Hello altogether"], version=2),
-            envelope(m.Hello(7, CARD), 2, "not a worker"),
-        ],
+        "body", [m.Goodbye(), [1, "another Hello altogether"], m.Claim(HANDOFF, 1, "t", b"", False)]
     )
-    def test_anything_else_gets_no_answer(self, frame: bytes) -> None:
-        assert greeting_of_another_version(frame) is None
+    def test_anything_else_is_not(self, body: object) -> None:
+        assert refused(envelope(body, version=3)) == (Reason.WRONG_VERSION, "version: got 3, this node speaks 1 to 2")
+
+    def test_a_range_of_one_reads_one(self) -> None:
+        with pytest.raises(ProtocolError, match="version: got 2, this node speaks 1"):
+            decode(envelope(m.Goodbye(), version=2), Versions(1, 1))
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=IDS)
+def test_what_was_said_in_version_1_is_heard_but_for_what_it_could_not_say(message: m.Message) -> None:
+    heard, again = decode(encode(ME, Incarnation(9), 3, message, 1))
+    unsaid = {"reason": ""} if isinstance(message, m.Stale | m.Abandon | m.Revoke) else {}
+    assert again == msgspec.structs.replace(message, **unsaid) and heard.version == 1
+
+
+def test_what_follows_in_a_message_of_version_1_is_passed_over_as_it_was_then() -> None:
+    assert decode(envelope([20, HANDOFF, 1, ["whatever"]], 1))[1] == m.Abandon(HANDOFF, 1)
 
 
 def test_deep_nesting_is_a_bad_message() -> None:

@@ -10,6 +10,7 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.protocol.messages import ALL_FEATURES
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.spans import Move
+from kvbaton.protocol.versions import version_bit
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.transport import SHM, TCP
 
@@ -24,7 +25,7 @@ def desk() -> Desk:
 
 def test_a_card_says_what_a_node_needs_and_can_do() -> None:
     card = desk().identity.card()
-    assert (card.required, card.optional, card.host) == (0, int(ALL_FEATURES), "host")
+    assert (card.required, card.optional, card.host) == (0, int(ALL_FEATURES) | version_bit(2), "host")
     assert (card.compat, card.transports) == ({"model": "m"}, ("shm", "tcp"))
 
 

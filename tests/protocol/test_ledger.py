@@ -19,6 +19,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, ReservationId, WorkerId
 from kvbaton.protocol.progress import GroupProgress
 from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.versions import Versions
 
 Make = Callable[..., Pair]
 
@@ -36,23 +37,21 @@ class TestFrames:
         assert pair.p.counts["frames_refused.bad_message"] == 1 and not pair.said(m.Welcome)
 
     def test_a_frame_of_another_version_is_counted_as_such(self, pair: Pair) -> None:
-        frame = msgspec.msgpack.encode((2, "d", 1, 0, 0, [7]))
+        frame = msgspec.msgpack.encode((3, "d", 1, 0, 0, [7]))
         pair.p.receive(pair.d.name, frame)
         assert pair.p.counts["frames_refused.wrong_version"] == 1
 
-    def test_a_greeting_of_another_version_is_answered(self, pair: Pair) -> None:
-        pair.lose(m.Hello)
+    def test_a_greeting_of_another_version_is_answered(self, make_pair: Make) -> None:
+        pair = make_pair("p")
+        pair.add("d", versions=Versions(3, 4))
         load = pair.d.want("r", pair.router_ticket())
-        greeting = pair.said(m.Hello)[0]
-        frame = msgspec.msgpack.encode((2, "d", int(pair.d.me.incarnation), 0, 0, greeting))
-        pair.p.receive(pair.d.name, frame)
         pair.settle()
         assert load.failed is not None and load.failed.reason is Reason.WRONG_VERSION
-        assert load.failed.detail == "version: got 2, this node speaks 1"
+        assert load.failed.detail.startswith("version: the source speaks 1 to 2, the target 3 to 4")
 
     def test_a_greeting_of_another_version_in_another_s_name_is_not(self, pair: Pair) -> None:
         greeting = m.Hello(1, pair.d.ledger.desk.identity.card())
-        frame = msgspec.msgpack.encode((2, "e", int(pair.d.me.incarnation), 0, 0, greeting))
+        frame = msgspec.msgpack.encode((3, "e", int(pair.d.me.incarnation), 0, 0, greeting))
         pair.p.receive(pair.d.name, frame)
         assert not pair.log
 

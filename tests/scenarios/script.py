@@ -19,6 +19,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.progress import GroupProgress
 from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.versions import Versions
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.transport import KINDS
 
@@ -212,6 +213,9 @@ def worker(options: dict[str, str]) -> dict[str, Any]:
         found["settings"] = Settings(**given)  # type: ignore[arg-type]
     if "model" in options:
         found["compat"] = {"model": options["model"]}
+    if "speaks" in options:
+        oldest, _, newest = options["speaks"].partition("-")
+        found["versions"] = Versions(int(oldest), int(newest or oldest))
     if "transport" in options:
         found["transports"] = (KINDS[options["transport"]],)
     sizes = {key: int(options[key]) for key in ("ranks", "block_tokens", "heads") if key in options}

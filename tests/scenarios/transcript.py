@@ -66,7 +66,7 @@ def _field(name: str, value: Any) -> str:
         return f'"{value}"' if value else ""
     if name == "incarnation":
         return f"incarnation={value:x}"
-    return "" if value is None else f"{name}={value}"
+    return "" if value is None or value == "" else f"{name}={value}"
 
 
 def _groups(groups: tuple[tuple[int, ...], ...]) -> str:

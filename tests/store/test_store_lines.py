@@ -1,4 +1,4 @@
-"""Values over plain lines: the contract, who gets a line, and what odd, short and late talk costs."""
+"""Values over lines: the contract, who gets a line, and what odd, short and late talk costs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import zmq
 from kvbaton.control.keys import Keyring
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import WorkerId
+from kvbaton.sealed.policy import Encrypt
+from kvbaton.sealed.records import OVERHEAD_BYTES, RECORD_BYTES
 from kvbaton.store import line_server
 from kvbaton.store.base import Backend
 from kvbaton.store.client import ServedBackend, ServerSilent
@@ -43,7 +45,8 @@ def rings() -> dict[WorkerId, Keyring]:
 class LinedHarness:
     offers = frozenset({"idle"})
 
-    def __init__(self) -> None:
+    def __init__(self, encrypt: Encrypt = "auto") -> None:
+        self.encrypt: Encrypt = encrypt
         self.reset_to()
 
     def reset_to(self, *, lines: bool = True) -> None:
@@ -52,7 +55,7 @@ class LinedHarness:
         self._names = iter([name for name in self.rings if name != SERVER])
         control = ZmqControl(self.rings[SERVER])
         self.endpoint = control.endpoint
-        self.lines = LineServer(self.memory, "127.0.0.1", value_bytes_max=VALUE_BYTES_MAX)
+        self.lines = LineServer(self.memory, "127.0.0.1", value_bytes_max=VALUE_BYTES_MAX, encrypt=self.encrypt)
         given = self.lines if lines else None
         self.server = StoreServer(
             control, self.memory, arriving_bytes_max=16 << 20, value_bytes_max=VALUE_BYTES_MAX, lines=given
@@ -62,7 +65,7 @@ class LinedHarness:
         control = ZmqControl(self.rings[next(self._names)], None)
         control.set_directory({SERVER: (self.endpoint, self.rings[SERVER].public)})
         served = ServedBackend(control, SERVER, timeout_s=timeout_s)
-        return LinedBackend(served, "127.0.0.1", timeout_s=timeout_s)
+        return LinedBackend(served, "127.0.0.1", timeout_s=timeout_s, encrypt=self.encrypt)
 
     def reset(self) -> None:
         self.close()
@@ -351,3 +354,88 @@ def test_a_closed_back_end_keeps_no_line(harness: LinedHarness) -> None:
     assert backend.exists(["a"]) == [False]
     backend.close()
     assert poll(lambda: not harness.lines._lines, 10)
+
+
+# --- encrypted
+
+
+@pytest.fixture
+def encrypted() -> Iterator[LinedHarness]:
+    harness = LinedHarness("on")
+    yield harness
+    harness.close()
+
+
+def test_values_go_both_ways_over_encrypted_lines(encrypted: LinedHarness) -> None:
+    test_large_and_absent_values_go_both_ways(encrypted)
+
+
+def test_a_client_that_speaks_plainly_is_refused_by_a_store_that_insists(
+    encrypted: LinedHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = connect(encrypted)
+    with pytest.raises(LineError, match="encrypt"):
+        greet(plain, *encrypted.lines.invite())
+    plain.close()
+    assert poll(lambda: "would not encrypt" in caplog.text, 10)
+    backend = encrypted.backend()
+    assert backend.put(["a"], [memoryview(b"good")]) == [""]
+    backend.close()
+
+
+def test_who_encrypts_is_served_so_by_a_store_that_need_not(harness: LinedHarness) -> None:
+    line = connect(harness)
+    greet(line, *harness.lines.invite(), sealed=True)
+    line.ask(Op.EXISTS, [("a", 0)])
+    assert line.read(1) == b"\x00"
+    line.close()
+
+
+def sealed_pair() -> tuple[Line, Line]:
+    """Client and server, past their greeting."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    client, server = _Plain(ours), _Plain(theirs)
+    thread = threading.Thread(target=lambda: admit(server, lambda _: b"x" * 32, lambda _: b"x" * 32))
+    thread.start()
+    greet(client, 1, b"x" * 32, sealed=True)
+    thread.join(10)
+    return client, server
+
+
+@pytest.mark.parametrize("attack", ["flip", "repeat", "cut", "swap"])
+def test_what_was_changed_on_an_encrypted_line_ends_it_and_plaintext_never_shows(attack: str) -> None:
+    client, server = sealed_pair()
+    mark = b"nobody else may read this"
+    for number in range(2):
+        client.send(mark + bytes([number]))
+    record = len(mark) + 1 + OVERHEAD_BYTES
+    raw = bytearray(server.socket.recv(2 * record, socket.MSG_WAITALL))
+    assert len(raw) == 2 * record and mark not in raw and b"nobody" not in raw
+    one, two = raw[:record], raw[record:]
+    if attack == "flip":
+        one[record // 2] ^= 1
+    said = {"flip": one + two, "repeat": one + one, "cut": one[:-1], "swap": two + one}[attack]
+    near, far = socket.socketpair(socket.AF_UNIX)
+    near.sendall(said)
+    near.shutdown(socket.SHUT_WR)
+    server.socket.close()
+    server._socket = far
+    with pytest.raises(LineError):
+        for number in range(2):
+            assert server.read(len(mark) + 1) == mark + bytes([number])
+    for line in (client, server):
+        line.close()
+    near.close()
+
+
+def test_a_value_of_many_records_arrives_in_any_pieces() -> None:
+    client, server = sealed_pair()
+    value = os.urandom(2 * RECORD_BYTES + 77)
+    thread = threading.Thread(target=lambda: client.send(value, b"!"))
+    thread.start()
+    assert b"".join(server.read(size) for size in (1, 1000, RECORD_BYTES, len(value) - RECORD_BYTES - 1001, 1)) == (
+        value + b"!"
+    )
+    thread.join(10)
+    for line in (client, server):
+        line.close()

@@ -17,6 +17,13 @@ def shm_processes() -> Iterator[ProcessHarness]:
 
 
 @pytest.fixture(scope="session")
+def encrypted_processes() -> Iterator[ProcessHarness]:
+    harness = ProcessHarness("tcp_encrypted")
+    yield harness
+    harness.close()
+
+
+@pytest.fixture(scope="session")
 def tcp_processes() -> Iterator[ProcessHarness]:
     harness = ProcessHarness("tcp")
     yield harness

@@ -13,12 +13,13 @@ from typing import Literal
 import msgspec
 
 from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.sealed.policy import Encrypt
 from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Direction, Transport, TransportEvent
 from kvbaton.transports.memory import Region
 from kvbaton.transports.shm import ShmConfig, ShmTransport
 from kvbaton.transports.tcp import TcpConfig, TcpTransport
 
-Kind = Literal["shm", "tcp"]
+Kind = Literal["shm", "tcp", "tcp_encrypted"]
 
 
 class Call(msgspec.Struct, tag=True):
@@ -85,7 +86,8 @@ class Answer(msgspec.Struct):
 def make(kind: Kind, peer: PeerId, dial_deadline_s: float = 5.0) -> Transport:
     if kind == "shm":
         return ShmTransport(peer, ShmConfig(dial_deadline_s=dial_deadline_s))
-    return TcpTransport(peer, TcpConfig(dial_deadline_s=dial_deadline_s))
+    encrypt: Encrypt = "on" if kind == "tcp_encrypted" else "auto"
+    return TcpTransport(peer, TcpConfig(dial_deadline_s=dial_deadline_s, encrypt=encrypt))
 
 
 def carry_out(call: Calls, transports: dict[PeerId, Transport]) -> Answer:

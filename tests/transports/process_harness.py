@@ -40,7 +40,7 @@ from .peer_process import (
     make,
 )
 
-CAPABILITIES = {"shm": shm.CAPABILITIES, "tcp": tcp.CAPABILITIES}
+CAPABILITIES = {"shm": shm.CAPABILITIES, "tcp": tcp.CAPABILITIES, "tcp_encrypted": tcp.CAPABILITIES}
 
 
 class PeerProcess:

@@ -17,7 +17,7 @@ from kvbaton.bench.workload import WrongBytes
 
 pytestmark = pytest.mark.slow
 
-OWN = {"memcpy", "shm_1_thread", "shm_2_threads", "tcp", "raw_sockets"}
+OWN = {"memcpy", "shm_1_thread", "shm_2_threads", "tcp", "tcp_encrypted", "raw_sockets"}
 NIXL = {"nixl", "nixl_2_threads", "nixl_no_thread", "nixl_tcp", "nixl_tcp_spin", "kvbaton_nixl", "kvbaton_nixl_tcp"}
 MOONCAKE = {"mooncake", "kvbaton_mooncake"}
 
@@ -31,7 +31,7 @@ def test_a_small_run_reports_every_way_and_ratio() -> None:
     assert [segment["segment_bytes"] for segment in segments] == [4096, 65536]
     for segment in segments:
         assert set(segment["gb_s"]) == OWN
-        assert set(segment["ratio"]) == {"shm_1_thread", "shm_2_threads", "tcp"}
+        assert set(segment["ratio"]) == {"shm_1_thread", "shm_2_threads", "tcp", "tcp_encrypted"}
         assert segment["foreign_cores"] >= 0
         assert all(value > 0 for value in segment["gb_s"].values())
 

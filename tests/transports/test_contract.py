@@ -24,6 +24,7 @@ MAKE: dict[str, Callable[[PeerId], Transport]] = {
     "tcp": TcpTransport,
     "tcp_pure_python": lambda peer: TcpTransport(peer, TcpConfig(pure_python=True)),
     "tcp_one_stream_many_threads": lambda peer: TcpTransport(peer, TcpConfig(streams=1, threads=3)),
+    "tcp_encrypted": lambda peer: TcpTransport(peer, TcpConfig(encrypt="on")),
     "tcp_over_ipv6": lambda peer: TcpTransport(peer, TcpConfig(host="::1", streams=3)),
 }
 APART = [case for case in check_transport.cases if case.needs & {"kill", "pause"}]
@@ -38,7 +39,7 @@ def harness_of(name: str, regions: list[Region]) -> InProcessHarness:
 
     capabilities = shm.CAPABILITIES if name.startswith("shm") else tcp.CAPABILITIES
     harness = InProcessHarness(MAKE[name], allocated, capabilities)
-    if name not in {"shm", "tcp"}:
+    if name not in {"shm", "tcp", "tcp_encrypted"}:
         harness.offers = frozenset()  # a second each; their idling is the same code
     return harness
 
@@ -74,6 +75,14 @@ def test_a_shm_peer_in_another_process_keeps_the_contract(case: Case, shm_proces
 @pytest.mark.parametrize("case", APART, ids=str)
 def test_a_tcp_peer_in_another_process_keeps_the_contract(case: Case, tcp_processes: ProcessHarness) -> None:
     case(tcp_processes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", APART, ids=str)
+def test_an_encrypted_tcp_peer_in_another_process_keeps_the_contract(
+    case: Case, encrypted_processes: ProcessHarness
+) -> None:
+    case(encrypted_processes)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.cli import vllm_up
+from kvbaton.cli import vllm_engine
 from tests.vllm.engines import Engine, free_port, start_engine
 
 SEED = 1
@@ -37,7 +37,7 @@ def tiny(vllm_python: str) -> Callable[[str], Path]:
 
     def of_kind(kind: str) -> Path:
         if kind not in found:
-            found[kind] = vllm_up.tiny_model(vllm_python, kind, SEED)
+            found[kind] = vllm_engine.tiny_model(vllm_python, kind, SEED)
         return found[kind]
 
     return of_kind

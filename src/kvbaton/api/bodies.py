@@ -20,6 +20,8 @@ PARTS_MAX = 256
 STOPS_MAX = 1024
 MESSAGES_MAX = 4096
 """Turns of a chat, or items of a response's input."""
+SHOWN_CHARS = 200
+"""Of what a decoder says about a body."""
 TEXT_PARTS = ("input_text", "output_text", "text")
 """Types of the parts of a response's messages that hold a text."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -158,7 +160,8 @@ def _object(data: bytes) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"body: not JSON ({error})", param="body", code="invalid_json") from None
+        said = str(error)[:SHOWN_CHARS]  # it names the place, which may be a thousand lists deep
+        raise ApiError(400, f"body: not JSON ({said})", param="body", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError(400, f"body: got {_brief(fields)}, expected an object", param="body", code="invalid_json")
     return fields

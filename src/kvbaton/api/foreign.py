@@ -26,8 +26,8 @@ SHOWN_CHARS = 200
 _PROMPTS_MAX = 256
 
 
-class Lookup(msgspec.Struct, frozen=True):
-    """What is needed to understand parameters that hold no ticket."""
+class Lookup(msgspec.Struct):
+    """What is needed to understand parameters that hold no ticket. Only the key may change, when it is rotated."""
 
     mode: Mode  # of requests that name none
     modes: tuple[Mode, ...]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import re
 import secrets
@@ -19,6 +20,7 @@ import uvloop
 from aiohttp import web
 
 from kvbaton.api import sse
+from kvbaton.api.crowding import Crowd, connections_max, counted
 from kvbaton.api.errors import ApiError, PortInUseError, internal, too_large
 from kvbaton.api.request_ids import REQUEST_ID_CHARS_MAX
 
@@ -27,6 +29,10 @@ log = logging.getLogger(__name__)
 KEEPALIVE_S = 75.0
 """Longer than any client of ours keeps an idle connection (15 s), so that no request meets a closing one."""
 SHUTDOWN_S = 2.0
+BODY_S = 60.0
+"""From the headers of a request to the last byte of its body, at a worker."""
+UNREAD_S = 60.0
+"""A client that takes nothing of its stream for this long is cut off, where the stream has no deadline."""
 BACKLOG = 1024
 REQUEST_ID = "X-Request-Id"
 
@@ -123,28 +129,44 @@ async def send_events(
         return response
 
 
+async def read_body(request: web.Request, seconds: float = BODY_S) -> bytes:
+    """All of it, in time; `ApiError` 408 for a client that does not send what it said it would."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await request.read()
+    except TimeoutError:
+        said = f"body: not complete within {seconds} s"
+        raise ApiError(408, said, type="timeout_error", code="body_timeout", param="body") from None
+
+
 async def _write(response: web.StreamResponse, data: bytes, deadline: float | None) -> None:
     try:
-        async with asyncio.timeout_at(deadline):
+        async with asyncio.timeout(UNREAD_S) if deadline is None else asyncio.timeout_at(deadline):
             await response.write(data)
     except TimeoutError:
         raise ConnectionAbortedError("the client did not read its stream in time") from None
 
 
 @contextlib.asynccontextmanager
-async def serving(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
+async def serving(app: web.Application, host: str, port: int, *, crowd_max: int | None = None) -> AsyncIterator[str]:
     """Listen while the context lasts; gives the URL (port 0 takes a free one). `PortInUseError` if it is taken."""
+    crowd = Crowd(connections_max() if crowd_max is None else crowd_max)
+    app.middlewares.append(counted(crowd))
     runner = web.AppRunner(
         app, access_log=None, handler_cancellation=True, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=SHUTDOWN_S
     )
     await runner.setup()
+    assert runner.server is not None
+    connection = functools.partial(crowd.connection, runner.server)
     try:
-        site = web.TCPSite(runner, host, port, backlog=BACKLOG)
         try:
-            await site.start()
+            listener = await asyncio.get_running_loop().create_server(connection, host, port, backlog=BACKLOG)
         except OSError as error:
             raise port_error(host, port, error) from None
-        yield f"http://{_bound_address(runner)}"
+        try:
+            yield f"http://{_bound_address(listener)}"
+        finally:
+            listener.close()
     finally:
         await runner.cleanup()
 
@@ -156,8 +178,6 @@ def port_error(host: str, port: int, error: OSError) -> PortInUseError:
     return PortInUseError(f"cannot listen on {host} port {port}: {error.strerror or error}")
 
 
-def _bound_address(runner: web.AppRunner) -> str:
-    address = runner.addresses[0]
-    if isinstance(address, tuple):
-        return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
-    return str(address)
+def _bound_address(listener: asyncio.Server) -> str:
+    host, port = listener.sockets[0].getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -14,6 +14,7 @@ from kvbaton.api.errors import bad_field
 from kvbaton.protocol.ticket import TICKET_CHARS_MAX
 
 FIELD = "kv_transfer_params"
+SHOWN_CHARS = 200
 
 
 class Mode(enum.StrEnum):
@@ -41,7 +42,7 @@ class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
         try:
             params = msgspec.convert(value, cls)
         except msgspec.ValidationError as error:
-            raise bad_field(FIELD, str(error)) from None
+            raise bad_field(FIELD, str(error)[:SHOWN_CHARS]) from None
         if params.do_remote_decode and params.do_remote_prefill:
             raise bad_field(FIELD, "do_remote_decode and do_remote_prefill exclude each other")
         if not (params.do_remote_decode or params.do_remote_prefill):

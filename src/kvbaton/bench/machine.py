@@ -3,7 +3,7 @@
     python -m kvbaton.bench.machine       P, in a process of its own
 
 shm is held against a single-threaded C memcpy of the same blocks inside one process, tcp against a raw copy of as many
-bytes, contiguous, over as many sockets.
+bytes, contiguous, over as many sockets, and encrypted tcp (as between hosts) against tcp.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvbaton.transports.tcp import TcpConfig, TcpTransport
 RAW_CHUNK_BYTES = 1 << 20
 STREAMS = 2
 RAW_S = 60.0
-MEMCPY, RAW, TCP = "memcpy", "raw_sockets", "tcp"
+MEMCPY, RAW, TCP, ENCRYPTED = "memcpy", "raw_sockets", "tcp", "tcp_encrypted"
 SHM = {"shm_1_thread": 1, "shm_2_threads": 2}
 AS_INSTALLED = next(name for name, threads in SHM.items() if threads == ShmConfig().threads)
 
@@ -50,6 +50,7 @@ class Offer(msgspec.Struct, frozen=True):
 
     shm: dict[str, bytes]
     tcp: bytes
+    encrypted: bytes
 
 
 def serve(parent: Parent) -> None:
@@ -58,9 +59,11 @@ def serve(parent: Parent) -> None:
     memory = allocate(order.region_bytes)
     memory.view[:] = pattern(order.region_bytes).data
     shm, tcp = ShmTransport(P), TcpTransport(P, TcpConfig(streams=STREAMS))
-    for transport in (shm, tcp):
+    encrypted = TcpTransport(P, TcpConfig(streams=STREAMS, encrypt="on"))
+    for transport in (shm, tcp, encrypted):
         transport.register(0, memory.view)
-    parent.answer(Offer({name: shm.endpoint(_reader(name)) for name in SHM}, tcp.endpoint(_reader(TCP))))
+    by_name = {name: shm.endpoint(_reader(name)) for name in SHM}
+    parent.answer(Offer(by_name, tcp.endpoint(_reader(TCP)), encrypted.endpoint(_reader(ENCRYPTED))))
     socks = [socket.create_connection(("127.0.0.1", order.raw_port), RAW_S) for _ in range(STREAMS)]
     share = order.moved_bytes // STREAMS
     for _ in parent.questions(Send):
@@ -70,7 +73,7 @@ def serve(parent: Parent) -> None:
 class Machine:
     """D: its memory and its transports, in this process."""
 
-    names = (MEMCPY, *SHM, TCP, RAW)
+    names = (MEMCPY, *SHM, TCP, ENCRYPTED, RAW)
 
     def __init__(self, region_bytes: int, moved_bytes: int) -> None:
         self._moved_bytes = moved_bytes
@@ -122,6 +125,7 @@ class Machine:
         for name, threads in SHM.items():
             self._drive(name, ShmTransport(_reader(name), ShmConfig(threads=threads)), offer.shm[name])
         self._drive(TCP, TcpTransport(_reader(TCP), TcpConfig(streams=STREAMS)), offer.tcp)
+        self._drive(ENCRYPTED, TcpTransport(_reader(ENCRYPTED), TcpConfig(streams=STREAMS)), offer.encrypted)
 
     def _drive(self, name: str, transport: HostTransport, endpoint: bytes) -> None:
         self._driven[name] = Driven(name, transport, self._target.view, endpoint)

@@ -35,6 +35,7 @@ MORE = 5  # times as many repetitions besides, of what noise could decide
 BASES = {
     **dict.fromkeys(machine.SHM, machine.MEMCPY),
     machine.TCP: machine.RAW,
+    machine.ENCRYPTED: machine.TCP,
     "kvbaton_nixl": "nixl",
     "kvbaton_nixl_tcp": "nixl_tcp",
     "kvbaton_mooncake": "mooncake",
@@ -168,7 +169,7 @@ def measure(
 
 
 def _starts(region_bytes: int, moved_bytes: int, peers: Sequence[str]) -> Iterator[tuple[str, Callable[[], Ways]]]:
-    yield "memcpy, shm, tcp and raw sockets", lambda: Machine(region_bytes, moved_bytes)
+    yield "memcpy, shm, tcp plain and encrypted, and raw sockets", lambda: Machine(region_bytes, moved_bytes)
     for peer in peers:
         yield peer, lambda peer=peer: Peer(peer, region_bytes, moved_bytes)  # type: ignore[misc]
 

@@ -20,6 +20,7 @@ WAYS = {
     "shm_1_thread": "kvbaton, shared memory, one thread copies",
     "shm_2_threads": "kvbaton, shared memory, two threads copy (as installed)",
     "tcp": "kvbaton, two TCP streams over loopback",
+    "tcp_encrypted": "the same, encrypted (AES-128-GCM) as it is between hosts",
     "raw_sockets": "as many bytes, contiguous, over two plain sockets",
     "nixl": "NIXL as it chooses on one host (UCX: process_vm_readv), progress thread driven by events",
     "nixl_2_threads": "the same, `num_threads=2`",

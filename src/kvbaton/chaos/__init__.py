@@ -1,8 +1,14 @@
 """Faults on real processes: plans drawn from a seed, a hand that carries them out, oracles that judge what came of it.
 
 faults      what can be done to a cluster, and which promise each tries
-plan        which fault, to whom, when: drawn from a seed, or the standard one; kept as JSON for --replay
-outcome     what was seen, row by row, and whether the promises held
-fleet       the processes: start, hurt, start again, ask for their figures
-network     the wires between them: partitions, delay, loss
+plan, draw  which fault, to whom, when: drawn from a seed, kept as JSON for --replay
+conductor   one run on the embedded engine: cluster, load, plan, rest, verdict
+fleet       the processes: start, hurt, start again, ask for their figures; members: what each is started with
+network     the wires between them: partitions, delay, loss; networks: made of namespaces or of relays
+moments     the hand on workers: told when one is at a moment, holding it there; worker_main: the worker's side of it
+injuries    one function per fault; client_injuries, poisons, strangers: those that are requests or connections
+load        steady clients; asking: one request and its judgement; board: what became of each
+oracle      what must be so at rest; resources: what the kernel says of a process
+outcome     what was seen, row by row, and whether the promises held; seen, report, timeline: how it is told
+vllm_*      the standard plan on real vLLM, with kvbaton's connector or NIXL's
 """

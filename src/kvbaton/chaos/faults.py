@@ -59,10 +59,12 @@ _ENGINES = (Target.PREFILL, Target.DECODE)
 
 FAULTS: tuple[Fault, ...] = (
     Fault("kill", "kill -9, then start again at the same address", _ENGINES, (1, 2, 3, 4), EVERY_MOMENT, vllm=True),
-    Fault("kill-router", "kill -9 of the router, then start it again", (Target.ROUTER,), (2, 3, 4)),
+    Fault("kill-router", "kill -9 of the router, then start it again", (Target.ROUTER,), (2, 3, 4), EVERY_MOMENT),
     Fault("stop", "SIGSTOP for some seconds, then SIGCONT", _ENGINES, (1, 2, 3), EVERY_MOMENT, vllm=True),
-    Fault("stop-router", "SIGSTOP of the router for some seconds, then SIGCONT", (Target.ROUTER,), (2, 3)),
-    Fault("reconfigure", "restart at the same address with other weights or another shape of KV", _ENGINES, (1, 4)),
+    Fault("stop-router", "SIGSTOP of the router for some seconds, then SIGCONT", (Target.ROUTER,), (2, 3),
+          EVERY_MOMENT),
+    Fault("reconfigure", "restart at the same address with other weights or another shape of KV", _ENGINES, (1, 4),
+          vllm=True),
     Fault("partition", "no packet passes either way", (Target.LINK,), (1, 2, 3)),
     Fault("one-way", "packets pass one way only", (Target.LINK,), (1, 2, 3)),
     Fault("delay", "every packet is late", (Target.LINK,), (1, 2)),

@@ -28,6 +28,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     left_over: int | None = 0  # pins, used blocks and leases that stayed; None: could not be asked
     recover_s: float | None = None  # from the end of the fault until answers were right again; None: never
     note: str = ""
+    seconds: float | None = None  # from the fault until the cluster was well again, or was no longer waited for
 
     @property
     def ok(self) -> bool:
@@ -44,6 +45,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     lives: int  # how often it was started
     pins: int
     used_blocks: int
+    rss_mib_per_minute: float | None = None  # over the second half of its longest life; None: too short to tell
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

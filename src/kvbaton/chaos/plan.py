@@ -60,5 +60,5 @@ def from_json(text: bytes) -> Plan:
     """The plan again; ValueError names the field at fault."""
     try:
         return msgspec.json.decode(text, type=Plan)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not a plan: {error}") from None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from typing import Any
 import aiohttp
 import msgspec
 
-import kvbaton.bench.vllm_nixl_shim as nixl_shim
 import kvbaton.cli.vllm_engine as server_words
 import kvbaton.cli.vllm_up as server_members
 from kvbaton.api.params import Mode
@@ -28,6 +26,7 @@ from kvbaton.cli.arguments import CommandError
 from kvbaton.cli.cluster import COMMAND, NEWS_S, Child, Member, Place, end, last_line, obituary, start
 from kvbaton.cli.vllm_engine import HOST, Handoff, ServerOptions
 from kvbaton.control import keys
+from kvbaton.integrations.vllm import launching
 
 ALONE = "aggregated"
 NIXL = "nixl"
@@ -39,11 +38,6 @@ GUARD = [sys.executable, "-m", "kvbaton.cli.vllm_child"]
 """In front of a command: it ends with this program, however that ends."""
 REQUEST_S = 900.0  # of a request in the router: here a level has the deadline
 GET_S = 20.0
-_NIXL_CONFIG: Mapping[str, Any] = {
-    "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
-    "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"num_threads": 0},
-}  # fmt: skip
-_UCX = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "UCX_RCACHE_MAX_UNRELEASED": "1024"}
 
 Say = Callable[[str], None]
 
@@ -100,18 +94,13 @@ async def standing(name: str, setup: Setup, say: Say) -> AsyncIterator[Standing]
 
 def _members(name: str, setup: Setup, directory: Path) -> tuple[str, dict[str, Member]]:
     """Where clients go, and what to start, by URL; a router first."""
-    ports = server_members.free_ports(6)
+    ports = launching.free_ports(6)
     urls = [f"http://{HOST}:{port}" for port in ports]
     if name == ALONE:
         return urls[0], {urls[0]: _engine(Place("alone", "both", 1), setup, ports[0], None)}
     if name == NIXL:
-        configs = [dict(_NIXL_CONFIG)] * 2
-        site = str(nixl_shim.write_site(directory / "site"))
-        path = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
-        more = [
-            {**_UCX, "PYTHONPATH": path, "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
-            for port in ports[4:]
-        ]
+        configs = [dict(launching.NIXL)] * 2
+        more = [launching.nixl_environment(directory, port) for port in ports[4:]]
         known = ["--prefill-url", urls[1], "--decode-url", urls[2]]
     else:
         keys.mint(directory / "keys", ["router", *(place.name for place in PLACES)])

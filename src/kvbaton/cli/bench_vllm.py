@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, python: str) -> Plan:
-    model = vllm_up.tiny_model(python, vllm_up.TINY_KINDS[0], vllm_up.TINY_SEED)
+    model = vllm_engine.tiny_model(python, vllm_up.TINY_KINDS[0], vllm_up.TINY_SEED)
     server = ServerOptions(python=python, model=str(model), served_name="tiny", kv_gib=args.kv_gib)
     if args.input_len + args.output_len > server.max_model_len:
         raise CommandError(f"--input-len and --output-len: more than {server.max_model_len} tokens together")

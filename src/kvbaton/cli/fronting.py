@@ -66,6 +66,8 @@ async def fronted(sources: Sources, settings: RouterSettings, *, host: str, port
         directory = parts[0] if len(parts) == 1 else Directories(*parts)
         ticket_key = None if keyring is None else keyring.ticket_keys[0]
         app = await stack.enter_async_context(router_app(directory, settings, ticket_key, discard))
+        if registry is not None:
+            registry.on_keys = lambda fresh: app.set_ticket_key(fresh.ticket_keys[0])
         url = await stack.enter_async_context(serving(app, host, port))
         for each in (registry, plain):
             if each is not None:

@@ -1,32 +1,173 @@
-"""`kvbaton keys`: mint a cluster's keys, or one more identity for it. Existing keys are never overwritten."""
+"""`kvbaton keys`: who may talk in a cluster. Mint, look at, renew and take away, without stopping anything.
+
+Law: whatever is changed here is in force in running processes within seconds, where they see the directory; how a
+secret is replaced is told to the operator as the next step, since a process uses the one that it was started with.
+"""
 
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Callable
 
-from kvbaton.cli.arguments import CommandError
-from kvbaton.control import keys
+import msgspec
+
+from kvbaton.cli.arguments import CommandError, seconds
+from kvbaton.control import key_rotation, keys
+from kvbaton.control.following import LOOK_S
+from kvbaton.control.key_report import Report, report
 
 ALWAYS = ("router", "operator")
 """Whom every cluster has: its registry, and whoever may tell workers to go (kvbaton drain)."""
 
+ACTIONS = {
+    "new": "a new key directory",
+    "add": "more names in it",
+    "show": "what it holds: names, fingerprints, ages, problems",
+    "rotate": "a new key for each NAME, or with --tickets for tickets; the old ones stay good until --finish",
+    "remove": "names that are no longer let in",
+}
+SETTLE_S = 2 * LOOK_S + 1.0
+"""How long a new ticket key only verifies, so that every process that sees the directory has loaded it."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("new", "add"), help="new: a new key directory; add: one more name in it")
+    parser.add_argument("action", choices=tuple(ACTIONS), help="; ".join(f"{a}: {h}" for a, h in ACTIONS.items()))
     parser.add_argument("directory", metavar="DIR", help="where the keys are; keep DIR/secret to yourself")
-    parser.add_argument("names", metavar="NAME", nargs="+", help=f"workers; new adds {' and '.join(ALWAYS)}")
+    parser.add_argument("names", metavar="NAME", nargs="*", help=f"workers; new adds {' and '.join(ALWAYS)}")
+    group = parser.add_argument_group("rotate")
+    group.add_argument("--tickets", action="store_true", help="the key that signs tickets")
+    group.add_argument("--prepare", action="store_true", help="with --tickets: add the new key, sign with the old one")
+    group.add_argument("--finish", action="store_true", help="the old keys are good no longer")
+    group.add_argument(
+        "--settle-s", metavar="S", type=seconds, default=SETTLE_S, help="with --tickets: from new to signing"
+    )
+    parser.add_argument("--json", action="store_true", help="show: print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    names: list[str] = args.names
-    if args.action == "new":
-        names = [*(name for name in ALWAYS if name not in names), *names]
-        keys.mint(args.directory, names)
-    else:
-        if len(set(names)) != len(names):
-            raise CommandError("names: one is given twice; give each once")
-        for name in names:
-            keys.add(args.directory, name)
-    print(f"minted {', '.join(names)} in {args.directory}")
+    _check(args)
+    actions: dict[str, Callable[[argparse.Namespace], int]] = {
+        "new": _new, "add": _add, "show": _show, "rotate": _rotate, "remove": _remove,
+    }  # fmt: skip
+    return actions[args.action](args)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What does not go together is refused before anything is touched."""
+    rotates = args.action == "rotate"
+    for flag in ("tickets", "prepare", "finish"):
+        if getattr(args, flag) and not rotates:
+            raise CommandError(f"argument --{flag}: only with rotate; see: kvbaton keys --help")
+    if args.json and args.action != "show":
+        raise CommandError("argument --json: only with show; see: kvbaton keys --help")
+    if args.prepare and (args.finish or not args.tickets):
+        raise CommandError("argument --prepare: only with rotate --tickets, and without --finish")
+    if args.action == "show" and args.names:
+        raise CommandError("argument NAME: show takes none")
+    if args.action != "show" and not (args.names or args.tickets):
+        more = ", or --tickets" if rotates else ""
+        raise CommandError(f"argument NAME: give at least one{more}; see: kvbaton keys --help")
+    if len(set(args.names)) != len(args.names):
+        raise CommandError("names: one is given twice; give each once")
+
+
+def _new(args: argparse.Namespace) -> int:
+    names = [*(name for name in ALWAYS if name not in args.names), *args.names]
+    keys.mint(args.directory, names)
+    return _minted(names, args.directory)
+
+
+def _add(args: argparse.Namespace) -> int:
+    for name in args.names:
+        keys.add(args.directory, name)
+    return _minted(args.names, args.directory)
+
+
+def _minted(names: list[str], directory: str) -> int:
+    print(f"minted {', '.join(names)} in {directory}")
     print("next: copy public/ and tickets.json to every host, secret/NAME.json only to where NAME runs")
     return 0
+
+
+def _remove(args: argparse.Namespace) -> int:
+    for name in args.names:
+        key_rotation.remove(args.directory, name)
+    print(f"removed {', '.join(args.names)} from {args.directory}; whoever sees it hears them no more in {LOOK_S:g} s")
+    print("next: remove public/NAME.json on every other host too; tickets need no new key unless a host was lost:")
+    print(f"      kvbaton keys rotate {args.directory} --tickets")
+    return 0
+
+
+def _rotate(args: argparse.Namespace) -> int:
+    if args.tickets:
+        _rotate_tickets(args)
+    for name in args.names:
+        if args.finish:
+            was = key_rotation.finish(args.directory, name)
+            print(f"{name}: {'only its new key is let in' if was else 'was not being rotated'}")
+        else:
+            key_rotation.rotate(args.directory, name)
+            print(f"{name}: has a new key; the old one is let in until that is finished")
+    if args.names:
+        again = f"kvbaton keys rotate {args.directory} {' '.join(args.names)} --finish"
+        first = "copy public/ to every host, then secret/NAME.json to where NAME runs; restart NAME (kvbaton drain)"
+        print("next: copy public/ to every host" if args.finish else f"next: {first}; then: {again}")
+    return 0
+
+
+def _rotate_tickets(args: argparse.Namespace) -> None:
+    where = args.directory
+    if args.finish:
+        count = key_rotation.finish_tickets(where)
+        print(f"tickets: {count} old {'key is' if count == 1 else 'keys are'} gone")
+        print("next: copy tickets.json to every host")
+        return
+    fresh = key_rotation.prepare_tickets(where)
+    if args.prepare:
+        print("tickets: a new key verifies; the old one signs")
+        print(f"next: copy tickets.json to every host; then: kvbaton keys rotate {where} --tickets")
+        return
+    if fresh:
+        time.sleep(args.settle_s)
+    key_rotation.promote_tickets(where)
+    print("tickets: the new key signs; the old ones verify until that is finished")
+    after = f"in {key_rotation.TICKETS_LIVE_S:g} s: kvbaton keys rotate {where} --tickets --finish"
+    print(f"next: copy tickets.json to every host; {after}")
+
+
+def _show(args: argparse.Namespace) -> int:
+    found = report(args.directory)
+    if args.json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        print("\n".join(_lines(found)))
+    return 1 if found.problems else 0
+
+
+def _lines(found: Report) -> list[str]:
+    width = max((len(identity.name) for identity in found.identities), default=4)
+    lines = [f"{len(found.identities)} identities in {found.directory}"]
+    for one in found.identities:
+        notes = [f"{_age(one.age_s)} old", "secret here" if one.secret_here else "no secret here"]
+        notes += ["may drain workers"] if one.may_drain else []
+        notes += [f"being rotated: {key} is let in too" for key in one.also]
+        lines.append(f"  {one.name:<{width}}  {one.fingerprint}  {', '.join(notes)}")
+    lines.append(f"{len(found.ticket_keys)} ticket keys")
+    lines += [f"  {key.fingerprint}  {_USES[key.use]}" for key in found.ticket_keys]
+    lines += [f"problem: {problem}" for problem in found.problems]
+    return lines
+
+
+_USES = {
+    "signs": "signs and verifies",
+    "verifies": "verifies only: of a rotation to finish",
+    "next": "verifies only: will sign",
+}
+
+
+def _age(age_s: float) -> str:
+    for unit, size_s in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if age_s >= size_s:
+            return f"{age_s / size_s:.0f} {unit}"
+    return f"{age_s:.0f} s"

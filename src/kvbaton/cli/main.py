@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, str] = {
     "doctor": "say which data planes this machine has, which a cluster took, and what stands in the way",
     "store": "keep KV blocks for all engines of a cluster: several P and D share prefixes, and outlive each other",
     "keys": "mint the keys by which a cluster's members know each other",
+    "chaos": "hurt real processes by a seeded plan of faults, and hold every answer and every block to the promises",
     "sim": "run thousands of simulated clusters under faults, or the mutants that the checkers must catch",
     "conformance": "hold the vLLM connector to vLLM's own scheduler: every hook, every ending, many interleavings",
     "bench": "measure transfers, the router beside vllm-router, or vLLM with kvbaton beside NIXL and alone",

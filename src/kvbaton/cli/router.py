@@ -8,6 +8,7 @@ import gc
 
 from kvbaton.api.http import run as run_loop
 from kvbaton.api.params import Mode
+from kvbaton.api.tokens import is_loopback
 from kvbaton.cli.arguments import CommandError, port, seconds, whole
 from kvbaton.cli.fronting import Front, Sources, fronted, told_to_stop
 from kvbaton.cli.limits import raise_file_limit
@@ -40,6 +41,7 @@ def _add_sources(group: argparse._ArgumentGroup) -> None:
         metavar="HOST:PORT",
         help="hear workers that announce themselves as MoRI-IO's and P2pNccl's do. Not authenticated",
     )
+    group.add_argument("--plain-open", action="store_true", help="hear them on other addresses than loopback too")
     group.add_argument(
         "--plain-fleet", metavar="KIND", choices=list(Fleet), help=f"hear only one kind of them: {', '.join(Fleet)}"
     )
@@ -115,10 +117,21 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(
             f"argument --only-mode: workers given by URL serve pull only, not {args.mode}; give --keys DIR"
         )
+    _check_plain(args)
     sources = sources_of(args)
     gc.freeze()  # what is there now stays; requests leave few cycles behind, so look for them rarely
     gc.set_threshold(20_000, 20, 50)
     return run_loop(_serve(args, sources))
+
+
+def _check_plain(args: argparse.Namespace) -> None:
+    """Whoever reaches that address can have requests sent where he likes, so it is not opened by the way."""
+    host = (args.plain_discovery or "127.0.0.1:0").rpartition(":")[0]
+    if not is_loopback(host) and not args.plain_open:
+        raise CommandError(
+            f"argument --plain-discovery: {host} is not loopback and announcements have no keys, so anybody there could"
+            " list a worker; have workers register (--keys DIR), or give --plain-open"
+        )
 
 
 def settings_of(args: argparse.Namespace) -> RouterSettings:

@@ -20,9 +20,10 @@ from kvbaton.cli.check import check
 from kvbaton.cli.cluster import Cluster, Plan, Startable, how_it_ended, running, shown_command
 from kvbaton.cli.fronting import told_to_stop
 from kvbaton.cli.limits import raise_file_limit
-from kvbaton.cli.vllm_engine import ServerOptions
+from kvbaton.cli.vllm_engine import ServerOptions, free_ports
 from kvbaton.engine.options import POLICIES, WorkerOptions
 from kvbaton.router.settings import RouterSettings
+from kvbaton.sealed.policy import ENCRYPT
 from kvbaton.transports.planes import CHECKSUMS
 
 _WORKER = WorkerOptions(name="p0", role="prefill", keys="-", registry="tcp://-:1")
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="how bytes go over: auto, or e.g. shm,tcp (default: auto)",
     )
+    add("--encrypt", choices=ENCRYPT, default=_WORKER.encrypt, help="encrypt KV that crosses TCP (not vllm)")
     add("--checksum", choices=CHECKSUMS, default=_WORKER.checksum, help="compare copies with their source (not vllm)")
     add("--host", default="127.0.0.1", help="address for clients")
     add("--port", type=port, default=None, help="port for clients, 0 for a free one (default: 8000)")
@@ -91,9 +93,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: Mode) -> Plan:
-    values = {name: getattr(args, name) for name in ("policy", "checksum", *_TIMES)}
+    values = {name: getattr(args, name) for name in ("policy", "checksum", "encrypt", *_TIMES)}
     values |= {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
-    store_port = on_vllm.free_ports(1)[0] if args.store == MEMORY else 0
+    store_port = free_ports(1)[0] if args.store == MEMORY else 0
     values["store"] = f"tcp://127.0.0.1:{store_port}" if store_port else args.store or ""
     try:
         worker = msgspec.structs.replace(_WORKER, transport=transport, **values)

@@ -23,8 +23,8 @@ import msgspec
 from kvbaton.api.params import Mode
 from kvbaton.cli.arguments import CommandError, StoppedError
 from kvbaton.cli.cluster import NEWS_S, Child, Cluster, Place, end, last_line, obituary, running, start
-from kvbaton.cli.vllm_engine import HOST
-from kvbaton.cli.vllm_up import VllmPlan, free_ports, member
+from kvbaton.cli.vllm_engine import HOST, free_ports
+from kvbaton.cli.vllm_up import VllmPlan, member
 from kvbaton.router.front import MODE_HEADER
 
 MAX_TOKENS = 12

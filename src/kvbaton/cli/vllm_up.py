@@ -6,12 +6,7 @@ Law: an option that the engine at hand cannot honour is refused by name, never i
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import random
 import re
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,14 +17,12 @@ import msgspec
 import kvbaton.cli.vllm_engine as server_words
 from kvbaton.cli.arguments import CommandError, whole
 from kvbaton.cli.cluster import Member, Place, places
-from kvbaton.cli.vllm_engine import Handoff, ServerOptions
+from kvbaton.cli.vllm_engine import Handoff, ServerOptions, free_ports, tiny_model
 from kvbaton.router.settings import RouterSettings
 
 ENGINES = ("embedded", "vllm")
 TINY_KINDS = ("llama", "mla", "gemma3")
 TINY_SEED = 7
-MAKE_S = 300.0
-PORTS = (12_000, 32_000)  # below Linux's ip_local_port_range
 START_S, START_EACH_S = 180.0, 60.0  # one engine starts in 40 s, a pair on a busy machine in 150 s
 _INSTEAD: Mapping[str, str] = {"blocks": "--kv-gib bounds the KV of vLLM"}
 _ONLY_VLLM = ("model", "tiny", "vllm_python", "kv_gib", "max_model_len")
@@ -74,18 +67,6 @@ def server_of(args: argparse.Namespace, say: Callable[[str], None]) -> ServerOpt
     return ServerOptions(python=python, model=str(model), served_name=_served_name(model), **chosen)
 
 
-def tiny_model(python: str, kind: str, seed: int) -> Path:
-    """The directory of a tiny model in the cache; vLLM's Python makes it, since that one has torch."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbaton" / "models"
-    words = ["-m", "kvbaton.integrations.vllm.tiny_model", "--kind", kind, "--seed", str(seed), "--under", str(cache)]
-    done = subprocess.run([python, *words], capture_output=True, text=True, timeout=MAKE_S, check=False)
-    found = re.search(r"^(?:made|there already): (.+)$", done.stdout, re.MULTILINE)
-    if done.returncode or found is None:
-        lines = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
-        raise CommandError(f"no tiny model could be made with {python}: {lines[-1]}; name a model: --model PATH")
-    return Path(found[1])
-
-
 class VllmPlan(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM servers. `handoff` holds what all share; name, keys, registry and address are filled in."""
 
@@ -128,17 +109,6 @@ def plan_of(args: argparse.Namespace, server: ServerOptions, settings: RouterSet
     handoff = Handoff(name="-", keys="-", registry="-", http_address="-", mode=str(settings.mode), **more)
     where = tuple(places(args.prefill, args.decode, args.tp_prefill, args.tp_decode))
     return VllmPlan(places=where, server=server, handoff=handoff, settings=settings, host=args.host, port=port)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free now, all different, and outside what the kernel hands out: an engine binds a minute later."""
-    found: list[int] = []
-    while len(found) < count:
-        port = random.randrange(*PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((server_words.HOST, port))
-            found += [] if port in found else [port]
-    return found
 
 
 def _served_name(model: Path) -> str:

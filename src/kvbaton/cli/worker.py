@@ -18,7 +18,8 @@ import msgspec
 
 from kvbaton.cli.arguments import CommandError, planes_choice, port, seconds, whole
 from kvbaton.cli.limits import raise_file_limit
-from kvbaton.engine.options import DIALECTS, MODES, POLICIES, ROLES, WorkerOptions
+from kvbaton.engine.options import DIALECTS, HTTP_ACCESS, MODES, POLICIES, ROLES, WorkerOptions
+from kvbaton.sealed.policy import ENCRYPT
 from kvbaton.transports.planes import CHECKSUMS
 
 _HELP: Mapping[str, str] = {
@@ -29,12 +30,14 @@ _HELP: Mapping[str, str] = {
     "registry_name": "the registry's name in the key directory",
     "http_host": "address for HTTP",
     "http_port": "port for HTTP, 0 for a free one",
+    "http_access": "who may ask there: on loopback all, elsewhere the router (auto), the router (keys), or all (open)",
     "control_host": "address for control messages; peers must reach it",
     "control_port": "port for control messages, 0 for a free one",
     "announce_to": "discovery address of vllm-router or its like, to tell it in plain text of this worker; empty: none",
     "announce_as": "what that router speaks; it decides who moves the KV",
     "transport": "data planes, best first, with commas; auto: the best that this machine has",
     "checksum": "compare what was copied with its source: not at all, a sample, or all of it",
+    "encrypt": "encrypt KV that crosses TCP: between hosts (auto), always, or never; the stricter side of a pair wins",
     "modes": "modes it serves, with commas",
     "tp": "ranks that share each layer's heads",
     "policy": "when a handoff fails: recompute the prompt on D, or fail the request",
@@ -55,8 +58,10 @@ _HELP: Mapping[str, str] = {
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "role": ROLES,
     "checksum": CHECKSUMS,
+    "encrypt": ENCRYPT,
     "policy": POLICIES,
     "announce_as": tuple(DIALECTS),
+    "http_access": HTTP_ACCESS,
 }
 _TYPES: Mapping[type, Callable[[str], Any]] = {int: whole(0, 1 << 32), float: seconds, str: str}
 

@@ -29,6 +29,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     frame_bytes_max: int = FRAME_BYTES_MAX
     frames_queued_max: int = 4096  # beyond it a frame is lost, counted, and left to the protocol's repetition
     frames_per_receive_max: int = 256  # over all connections
+    frames_per_s_max: float = 20_000.0  # of one peer, over all of its connections; what comes beyond it is dropped
+    frames_burst_max: float = 40_000.0  # that may come at once after a pause
     peers_dialled_max: int = 256  # beyond it the peer that was silent longest is hung up on, and dialled again on use
     heartbeat_s: float = 2.0  # a connection over which nothing came for three of these is closed
     handshake_s: float = 10.0  # half-open connections are closed after this

@@ -2,9 +2,9 @@
 
 Laws: a connection speaks only with the holder of the key that our key directory gives for that worker, so what comes
 back on it is that worker's; an address under any other key is not dialled. When a worker's address or key changes, the
-old connection is closed. A connection that takes no more frames and has been silent for a while is replaced: libzmq
-gives up for good on a server that refused the key or spoke another protocol, and a restarted peer would stay out of
-reach.
+old connection is closed. While a key is rotated there are two, and a worker that does not answer is tried under each in
+turn. A connection that takes no more frames and has been silent for a while is replaced: libzmq gives up for good on a
+server that refused the key or spoke another protocol, and a restarted peer would stay out of reach.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from dataclasses import dataclass
 import zmq
 
 from kvbaton.control.base import is_ipv6, worth_saying
-from kvbaton.control.sockets import Plane, Socket
+from kvbaton.control.sockets import Heard, Plane, Socket
 from kvbaton.protocol.ids import WorkerId
 
 log = logging.getLogger(__name__)
 
 Address = tuple[str, str]
-"""Endpoint and public key."""
+"""Endpoint and public key; an empty key stands for whatever our key directory gives for that worker."""
 
 
 @dataclass(slots=True)
 class _Line:
     socket: Socket
-    address: Address
+    address: Address  # with the key under which it was dialled
     quiet_since: float  # when it was dialled, or last heard
+    asked_at: float | None = None  # when something was first sent since then
 
 
 class Dialler:
@@ -45,7 +46,7 @@ class Dialler:
         """Take a new directory; returns the workers that it moved."""
         before, self._directory = self._directory, directory
         for worker in sorted(directory):
-            if self._plane.peers.get(worker) != directory[worker][1] and before.get(worker) != directory[worker]:
+            if not self._keys(worker) and before.get(worker) != directory[worker]:
                 self._plane.counters["mismatched"] += 1
                 log.warning("directory: %s has another key than in our key directory; load that again", worker)
         self.take_peers()
@@ -54,30 +55,30 @@ class Dialler:
     def take_peers(self) -> None:
         """Hang up on whoever is no longer listed as we dialled it."""
         for worker, line in list(self._lines.items()):
-            if self._address(worker) != line.address:
+            if line.address not in [(self._directory[worker][0], key) for key in self._keys(worker)]:
                 self._hang_up(worker)
 
     def send(self, worker: WorkerId, frame: bytes) -> bool:
         """Queue a frame, or lose it where the queue is full; False when no such worker is listed."""
-        address = self._address(worker)
-        if address is None:
+        keys = self._keys(worker)
+        if not keys:
             return False
         try:
-            queued = self._queue(worker, address, frame)
+            queued = self._queue(worker, self._directory[worker][0], keys, frame)
         except zmq.ZMQError as error:  # such as: this process has no descriptors left
             queued = False
             if worth_saying(self._plane.counters["lost"] + 1):
-                log.error("%s cannot be dialled at %s: %s", worker, address[0], error)
+                log.error("%s cannot be dialled at %s: %s", worker, self._directory[worker][0], error)
         self._plane.counters["frames_out" if queued else "lost"] += 1
         return True
 
     def readable(self, events: Mapping[object, int]) -> Iterator[WorkerId]:
         return (worker for worker, line in self._lines.items() if line.socket in events)
 
-    def drain(self, worker: WorkerId, found: list[tuple[WorkerId, bytes]], frames_max: int) -> None:
+    def drain(self, worker: WorkerId, found: list[Heard], frames_max: int) -> None:
         """Append up to `frames_max` frames that came on the line to `worker`."""
         line = self._lines[worker]
-        line.quiet_since = self._plane.clock()
+        line.quiet_since, line.asked_at = self._plane.clock(), None
         for _ in range(frames_max):
             try:
                 parts = line.socket.recv_multipart(zmq.NOBLOCK)
@@ -85,28 +86,50 @@ class Dialler:
                 return
             if len(parts) != 1 or not 0 < len(parts[0]) <= self._plane.limits.frame_bytes_max:
                 self._plane.counters["malformed"] += 1
-                continue
-            found.append((worker, parts[0]))
+            elif self._plane.hears(worker):
+                found.append((worker, parts[0], line.address[1]))
 
     def close(self) -> None:
         for worker in list(self._lines):
             self._hang_up(worker, linger_s=self._plane.limits.linger_s)
 
-    def _queue(self, worker: WorkerId, address: Address, frame: bytes) -> bool:
+    def _queue(self, worker: WorkerId, endpoint: str, keys: tuple[str, ...], frame: bytes) -> bool:
         """Whether the line to `worker` took the frame; the line may have to be dialled, or dialled again, for it."""
-        line = self._lines.get(worker) or self._dial(worker, address)
+        line = self._lines.get(worker) or self._dial(worker, (endpoint, keys[0]))
         self._lines.move_to_end(worker)
-        if _queued(line.socket, frame):
-            return True
-        if self._plane.clock() - line.quiet_since < self._plane.limits.redial_s:
+        if self._may_have_other_key(line, keys):
+            line = self._redial(worker, (endpoint, keys[(keys.index(line.address[1]) + 1) % len(keys)]))
+        if not _queued(line.socket, frame):
+            if self._plane.clock() - line.quiet_since < self._plane.limits.redial_s:
+                return False
+            line = self._redial(worker, line.address)
+            if not _queued(line.socket, frame):
+                return False
+        if line.asked_at is None:
+            line.asked_at = self._plane.clock()
+        return True
+
+    def _may_have_other_key(self, line: _Line, keys: tuple[str, ...]) -> bool:
+        """Whether a worker whose key is being rotated has not answered for so long that it may be using the other."""
+        if len(keys) == 1 or line.asked_at is None:
             return False
+        return self._plane.clock() - line.asked_at >= self._plane.limits.redial_s
+
+    def _redial(self, worker: WorkerId, address: Address) -> _Line:
         self._plane.counters["redialled"] += 1
         self._hang_up(worker)
-        return _queued(self._dial(worker, address).socket, frame)
+        return self._dial(worker, address)
 
-    def _address(self, worker: WorkerId) -> Address | None:
-        address = self._directory.get(worker)
-        return address if address is not None and self._plane.peers.get(worker) == address[1] else None
+    def _keys(self, worker: WorkerId) -> tuple[str, ...]:
+        """Under which keys a listed worker may be dialled, the likeliest first: what the directory says, if we know it.
+
+        A directory that names a key says which one the worker uses; one that names none leaves it to be found out.
+        """
+        listed = self._directory.get(worker)
+        known = self._plane.peers.get(worker, ())
+        if listed is None or not listed[1]:
+            return known if listed is not None else ()
+        return listed[1:] if listed[1] in known else ()
 
     def _dial(self, worker: WorkerId, address: Address) -> _Line:
         if len(self._lines) >= self._plane.limits.peers_dialled_max:

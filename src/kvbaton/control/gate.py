@@ -41,14 +41,16 @@ class Gate:
 
     def take_peers(self) -> None:
         """Let in whom the plane's list names, from now on."""
-        self._names = {public: name for name, public in self._plane.peers.items()}
+        self._names = {key: name for name, keys in self._plane.peers.items() for key in keys}
 
-    def sender(self, frame: zmq.Frame) -> WorkerId | None:
-        """Whose connection a frame came on; None when its key is no longer on the list."""
+    def sender(self, frame: zmq.Frame) -> tuple[WorkerId, str] | None:
+        """Whose connection a frame came on, and its key; None when that is no longer on the list."""
         try:
-            return self._names.get(str(frame.get("User-Id")))
+            key = str(frame.get("User-Id"))
         except zmq.ZMQError:  # no such property: not a frame that came through this gate
             return None
+        worker = self._names.get(key)
+        return None if worker is None else (worker, key)
 
     def watch(self, listener: Socket) -> None:
         """Count connections that `listener` accepts, authenticated or not."""

@@ -1,61 +1,39 @@
-"""Who is who in a cluster: one CurveZMQ key pair per name, and the keys that sign tickets.
+"""Who is who in a cluster: one CurveZMQ key pair per name, and the keys that sign tickets. Files: `key_files`.
 
-    DIR/public/NAME.json   {"name": NAME, "public": z85}       copied to every host
-    DIR/secret/NAME.json   {"name": NAME, "secret": z85}       only where NAME runs; mode 0600
-    DIR/tickets.json       {"keys": [hex, ...]}                everywhere; mode 0600; the first signs, all verify
-
-Laws: a public file exists only after its secret is complete, and nothing is ever overwritten. A secret that others
-could have read is refused, not used. No secret appears in a `repr`, a log line or an error.
+Laws: a public file exists only after its secret is complete, and nothing is overwritten here (`key_rotation` replaces
+and removes). A process uses the secret that it was started with; whom it lets in, and which keys sign and verify
+tickets, it may load again. No secret appears in a `repr`, a log line or an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import re
 import secrets
 import shutil
-import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 import msgspec
 import zmq
-from msgspec import Meta
 
+from kvbaton.control import key_files as files
 from kvbaton.control.base import ControlError
-from kvbaton.protocol.ids import WorkerId, is_worker_id
+from kvbaton.control.key_files import (
+    FILE_BYTES_MAX,
+    IDENTITIES_MAX,
+    TICKET_KEY_BYTES,
+    TICKET_KEYS_MAX,
+    is_public_key,
+)
+from kvbaton.protocol.ids import WorkerId
 
-TICKET_KEY_BYTES = 32
-TICKET_KEYS_MAX = 8
-IDENTITIES_MAX = 4096
-FILE_BYTES_MAX = 16 << 10
-
-_KEY = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
-
-Key = Annotated[str, Meta(min_length=40, max_length=40)]
-TicketKey = Annotated[str, Meta(pattern=f"^[0-9a-f]{{{2 * TICKET_KEY_BYTES}}}$")]
-
-
-class _Public(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
-    public: Key
-
-
-class _Secret(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
-    secret: Key
-
-
-class _Tickets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    keys: Annotated[tuple[TicketKey, ...], Meta(min_length=1, max_length=TICKET_KEYS_MAX)]
-
-
-T = TypeVar("T", _Public, _Secret, _Tickets)
+__all__ = [
+    "FILE_BYTES_MAX", "IDENTITIES_MAX", "TICKET_KEYS_MAX", "TICKET_KEY_BYTES", "Keyring", "add", "is_public_key",
+    "load", "mint", "reload",
+]  # fmt: skip
 
 
 class Keyring(msgspec.Struct, frozen=True):
@@ -65,7 +43,9 @@ class Keyring(msgspec.Struct, frozen=True):
     public: str
     secret: str
     peers: Mapping[WorkerId, str]
-    ticket_keys: tuple[bytes, ...]
+    ticket_keys: tuple[bytes, ...]  # the first signs, all verify
+    also: Mapping[WorkerId, tuple[str, ...]] = {}  # further keys that are let in, while those identities are rotated
+    directory: str = ""  # where it was loaded from, and is loaded again; "": nowhere
 
     def __repr__(self) -> str:
         return f"Keyring({self.name!r}, peers={len(self.peers)}, ticket_keys={len(self.ticket_keys)})"
@@ -76,15 +56,10 @@ class Keyring(msgspec.Struct, frozen=True):
         return [("name", self.name), ("peers", len(self.peers)), ("ticket_keys", len(self.ticket_keys))]
 
 
-def is_public_key(text: str) -> bool:
-    """40 characters of Z85, the form in which public keys travel."""
-    return _KEY.fullmatch(text) is not None
-
-
 def mint(directory: str | Path, names: Iterable[str]) -> None:
     """Create the key directory of a new cluster, all of it or nothing; an existing one is refused."""
     target = Path(directory)
-    wanted = [_checked(name) for name in names]
+    wanted = [files.checked(name) for name in names]
     if len(set(wanted)) != len(wanted):
         raise ControlError(f"names: {', '.join(sorted(wanted))} repeats one; give each identity its own name")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +67,7 @@ def mint(directory: str | Path, names: Iterable[str]) -> None:
     try:
         for each in (draft, draft / "public", draft / "secret"):
             each.mkdir(mode=0o700)
-        _write(draft / "tickets.json", _Tickets((secrets.token_hex(TICKET_KEY_BYTES),)))
+        files.write(draft / "tickets.json", files.Tickets((secrets.token_hex(TICKET_KEY_BYTES),)))
         for name in wanted:
             _mint_identity(draft, name)
         os.rename(draft, target)
@@ -106,113 +81,45 @@ def mint(directory: str | Path, names: Iterable[str]) -> None:
 
 def add(directory: str | Path, name: str) -> None:
     """Mint one further identity for an existing cluster; a name that exists is refused."""
-    base, wanted = _existing(directory), _checked(name)
-    with _locked(base):
+    base, wanted = files.existing(directory), files.checked(name)
+    with files.locked(base):
         if (base / "public" / f"{wanted}.json").exists():
             raise ControlError(f"{base}: there is a {wanted} already; choose another name")
         if len(list((base / "public").iterdir())) >= IDENTITIES_MAX:
             raise ControlError(f"{base}: {IDENTITIES_MAX} identities are the most; remove those that are gone")
-        try:
-            _mint_identity(base, wanted)
-        except OSError as error:
-            raise ControlError(f"{base}: {error.strerror}; make the directory writable") from None
+        _mint_identity(base, wanted)
 
 
 def load(directory: str | Path, name: str) -> Keyring:
     """The keyring of `name`; ControlError names the file or field at fault and the next step."""
-    base, wanted = _existing(directory), _checked(name)
-    peers = _peers(base)
-    secret = _read(base / "secret" / f"{wanted}.json", _Secret, private=True).secret
-    tickets = _read(base / "tickets.json", _Tickets, private=True)
-    public = _public_of(secret, base / "secret" / f"{wanted}.json")
-    if peers.get(wanted) != public:
+    base, wanted = files.existing(directory), files.checked(name)
+    cards = files.cards(base)
+    path = base / "secret" / f"{wanted}.json"
+    secret = files.read(path, files.Secret, private=True).secret
+    tickets = files.tickets(base)
+    public = files.public_of(secret, path)
+    if not any(card.name == wanted and public in (card.public, *card.also) for card in cards):
         raise ControlError(f"{base}: public/{wanted}.json does not belong to its secret; restore both")
-    return Keyring(wanted, public, secret, peers, tuple(bytes.fromhex(key) for key in tickets.keys))
+    return Keyring(wanted, public, secret, *_peers(cards, tickets), str(base))
 
 
-def _peers(base: Path) -> dict[WorkerId, str]:
-    found: dict[WorkerId, str] = {}
-    for path in sorted((base / "public").glob("[!.]*.json")):
-        card = _read(path, _Public, private=False)
-        if card.name != path.stem or not is_worker_id(card.name):
-            raise ControlError(f"{path}: name: got {card.name[:80]!r}, expected {path.stem!r}; restore the file")
-        if not is_public_key(card.public):
-            raise ControlError(f"{path}: public: not a Z85 key; restore the file")
-        if card.public in found.values():
-            raise ControlError(f"{path}: public: another identity has this key; mint one for each")
-        if len(found) >= IDENTITIES_MAX:
-            raise ControlError(f"{base}: more than {IDENTITIES_MAX} identities; remove those that are gone")
-        found[WorkerId(card.name)] = card.public
-    return found
+def reload(keyring: Keyring) -> Keyring:
+    """What the directory says now of everybody and of tickets, under the secret that is in use. ControlError if bad."""
+    base = files.existing(keyring.directory)
+    peers, ticket_keys, also = _peers(files.cards(base), files.tickets(base))
+    return msgspec.structs.replace(keyring, peers=peers, ticket_keys=ticket_keys, also=also)
+
+
+def _peers(
+    cards: Iterable[files.Public], tickets: files.Tickets
+) -> tuple[dict[WorkerId, str], tuple[bytes, ...], dict[WorkerId, tuple[str, ...]]]:
+    peers = {WorkerId(card.name): card.public for card in cards}
+    return peers, tickets.all, {WorkerId(card.name): card.also for card in cards if card.also}
 
 
 def _mint_identity(base: Path, name: WorkerId) -> None:
     public, secret = zmq.curve_keypair()
     with contextlib.suppress(FileNotFoundError):  # of an earlier attempt that got no further than this
         (base / "secret" / f"{name}.json").unlink()
-    _write(base / "secret" / f"{name}.json", _Secret(name, secret.decode()))
-    _write(base / "public" / f"{name}.json", _Public(name, public.decode()))
-
-
-def _write(path: Path, content: _Public | _Secret | _Tickets) -> None:
-    """Create `path` with all of its content at once; it must not exist."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with open(fd, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(draft, path)
-    finally:
-        draft.unlink()
-
-
-def _read(path: Path, kind: type[T], *, private: bool) -> T:
-    try:
-        with open(path, "rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            if private and mode & _OTHERS:
-                raise ControlError(f"{path} has mode {mode:04o}: others could read it; chmod 600 it, or mint anew")
-            text = file.read(FILE_BYTES_MAX + 1)
-    except FileNotFoundError:
-        raise ControlError(f"{path} is missing; add that identity, or copy the file from where it was minted") from None
-    except OSError as error:
-        raise ControlError(f"{path}: {error.strerror}; make it readable for this user") from None
-    if len(text) > FILE_BYTES_MAX:
-        raise ControlError(f"{path}: more than {FILE_BYTES_MAX} bytes; restore the file")
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ControlError(f"{path}: {error}; restore the file") from None
-
-
-def _public_of(secret: str, path: Path) -> str:
-    try:
-        return zmq.curve_public(secret.encode()).decode()
-    except (zmq.ZMQError, ValueError):
-        raise ControlError(f"{path}: secret: not a Z85 key; restore the file") from None
-
-
-def _existing(directory: str | Path) -> Path:
-    base = Path(directory)
-    if not (base / "public").is_dir():
-        raise ControlError(f"{base}: no key directory; mint one for the cluster, or check the path")
-    return base
-
-
-def _checked(name: str) -> WorkerId:
-    if not is_worker_id(name):
-        raise ControlError(f"name: got {name[:80]!r}, expected letters, digits, '.', '_' and '-', at most 64")
-    return WorkerId(name)
-
-
-@contextlib.contextmanager
-def _locked(base: Path) -> Iterator[None]:
-    """One writer at a time; the lock goes with the process."""
-    fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+    files.write(base / "secret" / f"{name}.json", files.Secret(name, secret.decode()))
+    files.write(base / "public" / f"{name}.json", files.Public(name, public.decode()))

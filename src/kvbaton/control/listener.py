@@ -15,7 +15,7 @@ import zmq
 
 from kvbaton.control.base import ControlError, check_bind, is_ipv6
 from kvbaton.control.gate import Gate
-from kvbaton.control.sockets import Plane, Socket
+from kvbaton.control.sockets import Heard, Plane, Socket
 from kvbaton.protocol.ids import WorkerId
 
 ROUTE_BYTES = 5  # what libzmq mints: a zero and 32 bits. A peer that chose its own could be mistaken for one that left
@@ -32,7 +32,7 @@ class Listener:
 
     def __init__(self, plane: Plane, bind: str) -> None:
         self._plane = plane
-        self._routes: dict[WorkerId, bytes] = {}
+        self._routes: dict[WorkerId, tuple[bytes, str]] = {}
         self.gate = Gate(plane)
         self.socket = plane.server(ipv6=is_ipv6(bind))
         self.gate.watch(self.socket)
@@ -53,7 +53,7 @@ class Listener:
         if route is None:
             return Sent.NO_WAY
         try:
-            self.socket.send_multipart((route, frame), zmq.NOBLOCK)
+            self.socket.send_multipart((route[0], frame), zmq.NOBLOCK)
         except zmq.Again:
             return Sent.LOST
         except zmq.ZMQError as error:
@@ -63,7 +63,13 @@ class Listener:
             return Sent.NO_WAY
         return Sent.QUEUED
 
-    def drain(self, found: list[tuple[WorkerId, bytes]], frames_max: int) -> None:
+    def take_peers(self) -> None:
+        """Whoever is no longer on the list has no way in, and there is no way back to it."""
+        self.gate.take_peers()
+        gone = [worker for worker, (_, key) in self._routes.items() if key not in self._plane.peers.get(worker, ())]
+        self.forget(gone)
+
+    def drain(self, found: list[Heard], frames_max: int) -> None:
         """Append up to `frames_max` frames, each with its authenticated sender."""
         bytes_max = self._plane.limits.frame_bytes_max
         for _ in range(frames_max):
@@ -74,12 +80,14 @@ class Listener:
             if len(parts) != 2 or len(parts[0]) != ROUTE_BYTES or not 0 < len(parts[1]) <= bytes_max:
                 self._plane.counters["malformed"] += 1
                 continue
-            worker = self.gate.sender(parts[1])
-            if worker is None:
+            sender = self.gate.sender(parts[1])
+            if sender is None:
                 self._plane.counters["refused"] += 1
                 continue
-            self._routes[worker] = parts[0].bytes
-            found.append((worker, parts[1].bytes))
+            worker, key = sender
+            if self._plane.hears(worker):
+                self._routes[worker] = parts[0].bytes, key
+                found.append((worker, parts[1].bytes, key))
 
     def forget(self, workers: Collection[WorkerId]) -> None:
         """These moved or changed keys: their old connections are no way back."""

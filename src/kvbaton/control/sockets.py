@@ -5,6 +5,7 @@ Law: every option that bounds or protects a socket is set here, before it is bou
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,8 +17,14 @@ import zmq
 from kvbaton.control.base import Limits
 from kvbaton.control.keys import Keyring
 from kvbaton.protocol.ids import WorkerId
+from kvbaton.protocol.quotas import Buckets
+
+log = logging.getLogger(__name__)
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
+
+Heard = tuple[WorkerId, bytes, str]
+"""Who said something, what it was, and the public key that its connection has proven."""
 
 CURVE_OVERHEAD_BYTES = 64  # libzmq counts its 33 bytes of envelope against ZMQ_MAXMSGSIZE
 HEARTBEATS_MISSED_MAX = 3
@@ -46,10 +53,25 @@ class Plane:
     context: Context = field(default_factory=Context)
     poller: zmq.Poller = field(default_factory=zmq.Poller)
     counters: Counter[str] = field(default_factory=Counter)
-    peers: Mapping[WorkerId, str] = field(init=False)  # who may come in and be dialled, by public key
+    peers: Mapping[WorkerId, tuple[str, ...]] = field(init=False)  # who may come in and be dialled, by public keys
+    quota: Buckets[WorkerId] = field(init=False)  # of frames that are heard
 
     def __post_init__(self) -> None:
-        self.peers = dict(self.keyring.peers)
+        self.take(self.keyring.peers, self.keyring.also)
+        self.quota = Buckets(self.limits.frames_per_s_max, self.limits.frames_burst_max)
+
+    def take(self, peers: Mapping[WorkerId, str], also: Mapping[WorkerId, tuple[str, ...]]) -> None:
+        """From now on these are who there is; while a peer's key is rotated it has two."""
+        self.peers = {worker: (key, *also.get(worker, ())) for worker, key in peers.items()}
+
+    def hears(self, worker: WorkerId) -> bool:
+        """Whether a frame of that worker is within what one may send; what is not is counted, and said of each once."""
+        if self.quota.take(worker, self.clock()):
+            return True
+        self.counters["over_quota"] += 1
+        if self.quota.is_first_refusal(worker):
+            log.warning("%s sends more than %g frames a second; the rest is dropped", worker, self.quota.per_s)
+        return False
 
     def open(self, kind: int, *, ipv6: bool) -> Socket:
         """A socket with our key and bounds, not yet bound or connected."""

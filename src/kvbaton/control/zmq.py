@@ -3,10 +3,12 @@
 Laws: never blocks, except in `wait`. May lose a frame (counted), but never alters or misattributes one: the sender is
 who the key of the connection says, never who the frame says. Answers go back on the connection that the peer opened,
 so a P needs no way to dial a D. Sockets are touched by one thread only; from others there are `wake`, `set_directory`
-and `set_peers`, which leave a note for it.
+and `set_peers`, which leave a note for it. A keyring that was loaded from a directory is followed: what changes there
+is in force a few seconds later, and `on_keys` is called with it on that one thread.
 
 A connection holds at most `frames_queued_max` whole frames; libzmq does not bound the parts of one unfinished
 multi-part message, so an *authenticated* peer that has gone bad can make this process grow. Take its key off the list.
+One that floods costs the others a share of a turn: what it sends beyond `frames_per_s_max` is dropped unread.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ import zmq
 
 from kvbaton.control.base import ControlError, Limits, check_endpoint
 from kvbaton.control.dialler import Address, Dialler
+from kvbaton.control.following import Following
 from kvbaton.control.keys import Keyring, is_public_key
 from kvbaton.control.listener import Listener, Sent
-from kvbaton.control.sockets import Plane
+from kvbaton.control.sockets import Heard, Plane
 from kvbaton.control.waker import Waker
 from kvbaton.protocol.ids import WorkerId
 
@@ -44,6 +47,8 @@ class ZmqControl:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plane = Plane(keyring, limits or Limits(), clock)
+        self.on_keys: Callable[[Keyring], None] = lambda _: None
+        self._following = Following(keyring, clock()) if keyring.directory else None
         self._waker = Waker()
         self._notes: dict[str, Callable[[], None]] = {}  # at most one of a kind: the last
         self._ready: dict[object, int] = {}
@@ -66,7 +71,8 @@ class ZmqControl:
 
     @property
     def counters(self) -> Counter[str]:
-        """frames_in, frames_out, lost, malformed, connections, admitted, refused, mismatched, redialled, hung_up."""
+        """frames_in, frames_out, lost, malformed, over_quota, connections, admitted, refused, mismatched, redialled,
+        hung_up, keys_changed."""
         return self._plane.counters
 
     @property
@@ -81,10 +87,13 @@ class ZmqControl:
         self._waker.wake()
 
     def set_directory(self, directory: Mapping[WorkerId, Address]) -> None:
-        """Where each worker listens, and its public key; replaces the directory before. ValueError names the field."""
+        """Where each worker listens, and its public key; replaces the directory before. ValueError names the field.
+
+        An empty key: whichever our key directory gives for that worker.
+        """
         checked: dict[WorkerId, Address] = {}
         for worker, (endpoint, key) in directory.items():
-            if not is_public_key(key):
+            if key and not is_public_key(key):
                 raise ValueError(f"directory.{worker}: the public key is not 40 characters of Z85")
             try:
                 checked[worker] = (check_endpoint(endpoint, names=True), key)
@@ -92,10 +101,10 @@ class ZmqControl:
                 raise ValueError(f"directory.{worker}: {error}") from None
         self._note("directory", lambda: self._take_directory(checked))
 
-    def set_peers(self, peers: Mapping[WorkerId, str]) -> None:
-        """Who may connect and be dialled, by public key, from now on: of a key directory that was loaded again."""
-        fixed = dict(peers)
-        self._note("peers", lambda: self._take_peers(fixed))
+    def set_peers(self, peers: Mapping[WorkerId, str], also: Mapping[WorkerId, tuple[str, ...]] | None = None) -> None:
+        """Who may connect and be dialled, by public key, from now on."""
+        fixed, further = dict(peers), dict(also or {})
+        self._note("peers", lambda: self._take_peers(fixed, further))
 
     # --- the loop's thread
 
@@ -115,13 +124,18 @@ class ZmqControl:
 
     def receive(self) -> Sequence[tuple[WorkerId, bytes]]:
         """What has come, up to `frames_per_receive_max` frames, shared fairly among the connections that have some."""
+        return [(worker, frame) for worker, frame, _ in self.hear()]
+
+    def hear(self) -> list[Heard]:
+        """The same, with the public key under which each came."""
         self._take_notes()
+        self._follow()
         events = self._ready or self._poll(0)
         self._ready = {}
         lines = list(self._dialler.readable(events))
         listener = self._listener if self._listener and self._listener.socket in events else None
         share = max(1, self._plane.limits.frames_per_receive_max // max(1, len(lines) + (listener is not None)))
-        found: list[tuple[WorkerId, bytes]] = []
+        found: list[Heard] = []
         if listener is not None:
             listener.drain(found, share)
         for worker in lines:
@@ -134,8 +148,10 @@ class ZmqControl:
         clock = self._plane.clock
         until = None if timeout_s is None else clock() + timeout_s
         while True:
+            self._follow()
             left_ms = None if until is None else max(0, math.ceil((until - clock()) * 1000))
-            self._ready = self._poll(left_ms)
+            look_ms = self._until_look_ms()
+            self._ready = self._poll(min((ms for ms in (left_ms, look_ms) if ms is not None), default=None))
             woken = self._ready.pop(self._waker.fd, 0) != 0
             if woken:
                 self._waker.clear()
@@ -179,8 +195,30 @@ class ZmqControl:
         if self._listener is not None:
             self._listener.forget(moved)
 
-    def _take_peers(self, peers: Mapping[WorkerId, str]) -> None:
-        self._plane.peers = peers
+    def _take_peers(self, peers: Mapping[WorkerId, str], also: Mapping[WorkerId, tuple[str, ...]]) -> None:
+        self._plane.take(peers, also)
         self._dialler.take_peers()
         if self._listener is not None:
-            self._listener.gate.take_peers()
+            self._listener.take_peers()
+
+    def _until_look_ms(self) -> int | None:
+        if self._following is None:
+            return None
+        return max(0, math.ceil((self._following.next_look - self._plane.clock()) * 1000))
+
+    def _follow(self) -> None:
+        """Look at the key directory, if that is due, and take what changed there."""
+        following = self._following
+        if following is None or (now := self._plane.clock()) < following.next_look:
+            return
+        fresh = following.look(now)
+        if fresh is None:
+            return
+        self.counters["keys_changed"] += 1
+        log.info("%s: keys loaded again: %d identities, %d for tickets", fresh.name, *_counts(fresh))
+        self._take_peers(fresh.peers, fresh.also)
+        self.on_keys(fresh)
+
+
+def _counts(keyring: Keyring) -> tuple[int, int]:
+    return len(keyring.peers), len(keyring.ticket_keys)

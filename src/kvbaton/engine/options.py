@@ -11,20 +11,24 @@ from typing import Literal
 
 import msgspec
 
+from kvbaton.api.tokens import is_loopback
 from kvbaton.control.base import check_authority
 from kvbaton.control.moriio import FORGET_S
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
 from kvbaton.runtime.store_places import store_place
+from kvbaton.sealed.policy import ENCRYPT, Encrypt
 from kvbaton.transports import planes
 from kvbaton.transports.planes import CHECKSUMS, ChecksumMode
 
 Role = Literal["prefill", "decode", "both"]
 Policy = Literal["recompute", "fail"]
+HttpAccess = Literal["auto", "keys", "open"]
 ModeName = Literal["pull", "stream", "push"]
 Dialect = Literal["moriio-read", "moriio-write", "p2p-nccl"]
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 POLICIES: tuple[Policy, ...] = ("recompute", "fail")
+HTTP_ACCESS: tuple[HttpAccess, ...] = ("auto", "keys", "open")
 MODES: tuple[ModeName, ...] = ("pull", "stream", "push")
 DIALECTS: Mapping[Dialect, ModeName] = {"moriio-read": "pull", "moriio-write": "push", "p2p-nccl": "pull"}
 """How other systems' routers find workers, and the mode in which such a router has KV handed over."""
@@ -45,12 +49,14 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     registry_name: str = "router"  # the registry's identity in the key directory
     http_host: str = "127.0.0.1"
     http_port: int = 0
+    http_access: HttpAccess = "auto"  # who may ask: on loopback everybody, elsewhere only the router; or everybody
     control_host: str = "127.0.0.1"
     control_port: int = 0
     announce_to: str = ""  # host:port of another system's router; in plain text, so opt-in
     announce_as: Dialect = "moriio-read"
     transport: str = "auto"  # or data planes with commas, best first: `transports.planes`
     checksum: ChecksumMode = "off"  # of what is copied, end to end
+    encrypt: Encrypt = "auto"  # what crosses TCP, unless both ends are loopback addresses
     modes: tuple[ModeName, ...] = MODES
     tp: int = 1
     policy: Policy = "recompute"
@@ -89,9 +95,15 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
         self._check_range("waiting_max", 1, 1 << 20)
         self._check_range("seed", 0, (1 << 32) - 1)
 
+    @property
+    def http_is_guarded(self) -> bool:
+        """Whether HTTP requests must show that they come from the cluster's router."""
+        return self.http_access == "keys" or (self.http_access == "auto" and not is_loopback(self.http_host))
+
     def _check_choices(self) -> None:
         chosen: tuple[tuple[str, Collection[str]], ...] = (
-            ("role", ROLES), ("checksum", CHECKSUMS), ("policy", POLICIES), ("announce_as", DIALECTS),
+            ("role", ROLES), ("checksum", CHECKSUMS), ("encrypt", ENCRYPT), ("policy", POLICIES),
+            ("announce_as", DIALECTS), ("http_access", HTTP_ACCESS),
         )  # fmt: skip
         for field, choices in chosen:
             if getattr(self, field) not in choices:
@@ -117,6 +129,9 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
             check_authority(self.announce_to)
         except ValueError:
             raise _bad("announce_to", self.announce_to, "host:port of a router's discovery address") from None
+        if self.http_is_guarded:
+            expected = "open: a router of another system has no token to show; keep strangers out by other means"
+            raise _bad("http_access", self.http_access, expected)
         if self.role == "both":
             raise _bad("role", self.role, "prefill or decode: a router of another system knows these only")
         if self.drain_s < 2 * FORGET_S:

@@ -19,7 +19,7 @@ from kvbaton.api.bodies import Body, Kind, parse
 from kvbaton.api.errors import RETRY_AFTER_S, ApiError
 from kvbaton.api.foreign import Lookup, together
 from kvbaton.api.gather import all_of, interleave
-from kvbaton.api.http import REQUEST_ID, json_response, new_app, request_id, send_events
+from kvbaton.api.http import REQUEST_ID, json_response, new_app, read_body, request_id, send_events
 from kvbaton.api.merge import Joiner, join
 from kvbaton.api.params import FIELD, TransferParams
 from kvbaton.api.responses import ResponseShape
@@ -133,7 +133,7 @@ class _Server:
         return json_response(self._backend.stats())
 
     async def _answer(self, request: web.Request, kind: Kind) -> web.StreamResponse:
-        body = parse(kind, await request.read())
+        body = parse(kind, await read_body(request))
         name = request_id(request)
         jobs = plan(body, name, self._backend.models(), self._lookup)
         headers = {REQUEST_ID: name}

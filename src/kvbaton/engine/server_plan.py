@@ -30,7 +30,7 @@ _LIMIT_FIELD = {Kind.COMPLETION: "max_tokens", Kind.CHAT: "max_tokens", Kind.RES
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,),
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
-    "prompt_embeds": (),
+    "prompt_embeds": (), "prompt_logprobs": (),
     "tools": ([],), "functions": ([],), "response_format": ({"type": "text"},), "use_beam_search": (False,),
 }  # fmt: skip
 """What the embedded engine cannot do, with the values that ask for nothing: refused otherwise, never ignored."""

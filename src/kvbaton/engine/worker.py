@@ -20,6 +20,7 @@ import kvbaton
 from kvbaton.api.foreign import Lookup
 from kvbaton.api.http import run, serving
 from kvbaton.api.params import Mode
+from kvbaton.api.tokens import guard
 from kvbaton.control.address_book import AddressBook
 from kvbaton.control.keys import Keyring, load
 from kvbaton.control.moriio import FORGET_S
@@ -52,6 +53,7 @@ from kvbaton.runtime.doorway import Doorway, DoorwayConfig
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.loop import NodeLoop
 from kvbaton.runtime.node import Node
+from kvbaton.runtime.renewing import renewed_keys
 from kvbaton.transports import planes
 from kvbaton.transports.base import Transport
 from kvbaton.transports.memory import Region, allocate
@@ -95,6 +97,8 @@ class Worker:
         self.lookup = self._make_lookup(keyring)
         self.node = self._make_node(geometry, keyring)
         self.loop = NodeLoop(self.node, self.control)
+        self._keyring = keyring
+        self.control.on_keys = self._take_keys
         self.backend = EngineBackend(self.thread, self.doorway, self.stats)
         self.door = Door(self.backend)
 
@@ -143,6 +147,13 @@ class Worker:
         for event in discarded(self.doorway, tickets):
             self.loop.tell(event)
 
+    def _take_keys(self, keyring: Keyring) -> None:
+        """The key directory changed. On the node's thread."""
+        for event in renewed_keys(self.node, self._keyring, keyring):
+            self.loop.tell(event)
+        self._keyring = keyring
+        self.lookup.ticket_key = keyring.ticket_keys[0]
+
     def held(self) -> Held:
         """What must end before this worker can go without costing anybody anything."""
         ledger, engine = self.node.ledger, self.engine.stats()
@@ -181,6 +192,10 @@ class Worker:
             "blocks": engine.blocks,
             "planes": list(self.planes),
             "links": {str(link.worker): link.transport.name for link in links if link.transport is not None},
+            "versions": {str(link.worker): link.version for link in links if link.transport is not None},
+            "sessions_total": _by_name(counts, "sessions."),  # granted, by the protocol version they talk in
+            "hello_refused_total": _by_name(counts, "hello_refused."),
+            "abandoned_total": _by_name(counts, "abandoned."),  # by readers, and why
             "links_total": _by_name(counts, "links."),  # data planes that pairs took, and gave up
             "planes_given_up_total": _by_name(counts, "planes_given_up."),
             **(self.store.storing.stats() if self.store is not None else NO_STATS),
@@ -242,7 +257,7 @@ class Worker:
 
     def _make_transports(self, rank: int, region: Region) -> dict[str, Transport]:
         me = rank_peer(self.peer, rank)
-        settings = planes.PlaneSettings(self.options.control_host, self.options.checksum)
+        settings = planes.PlaneSettings(self.options.control_host, self.options.checksum, self.options.encrypt)
         return {name: planes.make(name, me, settings, [region.view]) for name in self.planes}
 
 
@@ -256,6 +271,8 @@ async def _serve(options: WorkerOptions) -> int:
     stop = Stopping()
     worker.thread.on_death = stop.now  # a worker that cannot answer must not stay on the list
     app = worker_app(worker.door, lookup=worker.lookup)
+    if options.http_is_guarded:
+        app.middlewares.append(guard(options.name, lambda: worker.doorway.config.ticket_keys))
     async with _running(worker), serving(app, options.http_host, options.http_port) as url:
         with stop.on_signals(), _registered(worker, url, stop) as client:
             print(f"{options.name} {worker.peer.incarnation:016x} serves {url}", flush=True)

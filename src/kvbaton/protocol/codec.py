@@ -1,20 +1,22 @@
 """Bytes to typed messages and back, at the door and once. Past this module nothing is unchecked.
 
-Law: `decode` raises `ProtocolError` and nothing else, whatever the bytes; sizes are checked before contents.
+Law: `decode` raises `ProtocolError` and nothing else, whatever the bytes; sizes are checked before contents. What is
+written in a version is what nodes of that version write; what is read is always one of today's messages.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from array import array
 from collections.abc import Sequence
 
 import msgspec
 
+from kvbaton.protocol import v1
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, is_worker_id
-from kvbaton.protocol.messages import PROTOCOL_VERSION, Hello, Message
+from kvbaton.protocol.messages import Hello, HelloRefused, Message
+from kvbaton.protocol.versions import NEWEST, SPOKEN, Versions
 
 FRAME_BYTES_MAX = 8 << 20
 
@@ -37,23 +39,25 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 _encoder = msgspec.msgpack.Encoder()
 _envelopes = msgspec.msgpack.Decoder(Envelope)
 _messages = msgspec.msgpack.Decoder(Message)
+_messages_1 = msgspec.msgpack.Decoder(v1.MESSAGES)
+_greetings = msgspec.msgpack.Decoder(Hello | HelloRefused)
 
 
-def encode(sender: PeerId, to: Incarnation, session: int, message: Message) -> bytes:
-    body = msgspec.Raw(_encoder.encode(message))
-    return _encoder.encode(Envelope(PROTOCOL_VERSION, sender.worker, sender.incarnation, to, session, body))
+def encode(sender: PeerId, to: Incarnation, session: int, message: Message, version: int = NEWEST) -> bytes:
+    body = msgspec.Raw(_encoder.encode(v1.older(message) if version == 1 else message))
+    return _encoder.encode(Envelope(version, sender.worker, sender.incarnation, to, session, body))
 
 
-def decode(frame: bytes) -> tuple[Envelope, Message]:
-    """The envelope and its message; ProtocolError with the field at fault for anything else."""
+def decode(frame: bytes, versions: Versions = SPOKEN) -> tuple[Envelope, Message]:
+    """The envelope and its message; ProtocolError with the field at fault for anything else.
+
+    A greeting and its refusal are read in versions too that we do not speak: they deserve an answer, and to be heard.
+    """
     if len(frame) > FRAME_BYTES_MAX:
         raise ProtocolError(Reason.BAD_MESSAGE, f"frame: {len(frame)} bytes, at most {FRAME_BYTES_MAX}")
     try:
         envelope = _envelopes.decode(frame)
-        if envelope.version != PROTOCOL_VERSION:
-            detail = f"version: got {envelope.version}, this node speaks {PROTOCOL_VERSION}"
-            raise ProtocolError(Reason.WRONG_VERSION, detail)
-        message = _messages.decode(envelope.body)
+        message = _body(envelope, versions)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(Reason.BAD_MESSAGE, f"message: {error}") from None
     if not is_worker_id(envelope.worker):
@@ -61,14 +65,15 @@ def decode(frame: bytes) -> tuple[Envelope, Message]:
     return envelope, message
 
 
-def greeting_of_another_version(frame: bytes) -> tuple[Envelope, Hello] | None:
-    """The Hello in a frame of a version that we do not speak, if that much of it can be read: it deserves an answer."""
-    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError):
-        envelope = _envelopes.decode(frame)
-        message = _messages.decode(envelope.body)
-        if isinstance(message, Hello) and is_worker_id(envelope.worker):
-            return envelope, message
-    return None
+def _body(envelope: Envelope, versions: Versions) -> Message:
+    if envelope.version in versions:
+        return v1.newer(_messages_1.decode(envelope.body)) if envelope.version == 1 else _messages.decode(envelope.body)
+    try:
+        greeting: Hello | HelloRefused = _greetings.decode(envelope.body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        detail = f"version: got {envelope.version}, this node speaks {versions}"
+        raise ProtocolError(Reason.WRONG_VERSION, detail) from None
+    return greeting
 
 
 def pack_blocks(blocks: Sequence[int]) -> bytes:

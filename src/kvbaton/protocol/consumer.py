@@ -142,7 +142,7 @@ class Consumer:
         if intake is None or intake.wanted.handoff != message.handoff or not self._step(intake, _E.GRANTED):
             self.desk.count("late.granted")
             if intake is None:
-                self.links.send(link, Abandon(message.handoff, message.attempt))
+                self.links.send(link, Abandon(message.handoff, message.attempt, Reason.ABORTED))
             return
         assert link.plan is not None
         try:
@@ -216,7 +216,8 @@ class Consumer:
             Kind.LATENT,
         ):  # with several, or a window, none is whole
             good = min(message.good[0] * group.block_tokens, intake.wanted.tokens)
-        self.fail(intake, Reason.STALE, "the source's blocks were reused before the commit", now, good)
+        why = f" ({reason_of(message.reason)})" if message.reason else ""
+        self.fail(intake, Reason.STALE, f"the source's blocks were reused before the commit{why}", now, good)
 
     def on_source_lost(self, link: Link, message: SourceLost, now: float) -> None:
         intake = self._reading(link, message.attempt)
@@ -322,7 +323,7 @@ class Consumer:
             else:
                 self.links.fence(intake.link, now)
         elif up and reason is not Reason.STALE and was is not _S.GREETING:
-            self.links.send(intake.link, Abandon(intake.wanted.handoff, intake.attempt))
+            self.links.send(intake.link, Abandon(intake.wanted.handoff, intake.attempt, reason))
         self._rest(intake, now)
 
     @property
@@ -497,8 +498,9 @@ class Consumer:
 
     def _send_revoke(self, intake: Intake, now: float) -> None:
         if intake.link.state is LinkState.UP:
-            assert intake.source is not None
-            self.links.send(intake.link, Revoke(intake.source.lease, intake.attempt, intake.reservation))
+            assert intake.source is not None and intake.end is not None and intake.end.reason is not None
+            revoke = Revoke(intake.source.lease, intake.attempt, intake.reservation, intake.end.reason)
+            self.links.send(intake.link, revoke)
             self._pulse(intake, self.desk.settings.retry_s, now)
 
     def _quiesced(self, intake: Intake, now: float) -> None:

@@ -20,6 +20,7 @@ from kvbaton.protocol.layout import EngineLayout
 from kvbaton.protocol.messages import ALL_FEATURES, Card, Message
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.spans import Move
+from kvbaton.protocol.versions import SPOKEN, Versions
 
 TimerKey = tuple[str, object]
 
@@ -41,11 +42,17 @@ class Identity:
     exact_epochs: bool = True  # the engine's pool tells before it reuses a block
     required: int = 0
     optional: int = int(ALL_FEATURES)
+    versions: Versions = SPOKEN
+
+    @property
+    def offered(self) -> int:
+        """What a card says this node can do: features, and the versions that it speaks."""
+        return self.optional | self.versions.bits
 
     def card(self, transports: tuple[str, ...] | None = None) -> Card:
         """How this node introduces itself; to some peer perhaps with fewer data planes than it has."""
         names = self.transport_names if transports is None else transports
-        return Card(self.required, self.optional, self.host, self.compat, self.layout, names)
+        return Card(self.required, self.offered, self.host, self.compat, self.layout, names)
 
     @property
     def transport_names(self) -> tuple[str, ...]:
@@ -72,8 +79,8 @@ class Desk:
     def emit(self, effect: Effect) -> None:
         self.effects.append(effect)
 
-    def send(self, worker: WorkerId, to: Incarnation, session: int, message: Message) -> None:
-        self.effects.append(Send(worker, to, session, message))
+    def send(self, worker: WorkerId, to: Incarnation, session: int, message: Message, version: int) -> None:
+        self.effects.append(Send(worker, to, session, message, version=version))
 
     def count(self, name: str) -> None:
         self.counts[name] += 1

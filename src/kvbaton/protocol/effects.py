@@ -12,6 +12,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.ids import HandoffId, Incarnation, JobId, LeaseId, PeerId, PutId, RequestId, WorkerId
 from kvbaton.protocol.messages import Message
+from kvbaton.protocol.versions import NEWEST
 from kvbaton.protocol.weave import Weave
 
 
@@ -77,6 +78,7 @@ class Send(_Effect, frozen=True):
     session: int
     message: Message
     invitation: Invitation | None = None
+    version: int = NEWEST  # of the protocol, in which the peer is spoken to
 
 
 class StartCopy(_Effect, frozen=True):

@@ -88,7 +88,10 @@ MEANING: dict[Reason, tuple[Blame, str]] = {
     Reason.UNKNOWN_LEASE: (Blame.PEER, "P has no such lease, or no longer remembers it."),
     Reason.UNREACHABLE: (Blame.OPERATOR, "The data plane could not be opened to the peer; the next best is tried."),
     Reason.WRONG_INCARNATION: (Blame.PEER, "The message or ticket belongs to an earlier life of this worker."),
-    Reason.WRONG_VERSION: (Blame.OPERATOR, "The peer requires a protocol feature that this side lacks."),
+    Reason.WRONG_VERSION: (
+        Blame.OPERATOR,
+        "P and D have no protocol version in common, or one requires a feature that the other lacks.",
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from kvbaton.protocol.ids import HandoffId, LeaseId, Reader, WorkerId
 from kvbaton.protocol.progress import Progress, nothing, slowest
 from kvbaton.protocol.readiness import complete
 from kvbaton.protocol.table import Table, pairs
+from kvbaton.protocol.versions import NEWEST
 
 
 class LeaseState(enum.Enum):
@@ -89,6 +90,7 @@ class Seat:
     good: tuple[int, ...] = ()  # of a stale commit
     told: tuple[int, ...] = ()  # block ids sent so far, per group
     work: int = 0  # rises whenever something got done for this reader
+    version: int = NEWEST  # of the protocol, in which its session talks
 
 
 @dataclass(slots=True)

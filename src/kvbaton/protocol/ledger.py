@@ -11,7 +11,7 @@ from typing import Any
 
 from kvbaton.protocol import events as ev
 from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import Envelope, decode, greeting_of_another_version
+from kvbaton.protocol.codec import Envelope, decode
 from kvbaton.protocol.consumer import Consumer
 from kvbaton.protocol.desk import Desk, Identity
 from kvbaton.protocol.effects import Effect
@@ -22,6 +22,7 @@ from kvbaton.protocol.outlet import Outlet
 from kvbaton.protocol.peer import Link
 from kvbaton.protocol.producer import Producer
 from kvbaton.protocol.puts import Puts
+from kvbaton.protocol.quotas import Buckets
 from kvbaton.protocol.sessions import Sessions
 from kvbaton.protocol.settings import Settings
 
@@ -42,6 +43,7 @@ class Ledger:
         # A fence shuts a peer out of our memory in both roles: if it reads from us as well, it must pair anew.
         self.consumer.links.on_fence = lambda peer, now: self.sessions.end_worker(peer.worker, peer.incarnation, now)
         self.puts = Puts(self.desk)
+        self._greetings: Buckets[WorkerId] = Buckets(settings.greetings_per_s_max, settings.greetings_burst_max)
         self._on_event = self._event_handlers()
         self._of_target = self._target_messages()
         self._of_source = self._source_messages()
@@ -55,13 +57,11 @@ class Ledger:
     def on_frame(self, worker: WorkerId, frame: bytes, now: float) -> None:
         """Bytes came from the authenticated worker `worker`."""
         try:
-            envelope, message = decode(frame)
+            envelope, message = decode(frame, self.desk.identity.versions)
             if envelope.worker != worker:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"worker: {worker} speaks as {envelope.worker}")
         except ProtocolError as error:
             self.desk.count(f"frames_refused.{error.reason}")
-            if error.reason is Reason.WRONG_VERSION:
-                self._refuse_version(worker, frame, error.detail)
             return
         self.desk.count("frames")
         self._on_message(envelope, message, now)
@@ -95,23 +95,18 @@ class Ledger:
 
     # --- messages
 
-    def _refuse_version(self, worker: WorkerId, frame: bytes, detail: str) -> None:
-        """A Hello that can be read although its version is another gets its answer, so that D need not time out."""
-        found = greeting_of_another_version(frame)
-        if found is not None and found[0].worker == worker:
-            refusal = m.HelloRefused(found[1].nonce, Reason.WRONG_VERSION, detail)
-            self.desk.send(worker, found[0].incarnation, 0, refusal)
-
     def _on_message(self, envelope: Envelope, message: m.Message, now: float) -> None:
         sender, kind = envelope.sender, type(message)
         if isinstance(message, m.Hello):
-            self.sessions.on_hello(sender, message, now)
+            if not self._may_greet(sender, message, now):
+                return
+            self.sessions.on_hello(sender, message, envelope.version, now)
         elif kind in self._of_target:
             self._from_target(envelope, sender, message, now)
         elif envelope.to != self.desk.identity.me.incarnation:
             self.desk.count("late.incarnation")
         elif isinstance(message, m.Welcome):
-            self.consumer.links.on_welcome(sender, envelope.session, message, now)
+            self.consumer.links.on_welcome(sender, envelope.session, message, envelope.version, now)
         elif isinstance(message, m.HelloRefused):
             self.consumer.links.on_refused(sender, message, now)
         elif isinstance(message, m.Reset):
@@ -125,13 +120,29 @@ class Ledger:
             else:
                 self._of_source[kind](link, message, now)
 
+    def _may_greet(self, sender: PeerId, hello: m.Hello, now: float) -> bool:
+        """A worker that greets ever again gets a few answers a second, and pushes out no session but its own."""
+        settings = self.desk.settings
+        if not self._greetings.take(sender.worker, now):
+            self.desk.count("over_quota.greetings")
+            return False
+        waiting = [
+            s for s in self.sessions.by_number.values()
+            if not s.joined and s.peer.worker == sender.worker and (s.peer, s.nonce) != (sender, hello.nonce)
+        ]  # fmt: skip
+        if len(waiting) >= settings.unconfirmed_per_peer_max:
+            self.desk.count("over_quota.sessions")
+            self.sessions.end(waiting[0], now)
+        return True
+
     def _from_target(self, envelope: Envelope, sender: PeerId, message: m.Message, now: float) -> None:
         """What a D says to us as P: only in a session of this incarnation that it has confirmed."""
         ours = envelope.to == self.desk.identity.me.incarnation
         session = self.sessions.by_number.get(envelope.session) if ours else None
         if session is None or session.peer != sender:
             self.desk.count("late.session")
-            self.desk.send(sender.worker, sender.incarnation, envelope.session, m.Reset(envelope.to))
+            reset = m.Reset(envelope.to)
+            self.desk.send(sender.worker, sender.incarnation, envelope.session, reset, envelope.version)
         elif isinstance(message, m.Joined):
             self.sessions.on_joined(session, message, now)
         elif session.joined:

@@ -70,7 +70,7 @@ class Links:
 
     def send(self, link: Link, message: Message) -> None:
         assert link.peer is not None
-        self.desk.send(link.worker, link.peer.incarnation, link.session, message)
+        self.desk.send(link.worker, link.peer.incarnation, link.session, message, link.version)
 
     def session_with(self, peer: PeerId) -> int:
         """The session in which we are linked to that peer; 0 when we are not."""
@@ -82,7 +82,8 @@ class Links:
         link = self.by_worker.get(sender.worker)
         return link if link is not None and link.peer == sender and link.session == session else None
 
-    def on_welcome(self, sender: PeerId, session: int, message: Welcome, now: float) -> None:
+    def on_welcome(self, sender: PeerId, session: int, message: Welcome, version: int, now: float) -> None:
+        """The source agrees, and settles by the version of its answer in which one the pair talks."""
         link = self.by_worker.get(sender.worker)
         if link is None or link.nonce != message.nonce:
             self.desk.count("late.welcome")
@@ -102,7 +103,7 @@ class Links:
         if len(message.endpoints) != ranks * len(self.desk.identity.layout.ranks):
             self.lose(link, Reason.BAD_MESSAGE, "endpoints: not one for each pair of ranks", now)
             return
-        link.state, link.peer, link.session = LinkState.JOINING, sender, session
+        link.state, link.peer, link.session, link.version = LinkState.JOINING, sender, session, version
         link.features = message.card.optional
         worth_a_try = self._worth_a_try(link, now)
         link.fallback = has_fallback(self.desk.identity, message.card, worth_a_try, link.transport.name)
@@ -216,12 +217,13 @@ class Links:
     def _say(self, link: Link, now: float) -> None:
         if link.state is LinkState.GREETING:
             card = self.desk.identity.card(self._worth_a_try(link, now) or None)  # all failed: better than none
-            self.desk.send(link.worker, Incarnation(0), 0, Hello(link.nonce, card))
+            oldest = self.desk.identity.versions.oldest  # whoever reads any of ours reads that
+            self.desk.send(link.worker, Incarnation(0), 0, Hello(link.nonce, card), oldest)
         elif link.probes is None:
             assert link.peer is not None and link.plan is not None and link.transport is not None
             invitation = Invitation(link.peer, link.transport.name, len(link.plan.source.ranks), _holder(link))
             message = Joined(())
-            self.desk.emit(Send(link.worker, link.peer.incarnation, link.session, message, invitation))
+            self.desk.emit(Send(link.worker, link.peer.incarnation, link.session, message, invitation, link.version))
         at = min(now + self.desk.settings.retry_s, link.deadline)
         self.desk.timers.set(("link", link.worker), at if link.probes is None else min(at, link.probed_until))
 

@@ -1,8 +1,9 @@
 """Everything that two nodes say to each other.
 
 D greets P (`Hello`), and all later talk of that pair runs in the session that P then opens. D speaks first in
-every exchange and repeats itself until answered; P answers every repetition the same way. Fields may be added at
-the end of a message with a default (old readers skip them); a change of meaning needs a `Feature` bit.
+every exchange and repeats itself until answered; P answers every repetition the same way. Fields are added at the end
+of a message with a default, in a new version, and `v1` says what older ones had; a change of meaning needs a `Feature`
+bit. Hello and HelloRefused keep their shape in every version (`versions`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from kvbaton.protocol.ids import HandoffId, LeaseId, ReservationId
 from kvbaton.protocol.layout import EngineLayout
 from kvbaton.protocol.progress import Progress
 from kvbaton.protocol.ticket import TICKET_CHARS_MAX
+from kvbaton.protocol.versions import NEWEST, version_bit, versions_in
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = NEWEST
 GROUPS_MAX = 64
 BLOCKS_MAX = 1 << 20
 RANK_PAIRS_MAX = 4096
@@ -34,6 +36,8 @@ Counts = Annotated[tuple[Number, ...], Meta(max_length=GROUPS_MAX)]
 Name = Annotated[str, Meta(max_length=64)]
 WireReason = Annotated[str, Meta(max_length=64)]
 """A `Reason`, or one that only newer versions know; read it with `reason_of`."""
+Unsaid = Annotated[str, Meta(max_length=64)]
+"""A `WireReason`, or nothing: version 1 did not say it."""
 Endpoints = Annotated[tuple[Annotated[bytes, Meta(max_length=1024)], ...], Meta(max_length=RANK_PAIRS_MAX)]
 
 
@@ -51,8 +55,10 @@ ALL_FEATURES = Feature.PULL | Feature.STREAM | Feature.PUSH
 def feature_names(bits: int) -> str:
     """The bits by name; a bit this version does not know is named by its number."""
     known = [feature.name or "" for feature in Feature if bits & feature]
-    unknown = [f"bit {n}" for n in range(64) if bits & (1 << n) & ~int(ALL_FEATURES)]
-    return ", ".join([*known, *unknown]).lower()
+    versions = versions_in(bits)
+    left = bits & ~int(ALL_FEATURES) & ~sum(map(version_bit, versions))
+    unknown = [f"bit {n}" for n in range(64) if left & (1 << n)]
+    return ", ".join([*known, *(f"version {n}" for n in versions), *unknown]).lower()
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -193,18 +199,20 @@ class Committed(_Message, frozen=True, array_like=True, tag=18):
 
 
 class Stale(_Message, frozen=True, array_like=True, tag=19):
-    """It was not, or can no longer be shown; `good` leading blocks of each group are proven."""
+    """It was not, or can no longer be shown, and why; `good` leading blocks of each group are proven."""
 
     lease: LeaseId
     attempt: Number
     good: Counts
+    reason: Unsaid = ""
 
 
 class Abandon(_Message, frozen=True, array_like=True, tag=20):
-    """D will neither read nor commit."""
+    """D will neither read nor commit, and why."""
 
     handoff: HandoffId
     attempt: Number
+    reason: Unsaid = ""
 
 
 class SourceLost(_Message, frozen=True, array_like=True, tag=21):
@@ -249,9 +257,12 @@ class Ack(_Message, frozen=True, array_like=True, tag=33):
 
 
 class Revoke(_Message, frozen=True, array_like=True, tag=34):
+    """D wants its blocks back, and why: stop, and say when nothing can land any more."""
+
     lease: LeaseId
     attempt: Number
     reservation: ReservationId
+    reason: Unsaid = ""
 
 
 class Quiesced(_Message, frozen=True, array_like=True, tag=35):

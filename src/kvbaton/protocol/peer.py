@@ -21,6 +21,7 @@ from kvbaton.protocol.ids import PeerId, WorkerId
 from kvbaton.protocol.layout import validate
 from kvbaton.protocol.messages import RANK_PAIRS_MAX, Card, feature_names
 from kvbaton.protocol.table import Table, pairs
+from kvbaton.protocol.versions import OLDEST
 
 
 class LinkState(enum.Enum):
@@ -66,6 +67,7 @@ class Link:
     state: LinkState = LinkState.GREETING
     peer: PeerId | None = None
     session: int = 0
+    version: int = OLDEST  # that the pair talks in
     plan: Plan | None = None
     transport: Capabilities | None = None
     features: int = 0  # what the source can do
@@ -86,12 +88,13 @@ class Session:
     nonce: int
     plan: Plan
     transport: Capabilities
+    version: int  # that the pair talks in
     joined: bool = False
 
 
 def check_card(identity: Identity, card: Card) -> None:
     """Refuse a peer by name of what differs: features, then the compatibility key. Layouts are checked by pairing."""
-    missing = card.required & ~identity.optional
+    missing = card.required & ~identity.offered
     if missing:
         raise ProtocolError(Reason.WRONG_VERSION, f"features: the peer requires {feature_names(missing)}")
     lacking = identity.required & ~card.optional

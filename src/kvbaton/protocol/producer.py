@@ -13,7 +13,7 @@ from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.codec import pack_blocks
 from kvbaton.protocol.desk import Desk
 from kvbaton.protocol.effects import Unpin
-from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import Discarded, LeaseBegun, LeaseCompleted, LeaseExtended, LeaseProgressed, SourceEnded
 from kvbaton.protocol.ids import HandoffId, LeaseId, PeerId, Reader, WorkerId
 from kvbaton.protocol.lease import (
@@ -45,9 +45,10 @@ from kvbaton.protocol.messages import (
     Stale,
 )
 from kvbaton.protocol.peer import Session
+from kvbaton.protocol.quotas import Held, PerPeer, block_bytes, promised_bytes
 from kvbaton.protocol.readiness import covers
 from kvbaton.protocol.table import Verdict
-from kvbaton.protocol.ticket import Ticket, unseal
+from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX, Ticket, unseal
 from kvbaton.protocol.writer import Writer
 
 
@@ -68,7 +69,9 @@ class Producer:
         self.by_handoff: dict[HandoffId, Lease] = {}
         self.tombstones: Remembered[LeaseId, Lease] = Remembered(desk.settings.tombstones_max)
         self.ended: Remembered[HandoffId, Reason] = Remembered(desk.settings.tombstones_max)
-        self.parked: dict[Reader, Parked] = {}
+        self.parked: PerPeer[Parked] = PerPeer()
+        self.held = Held()
+        self._block_bytes = block_bytes(desk.identity.layout)
         self.writer = Writer(desk, self)
         self.draining = False
 
@@ -168,7 +171,7 @@ class Producer:
         seat = lease.seats.get(reader) if lease is not None else None
         if lease is None or seat is None:
             self.desk.count("commits.unknown")
-            self._send(session, Stale(message.lease, message.attempt, ()))
+            self._send(session, Stale(message.lease, message.attempt, (), Reason.UNKNOWN_LEASE))
             return
         if seat.state in (ReaderState.LIVE, ReaderState.GONE):
             proven, seat.good = self._judge(lease)
@@ -177,15 +180,22 @@ class Producer:
         if seat.state is ReaderState.COMMITTED:
             self._send(session, Committed(message.lease, message.attempt))
         else:
-            self._send(session, Stale(message.lease, message.attempt, seat.good))
+            why = self.ended.get(lease.handoff) or Reason.STALE
+            self._send(session, Stale(message.lease, message.attempt, seat.good, why))
 
     def on_abandon(self, session: Session, message: Abandon, now: float) -> None:
         reader = Reader(session.peer, message.attempt)
-        if self.parked.pop(reader, None) is not None:
+        if self.parked.take(reader) is not None:
             self.desk.timers.clear(("parked", reader))
         lease = self.by_handoff.get(message.handoff)
         if lease is not None and reader in lease.seats:
+            self.given_up(lease, reader, message.reason)
             self.leave(lease, reader, ReaderEvent.LEFT, now)
+
+    def given_up(self, lease: Lease, reader: Reader, reason: str) -> None:
+        """A reader says that it leaves, and why: for whoever looks after this node."""
+        if lease.seats[reader].state is ReaderState.LIVE:
+            self.desk.count(f"abandoned.{reason_of(reason) if reason else 'unsaid'}")
 
     def on_session_ended(self, session: Session, now: float) -> None:
         for reader in [r for r, waiting in self.parked.items() if waiting.session is session]:
@@ -241,6 +251,7 @@ class Producer:
             self.desk.count(f"{state.value}.reader")
             return
         seat.state = state
+        self.held.give(lease.id, reader)
         if event is ReaderEvent.LEFT:
             self.writer.stop(lease, reader, None, now)
         if lease.used_up:
@@ -258,6 +269,7 @@ class Producer:
         for reader, seat in lease.seats.items():
             if seat.state is ReaderState.LIVE:
                 seat.state = ReaderState.GONE
+                self.held.give(lease.id, reader)
             self.writer.stop(lease, reader, reason, now)
         self.release_if_at_rest(lease, now)
 
@@ -273,7 +285,8 @@ class Producer:
         self.close(self.leases[lease], Reason.LEASE_EXPIRED, now)
 
     def on_parked_too_long(self, reader: Reader, now: float) -> None:
-        waiting = self.parked.pop(reader)
+        waiting = self.parked[reader]
+        del self.parked[reader]
         detail = "the prefiller has not begun this request within defer_timeout"
         self._refuse(waiting.session, waiting.claim, ProtocolError(Reason.DEFER_TIMEOUT, detail))
 
@@ -287,7 +300,7 @@ class Producer:
     # --- helpers
 
     def tell(self, peer: PeerId, seat: Seat, message: Message) -> None:
-        self.desk.send(peer.worker, peer.incarnation, seat.session, message)
+        self.desk.send(peer.worker, peer.incarnation, seat.session, message, seat.version)
 
     def _refuse_lease(self, event: LeaseBegun, why: str) -> None:
         self.desk.count(f"lease_refused.{why}")
@@ -309,7 +322,11 @@ class Producer:
 
     def _check_ticket(self, session: Session, claim: Claim, now: float) -> Ticket:
         identity = self.desk.identity
-        ticket = unseal(claim.ticket, identity.ticket_keys, now + identity.wall_offset_s)
+        wall = now + identity.wall_offset_s
+        ticket = unseal(claim.ticket, identity.ticket_keys, wall)
+        if not ticket.expires_unix_s - wall <= TICKET_LIFE_S_MAX:  # false for NaN as well
+            until = f"{ticket.expires_unix_s:.0f}, {TICKET_LIFE_S_MAX:.0f} s at most"
+            raise ProtocolError(Reason.TICKET_FORGED, f"ticket: good until {until} from now")
         if ticket.source != identity.me.worker or ticket.handoff != claim.handoff:
             raise ProtocolError(Reason.TICKET_FORGED, "ticket: it is for another prefiller or handoff")
         if ticket.incarnation not in (0, identity.me.incarnation):
@@ -332,11 +349,15 @@ class Producer:
             raise ProtocolError(Reason.DRAINING, "the prefiller is draining")
         if len(self.parked) >= self.desk.settings.parked_max:
             raise ProtocolError(Reason.BUSY, f"parked_max: {len(self.parked)} claims wait already")
+        of_peer = self.parked.of(session.peer.worker)
+        if of_peer >= self.desk.settings.parked_per_peer_max:
+            raise ProtocolError(Reason.BUSY, f"parked_per_peer_max: {of_peer} claims of {session.peer.worker} wait")
         self.parked[reader] = Parked(session, claim)
         self.desk.timers.set(("parked", reader), now + self.desk.settings.defer_timeout)
 
     def _answer_parked(self, reader: Reader, lease: Lease, now: float) -> None:
-        waiting = self.parked.pop(reader)
+        waiting = self.parked[reader]
+        del self.parked[reader]
         self.desk.timers.clear(("parked", reader))
         try:
             self._seat(lease, reader, waiting.session, waiting.claim, now)
@@ -346,7 +367,8 @@ class Producer:
     def _refuse_parked(self, handoff: HandoffId) -> None:
         error = ProtocolError(Reason.DISCARDED, "the router took the ticket of this handoff back")
         for reader in [reader for reader, waiting in self.parked.items() if waiting.claim.handoff == handoff]:
-            waiting = self.parked.pop(reader)
+            waiting = self.parked[reader]
+            del self.parked[reader]
             self.desk.timers.clear(("parked", reader))
             self._refuse(waiting.session, waiting.claim, error)
 
@@ -360,7 +382,10 @@ class Producer:
         if reader not in lease.seats:
             if not lease.has_room():
                 raise ProtocolError(Reason.TICKET_SPENT, f"max_readers: all {lease.max_readers} have claimed it")
-            lease.seats[reader] = Seat(session.number, told=tuple(len(ids) for ids in lease.blocks))
+            self._take_share(lease, reader)
+            lease.seats[reader] = Seat(
+                session.number, told=tuple(len(ids) for ids in lease.blocks), version=session.version
+            )
         elif lease.seats[reader].state is not ReaderState.LIVE:
             self.desk.count("late.claim")
             return
@@ -370,6 +395,17 @@ class Producer:
             session,
             Granted(lease.handoff, reader.attempt, lease.id, ttl_s, lease.tokens, blocks, lease.progress, lease.final),
         )
+
+    def _take_share(self, lease: Lease, reader: Reader) -> None:
+        """Whoever holds as much as one peer may is refused more, so that the others find some."""
+        settings, worker = self.desk.settings, reader.peer.worker
+        size = promised_bytes(self.desk.identity.layout, self._block_bytes, lease.tokens)
+        seats, held = self.held.seats(worker), self.held.bytes(worker)
+        if seats >= settings.seats_per_peer_max:
+            raise ProtocolError(Reason.BUSY, f"seats_per_peer_max: {worker} reads {seats} leases already")
+        if seats and held + size > settings.bytes_per_peer_max:  # one alone may be as large as it is
+            raise ProtocolError(Reason.BUSY, f"bytes_per_peer_max: {worker} holds {held} bytes, asks for {size} more")
+        self.held.take(lease.id, reader, size)
 
     def _extend(self, lease: Lease, now: float) -> float:
         expires_at = now + self.desk.settings.lease_s
@@ -398,4 +434,4 @@ class Producer:
         self._send(session, ClaimRefused(claim.handoff, claim.attempt, error.reason, error.detail[:DETAIL_CHARS_MAX]))
 
     def _send(self, session: Session, message: Message) -> None:
-        self.desk.send(session.peer.worker, session.peer.incarnation, session.number, message)
+        self.desk.send(session.peer.worker, session.peer.incarnation, session.number, message, session.version)

@@ -12,9 +12,10 @@ from kvbaton.protocol.desk import Desk
 from kvbaton.protocol.effects import Connect, Disconnect, Holder, Invitation, Send
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.messages import DETAIL_CHARS_MAX, Goodbye, Hello, HelloRefused, Joined, Linked, Welcome
+from kvbaton.protocol.messages import DETAIL_CHARS_MAX, Goodbye, Hello, HelloRefused, Joined, Linked, Message, Welcome
 from kvbaton.protocol.peer import Session, pair_as_source
 from kvbaton.protocol.shunned import Shunned
+from kvbaton.protocol.versions import settle
 
 
 class Sessions:
@@ -40,19 +41,20 @@ class Sessions:
         session = self.by_number.get(number)
         return session if session is not None and session.joined and session.peer == sender else None
 
-    def on_hello(self, sender: PeerId, hello: Hello, now: float) -> None:
+    def on_hello(self, sender: PeerId, hello: Hello, version: int, now: float) -> None:
+        """A greeting in `version`, which need not be one of ours. A refusal goes back in it: that the greeter reads."""
         known = next((s for s in self.by_number.values() if s.peer == sender and s.nonce == hello.nonce), None)
         try:
-            session = known or self._open(sender, hello, now)
+            session = known or self._open(sender, hello, version, now)
         except ProtocolError as error:
             self.desk.count(f"hello_refused.{error.reason}")
             refusal = HelloRefused(hello.nonce, error.reason, error.detail[:DETAIL_CHARS_MAX])
-            self.desk.send(sender.worker, sender.incarnation, 0, refusal)
+            self.desk.send(sender.worker, sender.incarnation, 0, refusal, version)
             return
         card = self.desk.identity.card()
         welcome = Welcome(hello.nonce, card, session.transport.name, (), self._link_session(sender))
         invitation = Invitation(sender, session.transport.name, *_held(session))
-        self.desk.emit(Send(sender.worker, sender.incarnation, session.number, welcome, invitation))
+        self.desk.emit(Send(sender.worker, sender.incarnation, session.number, welcome, invitation, session.version))
 
     def on_joined(self, session: Session, message: Joined, now: float) -> None:
         if not session.joined:
@@ -67,7 +69,7 @@ class Sessions:
             self.desk.emit(Connect(session.peer, session.transport.name, ranks, message.endpoints, holder))
             for other in earlier:
                 self._disconnect(other)
-        self.desk.send(session.peer.worker, session.peer.incarnation, session.number, Linked())
+        self._send(session, Linked())
 
     def end(self, session: Session, now: float) -> None:
         """Everything held for that peer in that session ends; its data connections are closed."""
@@ -99,8 +101,12 @@ class Sessions:
 
     def say_goodbye(self, now: float) -> None:
         for session in list(self.by_number.values()):
-            self.desk.send(session.peer.worker, session.peer.incarnation, session.number, Goodbye())
+            self._send(session, Goodbye())
             self.end(session, now)
+
+    def _send(self, session: Session, message: Message) -> None:
+        peer = session.peer
+        self.desk.send(peer.worker, peer.incarnation, session.number, message, session.version)
 
     def _end(self, session: Session, now: float) -> None:
         if self.by_number.pop(session.number, None) is not None and session.joined:
@@ -120,7 +126,8 @@ class Sessions:
             self._end(other, now)
         return earlier
 
-    def _open(self, sender: PeerId, hello: Hello, now: float) -> Session:
+    def _open(self, sender: PeerId, hello: Hello, greeted_in: int, now: float) -> Session:
+        version = settle(self.desk.identity.versions, greeted_in, hello.card.optional)
         left = self._shunned.without(sender.worker, hello.card.transports, now)
         mapping, transport = pair_as_source(self.desk.identity, hello.card, left)
         if len(self.by_number) >= self.desk.settings.sessions_max:
@@ -130,8 +137,9 @@ class Sessions:
                 raise ProtocolError(Reason.BUSY, f"sessions_max: {len(self.by_number)} sessions are open")
             self.end(oldest, now)
         self._last += 1
-        session = Session(self._last, sender, hello.nonce, mapping, transport)
+        session = Session(self._last, sender, hello.nonce, mapping, transport, version)
         self.by_number[session.number] = session
+        self.desk.count(f"sessions.{version}")
         return session
 
 

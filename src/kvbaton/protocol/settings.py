@@ -23,6 +23,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     revoke_timeout: float = 5.0  # D waits this long for Quiesced, then fences
     tombstones_max: int = 4096  # ended leases that can still judge a late commit
     parked_max: int = 2048  # claims that came before P knew the request
+    parked_per_peer_max: int = 1024  # of them, of one worker
+    seats_per_peer_max: int = 8192  # leases that one worker reads, or is written, at a time
+    bytes_per_peer_max: int = 1 << 40  # that it was granted and has not committed; lower it where many D share a P
+    greetings_per_s_max: float = 50.0  # of one worker in the long run; each costs a plan of the pair's geometry
+    greetings_burst_max: float = 500.0
+    unconfirmed_per_peer_max: int = 8  # sessions that one worker asked for and has not confirmed
     revoked_max: int = 1024  # revocations remembered per peer before a floor replaces them
     sessions_max: int = 1024
     intakes_max: int = 16384

@@ -18,12 +18,14 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, WorkerId, is_handoff_id, is_worker_id
 
 TICKET_CHARS_MAX = 1024
+TICKET_LIFE_S_MAX = 3600.0
+"""A ticket that claims to be good for longer is refused by P, whoever signed it."""
 _MAC_BYTES = 16
 _VERSION = 1
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """The signed content. `lease` 0 and `incarnation` 0 mean: minted by the router, before P began."""
+    """The signed content. `lease` 0: minted by the router, before P began; `incarnation` 0: P's life is unknown."""
 
     handoff: HandoffId
     source: WorkerId

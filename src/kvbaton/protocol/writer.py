@@ -37,6 +37,7 @@ class Leases(Protocol):
     def restless_blocks(self) -> int: ...
 
     def leave(self, lease: Lease, reader: Reader, event: ReaderEvent, now: float) -> None: ...
+    def given_up(self, lease: Lease, reader: Reader, reason: str) -> None: ...
     def release_if_at_rest(self, lease: Lease, now: float) -> None: ...
 
 
@@ -93,11 +94,13 @@ class Writer:
         self._revocations(session.number).add(message.reservation)
         outlet = self.outlets.get(key)
         lease = self._leases.leases.get(message.lease)
+        reader = Reader(session.peer, message.attempt)
+        if lease is not None and reader in lease.seats:
+            self._leases.given_up(lease, reader, message.reason)
         if outlet is not None and outlet.state is OutletState.WRITING:
             self._stop(key, outlet, None, now)
         elif outlet is None or outlet.state is not OutletState.STOPPING:
             self._send(key, Quiesced(message.reservation, None))
-        reader = Reader(session.peer, message.attempt)
         if lease is not None and reader in lease.seats:
             self._leases.leave(lease, reader, ReaderEvent.LEFT, now)
 
@@ -289,4 +292,4 @@ class Writer:
 
     def _send(self, key: Key, message: Message) -> None:
         session = self.sessions[key[0]]
-        self.desk.send(session.peer.worker, session.peer.incarnation, session.number, message)
+        self.desk.send(session.peer.worker, session.peer.incarnation, session.number, message, session.version)

@@ -37,7 +37,10 @@ LOOK_S = 0.25
 class Router:
     """What the door leads to: paths, and who answers there."""
 
-    def __init__(self, front: Front, desk: Desk, settings: RouterSettings, stats: RouterStats) -> None:
+    def __init__(
+        self, front: Front, desk: Desk, settings: RouterSettings, stats: RouterStats, minter: TicketMinter | None
+    ) -> None:
+        self._minter = minter
         self.body_bytes_max = settings.body_bytes_max
         self.body_s = settings.body_s
         self.stats = stats
@@ -62,6 +65,11 @@ class Router:
         if handler is None:
             raise ApiError(405, f"{method} {path}: use {', '.join(found)}", code="method_not_allowed")
         return handler
+
+    def set_ticket_key(self, key: bytes) -> None:
+        """Sign with another key from now on. From any thread."""
+        if self._minter is not None:
+            self._minter.key = key
 
     async def drained(self, timeout_s: float) -> bool:
         """Take nothing new and wait for what is under way; False if some of it was still there in the end."""
@@ -90,12 +98,14 @@ async def router_app(
     minter = None if ticket_key is None else TicketMinter(ticket_key, settings.ticket_ttl_s)
     draining = asyncio.Event()
     async with Legs.open(settings) as legs:
+        if minter is not None:
+            legs.token = minter.token
         flow = Flow(legs, roster, settings, stats, minter, discard)
         front = Front(flow, settings, stats, draining)
         desk = Desk(roster, legs, flow, settings, stats, draining)
         caring = asyncio.create_task(_Care(roster, legs, settings, stats).run())
         try:
-            yield Router(front, desk, settings, stats)
+            yield Router(front, desk, settings, stats, minter)
         finally:
             await cancel([caring])
             await flow.close()

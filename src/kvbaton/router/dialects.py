@@ -17,13 +17,14 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api import request_ids
+from kvbaton.api import request_ids, tokens
 from kvbaton.api.bodies import Kind
 from kvbaton.api.params import FIELD, LEASE_FOR_PULL, Mode, source_params, target_params
 from kvbaton.protocol.ids import TransferId, handoff_id
 from kvbaton.protocol.ticket import Ticket, seal
-from kvbaton.router.directory import Dialect
+from kvbaton.router.directory import Dialect, Worker
 from kvbaton.router.policy import Pair
+from kvbaton.router.wire import Header
 
 _encode = msgspec.json.Encoder().encode
 _LEASE = _encode(LEASE_FOR_PULL)
@@ -50,16 +51,23 @@ class TicketMinter:
         wall: Callable[[], float] = time.time,
         new_id: Callable[[], TransferId] = lambda: TransferId(secrets.token_hex(16)),
     ) -> None:
-        self._key = key
+        self.key = key  # may be replaced while it is in use
         self._ttl_s = ttl_s
         self._wall = wall
         self._new_id = new_id
 
+    def token(self, worker: Worker) -> Header | None:
+        """Shows a worker of this cluster that the router asks; nobody else is shown anything."""
+        if worker.dialect is not Dialect.OWN or not worker.incarnation:
+            return None
+        return tokens.HEADER.encode(), tokens.token(self.key, worker.name).encode()
+
     def mint(self, pair: Pair) -> str:
         """A ticket for one handoff between the two; never given out twice."""
         expires_unix_s = self._wall() + self._ttl_s
-        ticket = Ticket(handoff_id(self._new_id()), pair.prefill.name, expires_unix_s, target=pair.decode.name)
-        return seal(ticket, self._key)
+        source, target = pair.prefill, pair.decode.name
+        ticket = Ticket(handoff_id(self._new_id()), source.name, expires_unix_s, source.incarnation, target=target)
+        return seal(ticket, self.key)
 
 
 def can_mint(pair: Pair, mode: Mode, minter: TicketMinter | None) -> bool:

@@ -43,6 +43,8 @@ _HOP = frozenset(
     ]
 )  # fmt: skip
 """Headers that are about one connection or one body, in either direction."""
+_ODD = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError)
+"""What joining raises where a worker's JSON is not an answer."""
 _NOT_TO_WORKERS = _HOP | {b"accept-encoding", b"content-encoding", b"cookie", b"x-request-id", _MODE_HEADER}
 _NOT_TO_CLIENTS = _HOP | {b"date", b"server", b"x-request-id", b"set-cookie", b"cache-control", b"retry-after"}
 
@@ -143,7 +145,7 @@ class Front:
             return bodies[0]
         try:
             return msgspec.json.encode(join(parts, [msgspec.json.decode(body) for body in bodies]))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except _ODD as error:
             raise _odd_answer(error) from None
 
     async def _body(self, call: Call, headers: dict[str, str]) -> bytes:
@@ -186,7 +188,7 @@ class Front:
                     if events:
                         yield events
             if body.include_usage:
-                yield sse.event(joiner.usage_chunk())
+                yield _usage_event(joiner)
             yield sse.DONE
 
     def _rejoined(self, joiner: Joiner, part: Part, data: bytes) -> Iterator[bytes]:
@@ -195,16 +197,16 @@ class Front:
                 continue
             try:
                 chunk = msgspec.json.decode(payload, type=dict[str, Any])
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 raise ApiError(502, "a worker sent an event that is not JSON", type="worker_error") from None
             if "error" in chunk:
                 raise read_error(502, payload)
             try:
                 merged = joiner.chunk(part, chunk)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                event = b"" if merged is None else sse.event(merged)
+            except _ODD as error:
                 raise _odd_answer(error) from None
-            if merged is not None:
-                yield sse.event(merged)
+            yield event
 
     def _note(self, headers: dict[str, str], reply: Reply) -> None:
         """What the client is told besides the answer: D's own headers, and who served."""
@@ -281,6 +283,13 @@ def _holds_addresses(name: str) -> bool:
         return request_ids.parse(name) is not None
     except request_ids.RequestIdError:
         return True
+
+
+def _usage_event(joiner: Joiner) -> bytes:
+    try:
+        return sse.event(joiner.usage_chunk())
+    except _ODD as error:
+        raise _odd_answer(error) from None
 
 
 def _odd_answer(error: Exception) -> ApiError:

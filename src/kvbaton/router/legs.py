@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -85,6 +85,7 @@ class Legs:
         self._pool = pool
         self._settings = settings
         self._open: dict[PeerId, set[Exchange]] = {}
+        self.token: Callable[[Worker], Header | None] = lambda _: None  # shows a worker who asks
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -146,7 +147,9 @@ class Legs:
         except ValueError as error:
             raise wire.UnreachableError(str(error)) from None
         method = "GET" if leg.body is None else "POST"
-        data = wire.request_bytes(method, place, leg.path, leg.headers, leg.body)
+        shown = self.token(leg.worker)
+        headers = leg.headers if shown is None else (*leg.headers, shown)
+        data = wire.request_bytes(method, place, leg.path, headers, leg.body)
         exchange = await self._pool.exchange(place, data)
         if timeout_s is not None:
             exchange.expire_in(timeout_s)

@@ -8,6 +8,7 @@ import math
 import msgspec
 
 from kvbaton.api.params import Mode
+from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX
 from kvbaton.router.policy import Policy
 
 
@@ -58,6 +59,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{field.name}: got {value!r}, expected {least} or more")
         if self.mode not in self.modes_allowed:
             raise ValueError(f"mode: {self.mode} is not among the modes allowed")
+        if self.ticket_ttl_s > TICKET_LIFE_S_MAX:
+            raise ValueError(f"ticket_ttl_s: got {self.ticket_ttl_s}, expected at most {TICKET_LIFE_S_MAX:.0f}")
         if self.probe_min_s > self.probe_max_s:
             raise ValueError(f"probe_min_s: {self.probe_min_s} is more than probe_max_s, {self.probe_max_s}")
 

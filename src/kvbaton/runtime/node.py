@@ -187,7 +187,7 @@ class Node:
                 detail = str(error)[:DETAIL_CHARS_MAX]
                 self._next_events.append(PlaneFailed(invitation.peer, invitation.holder, detail))
                 raise
-        frame = encode(self.ledger.desk.identity.me, effect.to, effect.session, message)
+        frame = encode(self.ledger.desk.identity.me, effect.to, effect.session, message, effect.version)
         if not self.control.send(effect.worker, frame):
             self._next_events.append(Departed(effect.worker, reason=Reason.PEER_UNKNOWN))
 

@@ -16,9 +16,8 @@ import zmq
 
 from kvbaton.control.dialler import Dialler
 from kvbaton.control.keys import Keyring
-from kvbaton.control.sockets import Context, Plane
+from kvbaton.control.sockets import Context, Heard, Plane
 from kvbaton.control.waker import Waker
-from kvbaton.protocol.ids import WorkerId
 from kvbaton.runtime.rank_messages import ENGINE, RankInvitation, rank_name
 from kvbaton.runtime.rank_stream import LIMITS
 
@@ -46,10 +45,10 @@ class RankDialler:
         events: dict[object, int] = dict(self._poller.poll(0))
         found: list[tuple[int, bytes]] = []
         for rank, line in self._lines.items():
-            frames: list[tuple[WorkerId, bytes]] = []
+            frames: list[Heard] = []
             for worker in list(line.readable(events)):
                 line.drain(worker, frames, FRAMES_PER_RANK_MAX)
-            found.extend((rank, frame) for _, frame in frames)
+            found.extend((rank, frame) for _, frame, _ in frames)
         self.counters["frames_in"] += len(found)
         return found
 

@@ -130,7 +130,7 @@ class RankHost:
             if body is None:
                 return
             command = decode_command(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._count("malformed", f"a frame that cannot be read: {error}")
             return
         if isinstance(command, ShelfCommand):

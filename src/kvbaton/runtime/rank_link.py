@@ -78,7 +78,7 @@ class RankLink:
             body = self.stream.take(frame, now)
             self._heard()
             news = decode_news(body) if body is not None else []
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self.counters["malformed"] += 1
             if worth_saying(self.counters["malformed"]):
                 log.error("rank %d sent what cannot be read: %s", self.rank, error)

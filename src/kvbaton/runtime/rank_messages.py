@@ -255,7 +255,7 @@ class RankInvitation(msgspec.Struct, frozen=True):
         """ValueError names what is wrong; it never shows the secret."""
         try:
             found = msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"not an invitation of a rank: {error}") from None
         check_endpoint(found.endpoint)
         if not all(is_public_key(key) for key in (found.rank_public, found.engine_public, found.engine_secret)):

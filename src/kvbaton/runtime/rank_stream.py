@@ -11,6 +11,7 @@ by who adds to it. One session only: frames of another are refused, so nobody ca
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 
 import msgspec
@@ -28,6 +29,7 @@ ENVELOPE_BYTES = 64
 LIMITS = Limits(
     frame_bytes_max=FRAME_BYTES_MAX + ENVELOPE_BYTES,
     frames_queued_max=QUEUED_MAX,
+    frames_per_s_max=math.inf,  # both ends are this engine's own
     heartbeat_s=10.0,  # a rank that is stopped or busy for half a minute keeps its connection; see `PING_S`
 )
 

@@ -262,7 +262,7 @@ def _check_endpoint(kind: str, peer: PeerId, endpoint: bytes) -> None:
         return
     try:
         there = msgspec.msgpack.decode(endpoint, type=known)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not an endpoint of {kind}: {error}") from None
     if there.owner != peer:
         raise ValueError(f"the endpoint belongs to {there.owner}, not to {peer}")

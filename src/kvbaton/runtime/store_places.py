@@ -85,17 +85,16 @@ def opener(
     """
     match place:
         case Served(endpoint):
-            public = keyring.peers.get(WorkerId(server))
-            if public is None:
+            if WorkerId(server) not in keyring.peers:
                 raise ControlError(f"store: no key of {server!r}; mint one: kvbaton keys add DIR {server}")
-            return lambda: _served(endpoint, public, keyring, WorkerId(server), timeout_s), False
+            return lambda: _served(endpoint, keyring, WorkerId(server), timeout_s), False
         case Mooncake(settings):
             lent = msgspec.structs.replace(settings, segment_bytes=settings.segment_bytes // ranks)
             return lambda: MooncakeBackend(lent), True
 
 
-def _served(endpoint: str, public: str, keyring: Keyring, server: WorkerId, timeout_s: float) -> LinedBackend:
+def _served(endpoint: str, keyring: Keyring, server: WorkerId, timeout_s: float) -> LinedBackend:
     control = ZmqControl(keyring, None)
-    control.set_directory({server: (endpoint, public)})
+    control.set_directory({server: (endpoint, "")})  # under whichever key it has by then
     host = urlsplit(endpoint).hostname or ""
     return LinedBackend(ServedBackend(control, server, timeout_s=timeout_s), host, timeout_s=timeout_s)

@@ -30,6 +30,7 @@ from kvbaton.protocol.lease import LeaseState, ReaderState
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.messages import ALL_FEATURES
 from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.versions import SPOKEN, Versions
 from kvbaton.runtime.discarding import discarded
 from kvbaton.runtime.doorway import Doorway, DoorwayConfig
 from kvbaton.runtime.epochs import EpochTable
@@ -61,6 +62,7 @@ class Character(msgspec.Struct, frozen=True):
     put: float = 0.0
     features: int = int(ALL_FEATURES)
     required: int = 0
+    versions: Versions = SPOKEN
     store_fails: float = 0.0
     wall_skew_s: float = 0.0
 
@@ -133,6 +135,8 @@ class Life:
         self._engine_due = False
         self._timer_at = float("inf")
         self._offset_s = world.rng.uniform(-1000, 1000)
+        if character.versions != SPOKEN:
+            world.faults["other_versions"] += 1
         self.peer = PeerId(character.name, Incarnation(world.rng.getrandbits(63)))
         self.control = SimControl(network, character.name)
         self.memory = [bytearray(character.shape.region_bytes) for _ in range(character.shape.ranks)]
@@ -353,6 +357,7 @@ class Life:
             wall_offset_s=self.world.now + character.wall_skew_s - self.clock(),
             required=character.required,
             optional=character.features,
+            versions=character.versions,
         )
         store = SimStore(self.world, character.store_fails)
         store.set_waker(self.wake)

@@ -31,6 +31,7 @@ from kvbaton.runtime.node import Node
 from kvbaton.sim import engine as sim_engine
 from kvbaton.sim.mutants_discard import DISCARD_MUTANTS
 from kvbaton.sim.mutants_planes import PLANE_MUTANTS
+from kvbaton.sim.mutants_versions import VERSION_MUTANTS
 from kvbaton.sim.mutation import Mutant, both, swap
 
 # --- P
@@ -713,5 +714,6 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *DISCARD_MUTANTS,
     *PLANE_MUTANTS,
+    *VERSION_MUTANTS,
 )
 """Every mutant must be caught by the simulator; the clean tree by none of the same seeds."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import msgspec
 
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.messages import ALL_FEATURES, Feature
 from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.versions import SPOKEN, Versions
 from kvbaton.sim.life import Character
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import NetworkFaults
@@ -79,6 +81,22 @@ def settings(rng: random.Random, profile: str) -> Settings:
     )
 
 
+def upgrades(rng: random.Random, strange: bool) -> Callable[[str], Versions]:
+    """What each worker speaks: in a third of all worlds a rolling upgrade is under way, in strange ones a forced one.
+
+    Drawn beside the world's own chance, so that a seed's world is otherwise the same as before there were versions.
+    """
+    chance = random.Random()
+    chance.setstate(rng.getstate())
+    under_way, seed = chance.random() < 1 / 3, chance.getrandbits(64)
+    kinds = [Versions(1, 1), SPOKEN] + [Versions(2, 3)] * strange
+
+    def speaks(name: str) -> Versions:
+        return random.Random(f"{seed} {name}").choice(kinds) if under_way else SPOKEN
+
+    return speaks
+
+
 def draw(rng: random.Random) -> Plan:
     profile = rng.choice(PROFILES)
     bad = profile == "all"
@@ -127,10 +145,13 @@ def draw(rng: random.Random) -> Plan:
 
     p_ranks, d_ranks = rng.choice(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 2)))
     p_tokens, d_tokens = rng.choice(((2, 2), (2, 2), (2, 4), (4, 2)))
+    speaks = upgrades(rng, bool(mixed))
     prefill = tuple(character(f"p{n}", p_ranks, p_tokens) for n in range(rng.randint(1, 2)))
     decode = tuple(character(f"d{n}", d_ranks, d_tokens) for n in range(rng.randint(1, 2)))
     if rng.random() < 0.15:  # workers of both roles, who hand over to each other
         prefill = decode = tuple(character(f"b{n}", p_ranks, p_tokens) for n in range(2))
+    prefill = tuple(msgspec.structs.replace(each, versions=speaks(each.name)) for each in prefill)
+    decode = tuple(msgspec.structs.replace(each, versions=speaks(each.name)) for each in decode)
     shut = (
         frozenset(transports[:-1]) if rng.random() < (0.5 if healthy else 0.2) else frozenset()
     )  # the last resort is never shut

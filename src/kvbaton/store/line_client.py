@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from kvbaton.sealed import policy
+from kvbaton.sealed.policy import Encrypt
 from kvbaton.store.client import ServedBackend, ServerSilent
 from kvbaton.store.lines import SIZE, Item, Line, LineError, Op, greet
 
@@ -27,7 +29,8 @@ class LinedBackend:
 
     lands_late = False
 
-    def __init__(self, control: ServedBackend, host: str, *, timeout_s: float = 4.0) -> None:
+    def __init__(self, control: ServedBackend, host: str, *, timeout_s: float = 4.0, encrypt: Encrypt = "auto") -> None:
+        self._encrypt: Encrypt = encrypt
         self.counters: Counter[str] = Counter()
         self._control = control
         self._host = host
@@ -123,7 +126,10 @@ class LinedBackend:
         line = Line(socket.create_connection((self._host, port), max(0.001, until - time.monotonic())))
         line.until = until
         try:
-            greet(line, number, secret)
+            sealed = policy.is_required_on(self._encrypt, line.socket)
+            if sealed and not policy.can_seal():
+                raise LineError(policy.MISSING)
+            greet(line, number, secret, sealed)
         except BaseException:
             line.close()
             raise

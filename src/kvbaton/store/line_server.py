@@ -16,14 +16,17 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
+from kvbaton.sealed import policy
+from kvbaton.sealed.policy import Encrypt
 from kvbaton.store.base import Backend
-from kvbaton.store.lines import SECRET_BYTES, SIZE, Item, Line, LineError, Op, admit
+from kvbaton.store.lines import SECRET_BYTES, SIZE, Item, Line, LineError, Op, PlainLine, admit
 from kvbaton.store.memory import MemoryBackend, room
 
 log = logging.getLogger(__name__)
 
 LINES_MAX = 256
 GREETING_MAX = 64  # of lines that have not proven themselves; beyond it the oldest of these goes
+THREADS_MAX = LINES_MAX + 2 * GREETING_MAX  # those of lines just turned away end a moment later
 INVITATIONS_MAX = 1024
 GREETING_S = 5.0
 QUESTION_S = 30.0
@@ -35,7 +38,9 @@ _NONE = SIZE.pack(0)
 class LineServer:
     """Serves a back end, which it does not own, on a port of its own."""
 
-    def __init__(self, backend: Backend, host: str, *, value_bytes_max: int) -> None:
+    def __init__(self, backend: Backend, host: str, *, value_bytes_max: int, encrypt: Encrypt = "auto") -> None:
+        policy.check(encrypt, host)
+        self._encrypt: Encrypt = encrypt
         self.counters: Counter[str] = Counter()
         self._backend = backend
         self._direct = backend if isinstance(backend, MemoryBackend) else None  # spares it a copy each way
@@ -43,6 +48,7 @@ class LineServer:
         self._numbers = itertools.count(1)
         self._invitations: OrderedDict[int, bytes] = OrderedDict()
         self._lock = threading.Lock()
+        self._threads = threading.BoundedSemaphore(THREADS_MAX)
         self._lines: set[Line] = set()
         self._greeting: OrderedDict[Line, None] = OrderedDict()  # not among the lines: strangers take nobody's place
         self._closed = False
@@ -80,6 +86,7 @@ class LineServer:
                     return
                 time.sleep(0.05)  # out of descriptors: some line will end
                 continue
+            self._threads.acquire()  # one is always about to end: a greeting has a deadline
             self._begin(Line(connection))
 
     def _begin(self, line: Line) -> None:
@@ -94,16 +101,21 @@ class LineServer:
         except RuntimeError:  # out of threads: some line will end
             self.counters["turned_away"] += 1
             self._leave(line)
+            self._threads.release()
 
     def _serve(self, line: Line) -> None:
         try:
             line.until = time.monotonic() + GREETING_S
-            admit(line, self._invitations.get, self._enter(line))
+            must_seal = policy.is_required_on(self._encrypt, line.socket)
+            admit(line, self._invitations.get, self._enter(line), must_seal)
             self.counters["lines"] += 1
             buffer = bytearray()
             while True:
                 line.until = time.monotonic() + IDLE_S
                 buffer = self._answer(line, buffer)
+        except PlainLine as refused:
+            self.counters["ended"] += 1
+            log.warning("encrypt: %s", refused)
         except (LineError, OSError):
             self.counters["ended"] += 1
         except Exception:  # a back end's; the client sees a line that ended
@@ -111,6 +123,7 @@ class LineServer:
             log.exception("a line of the store failed")
         finally:
             self._leave(line)
+            self._threads.release()
 
     def _enter(self, line: Line) -> Callable[[int], bytes | None]:
         """Takes an invitation, and with it a place among the lines."""

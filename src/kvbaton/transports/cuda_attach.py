@@ -113,7 +113,7 @@ class CudaAttachment:
         table = yield from take(min(LENGTH.unpack(head)[0], TABLE_BYTES_MAX))
         try:
             remote = Remote(msgspec.msgpack.decode(table, type=Shared))
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(Reason.BAD_MESSAGE, f"regions that cannot be opened: {error}") from None
         self._done(remote, "")
 

@@ -122,7 +122,7 @@ def parse_endpoint(peer: PeerId, endpoint: bytes) -> CudaEndpoint:
     """ValueError says what is wrong with it."""
     try:
         there = msgspec.msgpack.decode(endpoint, type=CudaEndpoint)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"not an endpoint of cuda: {error}") from None
     if there.owner != peer:
         raise ValueError(f"the endpoint belongs to {there.owner}, not to {peer}")

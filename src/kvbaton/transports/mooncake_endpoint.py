@@ -48,7 +48,7 @@ def parse(peer: PeerId, endpoint: bytes) -> MooncakeEndpoint:
         raise ValueError(f"an endpoint has at most {ENDPOINT_BYTES_MAX} bytes, this one {len(endpoint)}")
     try:
         there = msgspec.msgpack.decode(endpoint, type=MooncakeEndpoint)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not an endpoint of mooncake: {error}") from None
     if there.owner != peer:
         raise ValueError(f"the endpoint belongs to {there.owner}, not to {peer}")

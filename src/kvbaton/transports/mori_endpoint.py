@@ -121,6 +121,6 @@ def _row(packed: bytes) -> list[Any] | None:
     """Its fields, if they make the same bytes when put together again."""
     try:
         found = msgspec.msgpack.decode(packed)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return found if isinstance(found, list) and len(found) > 1 and msgspec.msgpack.encode(found) == packed else None

@@ -92,7 +92,7 @@ def parse(peer: PeerId, data: bytes) -> NixlEndpoint:
         if not unpacker.eof:
             raise ValueError(f"not an endpoint of nixl: cut short, or more than {BYTES_MAX} bytes")
         there = msgspec.msgpack.decode(plain, type=NixlEndpoint)
-    except (zlib.error, msgspec.MsgspecError) as error:
+    except (zlib.error, msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"not an endpoint of nixl: {error}") from None
     if there.owner != peer:
         raise ValueError(f"the endpoint belongs to {there.owner}, not to {peer}")

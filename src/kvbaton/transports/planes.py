@@ -28,6 +28,7 @@ import msgspec
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import PeerId
+from kvbaton.sealed.policy import Encrypt, is_loopback
 from kvbaton.transports import shm, tcp
 from kvbaton.transports.base import DeviceTransport, HostTransport
 from kvbaton.transports.device import DeviceMemory
@@ -55,6 +56,7 @@ class PlaneSettings(msgspec.Struct, frozen=True):
 
     host: str = "127.0.0.1"  # that peers dial
     checksum: ChecksumMode = "off"
+    encrypt: Encrypt = "auto"
 
 
 class Plane(msgspec.Struct, frozen=True):
@@ -65,6 +67,7 @@ class Plane(msgspec.Struct, frozen=True):
     needs: str  # how to get it
     usable: Callable[[], str]  # why it cannot be used in this process; "" when it can
     in_auto: Callable[[], bool]
+    encrypts: bool = True  # what leaves the host, between hosts
 
 
 def parse(text: str) -> tuple[str, ...]:
@@ -104,10 +107,21 @@ def capabilities(name: str) -> Capabilities:
     return summed(plain) if name.endswith(SUMS) else plain
 
 
+def exposed(name: str, host: str, encrypt: Encrypt = "auto") -> str:
+    """What an operator must know before this plane is used at `host`; "" when nobody on the network can read it."""
+    plain = name.removesuffix(SUMS)
+    if is_loopback(host) or capabilities(plain).same_host:
+        return ""
+    if not PLANES[plain].encrypts:
+        return f"transport {plain} is not encrypted, and serves whoever reaches it: keep it on a network of its own"
+    return f"transport {plain} is not encrypted between hosts, since encrypt is off" if encrypt == "off" else ""
+
+
 def make(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[memoryview]) -> HostTransport:
     """A data plane over these regions of host memory."""
     plain = name.removesuffix(SUMS)
     check_host(plain, settings.host)
+    _warn(plain, settings)
     try:
         plane = _plain(plain, me, settings)
     except (ValueError, OSError):
@@ -115,7 +129,8 @@ def make(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[memory
     except Exception as error:  # a library may raise anything, and without its device some do
         raise PlaneError(f"transport {name} cannot be used here: {type(error).__name__}: {error}") from error
     if plain != name:
-        plane = SummedTransport(plane, me, SumConfig(Checksum(settings.checksum), host=settings.host))
+        sums = SumConfig(Checksum(settings.checksum), host=settings.host, encrypt=settings.encrypt)
+        plane = SummedTransport(plane, me, sums)
     for region, view in enumerate(memory):
         plane.register(region, view)
     return plane
@@ -123,13 +138,15 @@ def make(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[memory
 
 def make_device(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[DeviceMemory]) -> DeviceTransport:
     """A data plane over these regions of one device's memory."""
+    _warn(name, settings)
     module, device = _MODULES[name.partition("-")[0]](), memory[0].device
     made: DeviceTransport
     if name == "cuda":
         made = module.CudaTransport(me, module.CudaConfig(device=device))
     elif name in {"staged-shm", "staged-tcp"}:
         carrier = name.removeprefix("staged-")
-        made = module.StagedTransport(me, module.StagedConfig(carrier=carrier, device=device, host=settings.host))
+        config = module.StagedConfig(carrier=carrier, device=device, host=settings.host, encrypt=settings.encrypt)
+        made = module.StagedTransport(me, config)
     else:
         raise ValueError(f"transport {name}: device memory goes over one of cuda, staged-shm or staged-tcp")
     for region, each in enumerate(memory):
@@ -137,11 +154,17 @@ def make_device(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence
     return made
 
 
+def _warn(name: str, settings: PlaneSettings) -> None:
+    problem = exposed(name, settings.host, settings.encrypt) if name in PLANES else ""
+    if problem:
+        log.warning(problem)
+
+
 def _plain(name: str, me: PeerId, settings: PlaneSettings) -> HostTransport:
     if name == "shm":
         return shm.ShmTransport(me)
     if name == "tcp":
-        return tcp.TcpTransport(me, tcp.TcpConfig(host=settings.host))
+        return tcp.TcpTransport(me, tcp.TcpConfig(host=settings.host, encrypt=settings.encrypt))
     module = _MODULES[name]()
     if name == "mooncake":
         made: HostTransport = module.MooncakeTransport(me, module.MooncakeConfig(host=settings.host))
@@ -209,6 +232,7 @@ PLANES: dict[str, Plane] = {
             "amd_mori",
             _loads(lambda: _module("mori_engine")().load()),
             lambda: False,
+            encrypts=False,
         ),
         Plane(
             "nixl",
@@ -216,6 +240,7 @@ PLANES: dict[str, Plane] = {
             "pip install nixl",
             _loads(lambda: _module("nixl_agent")().load_bindings()),
             _has_rdma,
+            encrypts=False,
         ),
         Plane(
             "mooncake",
@@ -223,6 +248,7 @@ PLANES: dict[str, Plane] = {
             "pip install mooncake-transfer-engine-non-cuda (or -cuda), and libibverbs",
             _loads(lambda: _module("mooncake_engine")().load()),
             lambda: False,
+            encrypts=False,
         ),
         Plane("tcp", "kvbaton's own over TCP", "nothing", _always, lambda: True),
         *(

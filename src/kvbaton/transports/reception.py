@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import PeerId
+from kvbaton.sealed.policy import Encrypt, is_required_on
 from kvbaton.transports.auth import Admitted, Keyring, admit
 from kvbaton.transports.loop import IN, Loop
 from kvbaton.transports.wire import Script, Wire
@@ -34,6 +35,7 @@ class Reception:
         welcome: Callable[[Admitted, socket.socket], None],
         strangers_max: int,
         handshake_s: float,
+        encrypt: Encrypt = "auto",
     ) -> None:
         """`prepare` sets a new socket up, or refuses it by ProtocolError; `welcome` owns it from then on."""
         self.keyring = Keyring()
@@ -43,6 +45,7 @@ class Reception:
         self._welcome = welcome
         self._strangers_max = strangers_max
         self._handshake_s = handshake_s
+        self._encrypt: Encrypt = encrypt
         self._strangers: dict[Wire, None] = {}  # oldest first
         self._listener: socket.socket | None = None
 
@@ -79,13 +82,14 @@ class Reception:
                 return
             try:
                 self._prepare(sock)
+                must_seal = is_required_on(self._encrypt, sock)
             except (OSError, ProtocolError) as error:
                 log.warning("refused a connection: %s", error)
                 sock.close()
             else:
-                self._hear(sock)
+                self._hear(sock, must_seal)
 
-    def _hear(self, sock: socket.socket) -> None:
+    def _hear(self, sock: socket.socket, must_seal: bool) -> None:
         if len(self._strangers) >= self._strangers_max:
             next(iter(self._strangers)).close("too many strangers")
         deadline = self._loop.later(self._handshake_s, lambda: wire.close("no proof in time"))
@@ -97,9 +101,9 @@ class Reception:
 
         wire = Wire(self._loop, sock, closed)
         self._strangers[wire] = None
-        wire.open(self._admit(wire))
+        wire.open(self._admit(wire, must_seal))
 
-    def _admit(self, wire: Wire) -> Script:
-        admitted = yield from admit(wire, self.keyring, self._me)
+    def _admit(self, wire: Wire, must_seal: bool) -> Script:
+        admitted = yield from admit(wire, self.keyring, self._me, must_seal)
         sock = wire.detach()
         self._welcome(admitted, sock)

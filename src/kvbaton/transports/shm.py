@@ -181,7 +181,7 @@ class ShmTransport:
 def _parse(peer: PeerId, endpoint: bytes) -> ShmEndpoint:
     try:
         there = msgspec.msgpack.decode(endpoint, type=ShmEndpoint)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"not an endpoint of shm: {error}") from None
     if there.owner != peer:
         raise ValueError(f"the endpoint belongs to {there.owner}, not to {peer}")

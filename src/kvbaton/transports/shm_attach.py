@@ -88,7 +88,7 @@ class Attachment:
             try:
                 places = msgspec.msgpack.decode(table, type=list[Place])
                 mapped = _map(places, head.descriptors)
-            except (msgspec.MsgspecError, OSError, ValueError, IndexError) as error:
+            except (msgspec.MsgspecError, OSError, ValueError, IndexError, RecursionError) as error:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"regions that cannot be mapped: {error}") from None
         finally:
             for fd in head.descriptors:
@@ -144,6 +144,9 @@ class TakeDescriptors:
         self.data += data
         self.left -= len(data)
         return len(data)
+
+    def land(self, data: memoryview) -> int:
+        raise NotImplementedError("descriptors come over a UNIX socket, which is never encrypted")
 
 
 def _map(places: list[Place], descriptors: list[int]) -> Mapped:

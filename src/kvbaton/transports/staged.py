@@ -19,6 +19,9 @@ import msgspec
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.sealed import policy
+from kvbaton.sealed.policy import Encrypt
+from kvbaton.sealed.records import load
 from kvbaton.transports.base import Capabilities, Copy, Direction, TransportEvent
 from kvbaton.transports.cuda_driver import CudaGpu, Gpu
 from kvbaton.transports.cuda_gate import quiet_event
@@ -31,7 +34,7 @@ from kvbaton.transports.mover import choose_mover
 from kvbaton.transports.shm_door import host_identity
 from kvbaton.transports.spans import cut
 from kvbaton.transports.staged_client import StagedLink
-from kvbaton.transports.staged_door import Carrier, Hello, StagedEndpoint, parse_endpoint
+from kvbaton.transports.staged_door import Carrier, Hello, SealedStagedEndpoint, StagedEndpoint, parse_endpoint
 from kvbaton.transports.staged_server import StagedServer
 from kvbaton.transports.staged_slots import SLOT_BYTES, SLOTS_MAX
 from kvbaton.transports.staged_work import Stager
@@ -60,6 +63,7 @@ class StagedConfig(msgspec.Struct, frozen=True):
     advertise: str = ""
     copies_max: int = 1024
     dial_deadline_s: float = 5.0
+    encrypt: Encrypt = "auto"  # over tcp, unless both ends are loopback addresses
 
     def __post_init__(self) -> None:
         if self.slot_bytes not in SLOT_BYTES or not 2 <= self.slots <= SLOTS_MAX:
@@ -69,6 +73,13 @@ class StagedConfig(msgspec.Struct, frozen=True):
             )
         if ipaddress.ip_address(self.advertise or self.host).is_unspecified:
             raise ValueError(f"peers cannot dial {self.advertise or self.host}: set advertise to this host's address")
+        if self.carrier == "tcp":
+            policy.check(self.encrypt, self.advertise or self.host)
+
+    @property
+    def must_seal(self) -> bool:
+        """Whether this side insists on encryption, with whoever dials it."""
+        return self.carrier == "tcp" and policy.is_required(self.encrypt, self.advertise or self.host)
 
 
 class StagedTransport:
@@ -89,8 +100,11 @@ class StagedTransport:
         self._stager = Stager(f"kvbaton-stager-{me}", self._gpu)
         slots = config.slot_bytes, config.slots
         self._server = StagedServer(
-            me, config.carrier, self._loop, self._memory, self._mover, self._stager, slots, config.dial_deadline_s
-        )
+            me, config.carrier, self._loop, self._memory, self._mover, self._stager, slots, config.dial_deadline_s,
+            config.encrypt,
+        )  # fmt: skip
+        if config.must_seal:
+            load()
 
     @property
     def broken(self) -> str:
@@ -107,19 +121,26 @@ class StagedTransport:
         place, port = self._server.listen((config.host, config.port))
         place = config.advertise or place if config.carrier == "tcp" else place
         secret = self._server.keyring.mint(peer)
-        return msgspec.msgpack.encode(StagedEndpoint(self._me, config.carrier, host_identity(), place, port, secret))
+        kind = SealedStagedEndpoint if config.must_seal else StagedEndpoint
+        place_of = host_identity(), place, port
+        return msgspec.msgpack.encode(kind(self._me, config.carrier, *place_of, secret, policy.can_seal()))
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         """A new endpoint of a known peer replaces the old one, and ends what was under way on it."""
         config = self._config
         there = parse_endpoint(peer, config.carrier, endpoint)
+        insists, sealed = isinstance(there, SealedStagedEndpoint), False
+        if config.carrier == "tcp":
+            sealed = policy.agree(str(peer), config.encrypt, there.place, insists, there.seals)
+        if sealed:
+            load()
         with self._jobs:
             if peer in self._links and self._links[peer].there == there:
                 return
             self._forget(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
             self._links[peer] = StagedLink(
                 self._me, there, self._loop, self._jobs, self._mover, self._stager,
-                self._plan, self._address_of, config.dial_deadline_s,
+                self._plan, self._address_of, config.dial_deadline_s, sealed,
             )  # fmt: skip
 
     def disconnect(self, peer: PeerId) -> None:

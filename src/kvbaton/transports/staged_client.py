@@ -30,7 +30,7 @@ from kvbaton.transports.staged_door import HELLO_BYTES_MAX, Hello, StagedEndpoin
 from kvbaton.transports.staged_slots import Slots, allocate_slots, map_slots, scatter_rows
 from kvbaton.transports.staged_work import Chunk, Stager
 from kvbaton.transports.tcp_frames import FRAME_BYTES, Frame, Kind, Status, parse
-from kvbaton.transports.wire import Bytes, Script, Strip, Wire, take
+from kvbaton.transports.wire import Bytes, Script, Strip, Take, Wire, take
 
 
 @dataclass(slots=True, eq=False)
@@ -83,18 +83,22 @@ class Line:
 
     def _talk(self) -> Script:
         link = self._link
-        yield from greet(self.wire, link.there.secret, link.me, link.there.owner, 0)
-        head = TakeDescriptors(LENGTH.size)
+        seals = yield from greet(self.wire, link.there.secret, link.me, link.there.owner, 0, link.sealed)
+        if seals is not None:
+            self.wire.seal(seals)
+        by_wire = link.there.carrier == "tcp"
+        head: Take | TakeDescriptors = Take(LENGTH.size) if by_wire else TakeDescriptors(LENGTH.size)
+        descriptors = head.descriptors if isinstance(head, TakeDescriptors) else []
         try:
             yield head
             table = yield from take(min(LENGTH.unpack(head.data)[0], HELLO_BYTES_MAX))
             try:
                 hello = msgspec.msgpack.decode(table, type=Hello)
-                self._slots = slots = self._make_slots(hello, head.descriptors)
-            except (msgspec.MsgspecError, OSError, ValueError) as error:
+                self._slots = slots = self._make_slots(hello, descriptors)
+            except (msgspec.MsgspecError, OSError, ValueError, RecursionError) as error:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"slots that cannot be used: {error}") from None
         finally:
-            for fd in head.descriptors:
+            for fd in descriptors:
                 os.close(fd)
         self._free = list(range(slots.count))
         link.stager.open(slots, lambda problem: link.loop.call(partial(self._opened, hello, problem)))
@@ -106,7 +110,7 @@ class Line:
             slot = frame.tag % slots.count
             if frame.status is not Status.OK:
                 self._end(part, Reason.BAD_SPAN, f"{link.there.owner} refused memory outside its regions")
-            elif link.there.carrier == "tcp":
+            elif by_wire:
                 self._asked[frame.tag] = part  # a cancel must find it while it comes in
                 yield Strip(link.mover, slots.view(slot, part.size), array("q", (0, part.size)), 2, part.size)
                 del self._asked[frame.tag]
@@ -180,6 +184,7 @@ class StagedLink:
         plan: Callable[[Job, Hello], bool],
         address_of: Callable[[int], int],
         dial_deadline_s: float,
+        sealed: bool = False,
     ) -> None:
         """`plan` checks a copy and gives it parts, or fails it."""
         self.me = me
@@ -190,6 +195,7 @@ class StagedLink:
         self.stager = stager
         self.address_of = address_of
         self.dial_deadline_s = dial_deadline_s
+        self.sealed = sealed
         self._plan = plan
         self._line: Line | None = None
         self._new: deque[Job] = deque()

@@ -36,6 +36,11 @@ class StagedEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="staged1"
     place: str
     port: int
     secret: bytes
+    seals: bool = False  # can encrypt; a version that could not said nothing
+
+
+class SealedStagedEndpoint(StagedEndpoint, frozen=True, array_like=True, tag="staged2"):
+    """The same of a rank that insists on encryption, which is over tcp only."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -71,8 +76,8 @@ def dial(there: StagedEndpoint) -> socket.socket:
 def parse_endpoint(peer: PeerId, carrier: Carrier, endpoint: bytes) -> StagedEndpoint:
     """ValueError says what is wrong with it."""
     try:
-        there = msgspec.msgpack.decode(endpoint, type=StagedEndpoint)
-    except msgspec.MsgspecError as error:
+        there = msgspec.msgpack.decode(endpoint, type=StagedEndpoint | SealedStagedEndpoint)
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"not an endpoint of staging: {error}") from None
     if there.owner != peer:
         raise ValueError(f"the endpoint belongs to {there.owner}, not to {peer}")

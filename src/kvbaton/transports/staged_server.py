@@ -16,6 +16,7 @@ import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
+from kvbaton.sealed.policy import Encrypt
 from kvbaton.transports.auth import Admitted, Keyring
 from kvbaton.transports.device import RegisteredDevice
 from kvbaton.transports.loop import Loop
@@ -60,6 +61,7 @@ class StagedServer:
         stager: Stager,
         slots: tuple[int, int],
         handshake_s: float,
+        encrypt: Encrypt = "auto",
     ) -> None:
         """`slots`: bytes of one, and how many, for each connection."""
         self._carrier = carrier
@@ -71,7 +73,7 @@ class StagedServer:
         self._sessions: list[Session] = []
         self._pinning = 0  # admitted, and not served yet
         ready = same_user if carrier == "shm" else prepare
-        self._reception = Reception(me, loop, ready, self._welcome, STRANGERS_MAX, handshake_s)
+        self._reception = Reception(me, loop, ready, self._welcome, STRANGERS_MAX, handshake_s, encrypt)
 
     @property
     def keyring(self) -> Keyring:
@@ -111,8 +113,7 @@ class StagedServer:
         try:
             if problem or not self.keyring.still_admits(admitted):
                 raise OSError(problem or "its secret was revoked")
-            sent = socket.send_fds(sock, [head], [region.fd] if self._carrier == "shm" else [])
-            if sent != len(head):
+            if self._carrier == "shm" and socket.send_fds(sock, [head], [region.fd]) != len(head):
                 raise OSError("the socket took only a part of our first words")
         except OSError as error:
             log.warning("cannot stage for %s: %s", admitted.peer, error)
@@ -122,6 +123,10 @@ class StagedServer:
         wire = Wire(self._loop, sock, lambda _detail, _by_peer: self._left(session, region))
         session = Session(admitted.peer, wire, slots)
         self._sessions.append(session)
+        if admitted.seals is not None:
+            wire.seal(admitted.seals)
+        if self._carrier == "tcp":
+            wire.out.append(Bytes(head))
         wire.open(self._serve(session))
 
     def _left(self, session: Session, region: Region) -> None:

@@ -26,6 +26,9 @@ import msgspec
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.sealed import policy
+from kvbaton.sealed.policy import Encrypt
+from kvbaton.sealed.records import load
 from kvbaton.transports import sums_endpoint
 from kvbaton.transports.base import Copy, CopyEnded, HostTransport, TransportEvent
 from kvbaton.transports.jobs import Job, Jobs
@@ -35,7 +38,7 @@ from kvbaton.transports.mover import choose_mover
 from kvbaton.transports.sums import Checksum, portions
 from kvbaton.transports.sums_client import Question, SumLink
 from kvbaton.transports.sums_comparison import Comparison
-from kvbaton.transports.sums_endpoint import SumEndpoint
+from kvbaton.transports.sums_endpoint import CAN, CANNOT, INSISTS, SumEndpoint
 from kvbaton.transports.sums_hash import digests
 from kvbaton.transports.sums_pool import Digesters
 from kvbaton.transports.sums_service import SumService
@@ -57,6 +60,7 @@ class SumConfig(msgspec.Struct, frozen=True):
     dial_deadline_s: float = 5.0
     strangers_max: int = 64
     pure_python: bool = False
+    encrypt: Encrypt = "auto"  # unless both ends are loopback addresses: digests tell whether a guess is right
 
     def __post_init__(self) -> None:
         host = ipaddress.ip_address(self.host)
@@ -66,6 +70,12 @@ class SumConfig(msgspec.Struct, frozen=True):
             raise ValueError(
                 f"threads, copies_max, strangers_max, answer_s and dial_deadline_s must be positive: {self}"
             )
+        policy.check(self.encrypt, self.advertise or self.host)
+
+    @property
+    def must_seal(self) -> bool:
+        """Whether this side insists on encryption, with whoever dials it."""
+        return policy.is_required(self.encrypt, self.advertise or self.host)
 
 
 def summed(inner: Capabilities) -> Capabilities:
@@ -94,7 +104,9 @@ class SummedTransport:
         self._loop = Loop(f"kvbaton-sums-{me}")
         self._digesters = Digesters(f"kvbaton-digest-{me}", config.threads)
         mover, limits = choose_mover(config.pure_python), (config.strangers_max, config.dial_deadline_s)
-        self._service = SumService(me, self._loop, self._memory, mover, self._digesters, *limits)
+        self._service = SumService(me, self._loop, self._memory, mover, self._digesters, *limits, config.encrypt)
+        if config.must_seal:
+            load()
         inner.set_waker(self._has_news)
 
     @property
@@ -110,14 +122,19 @@ class SummedTransport:
         inner, config = self._inner.endpoint(peer), self._config
         port = self._service.listen(config.host, config.port)
         secret = self._service.keyring.mint(peer)
-        return sums_endpoint.pack(SumEndpoint(config.advertise or config.host, port, secret, inner))
+        seals = INSISTS if config.must_seal else CAN if policy.can_seal() else CANNOT
+        return sums_endpoint.pack(SumEndpoint(config.advertise or config.host, port, secret, inner, seals))
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        """ValueError, naming `checksum`, for a peer that has no sum service."""
+        """ValueError, naming `checksum`, for a peer that has no sum service; and as of any encrypted connection."""
         there = sums_endpoint.parse(peer, endpoint)
+        insists, able = there.seals == INSISTS, there.seals != CANNOT
+        sealed = policy.agree(str(peer), self._config.encrypt, there.host, insists, able)
+        if sealed:
+            load()
         self._inner.connect(peer, there.inner)
         address, limit_s = (there.host, there.port), self._config.dial_deadline_s
-        route = Route(self._me, peer, address, there.secret, regions={}, window_bytes=0, dial_deadline_s=limit_s)
+        route = Route(self._me, peer, address, there.secret, {}, 0, limit_s, sealed)
         with self._jobs:
             old = self._links.get(peer)
             if old is not None and old.route == route:

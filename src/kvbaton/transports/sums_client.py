@@ -104,7 +104,10 @@ class SumLink:
         wire.open(self._talk(wire))
 
     def _talk(self, wire: Wire) -> Script:
-        yield from greet(wire, self.route.secret, self.route.me, self.route.peer, 0)
+        route = self.route
+        seals = yield from greet(wire, route.secret, route.me, route.peer, 0, route.sealed)
+        if seals is not None:
+            wire.seal(seals)
         self._stop_timer()
         self._ready = True
         self._pump()

@@ -16,6 +16,9 @@ VERSION = b"sum1"
 BYTES_MAX = 1024  # as in `protocol.messages.Endpoints`
 
 
+CANNOT, CAN, INSISTS = range(3)
+
+
 class SumEndpoint(msgspec.Struct, frozen=True, array_like=True):
     """Where the sum service listens, and the endpoint of the data plane itself."""
 
@@ -23,6 +26,7 @@ class SumEndpoint(msgspec.Struct, frozen=True, array_like=True):
     port: int
     secret: bytes
     inner: bytes
+    seals: int = CANNOT  # a version that could not encrypt said nothing
 
 
 def is_summed(endpoint: bytes) -> bool:
@@ -48,7 +52,7 @@ def parse(peer: PeerId, data: bytes) -> SumEndpoint:
         )
     try:
         there = msgspec.msgpack.decode(data[len(VERSION) :], type=SumEndpoint)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"not an endpoint with a sum service: {error}") from None
     ipaddress.ip_address(there.host)
     if not 0 < there.port < 1 << 16 or len(there.secret) != SECRET_BYTES:

@@ -12,6 +12,7 @@ from functools import partial
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
+from kvbaton.sealed.policy import Encrypt
 from kvbaton.transports.auth import Admitted, Keyring
 from kvbaton.transports.base import Spans
 from kvbaton.transports.loop import Loop
@@ -51,12 +52,13 @@ class SumService:
         digesters: Digesters,
         strangers_max: int,
         handshake_s: float,
+        encrypt: Encrypt = "auto",
     ) -> None:
         self._loop = loop
         self._memory = memory
         self._mover = mover
         self._digesters = digesters
-        self._reception = Reception(me, loop, prepare, self._adopt, strangers_max, handshake_s)
+        self._reception = Reception(me, loop, prepare, self._adopt, strangers_max, handshake_s, encrypt)
         self._guests: dict[PeerId, Guest] = {}  # touched by the loop only
 
     @property
@@ -90,6 +92,8 @@ class SumService:
             del self._guests[admitted.peer]
 
         guest = Guest(Wire(self._loop, sock, closed))
+        if admitted.seals is not None:
+            guest.wire.seal(admitted.seals)
         self._guests[admitted.peer] = guest
         guest.wire.open(self._serve(guest))
 

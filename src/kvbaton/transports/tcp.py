@@ -8,6 +8,9 @@ Law: `fence` and `disconnect` revoke the peer's secret before they close its soc
 back until `endpoint(peer)` is asked for again, which mints a new one. That a WRITE has come to rest is known from the
 peer's answer or from its closing the connection (a reset counts: a kernel sends one when it closes with bytes unread);
 a connection that merely timed out proves nothing, and such a WRITE never claims rest.
+
+Between hosts everything after the greeting is encrypted and signed (`encrypt`, docs/decisions/0011-encrypted-tcp.md).
+An endpoint whose owner insists on that has another tag, so that a version which cannot is refused when it pairs.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ import msgspec
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.sealed import policy
+from kvbaton.sealed.policy import Encrypt
+from kvbaton.sealed.records import load
 from kvbaton.transports.auth import SECRET_BYTES
 from kvbaton.transports.base import Capabilities, Copy, Direction, FenceEnded, Spans, TransportEvent
 from kvbaton.transports.gate import Gate
@@ -55,6 +61,7 @@ class TcpConfig(msgspec.Struct, frozen=True):
     dial_deadline_s: float = 5.0
     strangers_max: int = 64
     pure_python: bool = False
+    encrypt: Encrypt = "auto"  # unless both ends are loopback addresses
 
     def __post_init__(self) -> None:
         host = ipaddress.ip_address(self.host)
@@ -62,16 +69,27 @@ class TcpConfig(msgspec.Struct, frozen=True):
             raise ValueError(f"peers cannot dial {self.advertise or host}: set advertise to this host's own address")
         if not 1 <= self.streams <= STREAMS_PER_PEER_MAX or self.window_bytes < 1 or self.threads < 1:
             raise ValueError(f"streams, window_bytes and threads are out of bounds: {self}")
+        policy.check(self.encrypt, self.advertise or self.host)
+
+    @property
+    def must_seal(self) -> bool:
+        """Whether this side insists on encryption, with whoever dials it."""
+        return policy.is_required(self.encrypt, self.advertise or self.host)
 
 
 class TcpEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="tcp1"):
-    """What a peer needs to dial this rank."""
+    """What a peer needs to dial this rank, which may be done plainly."""
 
     owner: PeerId
     host: str
     port: int
     secret: bytes
     regions: dict[int, int]  # bytes by number, so that a whole copy can be refused before any of it moves
+    seals: bool = False  # can encrypt; a version that could not said nothing
+
+
+class SealedTcpEndpoint(TcpEndpoint, frozen=True, array_like=True, tag="tcp2"):
+    """The same of a rank that insists on encryption."""
 
 
 class TcpTransport:
@@ -95,7 +113,10 @@ class TcpTransport:
             self._mover,
             self._config.strangers_max,
             self._config.dial_deadline_s,
+            self._config.encrypt,
         )
+        if self._config.must_seal:
+            load()
 
     def register(self, region: int, memory: memoryview) -> None:
         self._memory.add(region, memory)
@@ -105,14 +126,19 @@ class TcpTransport:
         config = self._config
         port = self._server.listen(config.host, config.port)
         secret = self._server.keyring.mint(peer)
-        return msgspec.msgpack.encode(
-            TcpEndpoint(self._me, config.advertise or config.host, port, secret, self._memory.sizes())
-        )
+        kind = SealedTcpEndpoint if config.must_seal else TcpEndpoint
+        place = config.advertise or config.host, port
+        return msgspec.msgpack.encode(kind(self._me, *place, secret, self._memory.sizes(), policy.can_seal()))
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        """A new endpoint of a known peer replaces the old one, and ends what was under way on it."""
+        """A new endpoint of a known peer replaces the old one, and ends what was under way on it. ValueError, naming
+        `encrypt`, where one side insists on encryption and the other cannot."""
         there = _parse(peer, endpoint)
         config = self._config
+        insists = isinstance(there, SealedTcpEndpoint)
+        sealed = policy.agree(str(peer), config.encrypt, there.host, insists, there.seals)
+        if sealed:
+            load()
         route = Route(
             self._me,
             peer,
@@ -121,6 +147,7 @@ class TcpTransport:
             there.regions,
             config.window_bytes,
             config.dial_deadline_s,
+            sealed,
         )
         with self._jobs:
             old = self._links.get(peer)
@@ -248,8 +275,8 @@ class TcpTransport:
 
 def _parse(peer: PeerId, endpoint: bytes) -> TcpEndpoint:
     try:
-        there = msgspec.msgpack.decode(endpoint, type=TcpEndpoint)
-    except msgspec.MsgspecError as error:
+        there = msgspec.msgpack.decode(endpoint, type=TcpEndpoint | SealedTcpEndpoint)
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"not an endpoint of tcp: {error}") from None
     if there.owner != peer:
         raise ValueError(f"the endpoint belongs to {there.owner}, not to {peer}")

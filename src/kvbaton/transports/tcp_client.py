@@ -102,7 +102,9 @@ class Conversation:
 
     def _talk(self) -> Script:
         link, route = self._link, self._link.route
-        yield from greet(self.wire, route.secret, route.me, route.peer, self._index)
+        seals = yield from greet(self.wire, route.secret, route.me, route.peer, self._index, route.sealed)
+        if seals is not None:
+            self.wire.seal(seals)
         self._deadline.cancel()
         self.ready = True
         self.pump()
@@ -147,6 +149,7 @@ class Route(msgspec.Struct, frozen=True):
     regions: dict[int, int]  # the peer's memory: bytes by region
     window_bytes: int
     dial_deadline_s: float
+    sealed: bool = False  # what follows the greeting is encrypted
 
     def dial(self) -> socket.socket:
         """A socket that is connecting."""

@@ -12,6 +12,7 @@ from functools import partial
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
+from kvbaton.sealed.policy import Encrypt
 from kvbaton.transports.auth import Admitted, Keyring
 from kvbaton.transports.base import Spans
 from kvbaton.transports.loop import Loop
@@ -36,11 +37,12 @@ class TcpServer:
         mover: Mover,
         strangers_max: int,
         handshake_s: float,
+        encrypt: Encrypt = "auto",
     ) -> None:
         self._loops = loops
         self._memory = memory
         self._mover = mover
-        self._reception = Reception(me, loops[0], prepare, self._welcome, strangers_max, handshake_s)
+        self._reception = Reception(me, loops[0], prepare, self._welcome, strangers_max, handshake_s, encrypt)
         self._served: list[dict[tuple[PeerId, int], Wire]] = [{} for _ in loops]  # each touched by its loop only
 
     @property
@@ -76,6 +78,8 @@ class TcpServer:
             del served[key]
 
         served[key] = wire = Wire(self._loops[index], sock, closed)
+        if admitted.seals is not None:
+            wire.seal(admitted.seals)
         wire.open(self._serve(wire))
 
     def _serve(self, wire: Wire) -> Script:

@@ -3,6 +3,7 @@
 A script is a generator that yields sinks: `frame = yield from take(28)` reads like blocking code and blocks nobody.
 Law: bytes land only in the sink that is wanted now, and only on the loop's thread. So a sink that was replaced
 (`divert`) or a wire that was closed, on that thread, receives nothing any more: that is what "at rest" means here.
+After `seal` the same bytes cross as records (`sealed`), and a sink is given only what was proven to come from the peer.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import inspect
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable, Generator
-from typing import Protocol, TypeAlias
+from collections.abc import Callable
 
 from kvbaton.protocol.errors import ProtocolError
-from kvbaton.transports.base import Spans
+from kvbaton.sealed.records import Seals
 from kvbaton.transports.loop import IN, OUT, Loop
-from kvbaton.transports.mover import Mover, Wait
+from kvbaton.transports.pieces import Bytes, Script, Sink, Skip, Source, Strip, Take, take
+from kvbaton.transports.sealed import TURN_BYTES as SEALED_TURN_BYTES
+from kvbaton.transports.sealed import SealedStream
+
+__all__ = ["Bytes", "Script", "Sink", "Skip", "Source", "Strip", "Take", "Wire", "take"]
 
 log = logging.getLogger(__name__)
 
@@ -29,110 +33,7 @@ TURN_BYTES = 16 << 20
 DOZE_BYTES = 256 << 10
 """A receiver is not woken for less, unless less is left: halves the wake-ups of a large copy."""
 
-SCRATCH_BYTES = 256 << 10
 _CLOSED_BY_PEER = {errno.ECONNRESET, errno.EPIPE}
-
-
-class Sink(Protocol):
-    """Where received bytes go; `left` counts those still to come."""
-
-    left: int
-
-    def pull(self, sock: socket.socket, room: int, wait: Wait) -> int:
-        """Receive at most `room` bytes; 0 at end of stream, BlockingIOError when there are none now."""
-
-
-class Source(Protocol):
-    """Where sent bytes come from."""
-
-    left: int
-
-    def push(self, sock: socket.socket, room: int, wait: Wait) -> int:
-        """Send at most `room` bytes; BlockingIOError when none can go now."""
-
-
-Script: TypeAlias = Generator[Sink, None, None]
-
-
-class Take:
-    """A few bytes to look at."""
-
-    __slots__ = ("data", "left")
-
-    def __init__(self, size: int) -> None:
-        self.data = bytearray(size)
-        self.left = size
-
-    def pull(self, sock: socket.socket, room: int, wait: Wait) -> int:
-        moved = sock.recv_into(memoryview(self.data)[-self.left :])
-        self.left -= moved
-        return moved
-
-
-def take(size: int) -> Generator[Sink, None, bytes]:
-    """The next `size` bytes, within a script."""
-    sink = Take(size)
-    if size:
-        yield sink
-    return bytes(sink.data)
-
-
-class Skip:
-    """Bytes that nobody wants any more."""
-
-    __slots__ = ("_scratch", "left")
-
-    def __init__(self, size: int) -> None:
-        self.left = size
-        self._scratch = memoryview(bytearray(min(size, SCRATCH_BYTES)))
-
-    def pull(self, sock: socket.socket, room: int, wait: Wait) -> int:
-        moved = sock.recv_into(self._scratch[: min(self.left, room)])
-        self.left -= moved
-        return moved
-
-
-class Bytes:
-    """A message. `more`: something follows at once, so the kernel may wait for it."""
-
-    __slots__ = ("_data", "_flags", "left")
-
-    def __init__(self, data: bytes, more: bool = False) -> None:
-        self._data = memoryview(data)
-        self._flags = socket.MSG_MORE if more else 0
-        self.left = len(data)
-
-    def push(self, sock: socket.socket, room: int, wait: Wait) -> int:
-        moved = sock.send(self._data[-self.left :], self._flags | socket.MSG_NOSIGNAL)
-        self.left -= moved
-        return moved
-
-
-class Strip:
-    """Spans of one memory, as sink or as source."""
-
-    __slots__ = ("_at", "_memory", "_mover", "_skip", "_spans", "_width", "left")
-
-    def __init__(self, mover: Mover, memory: memoryview, spans: Spans, width: int, size: int) -> None:
-        self._mover = mover
-        self._memory = memory
-        self._spans = spans
-        self._width = width
-        self._at = self._skip = 0
-        self.left = size
-
-    def pull(self, sock: socket.socket, room: int, wait: Wait) -> int:
-        return self._stream(sock, room, False, wait)
-
-    def push(self, sock: socket.socket, room: int, wait: Wait) -> int:
-        return self._stream(sock, room, True, wait)
-
-    def _stream(self, sock: socket.socket, room: int, sending: bool, wait: Wait) -> int:
-        self._at, self._skip, moved = self._mover.stream_spans(
-            sock, self._memory, self._spans, self._width, self._at, self._skip, min(room, self.left), sending, wait
-        )
-        self.left -= moved
-        return moved
 
 
 class Wire:
@@ -148,6 +49,16 @@ class Wire:
         self._events = IN
         self._enough = 0  # bytes that wake us; not known yet, the socket may come from another wire
         self._on_close = on_close
+        self._sealed: SealedStream | None = None
+
+    def seal(self, seals: Seals) -> None:
+        """All that is said from now on, both ways, crosses as records; what waits to be sent goes before, as it is."""
+        first = bytearray(sum(source.left for source in self.out))
+        at = 0
+        for source in self.out:
+            at += source.fill(memoryview(first)[at:])
+        self.out.clear()
+        self._sealed = SealedStream(seals, bytes(first))
 
     def open(self, script: Script) -> None:
         """Begin the script. The socket may still be connecting."""
@@ -162,19 +73,16 @@ class Wire:
 
     def flush(self) -> None:
         """Send what can be sent now, and watch for room if something is left."""
-        room = TURN_BYTES
         try:
-            while self.out and room > 0:
-                room -= self.out[0].push(self.sock, room, self._loop.wait)
-                if not self.out[0].left:
-                    self.out.popleft()
-                elif room > 0:
-                    break
+            if self._sealed is None:
+                self._send()
+            else:
+                self._send_sealed(self._sealed)
         except BlockingIOError:
             pass
         except OSError as error:
             self._broke(error)
-        events = IN | OUT if self.out else IN
+        events = IN | OUT if self.out or (self._sealed is not None and self._sealed.has_unsent) else IN
         if not self.closed and events != self._events:
             self._events = events
             self._loop.change(self.sock.fileno(), events)
@@ -193,6 +101,8 @@ class Wire:
     def linger(self) -> None:
         """Send nothing more, take nothing in, and wait for the other end to close."""
         self.out.clear()
+        if self._sealed is not None:
+            self._sealed.clear()
         self._script = _to_the_end()
         self._want = next(self._script)
         try:
@@ -213,25 +123,66 @@ class Wire:
             log.exception("a connection's script failed")
             self.close(f"internal error: {error!r}")
 
-    def _read(self) -> None:
+    def _send(self) -> None:
         room = TURN_BYTES
+        while self.out and room > 0:
+            room -= self.out[0].push(self.sock, room, self._loop.wait)
+            if not self.out[0].left:
+                self.out.popleft()
+            elif room > 0:
+                break
+
+    def _send_sealed(self, sealed: SealedStream) -> None:
+        room = SEALED_TURN_BYTES
+        while (self.out or sealed.has_unsent) and room > 0:
+            room -= sealed.push(self.sock, self.out)
+
+    def _read(self) -> None:
         try:
-            while room > 0 and not self.closed:
-                moved = self._want.pull(self.sock, room, self._loop.wait)
-                if not moved:
-                    self.close("the peer closed the connection", by_peer=True)
-                    return
-                room -= moved
-                if self._want.left:
-                    break  # all that had come is read, or our turn is over; epoll will say if there is more
-                self._advance()
+            if self._sealed is None:
+                self._receive()
+            if self._sealed is not None:  # perhaps since a moment ago
+                self._receive_sealed(self._sealed)
         except BlockingIOError:
             pass
+        except ProtocolError as error:
+            self.close(error.detail)
         except OSError as error:
             self._broke(error)
 
+    def _receive(self) -> None:
+        room = TURN_BYTES
+        while room > 0 and not self.closed and self._sealed is None:
+            moved = self._want.pull(self.sock, room, self._loop.wait)
+            if not moved:
+                self.close("the peer closed the connection", by_peer=True)
+                return
+            room -= moved
+            if self._want.left:
+                break  # all that had come is read, or our turn is over; epoll will say if there is more
+            self._advance()
+
+    def _receive_sealed(self, sealed: SealedStream) -> None:
+        room = SEALED_TURN_BYTES
+        while room > 0 and not self.closed:
+            moved = sealed.pull(self.sock)
+            if not moved:
+                self.close("the peer closed the connection", by_peer=True)
+                return
+            room -= moved
+            for plain in sealed.opened():
+                self._deliver(plain)
+                if self.closed:
+                    return
+
+    def _deliver(self, plain: memoryview) -> None:
+        while plain and not self.closed:
+            plain = plain[self._want.land(plain) :]
+            self._advance()
+
     def _doze(self) -> None:
-        enough = min(self._want.left, DOZE_BYTES)
+        due = self._want.left
+        enough = min(due if self._sealed is None else self._sealed.missing(due), DOZE_BYTES)
         if enough != self._enough:
             self._enough = enough
             with contextlib.suppress(OSError):  # a hint

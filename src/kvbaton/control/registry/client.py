@@ -62,7 +62,8 @@ class RegistryClient:
         the tickets that nobody will use.
         """
         self.counters: Counter[str] = Counter()
-        self._registry, address = registry[0], (_dialable(registry[1]), _key(keyring, registry[0]))
+        _check_known(keyring, registry[0])
+        self._registry, address = registry[0], (_dialable(registry[1]), "")  # under whichever key it has by then
         self._on_directory = on_directory
         self._on_departed = on_departed
         self._on_drain = on_drain
@@ -197,8 +198,6 @@ def _dialable(endpoint: str) -> str:
         raise ControlError(f"registry address: {error}") from None
 
 
-def _key(keyring: Keyring, registry: WorkerId) -> str:
-    try:
-        return keyring.peers[registry]
-    except KeyError:
-        raise ControlError(f"{registry}: not in the key directory; give the registry's name there") from None
+def _check_known(keyring: Keyring, registry: WorkerId) -> None:
+    if registry not in keyring.peers:
+        raise ControlError(f"{registry}: not in the key directory; give the registry's name there")

@@ -30,13 +30,13 @@ class OperatorLine:
         if not m.is_operator(keyring.name):
             raise ControlError(f"name: {keyring.name} is no operator; use one named {m.OPERATOR} or {m.OPERATOR}-…")
         try:
-            address = check_endpoint(registry[1], names=True), keyring.peers[registry[0]]
+            address = check_endpoint(registry[1], names=True)
         except ValueError as error:
             raise ControlError(f"registry: {error}") from None
-        except KeyError:
-            raise ControlError(f"{registry[0]}: not in the key directory; give the registry's name there") from None
+        if registry[0] not in keyring.peers:
+            raise ControlError(f"{registry[0]}: not in the key directory; give the registry's name there")
         self._control = ZmqControl(keyring, None, LIMITS, clock)
-        self._control.set_directory({self._registry: address})
+        self._control.set_directory({self._registry: (address, "")})  # under whichever key it has
 
     def __enter__(self) -> OperatorLine:
         return self

@@ -55,7 +55,8 @@ class RegistryServer:
         self._control = ZmqControl(keyring, bind, limits, clock)
         self._roster = Roster(settings or RegistrySettings(), 1 + secrets.randbits(62), clock())
         self._discards: deque[tuple[PeerId, str]] = deque()
-        self._peers: Mapping[WorkerId, str] = keyring.peers
+        self._control.on_keys = self._take_keys
+        self.on_keys: Callable[[Keyring], None] = lambda _: None  # when the key directory changed; on its thread
         self._on_change = on_change
         self._workers: Workers = ()
         self._published = self._roster.revision
@@ -92,8 +93,7 @@ class RegistryServer:
         return len(taken)
 
     def set_peers(self, peers: Mapping[WorkerId, str]) -> None:
-        """The identities of a key directory that was loaded again. From any thread."""
-        self._peers = dict(peers)
+        """The identities that there are, for a keyring that no directory stands behind. From any thread."""
         self._control.set_peers(peers)
 
     def close(self) -> bool:
@@ -103,11 +103,11 @@ class RegistryServer:
     def _turn(self, now: float) -> float:
         answers: list[tuple[WorkerId, Answer]] = []
         for _ in range(ROUNDS_PER_TURN_MAX):
-            frames = self._control.receive()
+            frames = self._control.hear()
             if not frames:
                 break
-            for worker, frame in frames:
-                answers += self._on_frame(worker, frame, now)
+            for worker, frame, key in frames:
+                answers += self._on_frame(worker, frame, key, now)
         self._roster.on_time(now)
         self._publish()
         for worker, answer in [*answers, *self._discarded()]:
@@ -115,7 +115,7 @@ class RegistryServer:
         self._announce()
         return self._roster.next_deadline()
 
-    def _on_frame(self, sender: WorkerId, frame: bytes, now: float) -> list[tuple[WorkerId, Answer]]:
+    def _on_frame(self, sender: WorkerId, frame: bytes, key: str, now: float) -> list[tuple[WorkerId, Answer]]:
         try:
             message = m.decode_to_registry(frame)
             _check_sender(sender, message)
@@ -127,7 +127,9 @@ class RegistryServer:
         self.counters["messages"] += 1
         if isinstance(message, m.Drain):
             return self._on_drain(sender, message)
-        answers: list[tuple[WorkerId, Answer]] = [(sender, answer) for answer in self._answers(sender, message, now)]
+        answers: list[tuple[WorkerId, Answer]] = [
+            (sender, answer) for answer in self._answers(sender, message, key, now)
+        ]
         order = self._roster.order(sender)  # with every ping, until the worker has heard it
         return answers if order is None else [*answers, (sender, order)]
 
@@ -139,13 +141,13 @@ class RegistryServer:
         answers: list[tuple[WorkerId, Answer]] = [(operator, said)]
         return answers if order is None else [*answers, (message.worker, order)]
 
-    def _answers(self, worker: WorkerId, message: m.FromWorker, now: float) -> list[m.FromRegistry]:
+    def _answers(self, worker: WorkerId, message: m.FromWorker, key: str, now: float) -> list[m.FromRegistry]:
         if isinstance(message, m.Deregister):
             self._roster.deregister(worker, message.incarnation)
             return [m.Deregistered(message.incarnation)]
         if isinstance(message, m.Register):
             incarnation = message.registration.incarnation
-            standing = self._roster.register(message.registration, self._peers.get(worker, ""), now)
+            standing = self._roster.register(message.registration, key, now)
         else:
             incarnation = message.incarnation
             standing = self._roster.ping(worker, incarnation, now, message.held)
@@ -160,6 +162,15 @@ class RegistryServer:
         if isinstance(message, m.Ping) and message.seen != self._roster.seen:
             return [listed, self._roster.directory()]
         return [listed]
+
+    def _take_keys(self, keyring: Keyring) -> None:
+        """Whoever was listed under a key that is no longer let in has left: it cannot say so itself."""
+        for entry in self._workers:
+            told = entry.registration
+            if entry.public_key not in (keyring.peers.get(told.worker), *keyring.also.get(told.worker, ())):
+                log.warning("%s is no longer in the key directory, and no longer listed", told.peer)
+                self._roster.deregister(told.worker, told.incarnation)
+        self.on_keys(keyring)
 
     def _discarded(self) -> Iterator[tuple[WorkerId, Answer]]:
         """What was queued since the last turn, together for each worker that is listed in that life."""

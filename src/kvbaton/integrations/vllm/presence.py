@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
@@ -43,6 +43,7 @@ from kvbaton.runtime.loop import NodeLoop
 from kvbaton.runtime.node import Node
 from kvbaton.runtime.rank_link import RankLinks
 from kvbaton.runtime.rank_messages import RankInvitation
+from kvbaton.runtime.renewing import renewed_keys
 from kvbaton.runtime.shelf import Shelf
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,10 @@ class Presence:
         self._keyring = keyring
         self._closing = threading.Event()
         self._herald = threading.Thread(target=self._be_listed, name="kvbaton-herald", daemon=True)
-        self._know({name: (endpoint, keyring.peers.get(WorkerId(name), "")) for name, endpoint in self._static()})
+        self._check_static(keyring)
+        self._know({name: (endpoint, "") for name, endpoint in self._static()})  # under whichever key each has by then
+        self.on_keys: Callable[[Keyring], None] = lambda _: None
+        self.control.on_keys = self._take_keys
 
     def start(self) -> None:
         self.links.start()
@@ -220,10 +224,19 @@ class Presence:
         endpoints = {name: endpoint for name, (endpoint, _) in directory.items()}
         self.book.replace({**endpoints, self.settings.name: self.control.endpoint})  # a registry tells of the others
         others = {WorkerId(name): address for name, address in directory.items() if name != self.settings.name}
-        unknown = [name for name, (_, key) in others.items() if not key]
-        if unknown:
-            raise ControlError(f"peers.{unknown[0]}: not in the key directory {self.settings.keys}")
         self.control.set_directory(others)
+
+    def _check_static(self, keyring: Keyring) -> None:
+        for name in self.settings.peers:
+            if WorkerId(name) not in keyring.peers and name != self.settings.name:
+                raise ControlError(f"peers.{name}: not in the key directory {self.settings.keys}")
+
+    def _take_keys(self, keyring: Keyring) -> None:
+        """The key directory changed. On the node's thread."""
+        for event in renewed_keys(self.node, self._keyring, keyring):
+            self.loop.tell(event)
+        self._keyring = keyring
+        self.on_keys(keyring)
 
     # --- making
 

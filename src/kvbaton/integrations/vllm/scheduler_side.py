@@ -119,6 +119,7 @@ class SchedulerSide:
             self._settings.ticket_ttl_s,
             presence.book.at,
         )
+        presence.on_keys = lambda keyring: setattr(lookup, "ticket_key", keyring.ticket_keys[0])
         room = Room(grouping, pool, self._config.scheduler_config.max_num_batched_tokens) if recomputes else None
         decode = Decode(door, pool, grouping, recomputes, one_group, self._count_end, room)
         stored = NoStore()
@@ -184,6 +185,8 @@ class SchedulerSide:
         if live is None:
             return NOTHING
         self._do_duties(live)
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return NOTHING  # wants its whole prompt computed; vLLM before 0.31 would tell of memory: CVE-2026-116180
         answer = live.decode.match(request, local_tokens)
         return answer if answer != NOTHING else live.stored.match(request, local_tokens)
 

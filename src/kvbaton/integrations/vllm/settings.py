@@ -16,8 +16,10 @@ from kvbaton.control.base import check_authority, check_endpoint
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId, is_worker_id
 from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX
 from kvbaton.runtime.shelf import ShelfSettings
 from kvbaton.runtime.store_places import STORE_NAME, store_place
+from kvbaton.sealed.policy import Encrypt
 from kvbaton.transports import planes
 from kvbaton.transports.planes import ChecksumMode
 
@@ -54,6 +56,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     modes: tuple[Mode, ...] = tuple(Mode)
     transport: str = "auto"  # or data planes with commas, best first
     checksum: ChecksumMode = "off"  # of what is copied, end to end
+    encrypt: Encrypt = "auto"  # what crosses TCP: between hosts, always (on) or never (off)
     layerwise: bool = True  # P announces each layer, not only each chunk
     model_id: str = ""  # stands for the weights, where their files cannot be sampled
     moriio: Moriio | None = None
@@ -103,6 +106,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             value = getattr(self, field)
             if not (math.isfinite(value) and value > 0):
                 raise _bad(field, value, "seconds, above 0")
+        if self.ticket_ttl_s > TICKET_LIFE_S_MAX:
+            raise _bad("ticket_ttl_s", self.ticket_ttl_s, f"at most {TICKET_LIFE_S_MAX:.0f} s: P refuses older tickets")
         if self.store_timeout > STORE_TIMEOUT_S_MAX:
             raise _bad("store_timeout", self.store_timeout, f"at most {STORE_TIMEOUT_S_MAX} s")
         if not (math.isfinite(self.fault_copy_delay_s) and self.fault_copy_delay_s >= 0):

@@ -103,7 +103,8 @@ class WorkerSide:
         views = [region.view for region in self._adopted] if shared else memories
 
         def make(me: PeerId) -> Transport:
-            plane = planes.make(name, me, planes.PlaneSettings(settings.control_host, settings.checksum), views)
+            told = planes.PlaneSettings(settings.control_host, settings.checksum, settings.encrypt)
+            plane = planes.make(name, me, told, views)
             return DelayedTransport(plane, settings.fault_copy_delay_s) if settings.fault_copy_delay_s else plane
 
         settings = self._settings

@@ -1,11 +1,11 @@
-"""Lets NIXL's progress thread sleep between two looks; for the peer in `kvbaton bench vllm`, which would spin else.
+"""Lets NIXL's progress thread sleep between two looks; for a peer on a machine with few cores: it would spin else.
 
 nixl's Python API (1.5.1) hard-codes `pthrDelay = 0`, with which that thread calls poll(…, 0) for ever: a whole core per
 idle engine, so that two engines on two cores starve each other. A machine with cores to spare needs no such thing. To
 delete once `nixl_agent_config` takes a delay.
 
-Laws: installed by a `sitecustomize` that only the benchmark puts on the path, and only into NIXL's own module. Nothing
-here raises: with another nixl the thread spins, which `kvbaton bench vllm` shows as CPU time of NIXL's engines.
+Laws: installed by a `sitecustomize` that only the benchmark and the chaos runs put on the path, and only into NIXL's
+own module. Nothing here raises: with another nixl the thread spins, which `kvbaton bench vllm` shows as CPU time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 DELAY_US = 1000
-SITE = "from kvbaton.bench.vllm_nixl_shim import install\n\ninstall()\n"
+SITE = "from kvbaton.integrations.vllm.nixl_shim import install\n\ninstall()\n"
 _PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 
 
@@ -76,4 +76,4 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._plain.exec_module(module)
         if not rest(module):
-            print("kvbaton bench: this nixl cannot be made to rest; its thread will spin", file=sys.stderr)
+            print("kvbaton: this nixl cannot be made to rest; its thread will spin", file=sys.stderr)

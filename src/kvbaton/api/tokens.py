@@ -1,0 +1,56 @@
+"""How a worker's HTTP door knows its router: by a token that only holders of the cluster's keys can make.
+
+Laws: a token is for one worker and is worth nothing elsewhere; it is made from the key that signs tickets, so it is
+renewed with it, and one of any key that verifies is good. It travels in plain text: it keeps strangers out, not whoever
+listens on the network (that takes TLS before the worker). What monitoring reads answers everybody: counters and gauges.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Awaitable, Callable, Sequence
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from kvbaton.api.errors import ApiError
+
+HEADER = "X-Kvbaton-Token"
+OPEN_PATHS = frozenset({"/health", "/metrics", "/stats"})
+
+Keys = Callable[[], Sequence[bytes]]
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def token(key: bytes, worker: str) -> str:
+    """What a router that holds `key` shows to `worker`."""
+    made = hmac.new(key, b"kvbaton-http\0" + worker.encode(), hashlib.sha256).digest()
+    return base64.urlsafe_b64encode(made[:24]).decode()
+
+
+def is_good(shown: str, keys: Sequence[bytes], worker: str) -> bool:
+    return any(hmac.compare_digest(shown.encode(), token(key, worker).encode()) for key in keys)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it; a name other than localhost may be anywhere."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def guard(worker: str, keys: Keys) -> Middleware:
+    """A middleware that lets in whoever shows a token for `worker`. `keys` are asked for each time: they change."""
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        if request.path not in OPEN_PATHS and not is_good(request.headers.get(HEADER, ""), keys(), worker):
+            said = f"{HEADER}: missing or not this worker's; ask the cluster's router instead of the worker"
+            raise ApiError(401, said, type="authentication_error", code="not_the_router")
+        return await handler(request)
+
+    return guarded

@@ -1,0 +1,129 @@
+"""The client of a P and a D, both legs of a request in its own hand, and what it makes of their answers.
+
+Laws: it knows no connector: what P answers with goes to D untouched. Every request ends: by an answer, by an error, or
+at its deadline, when the client hangs up and the request counts as late. An answer is right when its tokens are those
+of one engine that hands nothing over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+TOKENS = 12
+PATH = "/v1/completions"
+TO_PREFILL: Mapping[str, Any] = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+VOCABULARY = range(10, 500)
+
+Prompt = list[int]
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request ended. `error` is its kind; "" where there is an answer."""
+
+    tokens: tuple[str, ...] = ()
+    params: dict[str, Any] | None = None
+    error: str = ""
+    late: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What clients were told during one step."""
+
+    right: int = 0
+    wrong: int = 0
+    late: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    slowest_s: float = 0.0
+
+    @property
+    def requests(self) -> int:
+        return self.right + self.wrong + self.late + self.errors.total()
+
+    def count(self, told: Told, expected: Sequence[str]) -> bool:
+        """Judge one request; whether it was answered rightly."""
+        self.slowest_s = max(self.slowest_s, told.seconds)
+        if told.late:
+            self.late += 1
+        elif told.error:
+            self.errors[told.error] += 1
+        elif told.tokens == tuple(expected):
+            self.right += 1
+            return True
+        else:
+            self.wrong += 1
+        return False
+
+
+def prompt_of(length: int, seed: object) -> Prompt:
+    """Token ids drawn from a seed, so that no two prompts share a block by accident."""
+    rng = random.Random(f"{seed}/{length}")
+    return [rng.choice(VOCABULARY) for _ in range(length)]
+
+
+async def ask(
+    session: aiohttp.ClientSession,
+    url: str,
+    prompt: Prompt,
+    *,
+    deadline_s: float,
+    tokens: int = TOKENS,
+    params: object = None,
+    request_id: str = "",
+) -> Told:
+    """One leg. Never raises, unless it is cancelled: then the client has hung up."""
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1}
+    if params is not None:
+        body["kv_transfer_params"] = params
+    headers = {"X-Request-Id": request_id} if request_id else {}
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    try:
+        async with asyncio.timeout(deadline_s), session.post(f"{url}{PATH}", json=body, headers=headers) as answer:
+            text = await answer.read()
+            told = _told(text) if answer.status == 200 else Told(error=f"status {answer.status}")
+    except TimeoutError:
+        told = Told(late=True, error="late")
+    except (aiohttp.ClientError, OSError) as error:
+        told = Told(error=type(error).__name__)
+    return msgspec.structs.replace(told, seconds=loop.time() - begun)
+
+
+def _told(text: bytes) -> Told:
+    """An answer with status 200; anything but a completion with tokens is an error too."""
+    try:
+        told = json.loads(text)
+        tokens = tuple(told["choices"][0]["logprobs"]["tokens"])
+        return Told(tokens=tokens, params=told.get("kv_transfer_params"))
+    except (ValueError, LookupError, TypeError):
+        return Told(error="no completion")
+
+
+async def both_legs(
+    session: aiohttp.ClientSession, p_url: str, d_url: str, prompt: Prompt, *, deadline_s: float, request_id: str
+) -> Told:
+    """P, then D with what P answered; one deadline over both."""
+    first = await ask(
+        session, p_url, prompt, tokens=1, params=dict(TO_PREFILL), deadline_s=deadline_s, request_id=request_id
+    )
+    if first.error:
+        return msgspec.structs.replace(first, error=f"P: {first.error}")
+    second = await ask(
+        session, d_url, prompt, params=first.params, deadline_s=max(0.1, deadline_s - first.seconds),
+        request_id=request_id,
+    )  # fmt: skip
+    error = f"D: {second.error}" if second.error else ""
+    return msgspec.structs.replace(second, error=error, seconds=first.seconds + second.seconds)

@@ -1,0 +1,187 @@
+"""The files of a key directory: what they hold, how they are read, and how they are written.
+
+    DIR/public/NAME.json   {"name": NAME, "public": z85}       copied to every host; while NAME's key is rotated also
+                           "also": [z85], the key before, which is let in as well
+    DIR/secret/NAME.json   {"name": NAME, "secret": z85}       only where NAME runs; mode 0600
+    DIR/tickets.json       {"keys": [hex, ...]}                everywhere; mode 0600; the first signs, all verify;
+                           "next": hex only verifies, until everybody has it; "since" is when the first began to sign
+
+Laws: a file is there with all of its content or not at all, and a reader never sees half of one. A secret that others
+could have read is refused, not used. No secret appears in an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+import zmq
+from msgspec import Meta
+
+from kvbaton.control.base import ControlError
+from kvbaton.protocol.ids import WorkerId, is_worker_id
+
+TICKET_KEY_BYTES = 32
+TICKET_KEYS_MAX = 8
+IDENTITIES_MAX = 4096
+FILE_BYTES_MAX = 16 << 10
+
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_KEY = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
+
+Key = Annotated[str, Meta(min_length=40, max_length=40)]
+TicketKey = Annotated[str, Meta(pattern=f"^[0-9a-f]{{{2 * TICKET_KEY_BYTES}}}$")]
+
+
+class Public(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    name: str
+    public: Key
+    also: Annotated[tuple[Key, ...], Meta(max_length=1)] = ()
+
+
+class Secret(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    secret: Key
+
+
+class Tickets(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    keys: Annotated[tuple[TicketKey, ...], Meta(min_length=1, max_length=TICKET_KEYS_MAX)]
+    next: TicketKey = ""
+    since: float = 0.0
+
+    @property
+    def all(self) -> tuple[bytes, ...]:
+        """The one that signs, then those that only verify."""
+        return tuple(bytes.fromhex(key) for key in (*self.keys, *filter(None, (self.next,))))
+
+
+T = TypeVar("T", Public, Secret, Tickets)
+Stamp = tuple[tuple[str, int, int, int], ...]
+
+
+def is_public_key(text: str) -> bool:
+    """40 characters of Z85, the form in which public keys travel."""
+    return _KEY.fullmatch(text) is not None
+
+
+def cards(base: Path) -> list[Public]:
+    """Every identity's public file; ControlError names the one that is wrong."""
+    found: list[Public] = []
+    known: set[str] = set()
+    for path in sorted((base / "public").glob("[!.]*.json")):
+        card = read(path, Public, private=False)
+        if card.name != path.stem or not is_worker_id(card.name):
+            raise ControlError(f"{path}: name: got {card.name[:80]!r}, expected {path.stem!r}; restore the file")
+        for field, key in (("public", card.public), *(("also", key) for key in card.also)):
+            if not is_public_key(key):
+                raise ControlError(f"{path}: {field}: not a Z85 key; restore the file")
+            if key in known:
+                raise ControlError(f"{path}: {field}: another identity has this key; mint one for each")
+            known.add(key)
+        if len(found) >= IDENTITIES_MAX:
+            raise ControlError(f"{base}: more than {IDENTITIES_MAX} identities; remove those that are gone")
+        found.append(card)
+    return found
+
+
+def tickets(base: Path) -> Tickets:
+    return read(base / "tickets.json", Tickets, private=True)
+
+
+def stamp(base: Path) -> Stamp:
+    """Differs whenever a file that `cards` or `tickets` would read was changed, added or removed."""
+    found = []
+    with os.scandir(base / "public") as entries:
+        for entry in entries:
+            if entry.name.endswith(".json") and not entry.name.startswith("."):
+                told = entry.stat()
+                found.append((entry.name, told.st_ino, told.st_mtime_ns, told.st_size))
+    told = os.stat(base / "tickets.json")
+    return (*sorted(found), ("tickets", told.st_ino, told.st_mtime_ns, told.st_size))
+
+
+def public_of(secret: str, path: Path) -> str:
+    try:
+        return zmq.curve_public(secret.encode()).decode()
+    except (zmq.ZMQError, ValueError):
+        raise ControlError(f"{path}: secret: not a Z85 key; restore the file") from None
+
+
+def write(path: Path, content: Public | Secret | Tickets) -> None:
+    """Create `path` with all of its content at once; it must not exist."""
+    with _draft(path, content) as draft:
+        os.link(draft, path)
+
+
+def replace(path: Path, content: Public | Secret | Tickets) -> None:
+    """Put all of the new content in place of the old, at once."""
+    with _draft(path, content) as draft:
+        os.rename(draft, path)
+
+
+def read(path: Path, kind: type[T], *, private: bool) -> T:
+    try:
+        with open(path, "rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if private and mode & OTHERS:
+                raise ControlError(f"{path} has mode {mode:04o}: others could read it; chmod 600 it, or mint anew")
+            text = file.read(FILE_BYTES_MAX + 1)
+    except FileNotFoundError:
+        raise ControlError(f"{path} is missing; add that identity, or copy the file from where it was minted") from None
+    except OSError as error:
+        raise ControlError(f"{path}: {error.strerror}; make it readable for this user") from None
+    if len(text) > FILE_BYTES_MAX:
+        raise ControlError(f"{path}: more than {FILE_BYTES_MAX} bytes; restore the file")
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ControlError(f"{path}: {error}; restore the file") from None
+
+
+def existing(directory: str | Path) -> Path:
+    base = Path(directory)
+    if not (base / "public").is_dir():
+        raise ControlError(f"{base}: no key directory; mint one for the cluster, or check the path")
+    return base
+
+
+def checked(name: str) -> WorkerId:
+    if not is_worker_id(name):
+        raise ControlError(f"name: got {name[:80]!r}, expected letters, digits, '.', '_' and '-', at most 64")
+    return WorkerId(name)
+
+
+@contextlib.contextmanager
+def locked(base: Path) -> Iterator[None]:
+    """One writer at a time; the lock goes with the process."""
+    fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    except OSError as error:
+        raise ControlError(f"{base}: {error.strerror}; make the directory writable") from None
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _draft(path: Path, content: Public | Secret | Tickets) -> Iterator[Path]:
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        yield draft
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            draft.unlink()

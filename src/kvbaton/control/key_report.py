@@ -1,0 +1,114 @@
+"""What a key directory holds, as an operator may see it: names, fingerprints, ages and what is wrong. Never a secret.
+
+Law: a report is made of whatever can be read; a file that cannot is a problem in it, not its end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from kvbaton.control import key_files as files
+from kvbaton.control.base import ControlError
+from kvbaton.control.registry.messages import is_operator
+
+FINGERPRINT_CHARS = 16
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """One name."""
+
+    name: str
+    fingerprint: str
+    also: tuple[str, ...]  # fingerprints of keys that are let in as well, while it is rotated
+    secret_here: bool
+    may_drain: bool  # by its name: an operator
+    age_s: float  # since its public file was written
+
+
+class TicketKeyView(msgspec.Struct, frozen=True):
+    """One key of tickets.json."""
+
+    fingerprint: str
+    use: str  # signs, verifies, next
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A key directory."""
+
+    directory: str
+    identities: tuple[Identity, ...]
+    ticket_keys: tuple[TicketKeyView, ...]
+    problems: tuple[str, ...]
+
+
+def fingerprint(key: str | bytes) -> str:
+    """Names a key without giving it away."""
+    data = key.encode() if isinstance(key, str) else key
+    return hashlib.blake2b(data, digest_size=FINGERPRINT_CHARS // 2, person=b"kvbaton-key").hexdigest()
+
+
+def report(directory: str | Path, wall: Callable[[], float] = time.time) -> Report:
+    """All that can be told of it; ControlError only if there is none."""
+    base = files.existing(directory)
+    problems: list[str] = []
+    identities = [found for path in _json(base / "public") if (found := _identity(base, path, wall(), problems))]
+    _look_for_doubles(identities, problems)
+    public = {path.name for path in _json(base / "public")}
+    for path in _json(base / "secret"):
+        if path.name not in public:
+            problems.append(f"{path}: there is no public/{path.name}; remove it, or restore that file")
+    return Report(str(base), tuple(identities), _ticket_keys(base, problems), tuple(problems))
+
+
+def _identity(base: Path, path: Path, now: float, problems: list[str]) -> Identity | None:
+    secret = base / "secret" / path.name
+    try:
+        card = files.read(path, files.Public, private=False)
+        if card.name != path.stem:
+            raise ControlError(f"{path}: name: got {card.name[:80]!r}, expected {path.stem!r}; restore the file")
+    except ControlError as error:
+        problems.append(str(error))
+        return None
+    if secret.exists():
+        try:
+            public = files.public_of(files.read(secret, files.Secret, private=True).secret, secret)
+            if public not in (card.public, *card.also):
+                problems.append(f"{secret} does not belong to public/{path.name}; restore both")
+            elif public != card.public:
+                problems.append(f"{secret} is still the old one of a rotation; rotate {card.name} again")
+        except ControlError as error:
+            problems.append(str(error))
+    also = tuple(fingerprint(key) for key in card.also)
+    age_s = max(0.0, now - path.stat().st_mtime)
+    return Identity(card.name, fingerprint(card.public), also, secret.exists(), is_operator(card.name), round(age_s, 1))
+
+
+def _look_for_doubles(identities: list[Identity], problems: list[str]) -> None:
+    seen: dict[str, str] = {}
+    for identity in identities:
+        for key in (identity.fingerprint, *identity.also):
+            if seen.setdefault(key, identity.name) != identity.name:
+                problems.append(f"public/{identity.name}.json: {seen[key]} has this key too; mint one for each")
+
+
+def _ticket_keys(base: Path, problems: list[str]) -> tuple[TicketKeyView, ...]:
+    try:
+        tickets = files.tickets(base)
+    except ControlError as error:
+        problems.append(str(error))
+        return ()
+    for path in (base, base / "secret"):
+        if path.exists() and stat.S_IMODE(path.stat().st_mode) & stat.S_IWOTH:
+            problems.append(f"{path} can be written by everybody; chmod 700 it")
+    uses = ["signs", *["verifies"] * (len(tickets.keys) - 1), "next"]
+    return tuple(TicketKeyView(fingerprint(key), use) for key, use in zip(tickets.all, uses, strict=False))
+
+
+def _json(folder: Path) -> list[Path]:
+    return sorted(folder.glob("[!.]*.json"))

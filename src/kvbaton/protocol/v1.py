@@ -1,0 +1,56 @@
+"""What version 1 of the protocol said in other words: the shapes on the wire, and the way there and back.
+
+Law: what is said in version 1 has, byte for byte, the shape that nodes had who knew no other; what they say is read as
+they meant it. To be deleted when `versions.OLDEST` is 2.
+"""
+
+from __future__ import annotations
+
+import typing
+
+import msgspec
+
+from kvbaton.protocol import messages as m
+from kvbaton.protocol.ids import HandoffId, LeaseId, ReservationId
+from kvbaton.protocol.messages import Counts, Message, Number
+
+
+class Stale1(msgspec.Struct, frozen=True, array_like=True, tag=19):
+    """Without `reason`."""
+
+    lease: LeaseId
+    attempt: Number
+    good: Counts
+
+
+class Abandon1(msgspec.Struct, frozen=True, array_like=True, tag=20):
+    """Without `reason`."""
+
+    handoff: HandoffId
+    attempt: Number
+
+
+class Revoke1(msgspec.Struct, frozen=True, array_like=True, tag=34):
+    """Without `reason`."""
+
+    lease: LeaseId
+    attempt: Number
+    reservation: ReservationId
+
+
+_OLDER: dict[type, type[msgspec.Struct]] = {m.Stale: Stale1, m.Abandon: Abandon1, m.Revoke: Revoke1}
+_NEWER = {older: newer for newer, older in _OLDER.items()}
+MESSAGES: typing.Any = typing.Union[tuple(_OLDER.get(kind, kind) for kind in typing.get_args(Message))]  # noqa: UP007
+
+
+def older(message: Message) -> msgspec.Struct:
+    """The message as version 1 says it."""
+    kind = _OLDER.get(type(message))
+    return message if kind is None else kind(*(getattr(message, name) for name in kind.__struct_fields__))
+
+
+def newer(message: msgspec.Struct) -> Message:
+    """What version 1 said, as one of today's messages."""
+    kind = _NEWER.get(type(message))
+    found: Message = message if kind is None else kind(*msgspec.structs.astuple(message))  # type: ignore[assignment]
+    return found

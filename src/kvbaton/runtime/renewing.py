@@ -1,0 +1,20 @@
+"""A node whose key directory changed: which keys sign and verify tickets now, and whom it no longer knows.
+
+Law: a worker that was taken off the list is gone for the node at once. Its control messages are no longer heard; what
+it holds, and its data connections, must not outlive them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvbaton.control.keys import Keyring
+from kvbaton.protocol.events import Departed
+from kvbaton.runtime.node import Node
+
+
+def renewed_keys(node: Node, before: Keyring, after: Keyring) -> list[Departed]:
+    """Have `node` use the new ticket keys; returns what it must be told. On the node's thread."""
+    node.ledger.desk.identity.ticket_keys = after.ticket_keys
+    node.doorway.config = msgspec.structs.replace(node.doorway.config, ticket_keys=after.ticket_keys)
+    return [Departed(worker) for worker in sorted(before.peers) if worker not in after.peers]

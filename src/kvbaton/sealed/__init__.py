@@ -1,0 +1,1 @@
+"""Records: how bytes cross a TCP connection that somebody else may listen to, or write into."""

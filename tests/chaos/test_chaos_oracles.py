@@ -1,0 +1,337 @@
+"""Each promise's oracle, and that it can fail: a verdict that cannot be bad says nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from kvbaton.chaos import oracle
+from kvbaton.chaos.asking import Found, Prompt, Way, ask, judged
+from kvbaton.chaos.board import Board, Ended, Verdict
+from kvbaton.chaos.fleet import Fleet
+from kvbaton.chaos.loopback import LoopbackNetwork
+from kvbaton.chaos.members import Ports, Spec, Surroundings
+from kvbaton.chaos.outcome import Outcome, Row
+from kvbaton.chaos.plan import Plan
+from kvbaton.chaos.resources import Usage, is_there, usage
+from kvbaton.chaos.seen import AtRest, Finds, Sample, Seen, seen
+
+PROMPT = Prompt("hello", "abcd", 4)
+QUIET: Mapping[str, Any] = {
+    "pins": 0, "leases": 0, "intakes": 0, "quarantined_blocks": 0, "running": 0, "waiting": 0, "loading": 0,
+    "free_blocks": 255, "blocks": 255, "faults_total": 0,
+}  # fmt: skip
+PLAN = Plan(name="random", seed=1, engine="embedded")
+
+
+# --- answers
+
+
+@contextlib.asynccontextmanager
+async def _door(answer: Any) -> AsyncIterator[str]:
+    """A server that answers every request by `answer(request)`."""
+    app = web.Application()
+    app.add_routes([web.post("/v1/completions", answer)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        host, port = runner.addresses[0][:2]
+        yield f"http://{host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+def _asked(answer: Any, *, stream: bool = False, late_s: float = 30.0) -> tuple[Found, Board]:
+    async def go() -> tuple[Found, Board]:
+        board = Board()
+        async with _door(answer) as url, aiohttp.ClientSession() as session:
+            found = await ask(session, board, PROMPT, Way(url, stream=stream, late_s=late_s))
+        return found, board
+
+    return asyncio.run(go())
+
+
+def _whole(text: str) -> Any:
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"choices": [{"text": text}]}, headers={"x-kvbaton-pair": "p0/d1"})
+
+    return answer
+
+
+def _stream(*pieces: bytes) -> Any:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+        return response
+
+    return answer
+
+
+def _chunk(text: str) -> bytes:
+    return b"data: " + msgspec.json.encode({"choices": [{"text": text}]}) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+BROKE = b'data: {"error":{"code":"worker_died"}}\n\n'
+
+
+def test_the_right_answer_is_right_and_says_who_gave_it() -> None:
+    found, board = _asked(_whole("abcd"))
+    assert (found.verdict, found.pair) == (Verdict.RIGHT, "p0/d1")
+    assert board.counts().right == 1
+    assert board.right_since(0.0, "d1") is not None
+    assert board.right_since(0.0, "d0") is None
+
+
+def test_a_planted_wrong_answer_is_caught_with_both_texts() -> None:
+    found, board = _asked(_whole("abxd"))
+    assert found.verdict is Verdict.WRONG
+    assert board.counts().wrong == 1
+    assert "expected 'abcd', got 'abxd'" in board.wrongs[0]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "verdict", "kind"),
+    [
+        ((_chunk("ab"), _chunk("cd"), DONE), Verdict.RIGHT, ""),
+        ((_chunk("ab"), _chunk("cx"), DONE), Verdict.WRONG, ""),
+        ((_chunk("ab"), DONE), Verdict.WRONG, ""),
+        ((_chunk("ab"), BROKE), Verdict.ERROR, "event:worker_died"),
+        ((_chunk("ax"), BROKE), Verdict.WRONG, "event:worker_died"),
+        ((_chunk("ab"),), Verdict.ERROR, "closed:no [DONE]"),
+        ((_chunk("b"),), Verdict.WRONG, "closed:no [DONE]"),
+        ((b"data: {]\n\n",), Verdict.ERROR, "event:malformed"),
+    ],
+)
+def test_a_stream_must_be_the_right_answer_or_break_off_within_it(
+    pieces: Sequence[bytes], verdict: Verdict, kind: str
+) -> None:
+    found, _ = _asked(_stream(*pieces), stream=True)
+    assert (found.verdict, found.kind) == (verdict, kind)
+
+
+def test_an_explicit_error_is_counted_by_kind_and_never_wrong() -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"error": {"code": "no_pair"}}, status=503)
+
+    found, board = _asked(answer)
+    assert (found.verdict, found.kind) == (Verdict.ERROR, "503:no_pair")
+    assert board.kinds == {"503:no_pair": 1}
+
+
+def test_a_late_request_is_caught() -> None:
+    async def answer(_: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    found, board = _asked(answer, late_s=0.05)
+    assert found.verdict is Verdict.LATE
+    assert board.counts().late == 1
+    assert len(board.lates) == 1
+
+
+def test_what_is_no_answer_at_all_is_wrong() -> None:
+    assert judged(PROMPT, b"{}").verdict is Verdict.WRONG
+
+
+# --- at rest
+
+
+def test_a_worker_that_holds_nothing_is_fine() -> None:
+    assert oracle.judge_worker("p0", QUIET, is_healthy=True) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"pins": 3, "free_blocks": 252}, "p0: holds 3 pins, 3 used blocks"),
+        ({"leases": 1}, "p0: holds 1 leases"),
+        ({"free_blocks": 250}, "p0: holds 5 used blocks"),
+        ({"quarantined_blocks": 2, "free_blocks": 253}, "p0: holds 2 quarantined blocks, 2 used blocks"),
+        ({"running": 1}, "p0: holds 1 running"),
+        ({"faults_total": 2}, "p0: 2 faults inside; its log has them"),
+    ],
+)
+def test_what_is_left_over_is_named(change: Mapping[str, int], said: str) -> None:
+    assert oracle.judge_worker("p0", {**QUIET, **change}, is_healthy=True) == [said]
+
+
+def test_a_worker_that_is_gone_or_ill_is_named() -> None:
+    assert oracle.judge_worker("d0", None, is_healthy=False) == ["d0: does not answer"]
+    assert oracle.judge_worker("d0", QUIET, is_healthy=False) == ["d0: says that it is not healthy"]
+
+
+BEFORE = Usage(60, 20, 80.0)
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        (Usage(300, 20, 80.0), "d0: file descriptors grew from 60 to 300, more than 40"),
+        (Usage(60, 90, 80.0), "d0: threads grew from 20 to 90, more than 8"),
+        (Usage(60, 20, 400.0), "d0: MiB resident grew from 80 to 400, more than 64"),
+        (None, "d0: its process is gone"),
+    ],
+)
+def test_what_has_grown_is_named(after: Usage | None, said: str) -> None:
+    assert oracle.grown("d0", BEFORE, after) == [said]
+
+
+def test_what_a_few_links_more_cost_is_no_growth() -> None:
+    assert oracle.grown("d0", BEFORE, Usage(70, 23, 95.0)) == []
+
+
+def test_the_kernel_is_asked_for_descriptors(tmp_path: Path) -> None:
+    before = usage(os.getpid())
+    with contextlib.ExitStack() as stack:
+        for number in range(50):
+            stack.enter_context((tmp_path / str(number)).open("w"))
+        after = usage(os.getpid())
+    assert before is not None
+    assert after is not None
+    assert after.fds >= before.fds + 50
+    assert usage(2**22 + 1) is None
+    assert not is_there(2**22 + 1)
+
+
+def test_memory_that_rises_has_a_slope_and_memory_that_does_not_has_none() -> None:
+    rising = [(float(at), 80.0 + at / 60) for at in range(0, 600, 2)]
+    level = [(float(at), 80.0) for at in range(0, 600, 2)]
+    assert oracle.growth_mib_per_minute(rising) == pytest.approx(1.0)
+    assert oracle.growth_mib_per_minute(level) == 0.0
+    assert oracle.growth_mib_per_minute(level[:5]) is None
+
+
+def test_files_left_in_shared_memory_are_named() -> None:
+    said = oracle.left_files(frozenset({"kvbaton-a"}), frozenset({"kvbaton-a", "kvbaton-b"}))
+    assert said == ["/dev/shm/kvbaton-b was left behind"]
+
+
+# --- engines that die
+
+
+class _Dying(LoopbackNetwork):
+    """A network on which every process ends at once."""
+
+    def command(self, name: str, argv: Sequence[str]) -> list[str]:
+        return ["sh", "-c", "echo the last words; exit 3"]
+
+
+def test_an_engine_that_ends_though_nobody_hurt_it_is_a_death(tmp_path: Path) -> None:
+    async def go() -> list[str]:
+        specs = {"store": Spec("store", "store", "127.0.0.1", Ports(1, 2))}
+        around = Surroundings(str(tmp_path), "", str(tmp_path), False, "tcp")
+        async with Fleet(specs, _Dying(["store"]), around, tmp_path, lambda _: None) as fleet:
+            await fleet.start("store")
+            async with asyncio.timeout(20):
+                while not fleet.deaths:
+                    await asyncio.sleep(0.01)
+            return list(fleet.deaths)
+
+    deaths = asyncio.run(go())
+    assert "store ended by itself with status 3" in deaths[0]
+    assert "the last words" in deaths[0]
+
+
+class _Patient(LoopbackNetwork):
+    def command(self, name: str, argv: Sequence[str]) -> list[str]:
+        return ["sleep", "600"]
+
+
+def test_one_that_was_killed_is_not_and_none_outlives_the_fleet(tmp_path: Path) -> None:
+    async def go() -> tuple[list[str], int, int]:
+        specs = {"store": Spec("store", "store", "127.0.0.1", Ports(1, 2))}
+        around = Surroundings(str(tmp_path), "", str(tmp_path), False, "tcp")
+        async with Fleet(specs, _Patient(["store"]), around, tmp_path, lambda _: None) as fleet:
+            await fleet.start("store")
+            first = fleet.pid("store")
+            await fleet.kill("store")
+            await fleet.start("store")
+            fleet.stop("store")
+            return fleet.deaths, first, fleet.pid("store")
+
+    deaths, first, second = asyncio.run(go())
+    assert deaths == []
+    assert not is_there(first)
+    assert not is_there(second)
+
+
+# --- the verdict over all of it
+
+
+def _finds(**changes: Any) -> Finds:
+    rest = {"d0": AtRest(1, BEFORE, BEFORE, oracle.held(QUIET))}
+    made = {
+        "seconds": 1.0,
+        "network": "loopback",
+        "rows": (),
+        "at_rest": rest,
+        "samples": {},
+        "deaths": (),
+        "problems": (),
+    }
+    return Finds(**{**made, **changes})
+
+
+def _seen(*verdicts: Verdict, **changes: Any) -> Seen:
+    board = Board()
+    for verdict in verdicts or (Verdict.RIGHT,):
+        board.note(Ended(10.0, 11.0, verdict, "kind"))
+    return seen(PLAN, board, _finds(**changes), 10.0)
+
+
+def _verdict(*verdicts: Verdict, **changes: Any) -> Outcome:
+    return _seen(*verdicts, **changes).outcome
+
+
+def test_right_answers_and_errors_are_a_good_run() -> None:
+    outcome = _verdict(Verdict.RIGHT, Verdict.ERROR)
+    assert outcome.ok
+    assert (outcome.requests, outcome.right, outcome.errors) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        _verdict(Verdict.RIGHT, Verdict.WRONG),
+        _verdict(Verdict.RIGHT, Verdict.LATE),
+        _verdict(Verdict.ERROR),
+        _verdict(deaths=("d0 ended by itself",)),
+        _verdict(problems=("d0: holds 1 pins",)),
+        _verdict(at_rest={"d0": AtRest(1, BEFORE, BEFORE, oracle.held({**QUIET, "pins": 1}))}),
+        _verdict(at_rest={"d0": AtRest(1, BEFORE, None)}),
+        _verdict(at_rest={"d0": AtRest(1, BEFORE, Usage(600, 20, 80.0))}),
+        _verdict(rows=(Row(at_s=1, title="kill d0", fault="kill", promises=(1,), recover_s=None),)),
+    ],
+)
+def test_each_broken_promise_breaks_the_verdict(outcome: Outcome) -> None:
+    assert not outcome.ok
+
+
+def test_memory_is_judged_within_one_life() -> None:
+    samples = [Sample(at, 1, 1, 1, 80.0) for at in range(0, 40, 2)]
+    samples += [Sample(at, 2, 1, 1, 70.0 + at) for at in range(40, 60, 2)]
+    (member,) = _verdict(samples={"d0": samples}).members
+    assert member.rss_mib_per_minute == 0.0
+
+
+def test_requests_are_counted_by_the_second_and_by_the_row() -> None:
+    board = Board()
+    for at, verdict in ((0.5, Verdict.RIGHT), (0.6, Verdict.ERROR), (2.5, Verdict.WRONG)):
+        board.note(Ended(0.0, at, verdict))
+    told = seen(PLAN, board, _finds(), 0.0).seconds
+    assert msgspec.to_builtins(told) == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
+    assert board.between(0.55, 3.0).requests == 2

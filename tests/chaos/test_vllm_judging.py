@@ -1,0 +1,213 @@
+"""What comes of a step is judged on stand-ins of P and D: every planted misbehaviour is seen, and good ones pass."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvbaton.chaos import strangers, vllm_judge, vllm_run, vllm_steps
+from kvbaton.chaos.outcome import Row
+from kvbaton.chaos.plan import Step
+from kvbaton.chaos.vllm_client import Tally, Told, ask
+from kvbaton.chaos.vllm_judge import Well, row_of
+from kvbaton.chaos.vllm_pair import Pair
+from kvbaton.chaos.vllm_plan import standard
+from kvbaton.chaos.vllm_process import EngineError
+from tests.chaos.vllm_stand_in import Habits, right, stand_ins
+
+SHORT_S = 0.05
+STEPS = standard("kvbaton", 1).steps
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here has to wait for a real engine."""
+    for name in ("LOADED_S", "PENDING_S", "LATE_S", "ABORT_LOAD_S", "ABORT_AFTER_S", "RETRY_S", "FREE_S"):
+        monkeypatch.setattr(vllm_steps, name, SHORT_S)
+    for name, count in {"FLOOD": 12, "REUSES": 8, "HELD": 4, "LATE": 4, "ABORT_CLIENTS": 4, "IDLE": 5}.items():
+        monkeypatch.setattr(vllm_steps, name, count)
+    monkeypatch.setattr(vllm_steps, "STRANGERS_S", 0.3)
+    monkeypatch.setattr(vllm_steps, "SETTLE_S", 0.0)
+    for name in ("RECOVER_S", "REST_S", "GRACE_S", "LEASE_S", "FIGURES_LAG_S"):
+        monkeypatch.setattr(vllm_judge, name, 0.3)
+    monkeypatch.setattr(vllm_judge, "LOOK_S", 0.02)
+    monkeypatch.setattr(vllm_judge, "PROBE_DEADLINE_S", 0.5)
+    for name in ("DEADLINE_S", "CROWDED_DEADLINE_S", "POISON_DEADLINE_S"):
+        monkeypatch.setattr(vllm_steps, name, 5.0)
+
+
+def row(tmp_path: Path, step: Step, spoil: Callable[[Habits, Habits], None], *, after: bool = False) -> Row:
+    """One step on stand-ins; what is spoilt is so from the start, or only once the step is over."""
+    step = Step(step.at_s, step.fault, step.target, step.moment, min(step.seconds, SHORT_S), step.detail)
+
+    async def carried_out() -> Row:
+        async with stand_ins(tmp_path) as (pair, p, d):
+            if not after:
+                spoil(p, d)
+            async with contextlib.AsyncExitStack() as later:
+                scene = vllm_steps.Scene(pair, step, random.Random(1), later)
+                await vllm_steps.DO[step.fault](scene)
+                if after:
+                    spoil(p, d)
+                well = await vllm_judge.examined(pair, time.monotonic(), time.monotonic)
+            return row_of(step, 0.0, scene.tally, well, scene.note)
+
+    return asyncio.run(carried_out())
+
+
+def nothing(p: Habits, d: Habits) -> None:
+    pass
+
+
+@pytest.mark.parametrize("step", STEPS, ids=[step.title() for step in STEPS])
+def test_engines_that_behave_keep_every_promise(step: Step, tmp_path: Path) -> None:
+    found = row(tmp_path, step, nothing)
+    assert found.ok, found
+    assert found.right == found.requests or found.fault == "abort"
+    assert found.right > 0 or found.fault in ("kill", "abort"), "else this step tries nothing"
+
+
+FLOOD = Step(0, "flood")
+
+
+def test_a_wrong_answer_is_seen(tmp_path: Path) -> None:
+    found = row(tmp_path, FLOOD, lambda p, d: setattr(d, "wrong", True))
+    assert found.wrong > vllm_steps.FLOOD and not found.ok and found.recover_s is None
+
+
+def test_an_answer_that_is_wrong_after_the_fault_is_wrong_too(tmp_path: Path) -> None:
+    found = row(tmp_path, FLOOD, lambda p, d: setattr(d, "wrong", True), after=True)
+    assert found.right == vllm_steps.FLOOD and found.wrong >= vllm_judge.PROBES
+    assert found.requests == found.right + found.wrong and "0 right" in found.note
+
+
+def test_a_hang_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_steps, "POISON_DEADLINE_S", 0.2)
+    found = row(tmp_path, Step(0, "poison", "d0", detail="no source"), lambda p, d: setattr(d, "silent", True))
+    assert found.late == 2 and found.requests == 2 and not found.ok
+    assert "no answer" in found.note
+
+
+def test_what_is_left_in_an_engine_is_seen(tmp_path: Path) -> None:
+    found = row(tmp_path, FLOOD, lambda p, d: setattr(p, "held_blocks", 7))
+    assert found.left_over == 7 and found.wrong == 0 and not found.ok
+
+
+def test_a_dead_engine_is_seen(tmp_path: Path) -> None:
+    found = row(tmp_path, FLOOD, lambda p, d: setattr(d, "ill", True), after=True)
+    assert found.dead == 1 and found.recover_s is None and not found.ok
+    assert "d0 died" in found.note
+
+
+def test_right_answers_without_a_handoff_are_not_recovery(tmp_path: Path) -> None:
+    found = row(tmp_path, FLOOD, lambda p, d: setattr(d, "hands_over", False))
+    assert found.right == vllm_steps.FLOOD and found.recover_s is None and not found.ok
+    assert "nothing is handed over any more" in found.note
+
+
+def test_errors_are_counted_by_kind_and_are_no_broken_promise(tmp_path: Path) -> None:
+    step = Step(0, "poison", "d0", detail="both flags")
+
+    async def carried_out() -> Row:
+        async with stand_ins(tmp_path) as (pair, _p, d), contextlib.AsyncExitStack() as later:
+            scene = vllm_steps.Scene(pair, step, random.Random(1), later)
+            d.refuses = True
+            await vllm_steps.DO[step.fault](scene)
+            d.refuses = False
+            well = await vllm_judge.examined(pair, time.monotonic(), time.monotonic)
+            return row_of(step, 0.0, scene.tally, well, scene.note)
+
+    found = asyncio.run(carried_out())
+    assert found.errors == 2 and "2 x status 500" in found.note and found.ok
+
+
+def test_a_tally_judges_each_way_a_request_can_end() -> None:
+    tally = Tally()
+    for told in (Told(tokens=("a",)), Told(tokens=("b",)), Told(late=True, error="late"), Told(error="status 500")):
+        tally.count(told, ["a"])
+    assert (tally.right, tally.wrong, tally.late, tally.errors) == (1, 1, 1, Counter({"status 500": 1}))
+    assert tally.requests == 4
+
+
+def test_an_answer_that_is_no_completion_is_an_error(tmp_path: Path) -> None:
+    async def told() -> Told:
+        async with stand_ins(tmp_path) as (pair, _p, _d):
+            return await ask(pair.session, f"{pair.d.url}/nowhere", [1, 2], deadline_s=2)
+
+    assert asyncio.run(told()).error == "status 404"
+
+
+def test_the_outcome_sums_its_rows_and_keeps_what_broke() -> None:
+    plan = standard("kvbaton", 3, ["flood", "abort"])
+    good = row_of(plan.steps[0], 1.0, Tally(right=4), Well(recover_s=0.5, rest_s=9.0), "")
+    bad = row_of(plan.steps[1], 2.0, Tally(right=1, wrong=2), Well(dead=("d0",), left_over=3), "seen")
+    found = vllm_run.outcome(plan, 10.0, [good, bad], [], [], Counter())
+    assert (found.requests, found.right, found.wrong, found.dead, found.left_over) == (7, 5, 2, 1, 3)
+    assert good.ok and not bad.ok and not found.ok
+    assert "nothing held 9 s after" in good.note
+    assert found.replay.endswith("--connector kvbaton --seed 3")
+    assert vllm_run.outcome(plan, 10.0, [good], [], [], Counter()).ok
+    assert not vllm_run.outcome(plan, 10.0, [good], [], ["could not"], Counter()).ok
+
+
+def test_the_right_answers_differ_between_prompts() -> None:
+    assert right([1, 2, 3]) != right([1, 2, 4])
+
+
+def test_what_cannot_be_begun_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(vllm_run.VllmRunError, match="earthquake"):
+        vllm_run.run("kvbaton", 1, lambda text: None, tmp_path, ["earthquake"])
+    with pytest.raises(vllm_run.VllmRunError, match="is not a program"):
+        vllm_run.run("kvbaton", 1, lambda text: None, tmp_path, vllm_python="/nowhere/python")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_broken_is_started_again_and_only_that(tmp_path: Path) -> None:
+    async def lives(spoil: Callable[[Habits], None]) -> tuple[int, int]:
+        async with stand_ins(tmp_path) as (pair, _p, d):
+            spoil(d)
+            problems: list[str] = []
+            assert await vllm_run._row(pair, FLOOD, 1, time.monotonic(), Counter(), problems) is not None
+            assert problems == []
+            return pair.p.lives, pair.d.lives
+
+    assert asyncio.run(lives(lambda d: None)) == (0, 0)
+    assert asyncio.run(lives(lambda d: setattr(d, "ill", True))) == (0, 1)
+    assert asyncio.run(lives(lambda d: setattr(d, "hands_over", False))) == (1, 1), "not well, and nobody died"
+
+
+def test_an_engine_that_never_comes_back_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(self: Pair, *names: str) -> None:
+        if names:
+            raise EngineError(f"{names[0]} did not serve")
+
+    async def problems() -> list[str]:
+        async with stand_ins(tmp_path) as (pair, _p, d):
+            d.hands_over = False
+            found: list[str] = []
+            assert await vllm_run._row(pair, FLOOD, 1, time.monotonic(), Counter(), found) is None
+            return found
+
+    monkeypatch.setattr(Pair, "restart", refuse)
+    assert asyncio.run(problems()) == ["after flood: p0 did not serve"]
+
+
+def test_a_stranger_that_was_let_in_breaks_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def visit(*_: object) -> Counter[str]:
+        return Counter({"visits": 3, strangers.LET_IN: 2})
+
+    async def problems() -> list[str]:
+        async with stand_ins(tmp_path) as (pair, _p, _d):
+            found: list[str] = []
+            await vllm_run._row(pair, Step(0, "strangers", "p0"), 1, time.monotonic(), Counter(), found)
+            return found
+
+    monkeypatch.setattr(strangers, "visit", visit)
+    assert asyncio.run(problems()) == ["strangers were let in 2 times"]

@@ -1,0 +1,129 @@
+"""`kvbaton keys` as an operator uses it: what it prints is what the next step needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from kvbaton.cli.main import main
+from kvbaton.control import key_rotation, keys
+from kvbaton.control.key_report import fingerprint
+
+
+@pytest.fixture
+def minted(tmp_path: Path) -> str:
+    keys.mint(tmp_path / "keys", ["router", "operator", "p0", "d0"])
+    return str(tmp_path / "keys")
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    try:
+        status = main(["keys", *words])
+    except SystemExit as left:
+        status = int(str(left.code))
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_show_prints_names_fingerprints_and_no_secret(capsys: pytest.CaptureFixture[str], minted: str) -> None:
+    ring = keys.load(minted, "p0")
+    status, out, _ = call(capsys, "show", minted)
+    assert status == 0
+    assert f"p0        {fingerprint(ring.public)}  0 s old, secret here" in out
+    assert "operator" in out and "may drain workers" in out
+    assert "1 ticket keys\n" in out and "signs and verifies" in out
+    assert ring.secret not in out and ring.ticket_keys[0].hex() not in out
+
+
+def test_show_json_is_one_object(capsys: pytest.CaptureFixture[str], minted: str) -> None:
+    status, out, _ = call(capsys, "show", minted, "--json")
+    found = json.loads(out)
+    assert status == 0 and {one["name"] for one in found["identities"]} == {"router", "operator", "p0", "d0"}
+    assert found["problems"] == [] and [key["use"] for key in found["ticket_keys"]] == ["signs"]
+
+
+def test_show_fails_with_what_is_wrong(capsys: pytest.CaptureFixture[str], minted: str) -> None:
+    (Path(minted) / "secret" / "p0.json").chmod(0o644)
+    status, out, _ = call(capsys, "show", minted)
+    assert status == 1 and "problem: " in out and "has mode 0644: others could read it; chmod 600" in out
+
+
+def test_tickets_are_rotated_in_two_commands_where_all_see_one_directory(
+    capsys: pytest.CaptureFixture[str], minted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = keys.load(minted, "p0").ticket_keys
+    status, out, _ = call(capsys, "rotate", minted, "--tickets", "--settle-s", "0.01")
+    assert status == 0 and "the new key signs" in out and "in 150 s: kvbaton keys rotate" in out
+    new = keys.load(minted, "p0").ticket_keys
+    assert new[1:] == old
+    status, _, err = call(capsys, "rotate", minted, "--tickets", "--finish")
+    assert status == 2 and "finish after that" in err and keys.load(minted, "p0").ticket_keys == new
+    monkeypatch.setattr(key_rotation, "TICKETS_LIVE_S", 0.0)
+    monkeypatch.setattr(key_rotation.finish_tickets, "__defaults__", (0.0, key_rotation.time.time))
+    status, out, _ = call(capsys, "rotate", minted, "--tickets", "--finish")
+    assert status == 0 and "1 old key is gone" in out and keys.load(minted, "p0").ticket_keys == new[:1]
+
+
+def test_tickets_are_rotated_in_three_where_files_are_copied(capsys: pytest.CaptureFixture[str], minted: str) -> None:
+    old = keys.load(minted, "p0").ticket_keys
+    status, out, _ = call(capsys, "rotate", minted, "--tickets", "--prepare")
+    assert status == 0 and "a new key verifies; the old one signs" in out
+    assert keys.load(minted, "p0").ticket_keys[0] == old[0]
+    status, out, _ = call(capsys, "rotate", minted, "--tickets")  # without a wait: it was prepared
+    assert status == 0 and keys.load(minted, "p0").ticket_keys[1:] == old
+
+
+def test_an_identity_is_rotated_and_finished(capsys: pytest.CaptureFixture[str], minted: str) -> None:
+    old = keys.load(minted, "p0").public
+    status, out, _ = call(capsys, "rotate", minted, "p0")
+    assert status == 0 and f"kvbaton keys rotate {minted} p0 --finish" in out
+    assert keys.load(minted, "d0").also == {"p0": (old,)}
+    status, out, _ = call(capsys, "show", minted)
+    assert f"being rotated: {fingerprint(old)} is let in too" in out
+    status, out, _ = call(capsys, "rotate", minted, "p0", "d0", "--finish")
+    assert status == 0 and "p0: only its new key is let in" in out and "d0: was not being rotated" in out
+    assert keys.load(minted, "d0").also == {}
+
+
+def test_a_name_is_removed(capsys: pytest.CaptureFixture[str], minted: str) -> None:
+    status, out, _ = call(capsys, "remove", minted, "d0")
+    assert status == 0 and "removed d0" in out and "d0" not in keys.load(minted, "p0").peers
+    status, _, err = call(capsys, "remove", minted, "d0")
+    assert status == 2 and "there is no d0; see: kvbaton keys show" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["rotate"], "give at least one, or --tickets"),
+        (["add"], "give at least one"),
+        (["show", "p0"], "show takes none"),
+        (["add", "x", "--tickets"], "--tickets: only with rotate"),
+        (["remove", "x", "--finish"], "--finish: only with rotate"),
+        (["rotate", "p0", "--json"], "--json: only with show"),
+        (["rotate", "p0", "--prepare"], "--prepare: only with rotate --tickets"),
+        (["rotate", "--tickets", "--prepare", "--finish"], "without --finish"),
+        (["add", "x", "x"], "given twice"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_is_touched(
+    capsys: pytest.CaptureFixture[str], minted: str, words: list[str], part: str
+) -> None:
+    before = keys.load(minted, "p0")
+    status, _, err = call(capsys, words[0], minted, *words[1:])
+    assert (status, part in err) == (2, True), err
+    assert keys.load(minted, "p0") == before
+
+
+@pytest.mark.parametrize(("age_s", "said"), [(5, "5 s"), (125, "2 min"), (7300, "2 h"), (200_000, "2 d")])
+def test_ages_are_told_in_the_unit_that_fits(
+    capsys: pytest.CaptureFixture[str], minted: str, age_s: int, said: str
+) -> None:
+
+    then = time.time() - age_s
+    os.utime(Path(minted) / "public" / "p0.json", (then, then))
+    assert f"{said} old" in call(capsys, "show", minted)[1]

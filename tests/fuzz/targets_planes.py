@@ -1,0 +1,364 @@
+"""What reaches the data planes, the shared store and the ranks: endpoints, frames, greetings, lines, commands."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Generator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+from guided import Target
+from mutators import Shape
+
+from kvbaton.control.moriio import registration  # noqa: F401 - loads the control layer before the planes
+from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Copy, Direction
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
+from kvbaton.protocol.progress import whole
+from kvbaton.runtime import rank_messages as rm
+from kvbaton.runtime import rank_store_messages as sm
+from kvbaton.runtime.rank_stream import WINDOW_FRAMES_MAX, Envelope, Stream
+from kvbaton.store import frames, lines, wire
+from kvbaton.store.keys import HASH_BYTES
+from kvbaton.transports import (
+    auth,
+    cuda_door,
+    mooncake_endpoint,
+    mori_endpoint,
+    nixl_endpoint,
+    shm,
+    staged_door,
+    sums_endpoint,
+    tcp,
+    tcp_frames,
+)
+from kvbaton.transports.auth import SECRET_BYTES
+from kvbaton.transports.nixl_lists import Place as NixlPlace
+from kvbaton.transports.shm_door import ShmEndpoint, host_identity
+
+PEER, ME = PeerId(WorkerId("p#0"), Incarnation(0xA1)), PeerId(WorkerId("d#0"), Incarnation(0xD1))
+SECRET = bytes(range(SECRET_BYTES))
+PACK = msgspec.msgpack.encode
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+REFUSED = ValueError
+
+
+# --- endpoints
+
+
+def _nixl(data: bytes) -> PeerId:
+    return nixl_endpoint.parse(PEER, nixl_endpoint.VERSION + zlib.compress(data, 1)).owner
+
+
+def _mori(data: bytes) -> PeerId:
+    found = mori_endpoint.parse(mori_endpoint.VERSION + zlib.compress(data, 1))
+    assert len(found.regions) <= mori_endpoint.REGIONS_MAX
+    return PEER  # whose it is only mori can tell
+
+
+def _summed(data: bytes) -> PeerId:
+    assert len(sums_endpoint.parse(PEER, sums_endpoint.VERSION + data).secret) == SECRET_BYTES
+    return PEER
+
+
+ENDPOINTS: dict[str, Callable[[bytes], PeerId]] = {
+    "tcp": lambda data: tcp._parse(PEER, data).owner,
+    "shm": lambda data: shm._parse(PEER, data).owner,
+    "cuda": lambda data: cuda_door.parse_endpoint(PEER, data).owner,
+    "staged-tcp": lambda data: staged_door.parse_endpoint(PEER, "tcp", data).owner,
+    "staged-shm": lambda data: staged_door.parse_endpoint(PEER, "shm", data).owner,
+    "mooncake": lambda data: mooncake_endpoint.parse(PEER, data).owner,
+    "nixl": _nixl,
+    "mori": _mori,
+    "sums": _summed,
+}
+
+
+def endpoints(data: bytes) -> None:
+    """Every data plane: `ValueError`, or an endpoint of the peer that it came from."""
+    for name, parse in ENDPOINTS.items():
+        with contextlib.suppress(REFUSED):
+            assert parse(data) == PEER, name
+    for parse_packed in (mori_endpoint.parse, lambda data: nixl_endpoint.parse(PEER, data)):
+        with contextlib.suppress(REFUSED):
+            parse_packed(data)
+
+
+def endpoint_seeds() -> list[bytes]:
+    agent = f"{PEER.incarnation}.{'ab' * nixl_endpoint.NONCE_BYTES}.{PEER.worker}"
+    head = nixl_endpoint.METADATA_HEAD + len(agent).to_bytes(8, "little") + agent.encode() + b"|rest"
+    places = {0: NixlPlace(4096, 4096)}
+    region = mooncake_endpoint.Place(4096, 4096)
+    host = host_identity()
+    life = nixl_endpoint.Life(host, 1, 1)
+    plain = [
+        tcp.TcpEndpoint(PEER, "10.0.0.1", 5000, SECRET, {0: 4096}),
+        ShmEndpoint(PEER, host, "name", SECRET),
+        cuda_door.CudaEndpoint(PEER, host, "name", SECRET),
+        staged_door.StagedEndpoint(PEER, "tcp", host, "10.0.0.1", 5000, SECRET),
+        staged_door.StagedEndpoint(PEER, "shm", host, "name", 0, SECRET),
+        mooncake_endpoint.MooncakeEndpoint(PEER, "10.0.0.1", 5000, 4096, b"m" * 16, {0: region}),
+        nixl_endpoint.NixlEndpoint(PEER, agent, life, places, head),
+        sums_endpoint.SumEndpoint("10.0.0.1", 5000, SECRET, b"inner"),
+    ]
+    mori = mori_endpoint.MoriEndpoint(PEER, b"engine", {0: PACK([1, b"a", "x"]), 1: PACK([1, b"b", "x"])})
+    told = zlib.decompress(mori_endpoint.pack(mori)[len(mori_endpoint.VERSION) :])
+    return [*map(PACK, plain), told]
+
+
+# --- what crosses a data plane's sockets
+
+
+def tcp_frame(data: bytes) -> None:
+    """Within all bounds, or `ProtocolError`; and packed again it is the same head."""
+    head = data[: tcp_frames.FRAME_BYTES].ljust(tcp_frames.FRAME_BYTES, b"\0")
+    for kinds in ((tcp_frames.Kind.READ, tcp_frames.Kind.WRITE), tuple(tcp_frames.Kind)):
+        try:
+            found = tcp_frames.parse(head, *kinds)
+        except ProtocolError as error:
+            assert error.detail
+        else:
+            assert found.kind in kinds and found.payload_bytes <= tcp_frames.PAYLOAD_BYTES_MAX
+            assert found.pack() == head
+
+
+def tcp_seeds() -> list[bytes]:
+    return [tcp_frames.Frame(kind, 7, 64, table_bytes=32).pack() for kind in tcp_frames.Kind]
+
+
+def scripted(script: Generator[Any, None, Any], data: bytes) -> tuple[Any, int]:
+    """Give a script the bytes that it takes; its result, and how many it took. `EOFError` where there are no more."""
+    at = 0
+    try:
+        sink = next(script)
+        while True:
+            assert sink.left <= 1 << 16, "room is made for more than a greeting"
+            if at + sink.left > len(data):
+                script.close()
+                raise EOFError
+            sink.data[:] = data[at : at + sink.left]
+            at += sink.left
+            sink.left = 0
+            sink = next(script)
+    except StopIteration as done:
+        return done.value, at
+
+
+def greeting(data: bytes) -> None:
+    """No bytes of a stranger's let it in, at a server or at a client; it gets one answer of one size at most."""
+    known = auth.Keyring()
+    known.mint(PEER)
+    for script in (
+        lambda line: auth.admit(line, known, ME),
+        lambda line: auth.admit(line, known, ME, True),
+        lambda line: auth.greet(line, SECRET, ME, PEER, 0),
+        lambda line: auth.greet(line, SECRET, ME, PEER, 0, True),
+    ):
+        line = SimpleNamespace(out=[])
+        with contextlib.suppress(ProtocolError, EOFError):
+            found, _ = scripted(script(line), data)
+            raise AssertionError(f"a stranger was let in as {found}")
+        assert len(line.out) <= 1
+
+
+def greeting_seeds() -> list[bytes]:
+    name = PEER.worker.encode()
+    said = auth._HELLO.pack(auth._MAGIC, 1, 1, len(name), PEER.incarnation, bytes(32)) + name
+    return [said + bytes(32), said, bytes(64)]
+
+
+# --- the store
+
+
+def store_frame(data: bytes) -> None:
+    """None, or a request or a reply within bounds."""
+    asked = wire.request(data)
+    if asked is not None:
+        assert wire.request(wire.encode(asked)) == asked
+        assert len(getattr(asked, "data", b"")) <= wire.PIECE_BYTES
+    answered = wire.reply(data)
+    if answered is not None:
+        assert wire.reply(wire.encode(answered)) == answered
+
+
+def store_seeds() -> list[bytes]:
+    key = "kv1-" + "a" * 32
+    said = [
+        wire.Ask(1, (key, key)), wire.Keep(2, key, 0, 8, b"12345678"), wire.Fetch(3, key, 64), wire.Discard(4, (key,)),
+        wire.Dial(5), wire.Told(1, b"\1\0"), wire.Kept(2, ""), wire.Piece(3, 0, 4, b"1234"),
+        wire.Invited(5, 99, 7, SECRET),
+    ]  # fmt: skip
+    return [wire.encode(each) for each in said]
+
+
+def kept_value(data: bytes) -> None:
+    """A value that holds for a key is the one that was sealed for it: nothing else, altered anywhere, does."""
+    key, size = "kv1-a", 16
+    assert not frames.holds(memoryview(data), key, size) or data[: frames.FRAME_BYTES + size] == _sealed()
+    assert not frames.holds(memoryview(data), "kv1-b", size)
+
+
+def _sealed() -> bytes:
+    room = bytearray(frames.FRAME_BYTES + 16)
+    room[frames.FRAME_BYTES :] = bytes(range(16))
+    frames.seal(memoryview(room), "kv1-a", 16)
+    return bytes(room)
+
+
+class Canned:
+    """A socket whose other end has said `data` and then closed."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+        self.sent = 0
+
+    def setsockopt(self, *what: int) -> None: ...
+    def settimeout(self, seconds: float) -> None: ...
+
+    def sendall(self, data: bytes) -> None:
+        self.sent += len(data)
+
+    def recv_into(self, room: memoryview) -> int:
+        come = self._data[self._at : self._at + len(room)]
+        room[: len(come)] = come
+        self._at += len(come)
+        return len(come)
+
+
+def line(data: bytes) -> None:
+    """`LineError`, or a question within bounds; nobody is let in, and no more is said than a greeting."""
+
+    def fresh() -> lines.Line:
+        made = lines.Line(Canned(data))  # type: ignore[arg-type]
+        made.until = float("inf")
+        return made
+
+    with contextlib.suppress(lines.LineError):
+        _, items = fresh().asked()
+        assert 0 < len(items) <= lines.KEYS_MAX
+    with contextlib.suppress(lines.LineError):
+        assert len(fresh().told()) <= lines.KEYS_MAX
+    for script in (
+        lambda: lines.admit(fresh(), {7: SECRET}.get, {7: SECRET}.get),
+        lambda: lines.greet(fresh(), 7, SECRET),
+    ):
+        with contextlib.suppress(lines.LineError):
+            script()
+            raise AssertionError("a stranger was let in")
+
+
+class _Ears(Canned):
+    def __init__(self, data: bytes = b"") -> None:
+        super().__init__(data)
+        self.heard = b""
+
+    def sendall(self, data: bytes) -> None:
+        self.heard += bytes(data)
+
+
+def line_seeds() -> list[bytes]:
+    found = []
+    for op in lines.Op:
+        ears = _Ears()
+        said = lines.Line(ears)  # type: ignore[arg-type]
+        said.until = float("inf")
+        said.ask(op, [("kv1-a", 64), ("kv1-b", 0)])
+        found.append(ears.heard)
+    ears = _Ears()
+    said = lines.Line(ears)  # type: ignore[arg-type]
+    said.until = float("inf")
+    said.tell(["", "full"])
+    hello = lines._HELLO.pack(lines._MAGIC, 1, 7, bytes(32), bytes(32))
+    return [*found, ears.heard, hello, bytes(96)]
+
+
+# --- ranks
+
+
+def rank_frame(data: bytes) -> None:
+    """The decoders' own error, or what says the same again; what does not fit together is a ValueError."""
+    with contextlib.suppress(*UNREADABLE):
+        command = rm.decode_command(data)
+        assert PACK(rm.decode_command(rm.encode_command(command))) == PACK(command)
+        with contextlib.suppress(ValueError):
+            _used(command)
+    with contextlib.suppress(*UNREADABLE):
+        news = rm.decode_news(data)
+        assert PACK(rm.decode_news(rm.encode_news(news))) == PACK(news)
+        for each in news:
+            with contextlib.suppress(ValueError):
+                _used(each)
+    with contextlib.suppress(REFUSED):
+        assert str(rm.RankInvitation.decode(data))
+
+
+def _used(said: Any) -> None:
+    match said:
+        case rm.Submit():
+            assert len(rm.copy_of(said).spans) % 3 == 0
+        case sm.ShelfGet() | sm.ShelfPut():
+            sm.hashes_of(said.hashes)
+            sm.ids_of(said.blocks)
+        case sm.ShelfHas():
+            sm.ids_of(said.orders)
+        case sm.ShelfEnded():
+            assert said.end.count <= sm.KEYS_MAX
+
+
+def rank_seeds() -> list[bytes]:
+    from array import array
+
+    copy = Copy(JobId(1), PEER, Direction.READ, 0, 0, array("q", [0, 64, 32]))
+    hashes, order = sm.pack_hashes([b"h" * HASH_BYTES]), 1
+    commands: list[rm.Command] = [
+        rm.Open("tcp", ME), rm.Mint("tcp", 1, PEER), rm.Connect("tcp", PEER, b"endpoint"), rm.Disconnect("tcp", PEER),
+        rm.SpansPart("tcp", JobId(1), bytes(24)), *rm.submit_commands("tcp", copy), rm.Cancel("tcp", JobId(1)),
+        rm.Fence("tcp", PEER), rm.Close("tcp"), sm.ShelfOpen("a" * 32), sm.ShelfLookup(order, hashes, 1.0),
+        sm.ShelfGet(order, hashes, sm.pack_ids([3]), 1.0), sm.ShelfPut(order, hashes, sm.pack_ids([3]), 1.0),
+        sm.ShelfCancel(order), sm.ShelfAsk(1),
+    ]  # fmt: skip
+    news: list[rm.News] = [
+        rm.Minted("tcp", 1, b"endpoint"), rm.MintFailed("tcp", 1, "why"), rm.ConnectFailed("tcp", PEER, "why"),
+        rm.Ended("tcp", JobId(1), Reason.CANCELLED, True, ""), rm.Rested("tcp", JobId(1)), rm.Fenced("tcp", PEER),
+        rm.Progressed(LeaseId(1), whole([2])), sm.ShelfEnded(1, 1, None, ""), sm.ShelfHas(1, sm.pack_ids([1])),
+        sm.ShelfCounts({"hits": 1}),
+    ]  # fmt: skip
+    able = Capabilities("tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False)
+    invitation = rm.RankInvitation(0, "tcp://127.0.0.1:5000", "a" * 40, "b" * 40, "c" * 40, {"tcp": able})
+    return [*map(rm.encode_command, commands), rm.encode_news(news), invitation.encode()]
+
+
+def rank_stream(data: bytes) -> None:
+    """Frames in any order, at one end: bodies come once and in order, and no more is kept than the window."""
+    try:
+        script = msgspec.msgpack.decode(data, type=list[msgspec.Raw])
+    except UNREADABLE:
+        return
+    end, now, taken = Stream(1), 0.0, 0
+    for raw in script[:64]:
+        now += 0.6
+        end.add(b"body")
+        with contextlib.suppress(*UNREADABLE):
+            taken += end.take(bytes(raw), now) is not None
+        assert len(end.due(now)) <= WINDOW_FRAMES_MAX
+    assert end._received == taken and end.backlog <= 64
+
+
+def stream_seeds() -> list[bytes]:
+    script = [Envelope(1, 1, 0, False, b"a"), Envelope(1, 2, 1, True, b"b"), Envelope(1, 0, 2), Envelope(2, 3, 0)]
+    return [PACK(script), PACK([Envelope(1, 1, 0), Envelope(1, 1, 9)] * 4)]
+
+
+TARGETS = (
+    Target("endpoints", endpoints, endpoint_seeds, Shape.MSGPACK, 2500),
+    Target("tcp_frames", tcp_frame, tcp_seeds, Shape.BYTES, 2000),
+    Target("greeting", greeting, greeting_seeds, Shape.BYTES, 1500),
+    Target("store_wire", store_frame, store_seeds, Shape.MSGPACK, 3000),
+    Target("store_frames", kept_value, lambda: [_sealed(), bytes(80)], Shape.BYTES, 1500),
+    Target("store_lines", line, line_seeds, Shape.BYTES, 2000),
+    Target("rank_messages", rank_frame, rank_seeds, Shape.MSGPACK, 3500),
+    Target("rank_stream", rank_stream, stream_seeds, Shape.MSGPACK, 1500),
+)

@@ -1,0 +1,73 @@
+"""What can be asked over HTTP, all of it: the tables of `docs/security.md`, and nothing that administers anything.
+
+Promise 5, and the class of CVE-2026-92972, 107204 to 107207: there is no path to register, drain, run or configure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kvbaton.api.errors import ApiError
+from kvbaton.chaos.strangers_visits import ADMIN
+from kvbaton.engine.server import worker_app
+from kvbaton.router.app import router_app
+from kvbaton.router.directory import Worker
+from kvbaton.router.settings import RouterSettings
+from tests.engine.test_server import FakeBackend
+
+DOC = Path(__file__).parents[2] / "docs" / "security.md"
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT")
+
+
+class Nobody:
+    """A list of workers without any."""
+
+    def snapshot(self) -> tuple[Worker, ...]:
+        return ()
+
+
+def listed(who: str) -> set[tuple[str, str]]:
+    """(method, path) of the rows of one table."""
+    table = DOC.read_text().split(f"<!-- http {who} -->")[1].split(f"<!-- /http {who} -->")[0]
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+    return {(method, row[0]) for row in rows for method in row[1].split(", ")}
+
+
+async def routed() -> set[tuple[str, str]]:
+    """What the router's application answers, method by method."""
+    found = set()
+    async with router_app(Nobody(), RouterSettings()) as router:
+        with pytest.raises(ApiError) as told:
+            router.handler("GET", "/nowhere")
+        paths = {word.rstrip(",") for word in told.value.message.split("there are ")[1].split()}
+        for path in paths | {each.decode().split()[1] for each in ADMIN}:
+            for method in METHODS:
+                try:
+                    router.handler(method, path)
+                except ApiError as error:
+                    assert error.status in (404, 405)
+                else:
+                    found.add((method, path))
+    return found
+
+
+def test_the_routers_paths_are_those_of_the_table() -> None:
+    assert asyncio.run(routed()) == listed("router")
+
+
+def test_a_workers_paths_are_those_of_the_table() -> None:
+    routes = worker_app(FakeBackend()).router.routes()
+    assert {(route.method, route.resource.canonical) for route in routes if route.resource} == listed("worker")
+
+
+def test_no_path_administers() -> None:
+    """What changes anything is a request for an answer; who drains uses the operator's key at the registry."""
+    for who in ("router", "worker"):
+        assert {path for method, path in listed(who) if method not in ("GET", "HEAD")} == {
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/v1/responses",
+        }

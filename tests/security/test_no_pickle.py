@@ -1,0 +1,130 @@
+"""No bytes become objects or code, and nothing that must not be guessed is drawn from a generator that can be.
+
+Promise 5, and the class of CVE-2025-32444, 29783, 47277, 30165 and their many successors: the way to be safe from
+unpickling what a stranger sent is that there is no unpickling.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "kvbaton"
+MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "jsonpickle", "joblib"}
+CALLS = {"eval", "exec", "compile", "__import__"}
+METHODS = {
+    "recv_pyobj", "send_pyobj", "recv_serialized", "send_serialized", "read_pickle", "to_pickle", "load_module",
+    "unsafe_load", "full_load",
+}  # fmt: skip
+QUALIFIED = {
+    ("torch", "load"), ("yaml", "load"), ("numpy", "load"), ("np", "load"), ("multiprocessing", "Queue"),
+    ("multiprocessing", "Pipe"), ("multiprocessing", "SimpleQueue"), ("multiprocessing", "Manager"), ("os", "system"),
+}  # fmt: skip
+TRUE_KEYWORDS = {"allow_pickle", "shell"}
+
+OWN_BYTES_ONLY = {"integrations/vllm/conformance/watching.py": {"pickle", "loads", "dumps"}}
+"""A tool for developers: it does to its own objects what vLLM does between its own processes. No server imports it."""
+RANDOM_NEVER = ("api", "control", "engine", "protocol", "router", "runtime", "store", "transports")
+
+
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Those of a file that matter here."""
+    kinds = (ast.Import, ast.ImportFrom, ast.Call)
+    return tuple(node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds))
+
+
+def findings(path: Path) -> Iterator[str]:
+    """What in a file could turn bytes into objects or code."""
+    for node in nodes(path):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            yield from (name for name in names if name.partition(".")[0] in MODULES)
+        elif isinstance(node, ast.Call):
+            yield from _call(node)
+
+
+def _call(node: ast.Call) -> Iterator[str]:
+    function = node.func
+    if isinstance(function, ast.Name) and function.id in CALLS:
+        yield function.id
+    if isinstance(function, ast.Attribute):
+        base = function.value.id if isinstance(function.value, ast.Name) else ""
+        if function.attr in METHODS or (base, function.attr) in QUALIFIED or base in MODULES:
+            yield function.attr
+    for keyword in node.keywords:
+        if keyword.arg in TRUE_KEYWORDS and not (
+            isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+        ):
+            yield str(keyword.arg)
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def test_nothing_unpickles_evaluates_or_runs_a_shell() -> None:
+    found = {str(path.relative_to(SOURCE)): set(findings(path)) for path in sorted(SOURCE.rglob("*.py"))}
+    assert len(found) > 200
+    assert {name: what for name, what in found.items() if what} == OWN_BYTES_ONLY
+
+
+def test_no_server_imports_the_tool_that_pickles_its_own_objects() -> None:
+    users = {
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*.py")
+        if any(name.startswith("kvbaton.integrations.vllm.conformance") for name in imports(path))
+    }
+    assert {name for name in users if not name.startswith("integrations/vllm/conformance/")} <= {"cli/conformance.py"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from cloudpickle import loads",
+        "import torch\ntorch.load('x')",
+        "import yaml\nyaml.load('x')",
+        "import numpy as np\nnp.load('x')",
+        "thing(allow_pickle=True)",
+        "thing(allow_pickle=flag)",
+        "eval('1')",
+        "exec('1')",
+        "socket.recv_pyobj()",
+        "socket.send_pyobj({})",
+        "import multiprocessing\nmultiprocessing.Queue()",
+        "run('ls', shell=True)",
+        "import marshal",
+        "import shelve",
+        "import dill",
+    ],
+)
+def test_the_scan_sees_what_it_looks_for(tmp_path: Path, line: str) -> None:
+    planted = tmp_path / "planted.py"
+    planted.write_text(line)
+    assert list(findings(planted))
+
+
+def test_a_harmless_file_is_harmless(tmp_path: Path) -> None:
+    planted = tmp_path / "fine.py"
+    planted.write_text("import json\njson.loads('1')\nrun('ls', shell=False)\nopen('x')\n")
+    assert list(findings(planted)) == []
+
+
+def test_ids_nonces_and_keys_come_from_the_operating_system() -> None:
+    """`random` is for simulations, tests and load; nothing that serves imports it."""
+    users = [
+        str(path.relative_to(SOURCE))
+        for layer in RANDOM_NEVER
+        for path in sorted((SOURCE / layer).rglob("*.py"))
+        if "random" in set(imports(path))
+    ]
+    assert users == []

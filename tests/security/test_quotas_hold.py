@@ -1,0 +1,144 @@
+"""A peer with a good key that has gone bad: it floods, and the honest one beside it is served all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvbaton.control import keys
+from kvbaton.engine.options import WorkerOptions
+from kvbaton.engine.worker import Worker, reference_answers
+from kvbaton.protocol.ids import WorkerId
+from kvbaton.protocol.quotas import Buckets
+from tests.control.rig import Limits, Post, cluster, exchange, posted, until
+from tests.e2e.cluster import some_prompts
+from tests.e2e.pair import Pair
+
+pytestmark = pytest.mark.timeout(180)
+
+HANDOFFS = 12
+FRAMES_PER_S = 500.0
+"""Far below the default, so that a flood is over it on any machine, and far above what a dozen handoffs need."""
+SLOWER_MAX, SLACK_S = 10.0, 2.0
+"""A handoff may take this many times as long as without the flood, and this much: the machine is shared."""
+
+FLOOD = """
+import sys
+from kvbaton.control import keys
+from kvbaton.control.zmq import ZmqControl
+from kvbaton.protocol.codec import encode
+from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+from kvbaton.protocol.messages import Abandon, Renew
+from kvbaton.protocol.ids import HandoffId, LeaseId
+control = ZmqControl(keys.load(sys.argv[1], "bad"), None)
+control.set_directory({WorkerId("p0"): (sys.argv[2], "")})
+me = PeerId(WorkerId("bad"), Incarnation(7))
+frames = [encode(me, Incarnation(1), n, Renew(LeaseId(n), 1, (), False)) for n in range(16)] + [b"garbage" * 9]
+print("floods", flush=True)
+while True:
+    for frame in frames:
+        control.send(WorkerId("p0"), frame)
+    control.receive()
+"""
+
+
+@contextlib.contextmanager
+def flooding(directory: str, endpoint: str) -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-c", FLOOD, directory, endpoint], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"floods\n"
+        yield
+    finally:
+        process.kill()
+        process.wait(10)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def test_an_honest_peers_handoffs_complete_beside_a_flood(tmp_path: Path) -> None:
+    directory = str(tmp_path / "keys")
+    keys.mint(directory, ["p0", "d0", "bad"])
+    prompts = some_prompts(2 * HANDOFFS, "flood")
+    right = reference_answers(prompts, 4)
+    workers = [
+        Worker(
+            WorkerOptions(name=name, role=role, keys=directory, registry="tcp://127.0.0.1:1", policy="fail"),  # type: ignore[arg-type]
+            keys.load(directory, name),
+        )
+        for name, role in (("p0", "prefill"), ("d0", "decode"))
+    ]
+    p, d = workers
+
+    async def story() -> tuple[list[float], list[float]]:
+        for worker in workers:
+            worker.start()
+        try:
+            d.control.set_directory({WorkerId("p0"): (p.control.endpoint, "")})
+            both = Pair(p, d, keys.load(directory, "p0").ticket_keys[0])
+            calm = [await _timed(both, prompts[i], right[i], i) for i in range(HANDOFFS)]
+            p.control._plane.quota = Buckets(FRAMES_PER_S, FRAMES_PER_S)
+            with flooding(directory, p.control.endpoint):
+                deadline = time.monotonic() + 30.0
+                while not p.control.counters["over_quota"]:
+                    assert time.monotonic() < deadline, "the flood did not reach the quota"
+                    await asyncio.sleep(0.02)
+                flooded = [await _timed(both, prompts[i], right[i], i) for i in range(HANDOFFS, 2 * HANDOFFS)]
+            await both.at_rest()
+            assert d.stats()["delivered_total"] == 2 * HANDOFFS
+            return calm, flooded
+        finally:
+            for worker in workers:
+                await asyncio.to_thread(worker.stop)
+
+    calm, flooded = asyncio.run(story())
+    print(
+        f"median {statistics.median(calm) * 1e3:.0f} ms calm, {statistics.median(flooded) * 1e3:.0f} ms flooded,"
+        f" {p.control.counters['over_quota']} dropped"
+    )
+    assert p.loop.faults == d.loop.faults == 0
+    assert statistics.median(flooded) <= SLOWER_MAX * statistics.median(calm) + SLACK_S, (calm, flooded)
+
+
+async def _timed(both: Pair, prompt: str, right: str, number: int) -> float:
+    begun = time.monotonic()
+    assert await both.answer(prompt, ("pull", "stream")[number % 2], 4) == right
+    return time.monotonic() - begun
+
+
+RINGS = cluster("p0", "d0", "bad")
+
+
+def test_what_is_over_the_quota_is_dropped_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    p0 = Post(RINGS["p0"], limits=Limits(frames_per_s_max=0.001, frames_burst_max=5.0))
+    d0, bad = Post(RINGS["d0"], None), Post(RINGS["bad"], None)
+    with posted(p0, d0, bad):
+        d0.knows(p0), bad.knows(p0)
+        for number in range(20):
+            bad.send(p0, b"%d" % number)
+        until(lambda: p0.control.counters["over_quota"] == 15, p0, bad)
+        assert [frame for _, frame in p0.inbox] == [b"%d" % number for number in range(5)]
+        exchange(d0, p0)  # whose quota is its own
+    assert [record.getMessage() for record in caplog.records] == [
+        "bad sends more than 0.001 frames a second; the rest is dropped"
+    ]
+
+
+def test_what_comes_on_a_connection_that_we_dialled_is_counted_too() -> None:
+    d0 = Post(RINGS["d0"], limits=Limits(frames_per_s_max=0.001, frames_burst_max=5.0))
+    p0 = Post(RINGS["p0"])
+    with posted(p0, d0):
+        d0.knows(p0)
+        d0.send(p0, b"hello")
+        until(lambda: p0.inbox, p0, d0)
+        for number in range(9):
+            p0.send(d0, b"%d" % number)
+        until(lambda: d0.control.counters["over_quota"] == 4, p0, d0)
+        assert len(d0.inbox) == 5

@@ -1,0 +1,78 @@
+"""`docs/security.md` says what is so: every test that it names is there and runs, every advisory is in it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "security.md").read_text()
+NAMED = sorted(set(re.findall(r"`(tests/[a-z0-9_/]+\.py::[A-Za-z0-9_:]+)`", TEXT)))
+ADVISORIES = {
+    2024: (50050,),
+    2025: (32444, 29783, 47277, 30165, 30202),
+    2026: (
+        94622, 94623, 94624, 94625, 94626, 94627, 116180, 105754, 24779, 92972, 3059, 3060, 3989, 86793, 93088, 14890,
+        15969, 15976, 7304, 26220, 105192, 107204, 107205, 107206, 107207, 103764, 103765, 106037, 96762, 96763, 63767,
+        47623, 24254, 24142, 65119, 24269, 65120,
+    ),
+}  # fmt: skip
+
+
+def rows() -> list[list[str]]:
+    table = TEXT.split("## Every advisory of this field")[1].split("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+
+
+def functions(path: Path) -> dict[str, list[str]]:
+    """Each test of a file, with its decorators as text."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        inner = [(f"{node.name}::", each) for each in node.body] if isinstance(node, ast.ClassDef) else [("", node)]
+        for front, each in inner:
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                found[front + each.name] = [ast.unparse(decorator) for decorator in each.decorator_list]
+    return found
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_named_test_exists_and_is_not_skipped(name: str) -> None:
+    path, _, test = name.partition("::")
+    found = functions(ROOT / path)
+    assert test in found, f"{path} has no {test}"
+    assert not [each for each in found[test] if "skip" in each or "xfail" in each]
+
+
+@pytest.mark.timeout(330)
+def test_what_is_named_is_collected() -> None:
+    """By pytest itself, but for what needs vLLM, which has an environment of its own."""
+    here = [name for name in NAMED if not name.startswith("tests/vllm/")]
+    words = [
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-o",
+        "addopts=-q --strict-markers",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        *here,
+    ]
+    ended = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    assert all(name in ended.stdout for name in here)
+
+
+def test_every_class_has_a_test_and_every_advisory_a_class() -> None:
+    assert len(rows()) >= 17
+    for row in rows():
+        assert len(row) == 4 and re.search(r"`tests/\S+::\S+`", row[3]), row[0]
+    for year, numbers in ADVISORIES.items():
+        missing = [number for number in numbers if not re.search(rf"\b{number}\b", TEXT)]
+        assert f"CVE-{year}-" in TEXT and not missing

@@ -1,0 +1,8 @@
+"""Old and new code talk on the harness of the protocol's own tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "protocol"))
