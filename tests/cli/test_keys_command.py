@@ -73,7 +73,9 @@ def test_tickets_are_rotated_in_three_where_files_are_copied(capsys: pytest.Capt
     status, out, _ = call(capsys, "rotate", minted, "--tickets", "--prepare")
     assert status == 0 and "a new key verifies; the old one signs" in out
     assert keys.load(minted, "p0").ticket_keys[0] == old[0]
-    status, out, _ = call(capsys, "rotate", minted, "--tickets")  # without a wait: it was prepared
+    began = time.monotonic()
+    status, out, _ = call(capsys, "rotate", minted, "--tickets", "--settle-s", "0.5")
+    assert time.monotonic() - began > 0.3, "it was prepared just now, so not everybody may have it"
     assert status == 0 and keys.load(minted, "p0").ticket_keys[1:] == old
 
 

@@ -18,6 +18,9 @@ from aiohttp.typedefs import Middleware
 CONNECTIONS_MAX = 4096
 TRIM_S = 0.01
 """How long there may be more: connections that come in one burst are counted together."""
+GRACE_S = 0.5
+"""What a new connection has to ask something before it counts as one that says nothing; of a quarter of the bound at
+most, by which there may be more than that for so long."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -35,8 +38,10 @@ class Crowd:
         self._max = bound
         self._asking: set[web.RequestHandler] = set()
         self._asked: set[web.RequestHandler] = set()
+        self._made: dict[web.RequestHandler, float] = {}  # when, of those that may still be new
         self._leaving: set[web.RequestHandler] = set()  # aiohttp counts them for a turn of the loop or two
         self._trimming: asyncio.TimerHandle | None = None
+        self._again: asyncio.TimerHandle | None = None  # when those that are new now no longer are
 
     @contextlib.contextmanager
     def inside(self, handler: web.RequestHandler) -> Iterator[None]:
@@ -49,9 +54,12 @@ class Crowd:
 
     def connection(self, server: web.Server) -> web.RequestHandler:
         """The protocol of one more connection."""
+        loop = asyncio.get_running_loop()
         if self._trimming is None:
-            self._trimming = asyncio.get_running_loop().call_later(TRIM_S, self._trim, server)
-        return server()
+            self._trimming = loop.call_later(TRIM_S, self._trim, server)
+        made = server()
+        self._made[made] = loop.time()
+        return made
 
     def _trim(self, server: web.Server) -> None:
         self._trimming = None
@@ -60,11 +68,24 @@ class Crowd:
             known.intersection_update(here)
         here = [handler for handler in here if handler not in self._leaving]
         quiet = [handler for handler in here if handler not in self._asking]
-        quiet.sort(key=self._asked.__contains__)
+        new = self._new([handler for handler in quiet if handler not in self._asked])
+        if new and len(here) > self._max and self._again is None:
+            self._again = asyncio.get_running_loop().call_later(GRACE_S, self._trim_again, server)
+        quiet = sorted((handler for handler in quiet if handler not in new), key=self._asked.__contains__)
         for handler in quiet[: max(0, len(here) - self._max)]:
             self.turned_away += 1
             self._leaving.add(handler)
             handler.force_close()
+
+    def _trim_again(self, server: web.Server) -> None:
+        self._again = None
+        self._trim(server)
+
+    def _new(self, silent: list[web.RequestHandler]) -> set[web.RequestHandler]:
+        """Those that may be about to ask: whoever fills the place with connections must not have them turned away."""
+        since = asyncio.get_running_loop().time() - GRACE_S
+        self._made = {handler: at for handler, at in self._made.items() if at > since}
+        return {handler for handler in silent[-max(1, self._max // 4) :] if handler in self._made}
 
 
 def counted(crowd: Crowd) -> Middleware:

@@ -31,8 +31,9 @@ KEEPALIVE_S = 75.0
 SHUTDOWN_S = 2.0
 BODY_S = 60.0
 """From the headers of a request to the last byte of its body, at a worker."""
-UNREAD_S = 60.0
-"""A client that takes nothing of its stream for this long is cut off, where the stream has no deadline."""
+UNREAD_S = 600.0
+"""A client that takes nothing of its stream for this long is cut off, where the stream has no deadline. Longer than a
+router's deadline: until then it is the router's client that does not read, and no fault of anybody's."""
 BACKLOG = 1024
 REQUEST_ID = "X-Request-Id"
 
@@ -125,7 +126,7 @@ async def send_events(
         except Exception:
             log.exception("%s %s: in mid-stream", request.method, request.path)
             await _write(response, tell(internal()), deadline)
-        await response.write_eof()
+        await _within(response.write_eof(), deadline)
         return response
 
 
@@ -140,9 +141,13 @@ async def read_body(request: web.Request, seconds: float = BODY_S) -> bytes:
 
 
 async def _write(response: web.StreamResponse, data: bytes, deadline: float | None) -> None:
+    await _within(response.write(data), deadline)
+
+
+async def _within(writing: Awaitable[None], deadline: float | None) -> None:
     try:
         async with asyncio.timeout(UNREAD_S) if deadline is None else asyncio.timeout_at(deadline):
-            await response.write(data)
+            await writing
     except TimeoutError:
         raise ConnectionAbortedError("the client did not read its stream in time") from None
 

@@ -19,6 +19,7 @@ from aiohttp.typedefs import Middleware
 from kvbaton.api.errors import ApiError
 
 HEADER = "X-Kvbaton-Token"
+NOT_THE_ROUTER = "not_the_router"
 OPEN_PATHS = frozenset({"/health", "/metrics", "/stats"})
 
 Keys = Callable[[], Sequence[bytes]]
@@ -32,7 +33,8 @@ def token(key: bytes, worker: str) -> str:
 
 
 def is_good(shown: str, keys: Sequence[bytes], worker: str) -> bool:
-    return any(hmac.compare_digest(shown.encode(), token(key, worker).encode()) for key in keys)
+    said = shown.encode(errors="replace")  # a header may hold any bytes
+    return any(hmac.compare_digest(said, token(key, worker).encode()) for key in keys)
 
 
 def is_loopback(host: str) -> bool:
@@ -50,7 +52,7 @@ def guard(worker: str, keys: Keys) -> Middleware:
     async def guarded(request: web.Request, handler: _Handler) -> web.StreamResponse:
         if request.path not in OPEN_PATHS and not is_good(request.headers.get(HEADER, ""), keys(), worker):
             said = f"{HEADER}: missing or not this worker's; ask the cluster's router instead of the worker"
-            raise ApiError(401, said, type="authentication_error", code="not_the_router")
+            raise ApiError(401, said, type="authentication_error", code=NOT_THE_ROUTER)
         return await handler(request)
 
     return guarded

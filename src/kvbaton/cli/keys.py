@@ -123,13 +123,13 @@ def _rotate_tickets(args: argparse.Namespace) -> None:
         print(f"tickets: {count} old {'key is' if count == 1 else 'keys are'} gone")
         print("next: copy tickets.json to every host")
         return
-    fresh = key_rotation.prepare_tickets(where)
+    key_rotation.prepare_tickets(where)
     if args.prepare:
         print("tickets: a new key verifies; the old one signs")
         print(f"next: copy tickets.json to every host; then: kvbaton keys rotate {where} --tickets")
         return
-    if fresh:
-        time.sleep(args.settle_s)
+    # Counted from when it was prepared, by whichever command: one that was broken off is given again at once
+    time.sleep(max(0.0, args.settle_s - key_rotation.tickets_age_s(where)))
     key_rotation.promote_tickets(where)
     print("tickets: the new key signs; the old ones verify until that is finished")
     after = f"in {key_rotation.TICKETS_LIVE_S:g} s: kvbaton keys rotate {where} --tickets --finish"

@@ -37,6 +37,11 @@ def prepare_tickets(directory: str | Path) -> bool:
         return True
 
 
+def tickets_age_s(directory: str | Path, wall: Callable[[], float] = time.time) -> float:
+    """How long ago tickets.json was last changed here; a clock that was set back says 0."""
+    return max(0.0, wall() - (files.existing(directory) / "tickets.json").stat().st_mtime)
+
+
 def promote_tickets(directory: str | Path, wall: Callable[[], float] = time.time) -> None:
     """From now on the key that was prepared signs; the others go on verifying."""
     base = files.existing(directory)

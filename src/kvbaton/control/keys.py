@@ -98,7 +98,7 @@ def load(directory: str | Path, name: str) -> Keyring:
     secret = files.read(path, files.Secret, private=True).secret
     tickets = files.tickets(base)
     public = files.public_of(secret, path)
-    if not any(card.name == wanted and public in (card.public, *card.also) for card in cards):
+    if not _lists(cards, wanted, public):
         raise ControlError(f"{base}: public/{wanted}.json does not belong to its secret; restore both")
     return Keyring(wanted, public, secret, *_peers(cards, tickets), str(base))
 
@@ -106,8 +106,17 @@ def load(directory: str | Path, name: str) -> Keyring:
 def reload(keyring: Keyring) -> Keyring:
     """What the directory says now of everybody and of tickets, under the secret that is in use. ControlError if bad."""
     base = files.existing(keyring.directory)
-    peers, ticket_keys, also = _peers(files.cards(base), files.tickets(base))
+    cards = files.cards(base)
+    if not _lists(cards, keyring.name, keyring.public):  # emptied, half copied, or finished before the restart
+        raise ControlError(
+            f"{base}: public/{keyring.name}.json does not hold the key in use; restore it, or restart {keyring.name}"
+        )
+    peers, ticket_keys, also = _peers(cards, files.tickets(base))
     return msgspec.structs.replace(keyring, peers=peers, ticket_keys=ticket_keys, also=also)
+
+
+def _lists(cards: Iterable[files.Public], name: str, public: str) -> bool:
+    return any(card.name == name and public in (card.public, *card.also) for card in cards)
 
 
 def _peers(

@@ -155,6 +155,7 @@ class ZmqControl:
             woken = self._ready.pop(self._waker.fd, 0) != 0
             if woken:
                 self._waker.clear()
+                self._follow()  # it may be what woke us
             if self._ready or woken or left_ms == 0:
                 return
 
@@ -207,11 +208,13 @@ class ZmqControl:
         return max(0, math.ceil((self._following.next_look - self._plane.clock()) * 1000))
 
     def _follow(self) -> None:
-        """Look at the key directory, if that is due, and take what changed there."""
+        """Have the key directory looked at, if that is due, and take what was found to have changed there."""
         following = self._following
-        if following is None or (now := self._plane.clock()) < following.next_look:
+        if following is None:
             return
-        fresh = following.look(now)
+        if (now := self._plane.clock()) >= following.next_look:
+            following.have_a_look(now, self._waker.wake)
+        fresh = following.take()
         if fresh is None:
             return
         self.counters["keys_changed"] += 1

@@ -97,7 +97,7 @@ class Worker:
         self.lookup = self._make_lookup(keyring)
         self.node = self._make_node(geometry, keyring)
         self.loop = NodeLoop(self.node, self.control)
-        self._keyring = keyring
+        self.keyring = keyring
         self.control.on_keys = self._take_keys
         self.backend = EngineBackend(self.thread, self.doorway, self.stats)
         self.door = Door(self.backend)
@@ -149,9 +149,9 @@ class Worker:
 
     def _take_keys(self, keyring: Keyring) -> None:
         """The key directory changed. On the node's thread."""
-        for event in renewed_keys(self.node, self._keyring, keyring):
+        for event in renewed_keys(self.node, self.keyring, keyring):
             self.loop.tell(event)
-        self._keyring = keyring
+        self.keyring = keyring
         self.lookup.ticket_key = keyring.ticket_keys[0]
 
     def held(self) -> Held:
@@ -295,7 +295,7 @@ async def _running(worker: Worker) -> AsyncIterator[None]:
 def _registered(worker: Worker, url: str, stop: Stopping) -> Iterator[RegistryClient]:
     options = worker.options
     client = RegistryClient(
-        load(options.keys, options.name),
+        worker.keyring,  # not loaded again: the registry tells the others under which key this worker listens
         (WorkerId(options.registry_name), options.registry),
         worker.registration(url),
         on_directory=worker.on_directory,

@@ -25,7 +25,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     parked_max: int = 2048  # claims that came before P knew the request
     parked_per_peer_max: int = 1024  # of them, of one worker
     seats_per_peer_max: int = 8192  # leases that one worker reads, or is written, at a time
-    bytes_per_peer_max: int = 1 << 40  # that it was granted and has not committed; lower it where many D share a P
+    bytes_per_peer_max: int = 1 << 50  # granted, not committed; a prompt counts whole, whatever it shares with others
     greetings_per_s_max: float = 50.0  # of one worker in the long run; each costs a plan of the pair's geometry
     greetings_burst_max: float = 500.0
     unconfirmed_per_peer_max: int = 8  # sessions that one worker asked for and has not confirmed

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api import request_ids, responses, sse
+from kvbaton.api import request_ids, responses, sse, tokens
 from kvbaton.api.bodies import Body, Kind, parse
 from kvbaton.api.errors import ApiError, bad_field, full, read_error, unavailable
 from kvbaton.api.gather import all_of, interleave
@@ -45,7 +45,8 @@ _HOP = frozenset(
 """Headers that are about one connection or one body, in either direction."""
 _ODD = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError)
 """What joining raises where a worker's JSON is not an answer."""
-_NOT_TO_WORKERS = _HOP | {b"accept-encoding", b"content-encoding", b"cookie", b"x-request-id", _MODE_HEADER}
+_TOKEN = tokens.HEADER.lower().encode()  # the router's own to show
+_NOT_TO_WORKERS = _HOP | {b"accept-encoding", b"content-encoding", b"cookie", b"x-request-id", _MODE_HEADER, _TOKEN}
 _NOT_TO_CLIENTS = _HOP | {b"date", b"server", b"x-request-id", b"set-cookie", b"cache-control", b"retry-after"}
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from kvbaton.api import sse
 from kvbaton.api.errors import RETRY_AFTER_S, ApiError, out_of_time, read_error
+from kvbaton.api.tokens import NOT_THE_ROUTER
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router import wire
 from kvbaton.router.directory import Worker
@@ -253,6 +254,9 @@ class EventStream:
 def _refusal(leg: Leg, status: int, data: bytes, retry_after: str | None) -> LegError:
     """A worker's own error: the client's fault passes as it is, all else is told as the worker's."""
     fault = read_error(status, data)
+    if status == 401 and fault.code == NOT_THE_ROUTER:
+        said = "does not take this router's token; see that both have the same tickets.json"
+        return leg.failed(502, said, NOT_THE_ROUTER, lost=True)
     if 400 <= status < 500 and status not in (408, *_BUSY) and fault.type != _HANDOFF_FAILED:
         return LegError(leg.side, leg.worker, fault, final=True)
     busy = status in _BUSY

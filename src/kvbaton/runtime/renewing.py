@@ -10,6 +10,7 @@ import msgspec
 
 from kvbaton.control.keys import Keyring
 from kvbaton.protocol.events import Departed
+from kvbaton.protocol.ids import WorkerId
 from kvbaton.runtime.node import Node
 
 
@@ -17,4 +18,9 @@ def renewed_keys(node: Node, before: Keyring, after: Keyring) -> list[Departed]:
     """Have `node` use the new ticket keys; returns what it must be told. On the node's thread."""
     node.ledger.desk.identity.ticket_keys = after.ticket_keys
     node.doorway.config = msgspec.structs.replace(node.doorway.config, ticket_keys=after.ticket_keys)
-    return [Departed(worker) for worker in sorted(before.peers) if worker not in after.peers]
+    return [Departed(worker) for worker in sorted(before.peers) if not _keys(before, worker) & _keys(after, worker)]
+
+
+def _keys(keyring: Keyring, worker: WorkerId) -> set[str]:
+    """None that it had is let in: it was taken off, also if one of that name was minted anew before we looked."""
+    return {keyring.peers[worker], *keyring.also.get(worker, ())} if worker in keyring.peers else set()

@@ -165,7 +165,7 @@ class RegistryServer:
 
     def _take_keys(self, keyring: Keyring) -> None:
         """Whoever was listed under a key that is no longer let in has left: it cannot say so itself."""
-        for entry in self._workers:
+        for entry in self._roster.entries():  # also who registered since the last that was published
             told = entry.registration
             if entry.public_key not in (keyring.peers.get(told.worker), *keyring.also.get(told.worker, ())):
                 log.warning("%s is no longer in the key directory, and no longer listed", told.peer)

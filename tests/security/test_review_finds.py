@@ -1,0 +1,111 @@
+"""What a review of keys, tokens and crowds found: each would have cost honest clients or peers something."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from kvbaton.api import http
+from kvbaton.api.http import errors_as_json, json_response, new_app, serving
+from kvbaton.api.tokens import HEADER, guard, is_good, token
+from kvbaton.control import key_files, key_rotation, keys
+from kvbaton.control.following import Following
+from kvbaton.control.zmq import ZmqControl
+from kvbaton.protocol.ids import Incarnation, WorkerId
+from kvbaton.router import door
+from kvbaton.router.app import router_app
+from kvbaton.router.directory import StaticDirectory, Worker
+from kvbaton.router.settings import RouterSettings
+from tests.router.fake_workers import QUICK, FakeWorker, lease, run, speak
+
+KEY, OTHER = b"k" * 32, b"o" * 32
+
+
+@pytest.fixture
+def minted(tmp_path: Path) -> Path:
+    keys.mint(tmp_path / "keys", ["router", "p0", "d0"])
+    return tmp_path / "keys"
+
+
+def test_a_worker_that_does_not_take_the_routers_token_costs_no_client_an_answer() -> None:
+    async def story() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            listed = []
+            for name, script, key in (("p0", lease, KEY), ("d0", speak, OTHER), ("d1", speak, KEY)):
+                app = FakeWorker(name, script).app()
+                app.middlewares.extend([errors_as_json, guard(name, lambda key=key: [key])])  # type: ignore[misc]
+                url = await stack.enter_async_context(serving(app, "127.0.0.1", 0))
+                listed.append(Worker(WorkerId(name), "prefill" if name == "p0" else "decode", url, Incarnation(5)))
+            router = await stack.enter_async_context(router_app(StaticDirectory(listed), QUICK, KEY))
+            front = await stack.enter_async_context(door.serving(router, "127.0.0.1", 0))
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            for shown in [""] * 6 + ["a client's own"] * 2:
+                headers = {HEADER: shown} if shown else {}
+                async with session.post(f"{front}/v1/completions", json={"prompt": "abc"}, headers=headers) as answer:
+                    assert answer.status == 200, await answer.text()
+
+    run(story())
+
+
+def test_a_token_may_hold_any_bytes() -> None:
+    assert not is_good(b"\xff\xfe".decode("utf-8", "surrogateescape"), [KEY], "p0")
+    assert is_good(token(KEY, "p0"), [OTHER, KEY], "p0")
+
+
+def test_who_comes_while_others_fill_the_place_is_given_time_to_ask() -> None:
+    async def hi(_: web.Request) -> web.Response:
+        return json_response({})
+
+    async def asked(url: str, pause_s: float) -> tuple[bytes, asyncio.StreamWriter]:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        await asyncio.sleep(pause_s)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        return await reader.readline(), writer
+
+    async def story() -> None:
+        app = new_app(1000)
+        app.add_routes([web.get("/health", hi)])
+        async with serving(app, "127.0.0.1", 0, crowd_max=8) as url:
+            held = [await asked(url, 0.0) for _ in range(8)]
+            line, writer = await asked(url, 0.05)
+            assert line.startswith(b"HTTP/1.1 200")
+            for each in (writer, *(writer for _, writer in held)):
+                each.close()
+
+    run(story())
+
+
+def test_a_worker_waits_longer_for_a_reader_than_a_router_does() -> None:
+    assert RouterSettings().deadline_s < http.UNREAD_S
+
+
+@pytest.mark.parametrize("broken", ["emptied", "finished before the restart"])
+def test_a_directory_that_does_not_know_its_own_process_changes_nothing(minted: Path, broken: str) -> None:
+    followed = Following(keys.load(minted, "p0"), 0.0)
+    followed.look(0.0)
+    if broken == "emptied":
+        for path in (minted / "public").iterdir():
+            path.unlink()
+    else:
+        key_rotation.rotate(minted, "p0")
+        key_rotation.finish(minted, "p0")
+    assert followed.look(2.0) is None and set(followed.keyring.peers) == {"router", "p0", "d0"}
+
+
+def test_a_directory_on_a_file_system_that_is_away_holds_nobody_up(
+    minted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = ZmqControl(keys.load(minted, "p0"))
+    monkeypatch.setattr(key_files, "stamp", lambda _: time.sleep(1.0))
+    began = time.monotonic()
+    control.hear()
+    control.wait(0.01)
+    control.close()
+    assert time.monotonic() - began < 0.8
