@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from kvbaton.chaos import draw
+from kvbaton.chaos import plan as plans
 from kvbaton.chaos.faults import BY_NAME, PROMISES, Moment
 from kvbaton.chaos.plan import Plan, Step, to_json
 from kvbaton.cli.main import main
@@ -49,6 +51,7 @@ def test_the_list_as_one_object(capsys: pytest.CaptureFixture[str]) -> None:
         (["--plan", "standard"], "argument --plan: the standard plan is for --engine vllm"),
         (["--engine", "vllm", "--plan", "random"], "argument --plan: vLLM has the standard plan only"),
         (["--connector", "nixl"], "argument --connector: embedded engines have kvbaton's only"),
+        (["--minutes", "999999"], "argument --minutes: got 999999, at most 7200"),
         (["--replay", "/nowhere/plan.json"], "argument --replay: /nowhere/plan.json: No such file"),
     ],
 )
@@ -61,6 +64,23 @@ def test_a_bad_plan_is_refused_by_its_field(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "plan.json").write_text('{"name":"x","seed":1,"engine":"embedded","decodes":0}')
     assert main(["chaos", "--replay", str(tmp_path / "plan.json")]) == 2
     assert "$.decodes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fault", "target"), [("kill", "p9"), ("kill", ""), ("partition", "p0"), ("full-shm", "router"), ("flood", "p0")]
+)
+def test_a_plan_for_members_that_are_not_there_is_refused(
+    fault: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = {"at_s": 1, "fault": fault, "target": target}
+    (tmp_path / "plan.json").write_text(json.dumps({"name": "x", "seed": 1, "engine": "embedded", "steps": [step]}))
+    assert main(["chaos", "--replay", str(tmp_path / "plan.json")]) == 2
+    assert "steps[0].target" in capsys.readouterr().err
+
+
+def test_the_longest_plan_can_be_replayed() -> None:
+    plan = draw.draw(1, float(plans.SECONDS_MAX), draw.Size(2, 2))
+    assert plans.from_json(plans.to_json(plan)) == plan
 
 
 def test_a_d_is_killed_in_mid_copy_and_its_next_life_stopped_before_a_commit(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -14,10 +15,10 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvbaton.chaos import oracle
+from kvbaton.chaos import client_injuries, oracle
 from kvbaton.chaos.asking import Found, Prompt, Way, ask, judged
 from kvbaton.chaos.board import Board, Ended, Verdict
-from kvbaton.chaos.fleet import Fleet
+from kvbaton.chaos.fleet import Fleet, FleetError
 from kvbaton.chaos.loopback import LoopbackNetwork
 from kvbaton.chaos.members import Ports, Spec, Surroundings
 from kvbaton.chaos.outcome import Outcome, Row
@@ -141,6 +142,57 @@ def test_a_late_request_is_caught() -> None:
     assert found.verdict is Verdict.LATE
     assert board.counts().late == 1
     assert len(board.lates) == 1
+
+
+def test_a_late_poison_and_a_late_slow_reader_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`TimeoutError` is an `OSError`: whoever asks for the latter first takes a hang for a closed connection."""
+    monkeypatch.setattr(client_injuries, "LATE_S", 0.05)
+    monkeypatch.setattr(client_injuries, "POISON_S", 0.0)
+
+    async def answer(_: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def go() -> Board:
+        async with _door(answer) as url, aiohttp.ClientSession() as session:
+            host, port = url.removeprefix("http://").split(":")
+            spec = Spec("router", "router", host, Ports(int(port), 1))
+            fleet = SimpleNamespace(specs={"router": spec}, pass_for=lambda _: {})
+            scene: Any = SimpleNamespace(
+                fleet=fleet, board=Board(), session=session, now=asyncio.get_running_loop().time, answers=[PROMPT],
+                way=lambda name, mode, **_: Way(url, mode, stream=True),
+            )  # fmt: skip
+            assert await client_injuries._poisoned(scene, "router", "warm", PROMPT) == "late"
+            assert await client_injuries._read_slowly(scene, 0.01, 0) == "late"
+        return scene.board  # type: ignore[no-any-return]
+
+    assert asyncio.run(go()).counts().late == 2
+
+
+def test_a_link_is_well_when_both_of_its_ends_serve_together() -> None:
+    board = Board()
+    board.note(Ended(1.0, 2.0, Verdict.RIGHT, pair="p0/d0"))
+    board.note(Ended(1.0, 3.0, Verdict.RIGHT, pair="-/d1"))
+    assert board.right_since(0.0, "p0-d1") is None
+    assert board.right_since(0.0, "d0-p0") == 2.0
+    assert board.right_since(0.0, "router-d1") == 3.0
+    assert board.right_since(0.0) == 2.0
+
+
+TRACE = """2026-11-15 kvbaton-discovery: fault 1; going on
+Traceback (most recent call last):
+  File "{where}/looping.py", line 92, in _guard
+    action()
+KeyError: 'x'
+more
+"""
+
+
+def test_a_traceback_of_our_own_in_a_log_is_a_problem() -> None:
+    assert oracle.unexpected("p0", "--- life 1\n" + TRACE.format(where="/home/kvbaton/aiohttp")) == []
+    assert oracle.unexpected("p0", TRACE.format(where=Path(oracle.__file__).parents[1] / "control")) == [
+        "p0: 1 tracebacks in its log, the first: KeyError: 'x'"
+    ]
 
 
 def test_what_is_no_answer_at_all_is_wrong() -> None:
@@ -267,6 +319,21 @@ def test_one_that_was_killed_is_not_and_none_outlives_the_fleet(tmp_path: Path) 
     assert deaths == []
     assert not is_there(first)
     assert not is_there(second)
+
+
+def test_a_start_that_takes_too_long_says_what_the_member_answered(tmp_path: Path) -> None:
+    async def go() -> str:
+        async with _door(_whole("")) as url:  # which has no /stats
+            host, port = url.removeprefix("http://").split(":")
+            specs = {name: Spec(name, name, host, Ports(int(port), 2)) for name in ("router", "prefill")}
+            around = Surroundings(str(tmp_path), "", str(tmp_path), False, "tcp")
+            async with Fleet(specs, _Patient(list(specs)), around, tmp_path, lambda _: None) as fleet:
+                with pytest.raises(FleetError) as caught:
+                    await fleet.wait_listed("prefill", within_s=0.0)
+        return str(caught.value)
+
+    said = asyncio.run(go())
+    assert "prefill does not serve after 0 s (prefill: /stats: status 404; router: /workers: status 404)" in said
 
 
 # --- the verdict over all of it

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from kvbaton.control.base import Limits
+from kvbaton.control.dialler import Dialler
 from kvbaton.control.sockets import Plane
 from kvbaton.protocol.ids import WorkerId
 
@@ -135,6 +136,27 @@ def test_an_address_that_another_program_held_for_a_while_is_dialled_again() -> 
                 until(lambda: d0.control.send(P0, b"x") and d0.control.counters["redialled"], d0)
         with posted(p0 := Post(RINGS["p0"], bind=endpoint)):
             until(lambda: d0.control.send(P0, b"at last") and p0.inbox, p0, d0)
+
+
+def test_a_worker_with_two_keys_is_given_longer_under_each_until_it_answers() -> None:
+    """Else one whose answer takes longer than `redial_s` is hung up on for ever, under the right key too."""
+    now = [0.0]
+    plane = Plane(RINGS["d0"], Limits(), lambda: now[0])
+    plane.take(RINGS["d0"].peers, {P0: (RINGS["p1"].public,)})
+    dialler = Dialler(plane)
+    dialler.set_directory({P0: (_silent_port(), "")})
+    changes = []
+    for second in range(60):
+        now[0] = float(second)
+        before = plane.counters["redialled"]
+        dialler.send(P0, b"x")
+        changes += [second] if plane.counters["redialled"] > before else []
+    dialler.close()
+    plane.context.term()
+    waits = [later - first for first, later in zip([0, *changes], changes, strict=False)]
+    assert waits == sorted(waits)
+    assert waits[0] == 2
+    assert waits[-1] >= 10
 
 
 def test_frames_for_a_peer_that_is_away_are_bounded_and_the_rest_counted_as_lost() -> None:

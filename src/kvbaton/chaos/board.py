@@ -77,13 +77,17 @@ class Board:
         return _counts(found)
 
     def right_since(self, instant: float, who: str = "") -> float | None:
-        """When the first right answer ended that began after `instant`, of a pair with `who` in it; None: none yet."""
+        """When the first right answer ended that began after `instant`; None: none yet.
+
+        `who` has part in it: a member, or both ends of a link (p0-d1). The router has part in every one.
+        """
+        needed = {name for name in who.split("-") if name and name != "router"}
         ends = []
         for line in reversed(self.lines):
             if line.ended_at < instant:
                 break
             is_it = line.verdict is Verdict.RIGHT and line.began_at >= instant
-            if is_it and (not who or who in line.pair.replace(",", "/").split("/")):
+            if is_it and any(needed <= set(pair.split("/")) for pair in line.pair.split(",")):
                 ends.append(line.ended_at)
         return min(ends, default=None)
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import random
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -33,6 +33,8 @@ SLOW = 4
 LATE_ONES = 4
 RECEIVE_BYTES = 2048
 POISON_S = 15.0
+TICKET_S = 20.0
+"""How long a P that gives a ticket is looked for: it may be starting again."""
 
 _MODES = tuple(Mode)
 
@@ -77,6 +79,18 @@ async def _leased(scene: Scene, prompt: Prompt, source: str, salt: str) -> Any:
     return (await ask(scene.session, scene.board, short, way)).params
 
 
+async def _ticket(scene: Scene, prompt: Prompt, sources: Sequence[str], salt: str) -> Any:
+    """Of the first P that gives one; others may be dead for the moment. None: nobody did, in `TICKET_S`."""
+    until = scene.now() + TICKET_S
+    while scene.now() < until:
+        for source in sources:
+            params = await _leased(scene, prompt, source, salt)
+            if params:
+                return params
+        await asyncio.sleep(1.0)
+    return None
+
+
 def _some(scene: Scene, role: str) -> list[str]:
     """Those that can be asked at their own door: one that was given other weights answers otherwise, as it should."""
     named = [name for name, spec in scene.fleet.specs.items() if spec.role == role]
@@ -87,7 +101,7 @@ async def late_decode(scene: Scene, _: Step) -> str:
     async def one(number: int) -> Found | None:
         prompt, salt = scene.load.prompt(scene.rng)[0], f"late{next(scene.numbers)}"
         prefills, decodes = _some(scene, "prefill"), _some(scene, "decode")
-        params = prefills and await _leased(scene, prompt, prefills[number % len(prefills)], salt)
+        params = await _ticket(scene, prompt, prefills[number % len(prefills) :] + prefills, salt)
         if not params:
             return None
         await asyncio.sleep(LEASE_S + 1.0)  # it has run out, and the load has used its blocks for others
@@ -95,6 +109,8 @@ async def late_decode(scene: Scene, _: Step) -> str:
         return await ask(scene.session, scene.board, prompt, way)
 
     found = await asyncio.gather(*map(one, range(LATE_ONES)))
+    if not any(found):
+        raise RuntimeError("no P gave a ticket, so nobody came late")
     return f"{sum(each is not None and each.verdict is Verdict.RIGHT for each in found)} of {LATE_ONES} right"
 
 
@@ -102,9 +118,9 @@ async def replay(scene: Scene, _: Step) -> str:
     prompt, salt = scene.load.prompt(scene.rng)[0], f"replay{next(scene.numbers)}"
     other = scene.load.prompt(scene.rng)[0]
     prefills, decodes = _some(scene, "prefill"), _some(scene, "decode")
-    params = prefills and await _leased(scene, prompt, scene.rng.choice(prefills), salt)
+    params = await _ticket(scene, prompt, prefills, salt)
     if not params:
-        return "no ticket was to be had"
+        raise RuntimeError("no P gave a ticket, so none was presented again")
     uses = (
         (decodes[0], prompt, salt),
         (decodes[0], prompt, salt),
@@ -136,11 +152,11 @@ async def _read_slowly(scene: Scene, seconds: float, number: int) -> str:
         async with asyncio.timeout(LATE_S):
             await _trickle(scene, prompt, way, seconds, read)
         verdict, kind = _judge_stream(prompt, bytes(read))
+    except TimeoutError:  # before OSError, whose kind it is: what is not over in its time is late
+        pass
     except OSError as error:
         verdict, kind = _judge_stream(prompt, bytes(read))
         kind = kind or f"closed:{type(error).__name__}"
-    except TimeoutError:
-        pass
     scene.board.note(Ended(began_at, scene.now(), verdict, kind), f"a slow reader: {bytes(read)[-200:]!r}")
     return verdict.value
 
@@ -204,10 +220,10 @@ async def _poisoned(scene: Scene, door: str, name: str, prompt: Prompt) -> str:
         if status == 200:
             text = msgspec.json.decode(data)["choices"][0]["text"]
             verdict = Verdict.RIGHT if text == prompt.right else Verdict.WRONG
+    except TimeoutError:  # before OSError, whose kind it is
+        pass
     except (aiohttp.ClientError, OSError) as error:
         verdict, kind = Verdict.ERROR, f"poison:{type(error).__name__}"
-    except TimeoutError:
-        pass
     what = f"poison {name} at {door}: {data[:200]!r}"
     scene.board.note(Ended(began_at, scene.now(), verdict, kind), what)
     return verdict.value

@@ -37,6 +37,7 @@ PROMPTS = 120
 SLOW_ANSWERS, SLOW_TOKENS = 4, 120
 WARM_S = 4.0
 RECOVER_S = 45.0
+HANDOFFS_ASKED = 4
 NEWS_S = 5.0
 SAMPLE_S = 2.0
 SAMPLES_MAX = 100_000
@@ -64,6 +65,7 @@ class Run:
     async def go(self) -> Seen:
         rng = random.Random(self.plan.seed)
         files = resources.shared_files()
+        sizes = {path: path.stat().st_size for path in self.logs.glob("*.log")}  # of an earlier run into this folder
         with tempfile.TemporaryDirectory(prefix="kvbaton-chaos-") as folder:
             home = Path(folder)
             around = self._surroundings(home)
@@ -76,6 +78,8 @@ class Run:
             finally:
                 await hand.close()
         left = oracle.left_files(files, resources.shared_files())
+        for path in sorted(self.logs.glob("*.log")):
+            left += oracle.unexpected(path.stem, path.read_bytes()[sizes.get(path, 0) :].decode(errors="replace"))
         return msgspec.structs.replace(
             done, outcome=msgspec.structs.replace(done.outcome, problems=(*done.outcome.problems, *left))
         )
@@ -119,6 +123,8 @@ class Run:
         seconds = scene.now() - self.begun_at
         self.say(f"{seconds:.0f} s: the load has ended; waiting until everybody is at rest")
         _, problems = await oracle.at_rest(scene.fleet)
+        handoffs = await self._handoffs(scene)
+        problems += [f"after all of it, mode {mode}: no KV came over" for mode, count in handoffs.items() if not count]
         problems += await self._last_answers(scene)
         holds, more = await oracle.at_rest(scene.fleet)
         problems += more
@@ -133,6 +139,8 @@ class Run:
             samples=self.samples,
             deaths=scene.fleet.deaths,
             problems=[*scene.problems, *problems],
+            handoffs=handoffs,
+            moments={"reached": scene.reached, "missed": scene.missed},
         )
         return seen(self.plan, self.board, finds, self.begun_at)
 
@@ -172,7 +180,7 @@ class Run:
                 async with asyncio.timeout(STEP_S_MAX):
                     done = await INJURIES[step.fault](scene, step)
                     well_at = await self._well(scene, done)
-            except (OSError, ValueError, RuntimeError, TimeoutError) as error:
+            except (OSError, ValueError, RuntimeError, LookupError, TimeoutError) as error:
                 scene.problems.append(f"{title}: could not be done: {type(error).__name__}: {error}")
                 done, well_at = Done(scene.now(), note=f"could not be done: {error}"), None
             finally:
@@ -213,6 +221,21 @@ class Run:
                 problems.append(f"after all of it, {name} {mode or ''}: {found.verdict} {found.kind}")
         return problems
 
+    async def _handoffs(self, scene: Scene) -> dict[str, int]:
+        """By mode: how many of some prompts, which nobody has, came from P to D. A right answer alone does not say so:
+        D computes what does not come."""
+        found = {}
+        for mode in Mode:
+            before = await self._delivered(scene)
+            for prompt in scene.load.longest(HANDOFFS_ASKED):
+                await ask(scene.session, self.board, prompt, scene.way(members.ROUTER, mode))
+            found[str(mode)] = await self._delivered(scene) - before
+        return found
+
+    async def _delivered(self, scene: Scene) -> int:
+        stats = [await scene.fleet.ask(name, "/stats") for name in scene.fleet.engines]
+        return sum(each["delivered_total"] for each in stats if each is not None)
+
     # --- looking on
 
     async def _sample(self, fleet: Fleet) -> None:
@@ -246,6 +269,8 @@ def run(plan: Plan, network: Network, logs: Path, say: Say) -> Seen:
     """Carry out a plan on a network whose host "client" this process is. The network is closed afterwards."""
     try:
         return asyncio.run(_until_told(Run(plan, network, logs, say)))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None  # told to stop by SIGTERM
     finally:
         network.close()
 

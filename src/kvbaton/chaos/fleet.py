@@ -77,6 +77,7 @@ class Fleet:
         self.around = around
         self.lives = {name: Life(spec, logs / f"{name}.log") for name, spec in specs.items()}
         self.deaths: list[str] = []
+        self.unanswered: dict[str, str] = {}  # by name: why the last question was not answered
         self._say = say
         self._session: aiohttp.ClientSession | None = None
         self._is_closing = False
@@ -135,10 +136,16 @@ class Fleet:
         until = asyncio.get_running_loop().time() + within_s
         while not await self._is_listed(name):
             if asyncio.get_running_loop().time() > until:
-                raise FleetError(f"{name} does not serve after {within_s:.0f} s: {self.last_lines(name)}")
+                raise FleetError(
+                    f"{name} does not serve after {within_s:.0f} s{self._why(name)}: {self.last_lines(name)}"
+                )
             if not self.lives[name].runs and (self._is_closing or not self._revivals):
                 raise FleetError(f"{name} ended before it served: {self.last_lines(name)}")
             await asyncio.sleep(POLL_S)
+
+    def _why(self, name: str) -> str:
+        said = [f"{who}: {self.unanswered[who]}" for who in (name, ROUTER) if who in self.unanswered]
+        return f" ({'; '.join(said) or 'the router does not list it as serving in this life'})"
 
     async def _is_listed(self, name: str) -> bool:
         if name == STORE:
@@ -174,16 +181,19 @@ class Fleet:
 
     def fill_disk(self) -> str:
         """No byte more fits on the store's disk; how that was done. Never a disk that others use."""
+        rooms.allow_no_writes(self.pid(STORE))  # a store at its bound makes room by itself, and would write again
         if self.around.has_rooms:
             return f"{rooms.fill(self.pid(STORE), self.around.disk) >> 10} KiB were left"
-        rooms.allow_no_writes(self.pid(STORE))
         return "no mounts are allowed here: a limit of 0 bytes on what the store may write"
 
+    def on_disk(self) -> frozenset[str]:
+        """Names of the files that the store keeps."""
+        return frozenset(os.listdir(f"/proc/{self.pid(STORE)}/root{self.around.disk}"))
+
     def clear_disk(self) -> None:
+        rooms.allow_writes(self.pid(STORE))
         if self.around.has_rooms:
             rooms.clear(self.pid(STORE), self.around.disk)
-        else:
-            rooms.allow_writes(self.pid(STORE))
 
     # --- asking
 
@@ -192,10 +202,15 @@ class Fleet:
         assert self._session is not None
         try:
             async with self._session.get(self.specs[name].url + path) as response:
-                told = await response.json(content_type=None)
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+                told = await response.json(content_type=None) if response.status == 200 else None
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            self.unanswered[name] = f"{path}: {error!r}"
             return None
-        return told if isinstance(told, dict) and response.status == 200 else None
+        if isinstance(told, dict):
+            self.unanswered.pop(name, None)
+            return told
+        self.unanswered[name] = f"{path}: status {response.status}"
+        return None
 
     def pass_for(self, name: str) -> dict[str, str]:
         """Headers that open a member's own door: as its router, the conductor holds the cluster's keys."""

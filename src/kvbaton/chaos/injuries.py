@@ -19,10 +19,13 @@ from kvbaton.chaos.plan import Step
 from kvbaton.chaos.scene import Scene
 from kvbaton.chaos.strangers_ports import listening
 from kvbaton.control import keys
+from kvbaton.store.disk import SUFFIX
 
 DELAY_S = 0.15
 LOSS = 0.2
 CLOCK_OFF_S = 2 * 3600.0
+UNDER_WAY_S = 0.3
+"""For a value that was being written when the disk became full."""
 AT_ONCE = 24
 """Strangers at a time."""
 
@@ -35,7 +38,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 
 
 class Done(msgspec.Struct, frozen=True):
-    """When a fault was over, who must serve again, and what there is to say of it."""
+    """When it was over, who must serve again (of a link: both ends together), and what there is to say of it."""
 
     ended_at: float
     who: str = ""
@@ -116,18 +119,23 @@ async def _healed(scene: Scene, step: Step) -> Done:
         await asyncio.sleep(step.seconds)
     finally:
         scene.network.heal()
-    return Done(scene.now())
+    return Done(scene.now(), step.target)
 
 
 # --- the machine
 
 
 async def full_disk(scene: Scene, step: Step) -> Done:
-    note = scene.fleet.fill_disk()
     try:
+        note = scene.fleet.fill_disk()
+        await asyncio.sleep(UNDER_WAY_S)
+        before = scene.fleet.on_disk()
         await asyncio.sleep(step.seconds)
+        new = {name for name in scene.fleet.on_disk() - before if name.endswith(SUFFIX)}
     finally:
         scene.fleet.clear_disk()
+    if new:
+        raise OSError(f"the disk was not full: {len(new)} values were written meanwhile")
     return Done(scene.now(), note=note)
 
 
@@ -155,6 +163,8 @@ async def clock_step(scene: Scene, step: Step) -> Done:
 async def let_strangers_come(scene: Scene, step: Step) -> Done:
     pids = [scene.fleet.pid(name) for name in scene.fleet.specs]
     places = [place for place in listening(pids) if place[0][:1] not in ("\0", "/")]
+    if not places:
+        raise OSError("nobody listens anywhere that a stranger could come to")
     rng = random.Random(scene.rng.random())
     known = [keys.load(scene.fleet.around.keys, name).public for name in scene.fleet.specs]  # anybody may know these
     counts = await strangers.visit(places, step.seconds, rng, public_keys=known, at_once=AT_ONCE)

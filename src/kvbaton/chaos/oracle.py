@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +19,8 @@ from kvbaton.chaos.resources import Usage
 REST_S = 40.0
 """More than any lease, time-out or deadline of these members together."""
 POLL_S = 0.25
+TRACEBACK = "Traceback (most recent call last):"
+OURS = f'File "{Path(__file__).parents[1]}/'
 HELD = ("pins", "leases", "intakes", "quarantined_blocks", "running", "waiting", "loading")
 
 FDS_SLACK = 40
@@ -118,6 +121,22 @@ def growth_mib_per_minute(samples: Sequence[tuple[float, float]]) -> float | Non
     spread = sum((at - mean_t) ** 2 for at, _ in later)
     slope = sum((at - mean_t) * (mib - mean_m) for at, mib in later) / spread if spread else 0.0
     return round(60 * slope, 2)
+
+
+def unexpected(name: str, log: str) -> list[str]:
+    """Tracebacks that lead through kvbaton: whatever a peer, a client or the kernel does, none is raised unhandled."""
+    found = []
+    for piece in log.split(TRACEBACK)[1:]:
+        frames, told = [], ""
+        for line in piece.splitlines()[1:]:
+            if not line.startswith(" "):
+                told = line
+                break
+            frames.append(line)
+        if any(OURS in line for line in frames):
+            found.append(told)
+    first = next(iter(found), "")[:200]
+    return [f"{name}: {len(found)} tracebacks in its log, the first: {first}"] if found else []
 
 
 def left_files(before: frozenset[str], after: frozenset[str]) -> list[str]:

@@ -67,6 +67,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[Member, ...] = ()
     problems: tuple[str, ...] = ()  # each breaks the verdict: what grew, what stayed, what could not be done
     errors_by_kind: dict[str, int] = {}
+    handoffs: dict[str, int] = {}  # after all of it, by mode: of some prompts that nobody had, so many came over
+    moments: dict[str, int] = {}  # named ones that were reached, and missed
     network: str = ""  # namespaces or relay
     replay: str = ""  # the command that repeats it
 

@@ -5,15 +5,18 @@ Law: a plan is data: the same plan does the same things in the same order, as fa
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from kvbaton.chaos.faults import BY_NAME, Moment
+from kvbaton.chaos.faults import BY_NAME, Moment, Target
 
-STEPS_MAX = 10_000
-Seconds = Annotated[float, Meta(ge=0, le=86400)]
+STEPS_MAX = 100_000
+SECONDS_MAX = 5 * 86400
+"""A plan of that length has fewer steps than `STEPS_MAX`."""
+Seconds = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,6 +53,29 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     decodes: Annotated[int, Meta(ge=1, le=16)] = 2
     seconds: Seconds = 180.0
     steps: Annotated[tuple[Step, ...], Meta(max_length=STEPS_MAX)] = ()
+
+    def __post_init__(self) -> None:
+        if self.engine != "embedded":
+            return
+        engines = {f"p{n}" for n in range(self.prefills)} | {f"d{n}" for n in range(self.decodes)}
+        for number, step in enumerate(self.steps):
+            if not _fits(step, engines):
+                known = ", ".join(sorted(engines))
+                raise ValueError(
+                    f"steps[{number}].target: {step.fault} cannot be done to {step.target!r} among {known}"
+                )
+
+
+def _fits(step: Step, engines: Set[str]) -> bool:
+    targets = BY_NAME[step.fault].targets
+    if Target.LINK in targets:
+        ends = step.target.split("-")
+        return len(set(ends)) == len(ends) == 2 and engines | {"router"} >= set(ends)
+    if Target.ROUTER in targets:
+        return step.target == "router"
+    if Target.PREFILL in targets or step.fault == "full-shm":
+        return step.target in engines
+    return not step.target
 
 
 def to_json(plan: Plan) -> bytes:

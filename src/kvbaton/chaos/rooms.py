@@ -39,8 +39,10 @@ def are_allowed() -> bool:
 
 def fill(pid: int, folder: str) -> int:
     """Fill the room of a process, as seen from outside; how many bytes went in."""
-    filler = Path(f"/proc/{pid}/root{folder}") / FILLER
-    return _fill(filler)
+    count = _fill(Path(f"/proc/{pid}/root{folder}") / FILLER)
+    if not count:
+        raise OSError(f"not a byte could be put into the room of process {pid} at {folder}")
+    return count
 
 
 def clear(pid: int, folder: str) -> None:

@@ -65,6 +65,8 @@ class Finds(msgspec.Struct, frozen=True, kw_only=True):
     samples: Mapping[str, Sequence[Sample]]
     deaths: Sequence[str]
     problems: Sequence[str]
+    handoffs: Mapping[str, int] = {}
+    moments: Mapping[str, int] = {}
 
 
 def seen(plan: Plan, board: Board, finds: Finds, begun_at: float) -> Seen:
@@ -83,7 +85,7 @@ def seen(plan: Plan, board: Board, finds: Finds, begun_at: float) -> Seen:
         rows=tuple(sorted(finds.rows, key=lambda row: row.at_s)),
         members=tuple(_member(name, rest, finds.samples.get(name, ())) for name, rest in finds.at_rest.items()),
         problems=tuple(dict.fromkeys(problems)), errors_by_kind=dict(sorted(board.kinds.items())),
-        network=finds.network,
+        network=finds.network, handoffs=dict(finds.handoffs), moments=dict(finds.moments),
     )  # fmt: skip
     return Seen(
         outcome, finds.samples, _seconds(board, begun_at), board.wrongs, board.lates, finds.deaths, board.slowest_s

@@ -83,6 +83,8 @@ def _plan(args: argparse.Namespace) -> plans.Plan | None:
         raise CommandError("argument --plan: the standard plan is for --engine vllm; leave --plan out")
     if args.connector != "kvbaton":
         raise CommandError(f"argument --connector: embedded engines have kvbaton's only, not {args.connector}")
+    if 60 * args.minutes > plans.SECONDS_MAX:
+        raise CommandError(f"argument --minutes: got {args.minutes:g}, at most {plans.SECONDS_MAX // 60}")
     draw = importlib.import_module("kvbaton.chaos.draw")
     drawn: plans.Plan = draw.draw(args.seed, 60 * args.minutes, draw.Size(args.prefill, args.decode), faults)
     return drawn

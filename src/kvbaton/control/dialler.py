@@ -3,8 +3,9 @@
 Laws: a connection speaks only with the holder of the key that our key directory gives for that worker, so what comes
 back on it is that worker's; an address under any other key is not dialled. When a worker's address or key changes, the
 old connection is closed. While a key is rotated there are two, and a worker that does not answer is tried under each in
-turn. A connection that takes no more frames and has been silent for a while is replaced: libzmq gives up for good on a
-server that refused the key or spoke another protocol, and a restarted peer would stay out of reach.
+turn, for longer each time: one that is far or busy must have the time to answer under the right one. A connection that
+takes no more frames and has been silent for a while is replaced: libzmq gives up for good on a server that refused the
+key or spoke another protocol, and a restarted peer would stay out of reach.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from kvbaton.protocol.ids import WorkerId
 
 log = logging.getLogger(__name__)
 
+PATIENCE_S_MAX = 30.0
+
 Address = tuple[str, str]
 """Endpoint and public key; an empty key stands for whatever our key directory gives for that worker."""
 
@@ -31,6 +34,7 @@ class _Line:
     socket: Socket
     address: Address  # with the key under which it was dialled
     quiet_since: float  # when it was dialled, or last heard
+    patience_s: float  # how long an answer may take before another key is tried
     asked_at: float | None = None  # when something was first sent since then
 
 
@@ -79,6 +83,7 @@ class Dialler:
         """Append up to `frames_max` frames that came on the line to `worker`."""
         line = self._lines[worker]
         line.quiet_since, line.asked_at = self._plane.clock(), None
+        line.patience_s = self._plane.limits.redial_s
         for _ in range(frames_max):
             try:
                 parts = line.socket.recv_multipart(zmq.NOBLOCK)
@@ -98,7 +103,9 @@ class Dialler:
         line = self._lines.get(worker) or self._dial(worker, (endpoint, keys[0]))
         self._lines.move_to_end(worker)
         if self._may_have_other_key(line, keys):
+            patience_s = min(1.5 * line.patience_s, PATIENCE_S_MAX)
             line = self._redial(worker, (endpoint, keys[(keys.index(line.address[1]) + 1) % len(keys)]))
+            line.patience_s = patience_s
         if not _queued(line.socket, frame):
             if self._plane.clock() - line.quiet_since < self._plane.limits.redial_s:
                 return False
@@ -113,7 +120,7 @@ class Dialler:
         """Whether a worker whose key is being rotated has not answered for so long that it may be using the other."""
         if len(keys) == 1 or line.asked_at is None:
             return False
-        return self._plane.clock() - line.asked_at >= self._plane.limits.redial_s
+        return self._plane.clock() - line.asked_at >= line.patience_s
 
     def _redial(self, worker: WorkerId, address: Address) -> _Line:
         self._plane.counters["redialled"] += 1
@@ -139,7 +146,7 @@ class Dialler:
         socket = self._plane.client(key, ipv6=is_ipv6(endpoint))
         socket.connect(endpoint)
         self._plane.poller.register(socket, zmq.POLLIN)
-        line = self._lines[worker] = _Line(socket, address, self._plane.clock())
+        line = self._lines[worker] = _Line(socket, address, self._plane.clock(), self._plane.limits.redial_s)
         return line
 
     def _hang_up(self, worker: WorkerId, linger_s: float = 0.0) -> None:

@@ -20,7 +20,7 @@ from kvbaton.control.registry import (
 from kvbaton.protocol.ids import Incarnation, WorkerId
 
 from ..rig import Post, posted, until
-from .town import RINGS, Town, reg
+from .town import CALM, RINGS, Town, Worker, reg
 
 
 @pytest.fixture
@@ -145,6 +145,23 @@ def test_a_client_with_the_wrong_name_key_or_address_says_so_at_once() -> None:
         make("p0", ("router", "127.0.0.1:5"), reg("p0"))
     with pytest.raises(ControlError, match=r"registration: http_address"):
         make("p0", good, msgspec.structs.replace(reg("p0"), http_address="http://x"))
+
+
+def test_a_registry_that_does_not_answer_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvbaton.control.registry.client.SILENCE_S", 0.05)
+    with socket.socket() as deaf:  # takes connections and says nothing
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        endpoint = f"tcp://127.0.0.1:{deaf.getsockname()[1]}"
+        p0 = Worker(endpoint, reg("p0"), CALM)
+        until(lambda: "has not answered" in caplog.text)
+        time.sleep(0.2)
+        p0.client.close()
+    said = [record.getMessage() for record in caplog.records if "has not answered" in record.getMessage()]
+    assert len(said) == 1
+    assert endpoint in said[0]
 
 
 def test_what_discovery_tells_is_enough_to_talk(town: Town) -> None:

@@ -27,6 +27,8 @@ from kvbaton.protocol.ids import Incarnation, WorkerId
 log = logging.getLogger(__name__)
 
 GOODBYE_S = 0.3
+SILENCE_S = 10.0
+"""After which it is said that the registry does not answer: once, until it has answered."""
 CLOSE_S = 2.0
 LIMITS = Limits(frames_queued_max=64)  # pings to a registry that is away are worth nothing later
 
@@ -63,17 +65,18 @@ class RegistryClient:
         """
         self.counters: Counter[str] = Counter()
         _check_known(keyring, registry[0])
-        self._registry, address = registry[0], (_dialable(registry[1]), "")  # under whichever key it has by then
+        self._registry, self._address = registry[0], _dialable(registry[1])
         self._on_directory = on_directory
         self._on_departed = on_departed
         self._on_drain = on_drain
         self._on_discard = on_discard
         self._is_draining = False
         self._clock = clock
+        self._heard_at: float | None = clock()  # None: it is said that the registry is silent
         self._member = _member(keyring, registration, settings or RegistrySettings(), clock())
         self._control = ZmqControl(keyring, None, LIMITS, clock)
         self._updates: deque[m.Registration] = deque(maxlen=1)
-        self._control.set_directory({self._registry: address})
+        self._control.set_directory({self._registry: (self._address, "")})  # under whichever key it has by then
         self._thread = LoopThread("kvbaton-discovery", self._control, self._turn, self._finish, clock)
 
     @property
@@ -110,10 +113,15 @@ class RegistryClient:
         while self._updates:
             self._member.present(self._updates.popleft(), now)
         for message in self._messages():
+            self._heard_at = now
             self._take(message, now)
-        said = self._member.on_time(now)
-        if said is not None:
-            self._say(said)
+        if self._heard_at is not None and now - self._heard_at >= SILENCE_S:
+            self._heard_at = None
+            said = "%s: registry %s at %s has not answered for %g s; still trying"
+            log.warning(said, self._member.registration.peer, self._registry, self._address, SILENCE_S)
+        due = self._member.on_time(now)
+        if due is not None:
+            self._say(due)
         return self._member.next_deadline()
 
     def _messages(self) -> list[m.FromRegistry]:
