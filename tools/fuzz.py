@@ -28,11 +28,17 @@ FILE_BYTES_MAX = 2048
 sys.path.insert(0, str(FUZZ))
 
 
+def module_of(name: str) -> str:
+    """The module that lists this target; found without an import, since the first import is the instrumented one."""
+    lists = {path.stem: path.read_text().partition("\nTARGETS = (")[2] for path in sorted(FUZZ.glob("targets_*.py"))}
+    return next(module for module, text in lists.items() if f'"{name}"' in text)
+
+
 def one(name: str, options: list[str]) -> None:
     """One target, in this process, until libFuzzer ends it."""
     import atheris
 
-    module = next(path.stem for path in sorted(FUZZ.glob("targets_*.py")) if f'"{name}"' in path.read_text())
+    module = module_of(name)
     with atheris.instrument_imports(include=["kvbaton"], exclude=["kvbaton.sim"]):  # slow: only what this one needs
         targets = importlib.import_module(module).TARGETS
     from mutators import mutated

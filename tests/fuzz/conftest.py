@@ -8,7 +8,7 @@ _SLOW_MACHINE = [HealthCheck.too_slow]  # the machine may be busy; the time-out 
 
 settings.register_profile(
     "make-test",
-    max_examples=500,
+    max_examples=300,
     derandomize=True,
     deadline=None,
     database=None,

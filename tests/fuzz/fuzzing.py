@@ -23,10 +23,11 @@ Check = Callable[..., None]
 
 
 class Family:
-    """The fuzzed tests of one family of parsers."""
+    """The fuzzed tests of one family of parsers; a family of few tests needs more `examples` than the profile's."""
 
-    def __init__(self) -> None:
+    def __init__(self, examples: int = 0) -> None:
         self.tests = 0
+        self.examples = max(examples, PROFILE.max_examples)
 
     def fuzz(self, *strategies: st.SearchStrategy[Any]) -> Callable[[Check], Callable[[], None]]:
         """`@given`, under the profile, failing also when fewer cases ran than the profile says."""
@@ -46,8 +47,8 @@ class Family:
             def test() -> None:
                 nonlocal ran
                 ran = 0
-                PROFILE(case)()
-                assert ran >= PROFILE.max_examples, f"{ran} cases ran, of {PROFILE.max_examples}"
+                settings(PROFILE, max_examples=self.examples)(case)()
+                assert ran >= self.examples, f"{ran} cases ran, of {self.examples}"
 
             test.__name__, test.__doc__, test.__module__ = check.__name__, check.__doc__, check.__module__
             return test
@@ -57,7 +58,7 @@ class Family:
     @property
     def cases(self) -> int:
         """How many cases run when every test of the family passes."""
-        return self.tests * PROFILE.max_examples
+        return self.tests * self.examples
 
 
 scalars = st.one_of(

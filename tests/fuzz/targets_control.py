@@ -206,5 +206,5 @@ TARGETS = (
     Target("registry", understood, registry_seeds, Shape.MSGPACK, 3000),
     Target("addresses", addresses, lambda: [text.encode() for text in ADDRESSES], Shape.TEXT, 2000),
     Target("chaos_plan", planned, plan_seeds, Shape.JSON, 2000),
-    Target("key_files", KEY_FILES.run, KEY_FILES.seeds, Shape.JSON, 300),
+    Target("key_files", KEY_FILES.run, KEY_FILES.seeds, Shape.JSON, 200),
 )

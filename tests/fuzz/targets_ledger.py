@@ -219,6 +219,6 @@ def seeds() -> list[bytes]:
 
 
 TARGETS = (
-    Target("ledger_stranger", stranger, seeds, Shape.MSGPACK, 250),
-    Target("ledger_liar", liar, seeds, Shape.MSGPACK, 400),
+    Target("ledger_stranger", stranger, seeds, Shape.MSGPACK, 160),
+    Target("ledger_liar", liar, seeds, Shape.MSGPACK, 250),
 )

@@ -250,7 +250,7 @@ def http_seeds() -> list[bytes]:
 
 
 TARGETS = (
-    Target("worker_answers", joined, answer_seeds, Shape.MSGPACK, 2000),
-    Target("worker_json", bare_answer, bare_seeds, Shape.JSON, 2500),
-    Target("worker_http", http, http_seeds, Shape.MSGPACK, 1500),
+    Target("worker_answers", joined, answer_seeds, Shape.MSGPACK, 1200),
+    Target("worker_json", bare_answer, bare_seeds, Shape.JSON, 1500),
+    Target("worker_http", http, http_seeds, Shape.MSGPACK, 1000),
 )

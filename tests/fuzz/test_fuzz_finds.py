@@ -75,7 +75,31 @@ def test_an_index_error_at_the_edge_of_a_bound(monkeypatch: pytest.MonkeyPatch) 
     finds("plain", IndexError)
 
 
-@pytest.mark.parametrize("name", ["params", "store_wire", "sse"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_bug_three_steps_deep_is_found_by_feedback_and_not_without(seed: int) -> None:
+    def run(data: bytes) -> None:
+        # one condition a line: reaching the next line is what feedback sees
+        if len(data) < 8 or data[1] != 0x10:
+            return
+        if data[4] != 0x02:
+            return
+        if data[7] == 0x40:
+            raise KeyError("all three")
+
+    target = Target("three_steps", run, lambda: [bytes(8)], Shape.BYTES, 10_000)
+    with pytest.raises(Found):
+        explore(target, inputs=target.inputs, seed=seed)
+    assert explore(target, inputs=target.inputs, seed=seed, blind=True).inputs == target.inputs
+
+
+def test_feedback_sees_more_of_the_codec_than_as_many_blind_inputs() -> None:
+    target = TARGETS["codec"]
+    blind = explore(target, inputs=2000, blind=True)
+    assert explore(target, inputs=2000).features > blind.features
+    assert blind.kept == target.seeds()
+
+
+@pytest.mark.parametrize("name", ["params", "store_wire", "sse", "ledger_liar"])
 def test_an_input_that_leaves_something_behind_is_seen(name: str) -> None:
     target, left = TARGETS[name], []
 
@@ -86,6 +110,20 @@ def test_an_input_that_leaves_something_behind_is_seen(name: str) -> None:
     inputs = target.seeds()[:8]
     assert grown_bytes(Target(name, run, target.seeds, target.shape, 1), inputs) > 40
     assert left
+
+
+def test_what_the_interpreter_remembers_of_a_match_is_not_taken_for_a_leak() -> None:
+    kinds = [type(f"Kind{number}", (), {"__match_args__": ("me",), "me": number}) for number in range(40)]
+
+    def run(data: bytes) -> None:
+        spread = [bytes(63 - 33) for _ in range(data[0])]  # of the size of the strings that a match makes
+        for kind in kinds:
+            match kind():
+                case kind(me):
+                    spread.append(bytes(me))
+
+    target = Target("matching", run, list, Shape.BYTES, 1)
+    assert grown_bytes(target, [bytes([number]) for number in range(1, 200, 25)]) < 8
 
 
 def test_a_finding_is_made_small() -> None:

@@ -41,7 +41,7 @@ from kvbaton.protocol.ids import Incarnation, PeerId
 from kvbaton.router.announced import AnnouncedDirectory
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
-plain, registry = Family(), Family()
+plain, registry = Family(), Family(examples=500)
 
 
 def test_enough_cases_are_tried() -> None:

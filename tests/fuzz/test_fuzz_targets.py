@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -52,6 +54,14 @@ def test_explored(target: Target) -> None:
     step = max(len(found.kept) // REPLAYED, 1)
     grown = grown_bytes(target, found.kept[::step][:REPLAYED])
     assert grown < GROWN_BYTES_MAX, f"each input leaves {grown:.0f} bytes behind"
+
+
+@every_target
+def test_the_tool_for_long_runs_knows_where_each_target_is(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(__file__).parents[2] / "tools" / "fuzz.py"
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the tool adds to it
+    tool = runpy.run_path(str(path))
+    assert target in importlib.import_module(tool["module_of"](target.name)).TARGETS
 
 
 def test_the_kept_inputs_are_few_and_each_belongs_to_a_target() -> None:
