@@ -226,3 +226,14 @@ class TestReasons:
         pair.settle()
         assert load.end is not None and load.end.reason is Reason.STALE
         assert load.end.detail == f"the source's blocks were reused before the commit{why}"
+
+
+def test_a_source_that_came_back_with_an_older_release_is_greeted_again_though_nobody_told(make_pair: Make) -> None:
+    """It passes over what is said in version 2: every fourth claim is in the oldest version, and gets a Reset."""
+    pair = two(make_pair, V12, V12)
+    pair.d.want("r", pair.p.grant())
+    pair.settle()
+    pair.add("p", versions=V1)
+    load = pair.d.want("s", pair.p.grant(2), 2)
+    pair.run(5)
+    assert load.end is not None and load.end.delivered and pair.d.ledger.consumer.links.by_worker["p"].version == 1

@@ -14,7 +14,7 @@ from party import Load, Source
 
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.codec import pack_blocks
-from kvbaton.protocol.effects import CancelCopy, Direction, StartCopy, Unpin
+from kvbaton.protocol.effects import CancelCopy, Direction, Disconnect, StartCopy, Unpin
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import LeaseId, ReservationId
 from kvbaton.protocol.messages import (
@@ -243,6 +243,20 @@ class TestFailing:
         pair.p.restless.clear()  # it fails to land at all: D has fenced P long ago
         pair.p.tell(ev.CopyRested(1))
         assert len(pair.done(Unpin)) == 1
+
+    def test_a_write_whose_rest_is_not_proven_ends_the_session_and_d_fences(self, make_pair: Make) -> None:
+        """Over an encrypted plane a reset proves nothing; D must not wait for a word that never comes."""
+        pair = make_pair("p", settings=Settings(transfer_timeout=3.0))
+        pair.add("d", settings=Settings())
+        load, _ = offered(pair)
+        pair.p.finish(reason=Reason.TRANSFER_FAILED, at_rest=False)
+        pair.run(14)
+        assert load.end is not None and pair.d.counts["fences"] == 1 and not pair.said(Quiesced)
+        assert not pair.p.ledger.sessions.by_number and pair.done(Disconnect, "p")
+        pair.p.restless.clear()
+        pair.p.tell(ev.CopyRested(1))  # the plane has forgotten D
+        pair.settle()
+        assert not pair.said(Quiesced) and len(pair.done(Unpin)) == 1
 
     def test_too_many_writes_that_are_not_at_rest_refuse_new_ones(self, make_pair: Make) -> None:
         """Rule 18 at the source: pins are never dropped early, so there must not be more and more of them."""

@@ -131,6 +131,8 @@ class ProcessHarness:
     offers = frozenset({"idle", "kill", "pause"})
 
     def __init__(self, kind: Kind, dial_deadline_s: float = 5.0) -> None:
+        if kind == "tcp_encrypted":
+            self.offers = self.offers | {"unproven"}
         self.capabilities = CAPABILITIES[kind]
         self._kind: Kind = kind
         self._dial_deadline_s = dial_deadline_s

@@ -51,15 +51,35 @@ def test_what_one_side_seals_the_other_opens_in_order(said: list[bytes], backwar
     assert [opened(there, sealed(here, plain)) for plain in said] == said
 
 
-def test_the_largest_record_opens_and_a_larger_or_empty_one_is_refused() -> None:
+def test_the_largest_record_opens_and_a_larger_one_is_refused_and_an_empty_one_is_not_said() -> None:
     here, there = pair()
     plain = random.Random(1).randbytes(RECORD_BYTES)
     assert opened(there, sealed(here, plain)) == plain
     for size in (0, RECORD_BYTES + 1):
         with pytest.raises(ValueError, match=str(size)):
             here.sealer.seal(memoryview(bytes(size)), memoryview(bytearray(size + OVERHEAD_BYTES)))
-        with pytest.raises(ProtocolError, match="encrypt"):
-            there.opener.size_of(HEAD.pack(size))
+    with pytest.raises(ProtocolError, match="encrypt"):
+        there.opener.size_of(HEAD.pack(RECORD_BYTES + 1))
+
+
+def test_the_end_is_a_record_that_only_the_peer_can_say() -> None:
+    here, there = pair()
+    assert opened(there, sealed(here, b"x")) == b"x"
+    last = here.sealer.end()
+    with pytest.raises(ProtocolError, match="altered"):
+        opened(pair()[1], last)
+    assert opened(there, last) == b""
+
+
+def test_an_empty_payload_behind_a_full_record_is_no_record() -> None:
+    near, far = tcp_pair()
+    with near, far:
+        stream = SealedStream(pair()[0], b"")
+        out = deque([Bytes(b"x" * RECORD_BYTES), Bytes(b"")])
+        near.settimeout(20)
+        while out or stream.has_unsent:
+            stream.push(near, out)
+            far.recv(1 << 20)
 
 
 @pytest.mark.parametrize("at", [0, 1, HEAD.size, HEAD.size + 50, -16, -1])

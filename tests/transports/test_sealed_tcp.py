@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
+import struct
+import threading
 from array import array
 from collections.abc import Callable, Iterator
 
@@ -19,7 +21,7 @@ from kvbaton.testing import check_transport
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports import planes
 from kvbaton.transports.auth import PLAIN, greet
-from kvbaton.transports.base import Copy, CopyEnded, Direction
+from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Direction
 from kvbaton.transports.planes import PlaneSettings
 from kvbaton.transports.summed import SumConfig, SummedTransport
 from kvbaton.transports.tcp import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport
@@ -258,6 +260,65 @@ def test_records_of_an_earlier_connection_are_worth_nothing(rig: Rig) -> None:
     rig.ours[:] = BLANK
     assert rig.copy(again, size=64).reason is Reason.TRANSFER_FAILED
     assert rig.ours == BLANK
+
+
+def test_a_forged_end_of_the_connection_is_not_taken_for_the_rest_of_a_write(rig: Rig) -> None:
+    """The writer's half is reset; the other stays open, and gets later what was held back."""
+    rig.theirs, rig.ours = bytearray(8 * SIZE), bytearray(SECRETS[:SIZE] * 8)
+    endpoint = rig.serve("on").endpoint(D)
+    listener = socket.create_server(("127.0.0.1", 0))
+    held: list[bytes] = []
+    far = socket.create_connection(("127.0.0.1", parsed(endpoint).port), 20)
+
+    def between() -> None:
+        near = listener.accept()[0]
+        back = threading.Thread(target=lambda: near.sendall(far.recv(1 << 16)))  # the server's half of the greeting
+        back.start()
+        passed = 0
+        while passed < SIZE:
+            data = near.recv(1 << 16)
+            far.sendall(data)
+            passed += len(data)
+        back.join()
+        held.append(near.recv(1 << 16))
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        near.close()
+
+    middle = threading.Thread(target=between)
+    middle.start()
+    with listener, far:
+        d = rig.reader("on", at(endpoint, listener.getsockname()[1]))
+        end = rig.copy(d, Direction.WRITE, 8 * SIZE)
+        middle.join(20)
+        assert end.reason is Reason.TRANSFER_FAILED and not end.at_rest, "it may still land"
+        far.sendall(held[0])  # and so it does
+        assert not d.drain()
+        d.disconnect(P)  # the pairing is over: nothing here waits for it
+        rested: list[object] = []
+        assert poll(lambda: rested.extend(d.drain()) or bool(rested), 20) and rested == [CopyRested(end.job)]
+
+
+def test_a_write_whose_answer_was_altered_pins_nothing_once_the_peer_is_gone(rig: Rig) -> None:
+    endpoint = rig.serve("on").endpoint(D)
+    relay = rig.relay(endpoint, lambda to, number, record: [flipped(record, 9) if to == "client" else record])
+    d = rig.reader("on", at(endpoint, relay.port))
+    end = rig.copy(d, Direction.WRITE)
+    assert end.reason is Reason.TRANSFER_FAILED and not end.at_rest
+    d.disconnect(P)
+    rested: list[object] = []
+    assert poll(lambda: rested.extend(d.drain()) or bool(rested), 20) and rested == [CopyRested(end.job)]
+
+
+def test_a_write_that_is_cancelled_comes_to_rest_by_the_end_that_the_peer_proves(rig: Rig) -> None:
+    rig.theirs, rig.ours = bytearray(64 * SIZE), bytearray(64 * SIZE)
+    d = rig.reader("on", rig.serve("on").endpoint(D))
+    assert rig.copy(d, Direction.WRITE).reason is None
+    assert d.submit(Copy(JobId(100), P, Direction.WRITE, 0, 0, array("q", [0, 0, 64 * SIZE])))
+    assert poll(lambda: any(rig.theirs) or d._links[P]._streams[0] is not None, 20)
+    d.cancel(JobId(100))
+    seen: list[object] = []
+    at_rest = CopyRested(JobId(100)), CopyEnded(JobId(100), Reason.CANCELLED, True)
+    assert poll(lambda: seen.extend(d.drain()) or any(each in at_rest for each in seen), 20), seen
 
 
 # --- the rest

@@ -47,6 +47,9 @@ _S, _E = IntakeState, IntakeEvent
 GREETINGS_MAX = 8
 """Of one handoff: more than there are data planes, and a source may have begun a new life meanwhile."""
 
+CLAIMS_IN_VERSION = 4
+"""So many claims, and the last of them in the oldest version that we speak; a Claim is the same in all of them."""
+
 _RENEWING = (_S.GRANTED, _S.COPYING, _S.OFFERED)
 
 
@@ -394,7 +397,10 @@ class Consumer:
     def _send_claim(self, intake: Intake, now: float) -> None:
         wanted = intake.wanted
         claim = Claim(wanted.handoff, intake.attempt, wanted.ticket, wanted.digest, wanted.deferred)
-        self.links.send(intake.link, claim)
+        # A source that came back with an older release passes over the session's version; this it answers by Reset.
+        unheard = intake.claims % CLAIMS_IN_VERSION == CLAIMS_IN_VERSION - 1
+        intake.claims += 1
+        self.links.send(intake.link, claim, self.desk.identity.versions.oldest if unheard else intake.link.version)
         self._pulse(intake, self.desk.settings.retry_s, now)
 
     def _renew(self, intake: Intake, now: float) -> None:

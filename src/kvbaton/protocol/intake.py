@@ -151,6 +151,7 @@ class Intake:
     accepted: bool = False  # the source has confirmed the offer
     end: End | None = None
     greetings: int = 0  # repeated for it, after the first
+    claims: int = 0  # sent
     deadline: float = 0.0
     hard_deadline: float = 0.0
     asked: float = 0.0  # when, like the next three

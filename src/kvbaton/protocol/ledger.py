@@ -40,6 +40,7 @@ class Ledger:
             self.desk, self.producer.on_session_ended, self.producer.is_idle, self.consumer.links.session_with
         )
         self.consumer.links.on_pairing = self.sessions.end_unknown
+        self.producer.writer.on_stuck = self.sessions.end
         # A fence shuts a peer out of our memory in both roles: if it reads from us as well, it must pair anew.
         self.consumer.links.on_fence = lambda peer, now: self.sessions.end_worker(peer.worker, peer.incarnation, now)
         self.puts = Puts(self.desk)

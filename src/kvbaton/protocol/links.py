@@ -68,9 +68,9 @@ class Links:
             self.send(idle, Goodbye())
         self.lose(idle, Reason.PEER_GONE, "made room for another source", now)
 
-    def send(self, link: Link, message: Message) -> None:
+    def send(self, link: Link, message: Message, version: int | None = None) -> None:
         assert link.peer is not None
-        self.desk.send(link.worker, link.peer.incarnation, link.session, message, link.version)
+        self.desk.send(link.worker, link.peer.incarnation, link.session, message, version or link.version)
 
     def session_with(self, peer: PeerId) -> int:
         """The session in which we are linked to that peer; 0 when we are not."""

@@ -7,6 +7,7 @@ overtake its Offer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from kvbaton.protocol.bounded import Remembered
@@ -70,6 +71,7 @@ class Writer:
         self.revoked: dict[int, Revocations] = {}
         self._over: set[int] = set()  # ended sessions that still have outlets coming to rest
         self._leases = leases
+        self.on_stuck: Callable[[Session, float], None] = lambda session, now: None
 
     # --- messages
 
@@ -155,7 +157,8 @@ class Writer:
         key = self.by_reader.get((outlet.lease, outlet.reader))
         if key is not None and outlet.parts.at_rest and self._step(outlet, OutletEvent.RESTED):
             self._revocations(key[0]).add(outlet.reservation)
-            self._send(key, Quiesced(outlet.reservation, outlet.reason))
+            if key[0] not in self._over:  # else D hears Reset and fences; a plane that forgot D vouches for nothing
+                self._send(key, Quiesced(outlet.reservation, outlet.reason))
             self._close(key, outlet, now)
             self._reader_left(outlet, now)
 
@@ -167,6 +170,9 @@ class Writer:
             self.desk.timers.set(("outlet", key), min(now + self.desk.settings.retry_s, outlet.deadline))
         elif outlet.state is OutletState.WRITING:
             self._stop(key, outlet, Reason.TRANSFER_TIMEOUT, now)
+        elif outlet.state is OutletState.STOPPING:  # its rest was not proven: D hears Reset, and fences
+            if key[0] not in self._over:
+                self.on_stuck(self.sessions[key[0]], now)
         elif self._step(outlet, OutletEvent.STOPPED):  # D never acknowledged; its own deadline ends its side
             self._close(key, outlet, now)
             self._reader_left(outlet, now)
@@ -256,6 +262,9 @@ class Writer:
     def _stop(self, key: Key, outlet: Outlet, reason: Reason | None, now: float) -> None:
         self._step(outlet, OutletEvent.STOPPED)
         outlet.reason = reason
+        # By then D has fenced us, or soon will.
+        outlet.deadline = now + self.desk.settings.transfer_timeout + self.desk.settings.revoke_timeout
+        self.desk.timers.set(("outlet", key), outlet.deadline)
         self.desk.cancel(outlet.parts)
         self.on_rest(outlet, now)
 

@@ -1,6 +1,7 @@
 """One direction of an encrypted connection, as records. Pure: bytes in, bytes out.
 
     record   bytes of the plaintext (4, little-endian), ciphertext, tag (16)       AES-128-GCM
+             of no bytes: the end, nothing of this connection lands any more
 
     secret   minted at random for one peer and life (or for one line), told over CurveZMQ, never sent here
     root     HKDF-Extract(SHA-256 of everything said in the greeting, secret)      both sides' nonces are in it
@@ -72,6 +73,11 @@ class Sealer(_Way):
         self._aead.encrypt_into(nonce, plain, head, into[HEAD.size : total])
         return total
 
+    def end(self) -> bytes:
+        """The last record: whoever seals it takes nothing in any more. A FIN or a reset anybody could have sent."""
+        head, nonce = HEAD.pack(0), self._nonce()  # first: it may bring the next key
+        return head + bytes(self._aead.encrypt(nonce, b"", head))
+
 
 class Opener(_Way):
     """What the other side says."""
@@ -79,7 +85,7 @@ class Opener(_Way):
     def size_of(self, head: bytes | memoryview) -> int:
         """The bytes of the record that begins so, all in all."""
         size = int(HEAD.unpack(head)[0])
-        if not 0 < size <= RECORD_BYTES:
+        if size > RECORD_BYTES:
             raise ProtocolError(
                 Reason.BAD_MESSAGE, f"encrypt: a record of {size} bytes; at most {RECORD_BYTES} are taken"
             )

@@ -102,6 +102,13 @@ class Jobs:
                 self._stop(job, reason, detail)
             self.settle(job)
 
+    def forgive(self, job: Job) -> None:
+        """Nobody relies any more on the rest that could not be proven: ends as at rest."""
+        with self:
+            if job.lost:
+                job.lost = False
+                self.settle(job)
+
     def fail(self, job: Job, reason: Reason, detail: str = "") -> None:
         """The one way to fail: begin no further part; ends when none is under way."""
         with self:

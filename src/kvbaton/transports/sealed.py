@@ -1,16 +1,18 @@
 """A connection's bytes as records: gathers what is to be sent, and yields what has come only once it is proven.
 
 Laws: plaintext leaves this module only after its record has opened, so nothing that was altered, repeated or moved ever
-reaches a sink. All bytes that were received are worked off before the socket is looked at again: the loop is told of
-bytes in the kernel, never of bytes here.
+reaches a sink. `ended` is true only of an end that the peer has proven. All bytes that were received are worked off
+before the socket is looked at again: the loop is told of bytes in the kernel, never of bytes here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections import deque
 from collections.abc import Iterator
 
+from kvbaton.protocol.errors import ProtocolError
 from kvbaton.sealed.records import HEAD, OVERHEAD_BYTES, RECORD_BYTES, Seals
 from kvbaton.transports.pieces import Source
 
@@ -31,6 +33,7 @@ class SealedStream:
         self._opened = memoryview(bytearray(RECORD_BYTES))
         self._inbox = memoryview(bytearray(INBOX_BYTES))
         self._filled = 0
+        self.ended = False  # the peer takes nothing in any more, and has proven that it said so
 
     @property
     def has_unsent(self) -> bool:
@@ -39,6 +42,18 @@ class SealedStream:
     def clear(self) -> None:
         """Send nothing more."""
         self._unsent = self._unsent[:0]
+
+    def end(self, sock: socket.socket) -> None:
+        """Say that nothing lands here any more, if the socket takes it at once."""
+        with contextlib.suppress(OSError):
+            sock.sendmsg((self._unsent, self._sealer.end()), (), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+
+    def hear_out(self, sock: socket.socket) -> None:
+        """The connection has broken: its end may be among what had come before. Nothing of that lands."""
+        with contextlib.suppress(OSError, ProtocolError):
+            while not self.ended and self.pull(sock):
+                for _ in self.opened():
+                    pass
 
     def push(self, sock: socket.socket, out: deque[Source]) -> int:
         """Send the rest of a record, or the next one; BlockingIOError when nothing can go now."""
@@ -62,6 +77,10 @@ class SealedStream:
         while (size := self._record_bytes(at)) <= self._filled - at:
             record = self._inbox[at : at + size]
             at += size
+            if size == OVERHEAD_BYTES:
+                self._opener.open(record, self._opened)
+                self.ended = True
+                continue
             yield self._opened[: self._opener.open(record, self._opened)]
         rest = self._filled - at
         self._inbox[:rest] = self._inbox[at : self._filled]
@@ -79,7 +98,7 @@ class SealedStream:
 
     def _gathered(self, out: deque[Source]) -> memoryview:
         size = 0
-        while out and size < RECORD_BYTES:
+        while out and (size < RECORD_BYTES or not out[0].left):  # no empty one is left to be a record of its own
             size += out[0].fill(self._plain[size:])
             if not out[0].left:
                 out.popleft()

@@ -7,7 +7,9 @@ payload is gathered and scattered by sendmsg and recvmsg straight from and into 
 Law: `fence` and `disconnect` revoke the peer's secret before they close its sockets, so that incarnation cannot come
 back until `endpoint(peer)` is asked for again, which mints a new one. That a WRITE has come to rest is known from the
 peer's answer or from its closing the connection (a reset counts: a kernel sends one when it closes with bytes unread);
-a connection that merely timed out proves nothing, and such a WRITE never claims rest.
+a connection that merely timed out proves nothing, and such a WRITE claims no rest while the peer is connected. The end
+of an encrypted one counts only with the peer's last record: somebody on the path could have forged it, and hold back
+what was sent before. With `disconnect` nobody relies on it any more: our side of it is at rest, and that is then said.
 
 Between hosts everything after the greeting is encrypted and signed (`encrypt`, docs/decisions/0011-encrypted-tcp.md).
 An endpoint whose owner insists on that has another tag, so that a version which cannot is refused when it pairs.
@@ -155,6 +157,7 @@ class TcpTransport:
                 return
             if old is not None:
                 self._end_copies(peer, old, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
+                old.forget()
             loops = [self._loops[index % len(self._loops)] for index in range(config.streams)]
             self._links[peer] = Link(route, loops, self._jobs, self._strip)
         if old is not None:
@@ -258,6 +261,8 @@ class TcpTransport:
             self._server.keyring.revoke(peer)
             link = self._links.pop(peer, None) if forget else self._links.get(peer)
             self._end_copies(peer, link, reason, detail)
+            if forget and link is not None:
+                link.forget()
         waiting = set(range(len(self._loops)))
 
         def on_loop(index: int) -> None:

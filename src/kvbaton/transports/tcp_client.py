@@ -2,7 +2,8 @@
 
 Law: a part is in exactly one place: in its job, on one conversation, or over. A READ is at rest as soon as the loop of
 its conversation has turned it away from memory. A WRITE lands at the peer, so only the peer can bring it to rest: by
-its answer, or by closing the connection (which it does only after it has stopped landing bytes).
+its answer, or by closing the connection (which it does only after it has stopped landing bytes). Of an encrypted one
+that end must be proven; if it is not, the WRITE comes to rest when the peer is forgotten (`forget`).
 """
 
 from __future__ import annotations
@@ -129,8 +130,13 @@ class Conversation:
 
     def _closed(self, detail: str, by_peer: bool) -> None:
         self._deadline.cancel()
-        for part in self._parts:
-            self._end(part, Reason.TRANSFER_FAILED, detail, rested=part.reading or by_peer)
+        link, proven = self._link, by_peer and self.wire.proven
+        with link.jobs:
+            for part in self._parts:
+                rested = part.reading or proven or link.forgotten
+                if not (rested or part.over):
+                    link.unproven.append(part.job)
+                self._end(part, Reason.TRANSFER_FAILED, detail, rested=rested)
         self._link.left(self, redial=self.ready, detail=detail)
 
     def _end(self, part: Part, reason: Reason | None = None, detail: str = "", rested: bool = True) -> None:
@@ -172,6 +178,8 @@ class Link:
         self.loops = loops  # one entry per stream
         self.jobs = jobs
         self.strip = strip
+        self.unproven: list[Job] = []  # writes whose end was not proven to be the peer's
+        self.forgotten = False
         self._queue: deque[Job] = deque()
         self._streams: list[Conversation | None] = [None] * len(loops)
 
@@ -209,6 +217,14 @@ class Link:
         """Bring the reads of `job` to rest. From any thread."""
         for index, loop in enumerate(self.loops):
             loop.call(partial(self._discard, index, job))
+
+    def forget(self) -> None:
+        """The pairing is over on both sides, or the peer has shut our secret out: what it still takes in is its own
+        affair, and writes whose end was not proven need hold nothing here. The lock is held."""
+        self.forgotten = True
+        unproven, self.unproven = self.unproven, []
+        for job in unproven:
+            self.jobs.forgive(job)
 
     def shut_on(self, loop: Loop) -> None:
         """On `loop`: end the conversations that live there."""

@@ -93,10 +93,19 @@ class Wire:
         return self.sock
 
     def close(self, detail: str, by_peer: bool = False) -> None:
-        """Idempotent. `by_peer`: the other end closed it, so nothing that was sent can still be landing there."""
+        """Idempotent. `by_peer`: the other end closed it, so nothing that was sent can still be landing there. See
+        `proven`."""
         if not self.closed:
             self._over(detail, by_peer)
+            if self._sealed is not None:
+                self._sealed.end(self.sock)
             self.sock.close()
+
+    @property
+    def proven(self) -> bool:
+        """Whether an end `by_peer` surely was the peer's: of records, who is on the path can forge a FIN or a reset,
+        and let the peer have later what was sent before."""
+        return self._sealed is None or self._sealed.ended
 
     def linger(self) -> None:
         """Send nothing more, take nothing in, and wait for the other end to close."""
@@ -201,6 +210,8 @@ class Wire:
         number = error.errno
         if number == errno.ENOTCONN:  # by `shutdown`, of what the other end has reset; the cause has not been told yet
             number = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if self._sealed is not None and not self.closed:
+            self._sealed.hear_out(self.sock)
         self.close(f"the connection broke: {error}", by_peer=number in _CLOSED_BY_PEER)
 
     def _over(self, detail: str, by_peer: bool) -> None:
