@@ -112,22 +112,34 @@ async def send_events(
         first = await anext(events, b"")
         response = web.StreamResponse(headers={**headers, "Cache-Control": "no-cache"})
         response.content_type = sse.CONTENT_TYPE
-        await response.prepare(request)
-        await _write(response, first, deadline)
         try:
-            async for data in events:
-                await _write(response, data, deadline)
-        except ApiError as error:
-            await _write(response, tell(error), deadline)
+            await response.prepare(request)
+            await _write(response, first, deadline)
+            await _send_rest(request, response, events, deadline, tell)
+            await _within(response.write_eof(), deadline)
         except ConnectionError:  # the client is gone; there is nobody to tell
             if request.transport is not None:
                 request.transport.abort()
-            return response
-        except Exception:
-            log.exception("%s %s: in mid-stream", request.method, request.path)
-            await _write(response, tell(internal()), deadline)
-        await _within(response.write_eof(), deadline)
         return response
+
+
+async def _send_rest(
+    request: web.Request,
+    response: web.StreamResponse,
+    events: AsyncGenerator[bytes, None],
+    deadline: float | None,
+    tell: Callable[[ApiError], bytes],
+) -> None:
+    try:
+        async for data in events:
+            await _write(response, data, deadline)
+    except ConnectionError:
+        raise
+    except ApiError as error:
+        await _write(response, tell(error), deadline)
+    except Exception:
+        log.exception("%s %s: in mid-stream", request.method, request.path)
+        await _write(response, tell(internal()), deadline)
 
 
 async def read_body(request: web.Request, seconds: float = BODY_S) -> bytes:
