@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvbaton.chaos.draw import GAP_S, Size, draw
+from kvbaton.chaos.draw import GAP_S, RESTARTING, Size, draw
 from kvbaton.chaos.faults import BY_NAME, FAULTS, Moment, Target
 from kvbaton.chaos.injuries import CHANGES, INJURIES
 from kvbaton.chaos.plan import Plan, from_json, to_json
@@ -49,6 +49,13 @@ def test_ten_minutes_hold_every_fault_again() -> None:
     steps = _drawn(minutes=10).steps
     for name in BY_NAME:
         assert sum(step.fault == name for step in steps) >= 3
+
+
+def test_in_a_soak_one_p_and_one_d_live_from_beginning_to_end() -> None:
+    steps = _drawn(minutes=10.0).steps
+    assert {step.target for step in steps if step.fault in RESTARTING} == {"p0", "d0"}
+    assert {"p1", "d1"} <= {step.target for step in steps if step.fault == "stop"}
+    assert {step.target for step in _drawn().steps if step.fault in RESTARTING} > {"p0", "d0"}
 
 
 def test_the_same_seed_gives_the_same_plan_and_another_seed_another() -> None:

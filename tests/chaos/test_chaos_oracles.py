@@ -267,6 +267,15 @@ def test_memory_that_rises_has_a_slope_and_memory_that_does_not_has_none() -> No
     assert oracle.growth_mib_per_minute(level[:5]) is None
 
 
+def test_a_long_life_whose_memory_is_not_level_breaks_the_verdict() -> None:
+    leaking = [(float(at), 80.0 + 8 * at / 60) for at in range(0, 600, 2)]
+    filling = [(float(at), 80.0 + min(30.0, at / 6)) for at in range(0, 600, 2)]  # up to its bound, in half of its life
+    assert "p1: memory was not level" in oracle.keeps_growing("p1", leaking)[0]
+    assert oracle.keeps_growing("p1", filling) == []
+    assert oracle.keeps_growing("p1", leaking[:60]) == []  # young: caches fill
+    assert oracle.keeps_growing("p1", []) == []
+
+
 def test_files_left_in_shared_memory_are_named() -> None:
     said = oracle.left_files(frozenset({"kvbaton-a"}), frozenset({"kvbaton-a", "kvbaton-b"}))
     assert said == ["/dev/shm/kvbaton-b was left behind"]

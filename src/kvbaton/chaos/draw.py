@@ -34,6 +34,9 @@ LASTS: dict[str, tuple[float, float]] = {
     "full-disk": (3.0, 5.0), "slow-reader": (3.0, 5.0), "clock-step": (2.0, 4.0), "strangers": (2.0, 4.0),
 }  # fmt: skip
 """Seconds, from and to, of faults that last; the others take what they take."""
+SOAK_S = 300.0
+"""From here on the last P and the last D live from beginning to end: whether memory is level shows within a life."""
+RESTARTING = ("kill", "reconfigure", "full-shm")
 OF_DECODE = ("tp 2", "blocks of 8")
 """A D of other weights answers otherwise, as it should: only P is given them."""
 
@@ -48,6 +51,10 @@ class Size(msgspec.Struct, frozen=True):
         role, count = ("p", self.prefills) if target is Target.PREFILL else ("d", self.decodes)
         return f"{role}{rng.randrange(count)}"
 
+    def spared(self) -> Size:
+        """Without the last P and the last D, where there are others."""
+        return Size(max(1, self.prefills - 1), max(1, self.decodes - 1))
+
 
 def draw(seed: int, seconds: float, size: Size, faults: Sequence[str] | None = None) -> Plan:
     """A plan; ValueError for a fault that is not in the catalogue."""
@@ -57,7 +64,7 @@ def draw(seed: int, seconds: float, size: Size, faults: Sequence[str] | None = N
     rounds = max(1, round(seconds / ROUND_S))
     steps: list[Step] = []
     for _ in range(rounds):
-        found = [step for fault in _dealt(chosen, rng) for step in _steps(fault, size, rng)]
+        found = [step for fault in _dealt(chosen, rng) for step in _steps(fault, _size(fault, size, seconds), rng)]
         rng.shuffle(found)
         steps += found
     slots = max(1, int(usable_s / GAP_S) + 1)
@@ -67,6 +74,10 @@ def draw(seed: int, seconds: float, size: Size, faults: Sequence[str] | None = N
         name="random", seed=seed, engine="embedded", prefills=size.prefills, decodes=size.decodes, seconds=seconds,
         steps=tuple(sorted(placed, key=lambda step: step.at_s)),
     )  # fmt: skip
+
+
+def _size(fault: Fault, size: Size, seconds: float) -> Size:
+    return size.spared() if seconds >= SOAK_S and fault.name in RESTARTING else size
 
 
 def _chosen(faults: Sequence[str] | None) -> list[Fault]:

@@ -28,6 +28,9 @@ FDS_SLACK = 40
 for a while; a leak of one descriptor per request would be hundreds."""
 THREADS_SLACK = 8
 """Pools start threads as they are needed: the store's workers, the event loop's own."""
+LONG_LIFE_S = 240.0
+LEVEL_SLACK_MIB = 16.0
+"""More than that over half of a long life is a leak, not an arena that is filled or a peer's connection."""
 RSS_SLACK_MIB = 64.0
 """A Python process that has seen a flood keeps arenas, some MiB, and a P its last 4,096 leases, about 2 KiB each.
 A request's KV is about 60 KiB: who kept that of every request would have passed this after a thousand."""
@@ -108,6 +111,17 @@ def grown(name: str, before: Usage | None, after: Usage | None) -> list[str]:
         f"{name}: {what} grew from {was:g} to {now:g}, more than {slack:g}"
         for what, was, now, slack in bounds
         if now > was + slack
+    ]
+
+
+def keeps_growing(name: str, samples: Sequence[tuple[float, float]]) -> list[str]:
+    """Whether a long life still takes more memory in its second half, when all that is bounded is at its bound."""
+    slope = growth_mib_per_minute(samples)
+    lived_s = samples[-1][0] - samples[0][0] if samples else 0.0
+    if slope is None or lived_s < LONG_LIFE_S or slope * lived_s / 120 <= LEVEL_SLACK_MIB:
+        return []
+    return [
+        f"{name}: memory was not level in a life of {lived_s:.0f} s: {slope:+.2f} MiB a minute over its second half"
     ]
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from kvbaton.chaos import oracle
 from kvbaton.chaos.board import Board, Verdict
+from kvbaton.chaos.members import STORE
 from kvbaton.chaos.outcome import Member, Outcome, Row
 from kvbaton.chaos.plan import Plan
 from kvbaton.chaos.resources import Usage
@@ -75,6 +76,8 @@ def seen(plan: Plan, board: Board, finds: Finds, begun_at: float) -> Seen:
     problems = list(finds.problems)
     for name, rest in finds.at_rest.items():
         problems += oracle.grown(name, rest.before, rest.after)
+        if name != STORE:  # fills up to its own bound, on purpose
+            problems += oracle.keeps_growing(name, _longest(finds.samples.get(name, ())))
     if not counts.right:
         problems.append("no answer was right: nothing was tried")
     outcome = Outcome(
@@ -95,16 +98,20 @@ def seen(plan: Plan, board: Board, finds: Finds, begun_at: float) -> Seen:
 def _member(name: str, rest: AtRest, samples: Sequence[Sample]) -> Member:
     nothing = Usage(0, 0, 0.0)
     was, now = rest.before or nothing, rest.after or nothing
-    by_life: dict[int, list[tuple[float, float]]] = {}
-    for sample in samples:
-        by_life.setdefault(sample.life, []).append((sample.at_s, sample.rss_mib))
-    longest = max(by_life.values(), key=len, default=[])
     held = rest.held or oracle.Held(0, 0, 0)
     return Member(
         name=name, fds=(was.fds, now.fds), threads=(was.threads, now.threads), rss_mib=(was.rss_mib, now.rss_mib),
         lives=rest.lives, pins=held.pins, used_blocks=held.used_blocks,
-        rss_mib_per_minute=oracle.growth_mib_per_minute(longest),
+        rss_mib_per_minute=oracle.growth_mib_per_minute(_longest(samples)),
     )  # fmt: skip
+
+
+def _longest(samples: Sequence[Sample]) -> list[tuple[float, float]]:
+    """The longest life: when, and MiB resident then."""
+    by_life: dict[int, list[tuple[float, float]]] = {}
+    for sample in samples:
+        by_life.setdefault(sample.life, []).append((sample.at_s, sample.rss_mib))
+    return max(by_life.values(), key=len, default=[])
 
 
 def _seconds(board: Board, begun_at: float) -> list[Second]:
