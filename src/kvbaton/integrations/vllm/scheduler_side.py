@@ -185,10 +185,12 @@ class SchedulerSide:
         if live is None:
             return NOTHING
         self._do_duties(live)
-        if getattr(request, "skip_reading_prefix_cache", False):
-            return NOTHING  # wants its whole prompt computed; vLLM before 0.31 would tell of memory: CVE-2026-116180
         answer = live.decode.match(request, local_tokens)
-        return answer if answer != NOTHING else live.stored.match(request, local_tokens)
+        if answer == NOTHING:
+            answer = live.stored.match(request, local_tokens)
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return NOTHING  # it wants its whole prompt computed; vLLM before 0.31 takes an answer all the same
+        return answer
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         live = self._live
