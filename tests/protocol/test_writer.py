@@ -16,7 +16,7 @@ from kvbaton.protocol import events as ev
 from kvbaton.protocol.codec import pack_blocks
 from kvbaton.protocol.effects import CancelCopy, Direction, Disconnect, StartCopy, Unpin
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import LeaseId, ReservationId
+from kvbaton.protocol.ids import LeaseId, ReservationId, WorkerId
 from kvbaton.protocol.messages import (
     Accepted,
     Ack,
@@ -257,6 +257,18 @@ class TestFailing:
         pair.p.tell(ev.CopyRested(1))  # the plane has forgotten D
         pair.settle()
         assert not pair.said(Quiesced) and len(pair.done(Unpin)) == 1
+
+    def test_a_write_that_outlives_its_session_keeps_its_pins_and_ends_nothing_more(self, make_pair: Make) -> None:
+        pair = make_pair("p", settings=Settings(transfer_timeout=3.0))
+        pair.add("d", settings=Settings())
+        offered(pair)
+        pair.p.finish(reason=Reason.TRANSFER_FAILED, at_rest=False)
+        pair.p.tell(ev.Departed(WorkerId("d")))
+        pair.run(14)
+        assert not pair.done(Unpin) and not pair.said(Quiesced)
+        pair.p.restless.clear()
+        pair.p.tell(ev.CopyRested(1))
+        assert len(pair.done(Unpin)) == 1
 
     def test_too_many_writes_that_are_not_at_rest_refuse_new_ones(self, make_pair: Make) -> None:
         """Rule 18 at the source: pins are never dropped early, so there must not be more and more of them."""

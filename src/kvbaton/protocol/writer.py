@@ -173,7 +173,8 @@ class Writer:
         elif outlet.state is OutletState.STOPPING:  # its rest was not proven: D hears Reset, and fences
             if key[0] not in self._over:
                 self.on_stuck(self.sessions[key[0]], now)
-        elif self._step(outlet, OutletEvent.STOPPED):  # D never acknowledged; its own deadline ends its side
+        else:  # flushed, and D never acknowledged; its own deadline ends its side
+            self._step(outlet, OutletEvent.STOPPED)
             self._close(key, outlet, now)
             self._reader_left(outlet, now)
 
