@@ -18,7 +18,7 @@ from kvbaton.protocol import events as ev
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.codec import decode, encode
 from kvbaton.protocol.content import Content, digest
-from kvbaton.protocol.desk import Identity
+from kvbaton.protocol.desk import MARKS_MAX, Identity
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, Groups
 from kvbaton.protocol.ids import (
@@ -35,6 +35,7 @@ from kvbaton.protocol.ids import (
     rank_peer,
 )
 from kvbaton.protocol.ledger import Ledger
+from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 from kvbaton.protocol.messages import ALL_FEATURES, Joined, Welcome
 from kvbaton.protocol.progress import Progress, whole
 from kvbaton.protocol.settings import Settings
@@ -637,3 +638,14 @@ class Party:
         assert not ledger.producer.writer.outlets and not ledger.producer.writer.by_reader
         assert not ledger.producer.by_handoff and not ledger.desk.owners
         assert len(ledger.desk.timers) == 0 and ledger.next_deadline() is None
+        self._check_marks()
+
+    def _check_marks(self) -> None:
+        """The law of `protocol.marks`: each story begins once, ends once, and rests last."""
+        stories: dict[tuple[Side, int], list[Mark]] = {}
+        for mark in self.ledger.desk.marks:
+            stories.setdefault((mark.side, mark.key), []).append(mark)
+        for marks in stories.values() if len(self.ledger.desk.marks) < MARKS_MAX else ():
+            assert isinstance(marks[0].what, Begun), marks
+            assert marks[-1].step is Step.RESTED, marks
+            assert [type(mark.what) for mark in marks if mark.what is not None] == [Begun, Ended], marks

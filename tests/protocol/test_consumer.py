@@ -786,16 +786,3 @@ def test_a_drop_follows_its_report(pair: Pair) -> None:
     pair.settle()
     order = [type(effect) for effect in pair.done((MatchFound, Report, DropHold))]  # type: ignore[arg-type]
     assert order == [MatchFound, Report, DropHold]
-
-
-def test_every_handoff_leaves_a_passage_with_the_times_of_its_stages(pair: Pair) -> None:
-    """Watchers learn what became of it; the newest are kept when nobody asks."""
-    delivered = pair.d.want("r", pair.p.grant())
-    pair.settle()
-    refused = pair.d.want("q", pair.p.grant(2), content=3)
-    pair.settle()
-    assert delivered.end is not None and refused.failed is not None
-    good, bad = pair.d.ledger.desk.passages
-    assert (good.request, good.end.delivered, good.source, good.bytes > 0) == ("r", True, "p", True)
-    assert good.asked <= good.granted <= good.allocated <= good.copied <= good.ended
-    assert (bad.request, bad.end.reason, bad.granted, bad.copied) == ("q", Reason.TICKET_FORGED, 0.0, 0.0)

@@ -14,6 +14,6 @@ def test_the_end_of_a_write_whose_outlet_is_gone_is_late():
     pair = Pair("p", "d")
     reader = Reader(PeerId(WorkerId("d"), Incarnation(1)), 1)
     closed = Outlet(LeaseId(9), reader, ReservationId(9), b"", 0, (), (), Parts(None))
-    pair.p.ledger.producer.writer.on_copy_ended(closed, CopyEnded(JobId(1)), 0.0)
+    pair.p.ledger.producer.writer.on_copy_ended(closed, CopyEnded(JobId(1)), 0, 0.0)
     assert pair.p.counts["late.copy"] == 1
     pair.finish()

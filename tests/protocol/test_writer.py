@@ -480,7 +480,7 @@ def test_word_of_a_write_whose_outlet_is_closed_is_late(pair: Pair) -> None:
     (outlet,) = writer.outlets.values()
     pair.p.finish()
     pair.settle()
-    writer.on_copy_ended(outlet, ev.CopyEnded(1), pair.p.now)  # type: ignore[arg-type]
+    writer.on_copy_ended(outlet, ev.CopyEnded(1), 0, pair.p.now)  # type: ignore[arg-type]
     assert pair.p.counts["late.copy"] == 1 and not pair.p.ledger.take_effects()
 
 

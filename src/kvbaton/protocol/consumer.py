@@ -10,11 +10,13 @@ from kvbaton.protocol.codec import pack_blocks, unpack_blocks
 from kvbaton.protocol.desk import Desk, Parts
 from kvbaton.protocol.effects import DropHold, End, MatchFailed, MatchFound, Report
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
-from kvbaton.protocol.events import Allocated, CopyEnded, GaveUp, NotNeeded, Wanted
-from kvbaton.protocol.ids import HandoffId, RequestId, ReservationId
+from kvbaton.protocol.events import Allocated, CopyEnded, GaveUp, NotNeeded, TurnedAway, Wanted
+from kvbaton.protocol.ids import HandoffId, RequestId, ReservationId, WorkerId
 from kvbaton.protocol.intake import INTAKE, WAITED_FOR, Intake, IntakeEvent, IntakeState, Source
 from kvbaton.protocol.layout import Kind
 from kvbaton.protocol.links import Links
+from kvbaton.protocol.marks import Begun, Ended, Step
+from kvbaton.protocol.marks import Side as Seen
 from kvbaton.protocol.messages import (
     Abandon,
     Accepted,
@@ -69,22 +71,36 @@ class Consumer:
     # --- the engine
 
     def on_wanted(self, event: Wanted, now: float) -> None:
+        self._last_attempt += 1
+        begun = Begun(event.handoff, event.request, event.source, event.tokens, event.push, event.deferred, event.trace)
+        self._mark(self._last_attempt, Step.ASKED, now, begun)
         try:
             self._check_room(event)
             link = self.links.need(event.source, now)
         except ProtocolError as error:
             self.desk.count(f"ends.{error.reason}")
-            self.desk.emit(MatchFailed(event.request, End(error.reason, error.detail)))
+            end = End(error.reason, error.detail)
+            self.desk.emit(MatchFailed(event.request, end))
+            self._mark(self._last_attempt, Step.ENDED, now, Ended(end))
+            self._mark(self._last_attempt, Step.RESTED, now)
             return
-        self._last_attempt += 1
         parts = Parts(None)
-        intake = Intake(event, self._last_attempt, link, parts, asked=now)
+        intake = Intake(event, self._last_attempt, link, parts)
         parts.owner = intake
         self.by_handoff[event.handoff] = self.by_request[event.request] = self.by_attempt[intake.attempt] = intake
         settings = self.desk.settings
         self._wait(intake, settings.defer_timeout if event.deferred else settings.claim_timeout, now)
         if link.state is LinkState.UP:
             self._claim(intake, now)
+
+    def on_turned_away(self, event: TurnedAway, now: float) -> None:
+        """Refused at the door, so there is nothing to end; told all the same."""
+        self._last_attempt += 1
+        self.desk.count(f"turned_away.{event.reason}")
+        begun = Begun(event.handoff, event.request, WorkerId(""), 0, trace=event.trace)
+        self._mark(self._last_attempt, Step.ASKED, now, begun)
+        self._mark(self._last_attempt, Step.ENDED, now, Ended(End(event.reason, event.detail)))
+        self._mark(self._last_attempt, Step.RESTED, now)
 
     def on_allocated(self, event: Allocated, now: float) -> None:
         intake = self.by_request.get(event.request)
@@ -95,8 +111,9 @@ class Consumer:
             self.desk.emit(Report(event.request, end))
             self.desk.emit(DropHold(event.request, intake.wanted.handoff if intake else HandoffId("")))
             return
-        intake.target, intake.allocated = event, now
+        intake.target = event
         intake.hard_deadline = now + self.desk.settings.max_hold_s
+        self._mark(intake.attempt, Step.ALLOCATED, now)
         if intake.wanted.push and self._may_be_written_to(intake.link):
             self._offer(intake, now)
         else:
@@ -157,7 +174,8 @@ class Consumer:
         except ProtocolError as error:
             self.fail(intake, error.reason, error.detail, now)
             return
-        intake.source, intake.granted = source, now
+        intake.source = source
+        self._mark(intake.attempt, Step.GRANTED, now)
         self._remember_ttl(source, message.ttl_s)
         self._wait(intake, self.desk.settings.defer_timeout, now)
         self._pulse_renewal(intake, source, now)
@@ -242,6 +260,7 @@ class Consumer:
             self.fail(intake, Reason.CONTENT_MISMATCH, "digest: the source wrote another prompt", now)
         self._step(intake, _E.WRITTEN)
         if intake.end is None:
+            self._mark(intake.attempt, Step.COPIED, now)
             self._finish(intake, End(), now)
         self._rest(intake, now)
 
@@ -262,6 +281,9 @@ class Consumer:
         if intake.end is None and event.reason is not None:
             self.fail(intake, event.reason, event.detail, now)
         elif intake.end is None:
+            if not intake.has_bytes:
+                intake.has_bytes = True
+                self._mark(intake.attempt, Step.FIRST_BYTE, now)
             self._progressed(intake, now)
             self._commit_if_copied(intake, now)
         self._rest(intake, now)
@@ -355,6 +377,9 @@ class Consumer:
         if self.quarantined_blocks >= settings.quarantine_blocks_max:
             raise ProtocolError(Reason.QUARANTINE_FULL, f"quarantine_blocks_max: {self.quarantined_blocks} blocks")
 
+    def _mark(self, attempt: int, step: Step, now: float, what: Begun | Ended | None = None) -> None:
+        self.desk.mark(Seen.DECODE, attempt, step, now, what)
+
     def _step(self, intake: Intake, event: IntakeEvent) -> bool:
         state = INTAKE.step(intake.state, event)
         if isinstance(state, Verdict):
@@ -392,6 +417,7 @@ class Consumer:
     def _claim(self, intake: Intake, now: float) -> None:
         # The ticket may be of another life of the source than the link: only the source can tell which is the newer.
         self._step(intake, _E.LINKED)
+        self._mark(intake.attempt, Step.CLAIMED, now)
         self._send_claim(intake, now)
 
     def _send_claim(self, intake: Intake, now: float) -> None:
@@ -446,7 +472,7 @@ class Consumer:
         assert source is not None
         if source.final and intake.copied == source.progress and intake.parts.at_rest:
             self._step(intake, _E.COPIED)
-            intake.copied_at = now
+            self._mark(intake.attempt, Step.COPIED, now)
             self._wait(intake, self.desk.settings.claim_timeout, now)
             self._send_commit(intake, now)
 
@@ -486,6 +512,7 @@ class Consumer:
             intake.reservation = ReservationId(self._last_reservation)
             self.by_reservation[intake.reservation] = intake
             self._wait(intake, self.desk.settings.transfer_timeout, now)
+            self._mark(intake.attempt, Step.OFFERED, now)
             self._send_offer(intake)
             self._pulse(intake, self.desk.settings.retry_s, now)
 
@@ -522,7 +549,7 @@ class Consumer:
         end = intake.end
         assert end is not None
         self.desk.count(f"ends.{end.reason or 'delivered'}")
-        self.desk.passages.append(intake.passage(end, now))
+        self._mark(intake.attempt, Step.ENDED, now, intake.ended(end))
         self.desk.timers.clear(("intake", intake.wanted.handoff))
         self.desk.timers.clear(("pulse", intake.wanted.handoff))
         if intake.target is not None:
@@ -535,6 +562,7 @@ class Consumer:
         """Let go of everything once nothing can touch D's blocks any more."""
         if intake.state is not _S.SETTLING or not intake.parts.at_rest or not self._step(intake, _E.RESTED):
             return
+        self._mark(intake.attempt, Step.RESTED, now)
         handoff = intake.wanted.handoff
         del self.by_handoff[handoff], self.by_attempt[intake.attempt]
         self.by_reservation.pop(intake.reservation, None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -17,15 +16,16 @@ from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.effects import CancelCopy, Copy, Direction, Effect, Send, StartCopy
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.layout import EngineLayout
+from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 from kvbaton.protocol.messages import ALL_FEATURES, Card, Message
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.spans import Move
 from kvbaton.protocol.versions import SPOKEN, Versions
 
-TimerKey = tuple[str, object]
+MARKS_MAX = 16_384
+"""That nobody has taken yet; the oldest are forgotten."""
 
-PASSAGES_MAX = 4096
-"""Of ended handoffs that nobody has asked about yet; the oldest are forgotten."""
+TimerKey = tuple[str, object]
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Desk:
     timers: Timers[TimerKey] = field(default_factory=Timers)
     effects: list[Effect] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    passages: deque[Any] = field(default_factory=lambda: deque(maxlen=PASSAGES_MAX))  # of `intake.Passage`
+    marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MARKS_MAX))
     owners: dict[JobId, Parts] = field(default_factory=dict)
     last_job: int = 0
 
@@ -84,6 +84,12 @@ class Desk:
 
     def count(self, name: str) -> None:
         self.counts[name] += 1
+
+    def mark(
+        self, side: Side, key: int, step: Step, now: float, what: Begun | Ended | None = None, detail: str = ""
+    ) -> None:
+        """Say what a handoff has come to, for whoever watches."""
+        self.marks.append(Mark(side, key, step, now, what, detail))
 
     def start(
         self, parts: Parts, transport: str, peer: PeerId, direction: Direction, rank: int, moves: Sequence[Move]

@@ -34,6 +34,8 @@ class LeaseBegun(_Event, frozen=True):
     max_readers: int = 1
     target: WorkerId = WorkerId("")
     deferred: bool = False  # D may learn of it much later than P (streaming, push): wait `defer_timeout` for a claim
+    request: RequestId = RequestId("")  # these two for whoever watches
+    trace: str = ""
 
 
 class LeaseExtended(_Event, frozen=True):
@@ -79,6 +81,17 @@ class Wanted(_Event, frozen=True):
     tokens: int
     push: bool = False
     deferred: bool = False  # P may begin later than D asks (streaming, push)
+    trace: str = ""  # for whoever watches
+
+
+class TurnedAway(_Event, frozen=True):
+    """A request came with a ticket that was refused at the door; nothing is owed to it."""
+
+    request: RequestId
+    reason: Reason
+    detail: str = ""
+    trace: str = ""
+    handoff: HandoffId = HandoffId("")  # where the ticket could be read
 
 
 class Allocated(_Event, frozen=True):
@@ -185,6 +198,7 @@ Event = (
     | LeaseCompleted
     | SourceEnded
     | Wanted
+    | TurnedAway
     | Allocated
     | NotNeeded
     | GaveUp

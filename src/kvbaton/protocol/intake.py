@@ -10,14 +10,13 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from kvbaton.protocol.desk import Parts
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import Allocated, Wanted
-from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, ReservationId, WorkerId
+from kvbaton.protocol.ids import LeaseId, ReservationId
 from kvbaton.protocol.layout import Group
+from kvbaton.protocol.marks import Ended
 from kvbaton.protocol.peer import Link
 from kvbaton.protocol.progress import Progress
 from kvbaton.protocol.table import Table, pairs
@@ -118,23 +117,6 @@ class Source:
                 )
 
 
-class Passage(msgspec.Struct, frozen=True):
-    """What became of one handoff, for whoever watches: when it passed each stage, on this node's clock (0: never)."""
-
-    request: RequestId
-    handoff: HandoffId
-    source: WorkerId
-    transport: str
-    push: bool
-    bytes: int  # that this side copied
-    end: End
-    asked: float
-    granted: float
-    allocated: float
-    copied: float
-    ended: float
-
-
 @dataclass(slots=True)
 class Intake:
     """One handoff on its way in."""
@@ -154,26 +136,16 @@ class Intake:
     claims: int = 0  # sent
     deadline: float = 0.0
     hard_deadline: float = 0.0
-    asked: float = 0.0  # when, like the next three
-    granted: float = 0.0
-    allocated: float = 0.0
-    copied_at: float = 0.0
+    has_bytes: bool = False  # at least one copy has ended well
 
-    def passage(self, end: End, now: float) -> Passage:
-        wanted, plane = self.wanted, self.link.transport
-        return Passage(
-            wanted.request,
-            wanted.handoff,
-            wanted.source,
-            plane.name if plane is not None else "",
-            wanted.push,
-            self.parts.moved,
+    def ended(self, end: End) -> Ended:
+        plane, target = self.link.transport, self.target
+        return Ended(
             end,
-            self.asked,
-            self.granted,
-            self.allocated,
-            self.copied_at,
-            now,
+            self.parts.moved,
+            sum(map(len, target.blocks)) if target is not None else 0,
+            plane.name if plane is not None else "",
+            self.greetings + max(self.claims - 1, 0),
         )
 
 

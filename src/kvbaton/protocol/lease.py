@@ -89,6 +89,7 @@ class Seat:
     state: ReaderState = ReaderState.LIVE
     good: tuple[int, ...] = ()  # of a stale commit
     told: tuple[int, ...] = ()  # block ids sent so far, per group
+    why: str = ""  # it left, in its own word
     work: int = 0  # rises whenever something got done for this reader
     version: int = NEWEST  # of the protocol, in which its session talks
 
@@ -111,6 +112,8 @@ class Lease:
     state: LeaseState = LeaseState.GROWING
     completed: bool = False  # every block is in the lists (stays true in hindsight, after release)
     seats: dict[Reader, Seat] = field(default_factory=dict)
+    transport: str = ""  # these two for whoever watches: the last reader's data plane
+    moved: int = 0  # bytes that P itself wrote
 
     @property
     def progress(self) -> Progress:

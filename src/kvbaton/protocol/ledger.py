@@ -18,6 +18,7 @@ from kvbaton.protocol.effects import Effect
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.intake import Intake
+from kvbaton.protocol.marks import Mark
 from kvbaton.protocol.outlet import Outlet
 from kvbaton.protocol.peer import Link
 from kvbaton.protocol.producer import Producer
@@ -81,6 +82,12 @@ class Ledger:
         """What must be done now, in order; each is returned once."""
         effects, self.desk.effects = self.desk.effects, []
         return effects
+
+    def take_marks(self) -> list[Mark]:
+        """What handoffs have come to since the last time, in order."""
+        marks = list(self.desk.marks)
+        self.desk.marks.clear()
+        return marks
 
     def leave(self, now: float) -> None:
         """This life is over (shutdown, or the cache was replaced): give everything back, say goodbye to everybody."""
@@ -186,7 +193,7 @@ class Ledger:
             self.consumer.links.on_probe_ended(parts.owner, event, now)
         else:
             assert isinstance(parts.owner, Outlet)
-            self.producer.writer.on_copy_ended(parts.owner, event, now)
+            self.producer.writer.on_copy_ended(parts.owner, event, moved.bytes, now)
 
     def _on_copy_rested(self, event: ev.CopyRested, now: float) -> None:
         parts = self.desk.owners.pop(event.job, None)
@@ -249,6 +256,7 @@ class Ledger:
             ev.LeaseCompleted: producer.on_completed,
             ev.SourceEnded: producer.on_source_ended,
             ev.Wanted: consumer.on_wanted,
+            ev.TurnedAway: consumer.on_turned_away,
             ev.Allocated: consumer.on_allocated,
             ev.NotNeeded: consumer.on_not_needed,
             ev.GaveUp: consumer.on_not_needed,

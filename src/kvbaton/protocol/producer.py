@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.codec import pack_blocks
 from kvbaton.protocol.desk import Desk
-from kvbaton.protocol.effects import Unpin
+from kvbaton.protocol.effects import End, Unpin
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import Discarded, LeaseBegun, LeaseCompleted, LeaseExtended, LeaseProgressed, SourceEnded
 from kvbaton.protocol.ids import HandoffId, LeaseId, PeerId, Reader, WorkerId
@@ -28,6 +28,8 @@ from kvbaton.protocol.lease import (
     judge,
     new_lease,
 )
+from kvbaton.protocol.marks import Begun, Ended, Step
+from kvbaton.protocol.marks import Side as Seen
 from kvbaton.protocol.messages import (
     DETAIL_CHARS_MAX,
     Abandon,
@@ -58,6 +60,10 @@ class Parked:
 
     session: Session
     claim: Claim
+    since: float
+
+
+_SEEN = {ReaderEvent.PROVEN: Step.COMMITTED, ReaderEvent.DISPROVEN: Step.STALE, ReaderEvent.LEFT: Step.LEFT}
 
 
 class Producer:
@@ -80,11 +86,15 @@ class Producer:
     def on_begun(self, event: LeaseBegun, now: float) -> None:
         settings = self.desk.settings
         full = len(self.leases) >= settings.leases_max
+        begun = Begun(
+            event.handoff, event.request, event.target, event.tokens, deferred=event.deferred, trace=event.trace
+        )
+        self._mark(event.lease, Step.BEGUN, now, begun)
         if full or event.handoff in self.by_handoff or event.lease in self.leases:
-            self._refuse_lease(event, "busy" if full else "duplicate")
+            self._refuse_lease(event, Reason.BUSY if full else Reason.DUPLICATE, now)
             return
         if self.ended.get(event.handoff) is Reason.DISCARDED:
-            self._refuse_lease(event, "discarded")
+            self._refuse_lease(event, Reason.DISCARDED, now)
             return
         lease = new_lease(
             event.lease,
@@ -119,6 +129,8 @@ class Producer:
         before = lease.progress, lease.final
         lease.ranks[event.rank] = event.progress
         if (lease.progress, lease.final) != before:
+            if lease.final:
+                self._mark(lease.id, Step.COMPLETE, now)
             self._tell_ready(lease, now)
 
     def on_completed(self, event: LeaseCompleted, now: float) -> None:
@@ -127,6 +139,7 @@ class Producer:
             return
         lease.completed = True
         if lease.final:
+            self._mark(lease.id, Step.COMPLETE, now)
             self._tell_ready(lease, now)
 
     def on_source_ended(self, event: SourceEnded, now: float) -> None:
@@ -194,7 +207,9 @@ class Producer:
 
     def given_up(self, lease: Lease, reader: Reader, reason: str) -> None:
         """A reader says that it leaves, and why: for whoever looks after this node."""
-        if lease.seats[reader].state is ReaderState.LIVE:
+        seat = lease.seats[reader]
+        if seat.state is ReaderState.LIVE:
+            seat.why = reason
             self.desk.count(f"abandoned.{reason_of(reason) if reason else 'unsaid'}")
 
     def on_session_ended(self, session: Session, now: float) -> None:
@@ -252,6 +267,9 @@ class Producer:
             return
         seat.state = state
         self.held.give(lease.id, reader)
+        if lease.state is not LeaseState.RELEASED:  # of which nothing more is said
+            why = f": {reason_of(seat.why)}" if seat.why else ""
+            self._mark(lease.id, _SEEN[event], now, who=f"{reader.peer.worker}{why}")
         if event is ReaderEvent.LEFT:
             self.writer.stop(lease, reader, None, now)
         if lease.used_up:
@@ -266,6 +284,9 @@ class Producer:
         self.by_handoff.pop(lease.handoff, None)
         self.ended.put(lease.handoff, reason)
         self.desk.timers.clear(("lease", lease.id))
+        blocks = sum(map(len, lease.blocks))
+        ended = Ended(_how(lease, reason), lease.moved, blocks, lease.transport)
+        self._mark(lease.id, Step.CLOSED, now, ended)
         for reader, seat in lease.seats.items():
             if seat.state is ReaderState.LIVE:
                 seat.state = ReaderState.GONE
@@ -278,6 +299,7 @@ class Producer:
             self._step(lease, LeaseEvent.RESTED)
             del self.leases[lease.id]
             self.tombstones.put(lease.id, lease)
+            self._mark(lease.id, Step.RESTED, now)
             self.desk.emit(Unpin(lease.id))
 
     def on_expired(self, lease: LeaseId, now: float) -> None:
@@ -302,9 +324,14 @@ class Producer:
     def tell(self, peer: PeerId, seat: Seat, message: Message) -> None:
         self.desk.send(peer.worker, peer.incarnation, seat.session, message, seat.version)
 
-    def _refuse_lease(self, event: LeaseBegun, why: str) -> None:
+    def _refuse_lease(self, event: LeaseBegun, why: Reason, now: float) -> None:
         self.desk.count(f"lease_refused.{why}")
+        self._mark(event.lease, Step.CLOSED, now, Ended(End(why)))
+        self._mark(event.lease, Step.RESTED, now)
         self.desk.emit(Unpin(event.lease))
+
+    def _mark(self, lease: LeaseId, step: Step, now: float, what: Begun | Ended | None = None, who: str = "") -> None:
+        self.desk.mark(Seen.PREFILL, lease, step, now, what, who)
 
     def _judge(self, lease: Lease) -> tuple[bool, tuple[int, ...]]:
         """By the epochs; without a watcher that raises them (rule 7), nothing is known once the pins are gone."""
@@ -352,13 +379,14 @@ class Producer:
         of_peer = self.parked.of(session.peer.worker)
         if of_peer >= self.desk.settings.parked_per_peer_max:
             raise ProtocolError(Reason.BUSY, f"parked_per_peer_max: {of_peer} claims of {session.peer.worker} wait")
-        self.parked[reader] = Parked(session, claim)
+        self.parked[reader] = Parked(session, claim, now)
         self.desk.timers.set(("parked", reader), now + self.desk.settings.defer_timeout)
 
     def _answer_parked(self, reader: Reader, lease: Lease, now: float) -> None:
         waiting = self.parked[reader]
         del self.parked[reader]
         self.desk.timers.clear(("parked", reader))
+        self._mark(lease.id, Step.PARKED, waiting.since, who=str(reader.peer.worker))
         try:
             self._seat(lease, reader, waiting.session, waiting.claim, now)
         except ProtocolError as error:
@@ -386,6 +414,8 @@ class Producer:
             lease.seats[reader] = Seat(
                 session.number, told=tuple(len(ids) for ids in lease.blocks), version=session.version
             )
+            lease.transport = session.transport.name
+            self._mark(lease.id, Step.SEATED, now, who=str(reader.peer.worker))
         elif lease.seats[reader].state is not ReaderState.LIVE:
             self.desk.count("late.claim")
             return
@@ -435,3 +465,16 @@ class Producer:
 
     def _send(self, session: Session, message: Message) -> None:
         self.desk.send(session.peer.worker, session.peer.incarnation, session.number, message, session.version)
+
+
+def _how(lease: Lease, reason: Reason) -> End:
+    """How a lease that closes for `reason` ended, in the words of a handoff."""
+    if reason is not Reason.TICKET_SPENT:
+        return End(reason)
+    states = {seat.state for seat in lease.seats.values()}
+    if ReaderState.COMMITTED in states:
+        return End()
+    if ReaderState.STALE in states:
+        return End(Reason.STALE)
+    said = next((seat.why for seat in lease.seats.values() if seat.why), "")
+    return End(reason_of(said) if said else Reason.PEER_GONE, "the reader left without a commit")

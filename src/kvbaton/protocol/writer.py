@@ -17,6 +17,8 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.ids import LeaseId, Reader, ReservationId
 from kvbaton.protocol.lease import Lease, LeaseState, ReaderEvent, ReaderState, judge
+from kvbaton.protocol.marks import Side as Seen
+from kvbaton.protocol.marks import Step
 from kvbaton.protocol.messages import Accepted, Ack, Message, Offer, Quiesced, Revoke, Written
 from kvbaton.protocol.movement import Cargo, Route, moves, start
 from kvbaton.protocol.outlet import OUTLET, Outlet, OutletEvent, OutletState
@@ -138,7 +140,7 @@ class Writer:
             self._flush_if_done(key, outlet, lease, now)
         return True
 
-    def on_copy_ended(self, outlet: Outlet, event: CopyEnded, now: float) -> None:
+    def on_copy_ended(self, outlet: Outlet, event: CopyEnded, size: int, now: float) -> None:
         key = self.by_reader.get((outlet.lease, outlet.reader))
         lease = self._leases.leases.get(outlet.lease)
         if key is None or lease is None:
@@ -146,6 +148,9 @@ class Writer:
             return
         if event.reason is None:
             lease.seats[outlet.reader].work += 1
+            if not lease.moved:
+                self.desk.mark(Seen.PREFILL, lease.id, Step.FIRST_BYTE, now)
+            lease.moved += size
             outlet.deadline = now + self.desk.settings.transfer_timeout
             self._flush_if_done(key, outlet, lease, now)
         elif outlet.state is OutletState.WRITING:
@@ -239,6 +244,7 @@ class Writer:
         self.by_reader[lease.id, reader] = key
         outlet.deadline = now + self.desk.settings.transfer_timeout
         self.desk.timers.set(("outlet", key), now + self.desk.settings.retry_s)
+        self.desk.mark(Seen.PREFILL, lease.id, Step.OFFERED, now, detail=str(reader.peer.worker))
         self._send(key, Accepted(offer.reservation))
         self.pump(lease, reader, now)
 
@@ -252,6 +258,7 @@ class Writer:
             self._stop(key, outlet, Reason.STALE, now)
         else:
             self._step(outlet, OutletEvent.FLUSHED)
+            self.desk.mark(Seen.PREFILL, lease.id, Step.WRITTEN, now, detail=str(outlet.reader.peer.worker))
             self._repeat(key, outlet)
 
     def _repeat(self, key: Key, outlet: Outlet) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import multiprocessing
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -180,8 +183,27 @@ def _results(batches: list[range], jobs: int) -> Iterator[Result]:
             yield from future.result()
 
 
-def _pool(jobs: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+@contextlib.contextmanager
+def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that end with the work, or at once when it is broken off: nobody waits for what nobody wants."""
+    context = get_context("spawn")
+    before = {process.pid for process in multiprocessing.active_children()}
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_leave_interrupts_to_the_first)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            if process.pid not in before:
+                process.kill()
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _leave_interrupts_to_the_first() -> None:
+    """Ctrl-C reaches every process of a terminal; the one that was started ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _batches(seeds: range) -> list[range]:

@@ -5,6 +5,7 @@ Those that can be seen at every step are checked there (`life.py`, `engine.py`, 
 
 from __future__ import annotations
 
+from kvbaton.protocol.marks import Step
 from kvbaton.sim.cluster import Cluster
 from kvbaton.sim.engine import HANG, LEAK, NEEDLESS, Broken
 from kvbaton.sim.life import Life
@@ -54,6 +55,10 @@ def _check_life(life: Life) -> None:
     )  # fmt: skip
     if any(waiting):
         raise Broken(LEAK, f"{name}: still remembered at rest: {[list(each)[:3] for each in waiting]}")
+    recorder = life.node.recorder
+    moving = [each for each in recorder.under_way() if each.at(Step.RESTED) is None] if recorder is not None else []
+    if moving or (recorder is not None and recorder.counters):
+        raise Broken(HANG, f"{name}: on record as under way at rest: {moving[:3]}")
     held = {holder for holders in life.node._holders.values() for holder in holders}
     known = {("session", n) for n in ledger.sessions.by_number} | {
         ("link", k.nonce) for k in consumer.links.by_worker.values()

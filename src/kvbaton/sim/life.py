@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvbaton.flight.recorder import Recorder
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.effects import Effect, Unpin
 from kvbaton.protocol.errors import Reason
@@ -362,7 +363,8 @@ class Life:
         store = SimStore(self.world, character.store_fails)
         store.set_waker(self.wake)
         ledger = Ledger(identity, character.settings, self.doorway.epochs.of)
-        node = Node(ledger, self.control, self.transports, self.doorway, store, self._port_failed)
+        recorder = Recorder(self.peer)
+        node = Node(ledger, self.control, self.transports, self.doorway, store, self._port_failed, recorder=recorder)
         node.say = lambda *_: None  # the counters tell; a campaign shuts planes in every fourth world
         return node
 
