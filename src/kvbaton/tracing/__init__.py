@@ -1,0 +1,7 @@
+"""Traces: a request's way over router, P and D as OpenTelemetry spans.
+
+context   W3C `traceparent`: which trace a request belongs to
+spans     a flight record as spans; pure
+export    ended flights to an OTLP collector, off the threads that serve requests
+otlp      the OpenTelemetry library's adapter; imported only where traces are exported
+"""
