@@ -1,0 +1,90 @@
+"""What one engine's ledger and control plane have counted, by the names that metrics have, without their `kvbaton_`.
+
+Law: reads of ints and copies of small dicts only, so that any thread may ask while the node's thread goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvbaton.protocol.ledger import Ledger
+
+_BY_REASON = {
+    "leases_refused_total": "lease_refused.",
+    "claims_refused_total": "claim_refused.",
+    "offers_refused_total": "offer_refused.",
+    "abandoned_total": "abandoned.",
+    "hello_refused_total": "hello_refused.",
+    "frames_refused_total": "frames_refused.",
+    "sessions_total": "sessions.",
+    "links_total": "links.",
+    "planes_given_up_total": "planes_given_up.",
+    "ends_total": "ends.",
+}
+_FRONTS = {front.removesuffix("."): name for name, front in _BY_REASON.items()}
+_PLAIN = {
+    "bytes_total": "bytes_moved",
+    "copies_total": "copies",
+    "leases_total": "leases",
+    "leases_expired_total": "leases_expired",
+    "leases_discarded_total": "leases_discarded",
+    "commits_good_total": "commits.good",
+    "commits_stale_total": "commits.stale",
+}
+
+
+def counters(ledger: Ledger, control: Mapping[str, int]) -> dict[str, int | dict[str, int]]:
+    """What only rises. `control`: the counters of its control plane."""
+    counts = dict(ledger.desk.counts)
+    quotas = {what: counts.get(f"over_quota.{what}", 0) for what in ("greetings", "sessions")}
+    return {
+        **{name: counts.get(key, 0) for name, key in _PLAIN.items()},
+        **_by_name(counts),
+        "over_quota_total": {"frames": control.get("over_quota", 0), **quotas},
+        **connections(control),
+    }
+
+
+def connections(control: Mapping[str, int]) -> dict[str, int]:
+    """Who came to a control port."""
+    return {
+        "connections_total": control.get("connections", 0),
+        "connections_admitted_total": control.get("admitted", 0),
+        "connections_refused_total": control.get("refused", 0),
+    }
+
+
+def gauges(ledger: Ledger, now: float) -> dict[str, float]:
+    """How things stand; `now` is the node's clock."""
+    settings = ledger.desk.settings
+    return {
+        "leases_held": len(ledger.producer.leases),
+        "claims_parked": len(ledger.producer.parked),
+        "intakes": len(ledger.consumer.by_handoff),
+        "quarantined_blocks": ledger.consumer.quarantined_blocks,
+        "quarantine_max_blocks": settings.quarantine_blocks_max,
+        "oldest_lease_seconds": _oldest(ledger, now),
+        "lease_hold_max_seconds": settings.max_hold_s,
+    }
+
+
+def figures(ledger: Ledger, control: Mapping[str, int], now: float) -> dict[str, Any]:
+    """Both, for a worker's `/stats`."""
+    return {**gauges(ledger, now), **counters(ledger, control)}
+
+
+def _oldest(ledger: Ledger, now: float) -> float:
+    hold_s = ledger.desk.settings.max_hold_s
+    begun = [lease.hold_until - hold_s for lease in list(ledger.producer.leases.values())]
+    return round(max(now - min(begun), 0.0), 3) if begun else 0.0
+
+
+def _by_name(counts: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """In one pass: an engine's scheduler asks at every step."""
+    found: dict[str, dict[str, int]] = {name: {} for name in _FRONTS.values()}
+    for key, count in counts.items():
+        front, dot, label = key.partition(".")
+        if dot and front in _FRONTS:
+            found[_FRONTS[front]][label] = count
+    return found

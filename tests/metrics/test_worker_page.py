@@ -1,0 +1,131 @@
+"""A worker's page, and the router's: everything that they count is shown, by a listed name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read
+
+from kvbaton.control import keys
+from kvbaton.engine.options import WorkerOptions
+from kvbaton.engine.worker import Worker
+from kvbaton.metrics import names, node
+from kvbaton.metrics.exposition import render
+from kvbaton.metrics.handoffs import OBSERVED, HandoffMetrics
+from kvbaton.metrics.names import BY_NAME, Kind, Where
+from kvbaton.metrics.worker import NOT_METRICS, RENAMED, render_worker
+from kvbaton.router.stats import RouterStats, count
+
+
+async def asked(directory: Path) -> tuple[Mapping[str, Any], str]:
+    """The figures and the page of a worker that has just started."""
+    keys.mint(directory, ["p0"])
+    options = WorkerOptions(name="p0", role="prefill", keys=str(directory), registry="tcp://127.0.0.1:1", blocks=8)
+    worker = Worker(options, keys.load(directory, "p0"))
+    worker.start()
+    try:
+        stats = worker.door.stats()
+        return stats, render_worker(stats, worker.watch.handoffs, True)
+    finally:
+        await asyncio.to_thread(worker.stop)
+
+
+def test_every_figure_of_a_real_worker_is_a_metric_or_said_to_be_none(tmp_path: Path) -> None:
+    stats, text = asyncio.run(asked(tmp_path / "keys"))
+    unknown = [k for k in stats if k not in RENAMED and k not in NOT_METRICS and f"kvbaton_{k}" not in BY_NAME]
+    assert unknown == []
+    shown = {sample.name for family in read(text) for sample in family.samples}
+    quiet = {m.name for m in names.of(Where.WORKER) if m.labels and not m.from_zero} | {m.name for m in OBSERVED}
+    silent = [m.name for m in names.of(Where.WORKER) if m.name not in quiet and not set(m.series) <= shown]
+    assert silent == [], "all that is said to be told by workers is told, if it can be before anything has happened"
+
+
+def test_figures_become_series_with_the_labels_of_the_list() -> None:
+    stats = {
+        "worker": "p0", "pins": 3, "ends_total": {"delivered": 2, "of tomorrow": 1}, "running": 1, "waiting": 0,
+        "links": {"p0": "shm", "p1": "shm"}, "planes": ["shm"], "incarnation": "00", "handoffs_total": 3,
+    }  # fmt: skip
+    lines = render_worker(stats, None, False).splitlines()
+    for line in (
+        "kvbaton_pinned_blocks 3",
+        'kvbaton_ends_total{end="delivered"} 2',
+        'kvbaton_ends_total{end="other"} 1',
+        'kvbaton_ends_total{end="stale"} 0',
+        'kvbaton_engine_requests{state="running"} 1',
+        'kvbaton_links_open{transport="shm"} 2',
+    ):
+        assert line in lines
+    assert not any(line.startswith("kvbaton_handoffs_total") for line in lines), "that is counted from flights"
+
+
+def test_the_oldest_lease_ages_and_connections_are_told() -> None:
+    control = Counter({"connections": 5, "admitted": 3, "refused": 1, "frames_in": 9})
+    assert node.connections(control) == {
+        "connections_total": 5, "connections_admitted_total": 3, "connections_refused_total": 1
+    }  # fmt: skip
+
+
+def test_all_that_the_router_counts_is_shown() -> None:
+    stats = RouterStats()
+    stats.ended("ok", 200)
+    stats.ended("worker_timeout", 504)
+    stats.ended("full", 429)
+    stats.ended("client_gone", 0)
+    stats.failures["prefill:late:worker_timeout"] += 1
+    count(stats.failures, "an odd code of a worker", "decode")
+    stats.waits.note("pull", 2.0, (0.5, 1.5), "t1")
+    stats.elsewhere = lambda: node.connections({"connections": 2})
+    numbers = {**stats.as_numbers(), **stats.elsewhere(), "workers": {"prefill:serving": 1}, "pairs": {"pull": 0},
+               "breakers_opened_total": 0, "draining": True}  # fmt: skip
+    text = render(stats.families(numbers), openmetrics=True)
+    samples = {(s.name, tuple(s.labels.values())): s.value for family in read(text) for s in family.samples}
+    assert samples["kvbaton_router_requests_total", ("worker_timeout",)] == 1
+    responses = [
+        samples["kvbaton_router_responses_total", (status,)] for status in ("2xx", "4xx", "429", "5xx", "gone")
+    ]
+    assert responses == [1, 0, 1, 1, 1]
+    assert samples["kvbaton_router_leg_failures_total", ("prefill", "late:worker_timeout")] == 1
+    assert samples["kvbaton_router_leg_failures_total", ("decode", "other")] == 1
+    assert samples["kvbaton_router_workers", ("prefill", "serving")] == 1
+    assert samples["kvbaton_connections_total", ()] == 2
+    assert text.count('transfer_id="t1"') == 3, "TTFT, P's leg, and what came after"
+    shown = {name for name, _ in samples}
+    quiet = {"kvbaton_router_probes_total"}
+    assert shown <= {series for m in names.of(Where.ROUTER) for series in m.series}
+    missing = [m.name for m in names.of(Where.ROUTER) if not set(m.series) <= shown and m.name not in quiet]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("first_byte", "prefill", "leg", "handover"),
+    [
+        (2.0, (0.5, 1.5), 1.0, 0.5),  # pull: what comes after P
+        (2.0, (0.0, float("inf")), 2.0, 0.0),  # push: D was first
+        (2.0, (0.0, 1.9), 1.9, 0.1),
+        (2.0, None, None, None),  # D alone
+    ],
+)
+def test_a_clients_wait_is_ps_and_the_handovers(
+    first_byte: float, prefill: tuple[float, float] | None, leg: float | None, handover: float | None
+) -> None:
+    stats = RouterStats()
+    stats.waits.note("push", first_byte, prefill)
+    found = {each.metric.name: each.samples.get(("push",)) for each in stats.waits.families()}
+    sums = [None if each is None else round(each.sum, 6) for each in found.values()]  # type: ignore[union-attr]
+    assert sums == [first_byte, leg, handover]
+
+
+def test_a_router_that_counts_something_new_has_to_list_it() -> None:
+    with pytest.raises(names.MetricError, match="kvbaton_novelty: no such metric"):
+        RouterStats().families({"novelty": 1})
+
+
+def test_counters_that_come_of_flights_are_there_before_the_first() -> None:
+    counters = [m for m in OBSERVED if m.kind is Kind.COUNTER and not m.labels]
+    text = render(HandoffMetrics().families(), openmetrics=False)
+    assert counters and all(f"\n{m.name} 0" in text for m in counters)
