@@ -167,7 +167,10 @@ class TestWanting:
         """Promise 4 and 5: whatever a client sends, its request alone fails."""
         d = door()
         d.want(R, text, DIGEST, 5)
-        assert events(d) == [], "nobody is asked"
+        (told,) = events(d)
+        assert isinstance(told, ev.TurnedAway) and (told.request, told.reason) == (R, reason), "nobody is asked"
+        legible = reason is Reason.CONTENT_MISMATCH or (isinstance(text, str) and text == ticket(target=WorkerId("e")))
+        assert bool(told.handoff) == legible
         found = d.match(R)
         assert found.state is MatchState.FAILED and found.end is not None and found.end.reason is reason
         assert d.match(R).state is MatchState.UNKNOWN and not d.busy

@@ -26,6 +26,9 @@ from kvbaton.protocol.ticket import Ticket, seal, unseal
 from kvbaton.runtime.epochs import EpochTable
 
 ANYBODY = WorkerId("")
+NOBODYS = RequestId("")
+TAKEN_MAX = 4096
+"""That nobody has asked about yet; the oldest are forgotten."""
 
 
 class MatchState(enum.Enum):
@@ -90,6 +93,7 @@ class Doorway:
         self._pins: dict[LeaseId | tuple[str, PutId], list[int]] = {}
         self._wants: dict[RequestId, Match] = {}
         self._holds: dict[RequestId, tuple[int, ...]] = {}
+        self.taken: deque[tuple[RequestId, float]] = deque(maxlen=TAKEN_MAX)  # reports, when the engine took them
         self._last = 0
 
     # --- P (engine)
@@ -103,13 +107,16 @@ class Doorway:
         target: WorkerId = ANYBODY,
         max_readers: int = 1,
         deferred: bool = True,
+        request: RequestId = NOBODYS,
+        trace: str = "",
     ) -> LeaseId:
         """A prompt that somebody will read or be sent has been scheduled."""
         self._last += 1
         lease = LeaseId(self._last)
         self._pins[lease] = []
         groups = self.config.groups
-        self._post(ev.LeaseBegun(lease, handoff, digest, tokens, groups, max_readers, target, deferred))
+        begun = ev.LeaseBegun(lease, handoff, digest, tokens, groups, max_readers, target, deferred, request, trace)
+        self._post(begun)
         return lease
 
     def pin(self, lease: LeaseId, blocks: Groups) -> tuple[int, ...]:
@@ -134,11 +141,22 @@ class Doorway:
     def source_ended(self, lease: LeaseId, reason: Reason) -> None:
         self._post(ev.SourceEnded(lease, reason))
 
-    def grant(self, digest: bytes, tokens: int, blocks: Groups, *, max_readers: int = 1) -> tuple[str, tuple[int, ...]]:
+    def grant(
+        self,
+        digest: bytes,
+        tokens: int,
+        blocks: Groups,
+        *,
+        max_readers: int = 1,
+        request: RequestId = NOBODYS,
+        trace: str = "",
+    ) -> tuple[str, tuple[int, ...]]:
         """Lease a finished prompt (pull). Returns the ticket and what the engine must touch now."""
         config = self.config
         handoff = handoff_id(config.mint())
-        lease = self.begin(handoff, digest, tokens, max_readers=max_readers, deferred=False)
+        lease = self.begin(
+            handoff, digest, tokens, max_readers=max_readers, deferred=False, request=request, trace=trace
+        )
         pinned = self.pin(lease, blocks)
         self.progressed(lease, whole([len(group) for group in blocks]))
         self.completed(lease)
@@ -164,22 +182,27 @@ class Doorway:
 
     # --- D (engine)
 
-    def want(self, request: RequestId, ticket: str, digest: bytes, tokens: int, *, push: bool = False) -> None:
+    def want(
+        self, request: RequestId, ticket: str, digest: bytes, tokens: int, *, push: bool = False, trace: str = ""
+    ) -> None:
         """A request came whose prompt KV a ticket promises."""
+        handoff = HandoffId("")
         try:
             if request in self._holds:
                 raise ProtocolError(Reason.DUPLICATE, "request: its blocks of an earlier handoff are not at rest")
             opened = self.open_ticket(ticket)
+            handoff = opened.handoff
             if opened.digest not in (b"", digest):
                 raise ProtocolError(Reason.CONTENT_MISMATCH, "ticket: it is for another prompt than this request's")
             if opened.target not in ("", self.config.me.worker):
                 raise ProtocolError(Reason.TICKET_FORGED, f"ticket: it is for {opened.target}")
         except ProtocolError as error:
             self._wants[request] = Match(MatchState.FAILED, fx.End(error.reason, error.detail), asked=False)
+            self._post(ev.TurnedAway(request, error.reason, error.detail, trace, handoff))
             return
         self._wants[request] = Match(MatchState.NOT_YET)
         deferred = opened.lease == 0
-        self._post(ev.Wanted(request, opened.handoff, opened.source, ticket, digest, tokens, push, deferred))
+        self._post(ev.Wanted(request, opened.handoff, opened.source, ticket, digest, tokens, push, deferred, trace))
 
     def open_ticket(self, ticket: str) -> Ticket:
         """The ticket's content; ProtocolError when it is not one of this cluster's."""
@@ -237,6 +260,7 @@ class Doorway:
                     if request in self._wants:
                         self._wants[request] = Match(MatchState.FAILED, end)
                 case fx.Report(request, end):
+                    self.taken.append((request, self.config.wall()))
                     found += [LoadReport(request, rank, end) for rank in range(self.config.ranks)]
                 case fx.DropHold(request):
                     held = self._holds.pop(request, None)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from kvbaton.control.base import worth_saying
+from kvbaton.flight.recorder import Recorder
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol.codec import encode
 from kvbaton.protocol.errors import Reason
@@ -41,7 +42,7 @@ _ENGINE_EFFECTS = (fx.Unpin, fx.UnpinPut, fx.MatchFound, fx.MatchFailed, fx.Repo
 def log_fault(what: str, count: int, error: Exception) -> None:
     """Say what a port threw, the first few times."""
     if count <= FAULTS_LOGGED_MAX:
-        log.error("a port failed (%s, %d so far)", what, count, exc_info=error)
+        log.error("[port-failed] a port failed (%s, %d so far)", what, count, exc_info=error)
 
 
 class Node:
@@ -56,6 +57,7 @@ class Node:
         store: StorePort | None = None,
         report_fault: Callable[[str, int, Exception], None] | None = None,
         extra: Callable[[], Sequence[Event]] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.ledger = ledger
         self.control = control
@@ -63,16 +65,19 @@ class Node:
         self.doorway = doorway
         self.store = store
         self.extra = extra  # what ranks tell besides their transports' events, such as progress; asked at each step
+        self.recorder = recorder  # told what becomes of each handoff
         self.faults: Counter[str] = Counter()
         self._backlog: dict[tuple[int, str], deque[fx.Copy]] = {}
         self._next_events: deque[Event] = deque()
         self._given_up = 0
+        self._stepped_at = 0.0
         self.say: Callable[..., None] = log.warning  # what an operator should know
         self._holders: dict[tuple[PeerId, str], set[fx.Holder]] = {}
         self._report_fault = report_fault or log_fault
 
     def step(self, now: float) -> None:
         """Take in all that has happened, decide, and do what follows."""
+        self._stepped_at = now
         frames: Sequence[tuple[WorkerId, bytes]] = ()
         with self._guarded("receive"):
             frames = self.control.receive()
@@ -87,13 +92,17 @@ class Node:
         self._carry_out()
         self._submit_backlog()
         self._handle_events(now)
+        self._record(now)
 
     def set_wall(self, wall: float, now: float) -> None:
         """What the wall clock says; it may be set right while we run, and tickets are judged by it."""
         self.ledger.desk.identity.wall_offset_s = wall - now
 
     def next_deadline(self) -> float | None:
-        return self.ledger.next_deadline()
+        """When something is due, by the time of the last step at the latest."""
+        due = self.ledger.next_deadline()
+        look = self.recorder.next_look(self._stepped_at) if self.recorder is not None else None
+        return due if look is None else look if due is None else min(due, look)
 
     def tell(self, event: Event) -> None:
         """Note something from the surroundings for the next step (loop thread only)."""
@@ -103,10 +112,19 @@ class Node:
         """Say goodbye and shut the data planes."""
         self.ledger.leave(now)
         self._carry_out()
+        self._record(now)
         for rank in self.ranks:
             for name, transport in rank.items():
                 with self._guarded(f"close.{name}"):
                     transport.close()
+
+    def _record(self, now: float) -> None:
+        if self.recorder is None:
+            return
+        taken = self.doorway.taken
+        found = [taken.popleft() for _ in range(len(taken))]
+        with self._guarded("record"):
+            self.recorder.take(self.ledger.take_marks(), found, now, self.ledger.desk.identity.wall_offset_s)
 
     # --- inputs
 
@@ -217,7 +235,8 @@ class Node:
     def _tell_given_up(self, effect: fx.GivenUp) -> None:
         self._given_up += 1
         if worth_saying(self._given_up):
-            self.say("%s cannot be reached over %s: %s", effect.worker, effect.transport, effect.detail)
+            said = "[plane-given-up] %s cannot be reached over %s: %s"
+            self.say(said, effect.worker, effect.transport, effect.detail)
 
     def _disconnect(self, effect: fx.Disconnect) -> None:
         """Both roles of a pair share one data connection: the last holder to let go closes it."""

@@ -182,7 +182,7 @@ class RankHost:
     def _count(self, what: str, detail: str) -> None:
         self.counters[what] += 1
         if worth_saying(self.counters[what]):
-            log.error("rank %d: %s", self.invitation.rank, detail)
+            log.error("[rank-fault] rank %d: %s", self.invitation.rank, detail)
 
 
 def _mint() -> tuple[str, str]:

@@ -81,7 +81,7 @@ class RankLink:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self.counters["malformed"] += 1
             if worth_saying(self.counters["malformed"]):
-                log.error("rank %d sent what cannot be read: %s", self.rank, error)
+                log.error("[rank-unreadable] rank %d sent what cannot be read: %s", self.rank, error)
             self.end(f"rank {self.rank} sent what cannot be read")
             return
         for each in news:
@@ -113,14 +113,14 @@ class RankLink:
         self._pings = 0
         if self.lost:
             self.lost = False
-            log.warning("rank %d is back", self.rank)
+            log.warning("[rank-back] rank %d is back", self.rank)
             if self.shelf is not None:
                 self.shelf.on_back()
 
     def _lose(self) -> None:
         self.counters["losses"] += 1
         detail = f"rank {self.rank} did not answer {self._pings} pings; what its memory holds is unknown"
-        log.error("%s", detail)
+        log.error("[rank-lost] %s", detail)
         self.end(detail)
 
     def end(self, detail: str) -> None:

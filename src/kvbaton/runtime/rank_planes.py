@@ -188,7 +188,7 @@ class HostedPlane:
     def _fault(self, detail: str) -> None:
         self.faults += 1
         if worth_saying(self.faults):
-            log.error("%s: %s (fault %d)", self.name, detail, self.faults)
+            log.error("[plane-fault] %s: %s (fault %d)", self.name, detail, self.faults)
 
 
 def _told(error: Exception) -> str:

@@ -169,7 +169,7 @@ class HostedShelf:
     def _fault(self, detail: str) -> None:
         self.faults += 1
         if worth_saying(self.faults):
-            log.error("store: %s (fault %d)", detail, self.faults)
+            log.error("[rank-store-fault] store: %s (fault %d)", detail, self.faults)
 
 
 def _told(error: Exception) -> str:

@@ -211,7 +211,7 @@ class RemoteTransport:
         elif isinstance(news, ConnectFailed):
             self.counters["connects_refused"] += 1
             if worth_saying(self.counters["connects_refused"]):
-                log.warning("rank %d refused to connect to %s: %s", self._link.rank, news.peer, news.detail)
+                log.warning("[rank-refused] rank %d refused to reach %s: %s", self._link.rank, news.peer, news.detail)
 
     def on_lost(self, detail: str) -> None:
         """Nothing is known about the copies under way: they end, not at rest, and are to stop if they can be told."""

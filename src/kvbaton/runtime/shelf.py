@@ -279,4 +279,4 @@ class Shelf:
         except Exception as error:  # an adapter may throw anything
             self.counters["faults"] += 1
             if self.counters["faults"] <= FAULTS_LOGGED_MAX:
-                log.error("a rank's store failed (%s)", what, exc_info=error)
+                log.error("[rank-store-fault] a rank's store failed (%s)", what, exc_info=error)

@@ -1,0 +1,10 @@
+"""The flight recorder: what became of each handoff, seen from the router, from P and from D, and joined into one story.
+
+records    one side's record of one handoff, bounded and typed: what crosses the wire and goes to files
+recorder   makes records of the ledger's marks; the last of them are kept
+report     what a worker tells the router once in a while: records and gauges
+dumps      records on disk: failures, and all there is when a signal asks
+gathering  all that the router knows: its own records and what workers told (`telling`, cleaned by `intake`)
+journey    a request's records from all sides, on one clock (`clocks`); `joining` does the same from files
+picture    a journey for the terminal
+"""

@@ -1,0 +1,111 @@
+"""One side's record of one handoff: who, what, when, how much, and how it ended.
+
+Law: a record is a value, of bounded size whatever a peer or a client named things, and holds nothing of a prompt. Times
+are Unix seconds by the clock of the process that wrote them; `journey` puts them on one clock.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvbaton.protocol.errors import Reason
+
+NAME_CHARS_MAX = 128
+TEXT_CHARS_MAX = 256
+MOMENTS_MAX = 48
+DELIVERED = "delivered"
+WHOLE = "whole answer"
+"""Detail of the router's first byte where nothing was streamed: it came with the last."""
+QUIET = ("ok", "client_gone", Reason.ABORTED, Reason.CANCELLED, Reason.DISCARDED)
+"""Ends that are nobody's fault: the client left, or the prompt was not needed after all. `ok` is the router's."""
+
+Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
+Text = Annotated[str, Meta(max_length=TEXT_CHARS_MAX)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Seat(enum.StrEnum):
+    """From where a handoff was seen."""
+
+    ROUTER = "router"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Moment(msgspec.Struct, frozen=True, array_like=True):
+    """Something happened: `protocol.marks.Step`, or one of the router's: received, chosen, prefill_sent,
+    prefill_answered, decode_sent, first_byte, ended."""
+
+    step: Name
+    at: float
+    detail: Text = ""
+
+
+Moments = Annotated[tuple[Moment, ...], Meta(max_length=MOMENTS_MAX)]
+
+
+class Flight(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One handoff as one process saw it. At the router: one try of a request."""
+
+    seat: Seat
+    worker: Name  # who wrote it
+    incarnation: Name = ""  # hex
+    handoff: Name = ""  # "" where none came about
+    request: Name = ""  # this side's own id of the request; the router's is the client's
+    peers: Annotated[tuple[Name, ...], Meta(max_length=8)] = ()  # the other side; at the router P (or "-"), D
+    mode: Name = ""  # pull, stream, push; alone
+    transport: Name = ""
+    tokens: Count = 0  # of the prompt; estimated at the router
+    blocks: Count = 0
+    bytes: Count = 0  # that this side copied
+    retries: Count = 0  # messages said again; at the router: which try of the request this was, from 0
+    moments: Moments = ()
+    end: Name = ""  # "" while under way; delivered; a reason; at the router ok, or the error's code
+    detail: Text = ""
+    trace: Name = ""  # W3C traceparent: at the router its own span of this try, at P and D the leg that they serve
+    parent: Name = ""  # at the router: the traceparent that the client sent, or that of the request's span
+    legs: Annotated[tuple[Name, ...], Meta(max_length=2)] = ()  # at the router: span ids of the legs to P and to D
+
+    @property
+    def began(self) -> float:
+        return self.moments[0].at if self.moments else 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.end)
+
+    @property
+    def failed(self) -> bool:
+        """It ended, not well, and not because nobody wanted it any more."""
+        return self.end not in ("", DELIVERED, *QUIET)
+
+    def at(self, step: str) -> float | None:
+        """When it first came to that step."""
+        return next((moment.at for moment in self.moments if moment.step == step), None)
+
+
+STAGES = ("claim", "queue", "first_byte", "copy", "commit", "deliver")
+"""Of a handoff at D. Claim: asked to granted. Queue: to blocks for it. First byte and copy: from there. Commit: from
+the last byte to P's word. Deliver: from there to the engine's taking it."""
+
+
+def stages(flight: Flight) -> dict[str, float]:
+    """How long D spent in each stage that it came through, in seconds; never negative."""
+    edges = {
+        "claim": ("asked", "granted"),
+        "queue": ("granted", "allocated"),
+        "first_byte": ("allocated", "first_byte"),
+        "copy": ("allocated", "copied"),
+        "commit": ("copied", "ended"),
+        "deliver": ("ended", "taken"),
+    }
+    found: dict[str, float] = {}
+    for name, (first, last) in edges.items():
+        begin, end = flight.at(first), flight.at(last)
+        if begin is not None and end is not None:
+            found[name] = max(end - begin, 0.0)
+    return found

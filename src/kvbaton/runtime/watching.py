@@ -1,0 +1,97 @@
+"""What one engine shows of itself: records of its handoffs, the metrics made of them, files, spans and reports.
+
+Law: whatever watches costs no handoff: records are made on the node's thread and handed on; files and spans have
+threads of their own; a report is made when the registry's client asks.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from kvbaton.flight.dumps import Dumps, default_directory
+from kvbaton.flight.recorder import KEPT_MAX, Recorder
+from kvbaton.flight.records import Flight
+from kvbaton.metrics import node as figures
+from kvbaton.metrics.handoffs import HandoffMetrics
+from kvbaton.protocol.ids import PeerId
+from kvbaton.runtime.node import Node
+from kvbaton.tracing.export import SpanExport
+
+More = Callable[[], Mapping[str, float]]
+_COUNTED = ("bytes_total", "copies_total", "leases_total", "leases_expired_total", "commits_stale_total")
+
+
+def dump_on_signal(dumps: Dumps) -> bool:
+    """SIGUSR2 has all records written, where nobody else uses it and this is the thread that may say so."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
+        return False
+    signal.signal(signal.SIGUSR2, lambda *_: dumps.ask())
+    return True
+
+
+class Watch:
+    """Made before the node, which is told of its recorder; `begin` when the node is there."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        *,
+        directory: str = "",
+        spans: SpanExport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.recorder = Recorder(me)
+        self.handoffs = HandoffMetrics()
+        self.dumps = Dumps(Path(directory) if directory else default_directory(), me.worker, self.flights)
+        self._keeps_failures = bool(directory)  # without a place of its own only what was asked for is written
+        self._spans = spans
+        self._clock = clock
+        self._wall = wall
+        self._node: Node | None = None
+        self._more: More = dict
+
+    def begin(self, node: Node, more: More = dict) -> None:
+        """`more`: gauges of the engine itself, by name. Called on the thread that asks for a report."""
+        self._node, self._more = node, more
+        self.recorder.on_flight.append(self.handoffs.observe)
+        if self._keeps_failures:
+            self.recorder.on_flight.append(self.dumps.on_flight)
+        if self._spans is not None:
+            self.recorder.on_flight.append(self._spans.take)
+
+    def flights(self) -> Iterator[Flight]:
+        """All that is known, oldest first."""
+        over = {id(each): each for each in (*self.recorder.last(KEPT_MAX, failed=True), *self.recorder.last(KEPT_MAX))}
+        yield from sorted((*over.values(), *self.recorder.under_way()), key=lambda each: each.began)
+
+    def report(self) -> bytes | None:
+        """For the router: how things stand, and what became of handoffs since the last one."""
+        if self._node is None:
+            return None
+        ledger = self._node.ledger
+        told = {name: float(value) for name, value in figures.gauges(ledger, self._clock()).items()}
+        counted = figures.counters(ledger, {})
+        told |= {name: float(value) for name in _COUNTED if isinstance(value := counted[name], int)}
+        ends = counted["ends_total"]
+        assert isinstance(ends, dict)
+        told["handoffs_total"] = float(sum(ends.values()))
+        told["delivered_total"] = float(ends.get("delivered", 0))
+        told["pins"] = float(self._node.doorway.pinned_blocks)
+        links = {
+            str(link.worker): link.transport.name
+            for link in list(ledger.consumer.links.by_worker.values())
+            if link.transport is not None
+        }
+        return self.recorder.report(self._wall(), {**told, **self._more()}, links)
+
+    def close(self) -> None:
+        self.dumps.close()
+        if self._spans is not None:
+            self._spans.close()
