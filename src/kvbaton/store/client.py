@@ -164,7 +164,7 @@ class ServedBackend:
             try:
                 self._turn()
             except Exception:
-                log.exception("the store's client failed at one thing; going on")
+                log.exception("[store-fault] the store's client failed at one thing; going on")
                 self._stopping.wait(0.05)
         self._port.close()
 

@@ -158,7 +158,7 @@ class Keeper:
             task.reason, task.detail = refused.reason, refused.detail
         except Exception as error:  # an engine's memory or pins: it costs this order alone
             self.counters["faults"] += 1
-            log.exception("order %d of a store failed", task.order.order)
+            log.exception("[store-order-failed] order %d of a store failed", task.order.order)
             task.reason, task.detail = Reason.STORE_FAILED, f"{type(error).__name__}: {error}"[:DETAIL_CHARS_MAX]
         self._end(lane, task)
         return None

@@ -105,7 +105,7 @@ class KeptStore:
         if self._backend is None:
             return
         if self._keeper.under_way:
-            log.warning("a call to the store has not come back: its back end is left open")
+            log.warning("[store-stuck] a call to the store has not come back: its back end is left open")
             return
         closing = threading.Thread(target=self._backend.close, name="kvbaton-store-close", daemon=True)
         closing.start()
@@ -120,7 +120,7 @@ class KeptStore:
         try:
             self._waker()
         except Exception:
-            log.warning("the waker raised", exc_info=True)
+            log.warning("[waker-failed] the waker raised", exc_info=True)
 
     # --- the keeper's thread
 
@@ -135,7 +135,7 @@ class KeptStore:
             try:
                 self._turn(inputs)  # takes what it handles: the rest is for the next turn
             except Exception:  # a bug in one turn must not leave the others without an end
-                log.exception("the store's keeper failed; going on")
+                log.exception("[store-fault] the store's keeper failed; going on")
                 time.sleep(PAUSE_S)
                 with self._changed:
                     self._inputs.extendleft(reversed(inputs))

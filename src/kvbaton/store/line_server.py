@@ -115,12 +115,12 @@ class LineServer:
                 buffer = self._answer(line, buffer)
         except PlainLine as refused:
             self.counters["ended"] += 1
-            log.warning("encrypt: %s", refused)
+            log.warning("[plain-peer-refused] encrypt: %s", refused)
         except (LineError, OSError):
             self.counters["ended"] += 1
         except Exception:  # a back end's; the client sees a line that ended
             self.counters["faults"] += 1
-            log.exception("a line of the store failed")
+            log.exception("[store-fault] a line of the store failed")
         finally:
             self._leave(line)
             self._threads.release()

@@ -91,7 +91,7 @@ class StoreServer:
             action()
         except Exception:  # a back end's; the client sees no answer
             self.counters["faults"] += 1
-            log.exception("the store's server failed at one thing; going on")
+            log.exception("[store-fault] the store's server failed at one thing; going on")
             self._stopping.wait(0.05)
 
     def _handle(self, worker: WorkerId, said: Request) -> None:

@@ -111,7 +111,7 @@ def admit(wire: Wire, keyring: Keyring, me: PeerId, must_seal: bool = False) -> 
         return Admitted(peer, stream, secret, _seals(secret, _context(me, said), peer))
     if must_seal:  # said only now, so that no stranger fills the log
         refused = f"encrypt: {peer} would not encrypt, and this side insists; update it, or set encrypt on both alike"
-        log.warning(refused)
+        log.warning("[plain-peer-refused] %s", refused)
         raise ProtocolError(Reason.BAD_MESSAGE, refused)
     return Admitted(peer, stream, secret)
 

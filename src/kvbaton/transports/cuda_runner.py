@@ -185,7 +185,7 @@ class Runner(Generic[Item]):
     def _note(self, error: CudaError) -> None:
         if error.sticky and not self.broken:
             self.broken = f"the device cannot be used any more by this process: {error}"
-            log.error("%s: %s", self._name, self.broken)
+            log.error("[device-lost] %s: %s", self._name, self.broken)
 
     def _guard(self, action: Callable[[], None]) -> None:
         try:
@@ -194,4 +194,4 @@ class Runner(Generic[Item]):
             self._note(error)
             if not self.broken and len(self._events) < UNDER_WAY_MAX:
                 self.broken = str(error)  # it never opened
-            log.warning("%s: %s", self._name, error)
+            log.warning("[device-fault] %s: %s", self._name, error)

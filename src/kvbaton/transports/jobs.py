@@ -64,7 +64,7 @@ class Jobs:
             try:
                 waker()
             except Exception:
-                log.warning("the waker raised", exc_info=True)
+                log.warning("[waker-failed] the waker raised", exc_info=True)
 
     def accept(self, copy: Copy) -> Job | None:
         """A new job, or None at the bound."""

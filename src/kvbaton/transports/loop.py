@@ -156,7 +156,7 @@ class Loop:
         try:
             callback(*args)
         except Exception:
-            log.exception("a callback failed on %s", self._thread.name)
+            log.exception("[mover-fault] a callback failed on %s", self._thread.name)
 
     def _release(self) -> None:
         with self._lock:  # whoever is about to wake us has done so, or has seen that we are stopping

@@ -136,7 +136,7 @@ class Link:
             try:
                 progress = self._turn()
             except Exception as error:  # a bug must not leave copies without an end
-                log.exception("a turn failed on %s", self._thread.name)
+                log.exception("[mover-fault] a turn failed on %s", self._thread.name)
                 self._give_up((Reason.TRANSFER_FAILED, f"internal error: {error!r}"))
                 progress = False
             if not self._parts:

@@ -120,7 +120,7 @@ class Engine:
         self.key = key
         disorder = [name for name in DISORDER if name in os.environ]
         if disorder:
-            log.warning("reads that fail will stay in quarantine until the end, because of %s", ", ".join(disorder))
+            log.warning("[mori-unordered] reads that fail stay in quarantine to the end: %s", ", ".join(disorder))
         self.in_order = queues == 1 and not disorder
         mori = self._mori
         self._rdma = mori.BackendType.RDMA

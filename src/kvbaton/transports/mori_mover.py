@@ -253,7 +253,7 @@ class MoriMover:
         try:
             self._engine.close()
         except MoriError as error:
-            log.warning("the engine could not be closed, so its memory stays in use: %s", error)
+            log.warning("[memory-kept] the engine could not be closed, so its memory stays in use: %s", error)
             rested = False
         held = [link.held for link in self._busy if link.held is not None]
         for part in [*self._under_way, *held, *self._unproven]:

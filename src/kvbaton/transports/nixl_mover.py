@@ -245,7 +245,7 @@ class NixlMover:
         try:
             self._agent.release(part.request)
         except NixlError as error:
-            log.warning("a request could not be released: %s", error)
+            log.warning("[nixl-unreleased] a request could not be released: %s", error)
         self._forget_unused(part.remote)
 
     def _forget_unused(self, remote: Remote) -> None:
@@ -270,7 +270,7 @@ class NixlMover:
             try:
                 self._agent.release(part.request)
             except NixlError as error:
-                log.warning("a request could not be released: %s", error)
+                log.warning("[nixl-unreleased] a request could not be released: %s", error)
         for remote in list(self._remotes.values()):
             self._drop(remote)
         self._mine.clear()

@@ -157,7 +157,7 @@ def make_device(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence
 def _warn(name: str, settings: PlaneSettings) -> None:
     problem = exposed(name, settings.host, settings.encrypt) if name in PLANES else ""
     if problem:
-        log.warning(problem)
+        log.warning("[plane-exposed] %s", problem)
 
 
 def _plain(name: str, me: PeerId, settings: PlaneSettings) -> HostTransport:

@@ -76,7 +76,7 @@ class Reception:
             except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:  # out of descriptors or memory: the listener would stay readable and spin
-                log.warning("cannot accept connections: %s; trying again in %s s", error, ACCEPT_PAUSE_S)
+                log.warning("[accept-failed] cannot accept connections: %s; again in %s s", error, ACCEPT_PAUSE_S)
                 self._loop.unwatch(self._listener.fileno())
                 self._loop.later(ACCEPT_PAUSE_S, self._watch)
                 return
@@ -84,7 +84,7 @@ class Reception:
                 self._prepare(sock)
                 must_seal = is_required_on(self._encrypt, sock)
             except (OSError, ProtocolError) as error:
-                log.warning("refused a connection: %s", error)
+                log.warning("[connection-refused] refused a connection: %s", error)
                 sock.close()
             else:
                 self._hear(sock, must_seal)

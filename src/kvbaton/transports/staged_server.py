@@ -89,7 +89,7 @@ class StagedServer:
 
     def _welcome(self, admitted: Admitted, sock: socket.socket) -> None:
         if not self.keyring.still_admits(admitted) or len(self._sessions) + self._pinning >= SESSIONS_MAX:
-            log.warning("no room to stage for %s: %d peers are served", admitted.peer, len(self._sessions))
+            log.warning("[staging-full] no room to stage for %s: %d are served", admitted.peer, len(self._sessions))
             sock.close()
             return
         self._pinning += 1
@@ -116,7 +116,7 @@ class StagedServer:
             if self._carrier == "shm" and socket.send_fds(sock, [head], [region.fd]) != len(head):
                 raise OSError("the socket took only a part of our first words")
         except OSError as error:
-            log.warning("cannot stage for %s: %s", admitted.peer, error)
+            log.warning("[staging-failed] cannot stage for %s: %s", admitted.peer, error)
             sock.close()
             self._stager.release(slots, region.close)
             return
@@ -172,7 +172,7 @@ class StagedServer:
             return
         session.busy.discard(slot)
         if problem:
-            log.error("cannot stage for %s: %s", session.peer, problem)
+            log.error("[staging-failed] cannot stage for %s: %s", session.peer, problem)
             wire.close(problem)
             return
         by_wire = self._carrier == "tcp" and size > 0

@@ -56,4 +56,4 @@ class Digesters:
             try:
                 task()
             except Exception:
-                log.exception("a digest failed on %s", threading.current_thread().name)
+                log.exception("[digest-failed] a digest failed on %s", threading.current_thread().name)

@@ -129,7 +129,7 @@ class Wire:
                 self._doze()
                 self.flush()
         except Exception as error:
-            log.exception("a connection's script failed")
+            log.exception("[mover-fault] a connection's script failed")
             self.close(f"internal error: {error!r}")
 
     def _send(self) -> None:

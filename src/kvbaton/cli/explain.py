@@ -1,0 +1,83 @@
+"""`kvbaton explain WORD`: a failure reason, an error code, a log code or a finding, with what to do about it.
+
+Law: what the product can say, this can explain (`kvbaton.codes`); it needs nothing that runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Iterator
+
+import msgspec
+
+from kvbaton.cli.arguments import CommandError
+from kvbaton.codes.catalogue import CATALOGUE, TITLES, close, find
+from kvbaton.codes.entry import Entry, Kind, Who
+
+WIDTH = 100
+ACTS: dict[Who, str] = {
+    Who.CALLER: "whoever sent the request: the client, or the router in front",
+    Who.PEER: "the other engine, and whoever runs it",
+    Who.OPERATOR: "you, the operator: configuration, capacity or network",
+    Who.NOBODY: "nobody: an ordinary course of events",
+    Who.MAKERS: "the makers of kvbaton: this is a bug",
+}
+MET: dict[Kind, str] = {
+    Kind.REASON: "failure reason of a handoff",
+    Kind.API: "error code of an HTTP answer",
+    Kind.LOG: "code of a log line",
+    Kind.FINDING: "finding of kvbaton doctor",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("word", metavar="WORD", nargs="?", help="a reason or code; without it all are listed")
+    parser.add_argument("--json", action="store_true", help="print one object")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.word is None:
+        print(json.dumps(_listing()) if args.json else "\n".join(_list_lines()))
+        return 0
+    found = find(args.word)
+    if not found:
+        meant = close(args.word)
+        hint = f"is {meant[0]} meant?" if meant else "kvbaton explain lists all"
+        raise CommandError(f"argument WORD: {args.word[:80]!r} is not a reason or code; {hint}")
+    if args.json:
+        print(json.dumps({"word": found[0].code, "entries": [msgspec.to_builtins(entry) for entry in found]}))
+    else:
+        print("\n\n".join("\n".join(_lines(entry)) for entry in found))
+    return 0
+
+
+def _listing() -> dict[str, list[dict[str, object]]]:
+    return {kind.value: [msgspec.to_builtins(entry) for entry in entries] for kind, entries in CATALOGUE.items()}
+
+
+def _list_lines() -> Iterator[str]:
+    width = max(len(entry.code) for entries in CATALOGUE.values() for entry in entries)
+    for kind, entries in CATALOGUE.items():
+        yield f"{TITLES[kind]}:"
+        for entry in entries:
+            yield f"  {entry.code:<{width}}  {entry.means}"
+        yield ""
+    yield "next: kvbaton explain WORD"
+
+
+def _lines(entry: Entry) -> Iterator[str]:
+    more = f", HTTP {entry.status}" if entry.status else f", {entry.severity}" if entry.severity else ""
+    yield f"{entry.code} ({MET[entry.kind]}{more})"
+    yield from _wrapped(entry.means, "  ", "  ")
+    yield f"  who must act: {ACTS[entry.who]}"
+    for title, items in (("likely causes", entry.causes), ("what to do", entry.do), ("where to look", entry.look)):
+        if items:
+            yield f"  {title}:"
+            for item in items:
+                yield from _wrapped(item, "    - ", "      ")
+
+
+def _wrapped(text: str, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)

@@ -1,0 +1,69 @@
+"""One word and its advice.
+
+Law: an entry says what the word means, who must act, why it usually happens, and the next step; the last one always.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Kind(enum.StrEnum):
+    """Where a word is met."""
+
+    REASON = "reason"  # why a handoff failed
+    API = "api"  # `error.code` in an HTTP answer
+    LOG = "log"  # in brackets at the beginning of a log line
+    FINDING = "finding"  # of `kvbaton doctor`
+
+
+class Who(enum.StrEnum):
+    """Who must act."""
+
+    CALLER = "caller"  # the client or router that sent the request
+    PEER = "peer"  # the other engine
+    OPERATOR = "operator"  # configuration, capacity, network
+    NOBODY = "nobody"  # an ordinary course of events
+    MAKERS = "makers"  # of kvbaton: a bug to report
+
+
+class Severity(enum.StrEnum):
+    """How bad a finding is."""
+
+    ERROR = "error"  # it will fail, or be unsafe
+    WARNING = "warning"  # it may fail, or be slow
+    NOTE = "note"  # worth knowing
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One word of the catalogue."""
+
+    code: str
+    kind: Kind
+    who: Who
+    means: str
+    causes: tuple[str, ...] = ()
+    do: tuple[str, ...]
+    look: tuple[str, ...] = ()
+    status: int = 0  # of an HTTP answer; 0: of none, or of several
+    severity: Severity | None = None  # of a finding
+
+
+def log(code: str, who: Who, means: str, *do: str, causes: tuple[str, ...] = (), look: tuple[str, ...] = ()) -> Entry:
+    if who is Who.MAKERS:
+        look = (*look, "metric kvbaton_faults_total")
+    return Entry(code=code, kind=Kind.LOG, who=who, means=means, causes=causes, do=do, look=look)
+
+
+def finding(code: str, severity: Severity, means: str, *do: str, causes: tuple[str, ...] = ()) -> Entry:
+    who = Who.NOBODY if severity is Severity.NOTE else Who.OPERATOR
+    return Entry(code=code, kind=Kind.FINDING, who=who, means=means, causes=causes, do=do, severity=severity)
+
+
+def api(
+    code: str, status: int, who: Who, means: str, *do: str, causes: tuple[str, ...] = (), look: tuple[str, ...] = ()
+) -> Entry:
+    look = (*look, f'metric kvbaton_router_requests_total{{outcome="{code}"}}')
+    return Entry(code=code, kind=Kind.API, who=who, means=means, causes=causes, do=do, look=look, status=status)
