@@ -52,7 +52,7 @@ class Dialler:
         for worker in sorted(directory):
             if not self._keys(worker) and before.get(worker) != directory[worker]:
                 self._plane.counters["mismatched"] += 1
-                log.warning("directory: %s has another key than in our key directory; load that again", worker)
+                log.warning("[key-mismatched] directory: %s has another key than our directory; load it again", worker)
         self.take_peers()
         return [worker for worker, address in directory.items() if before.get(worker, address) != address]
 
@@ -72,7 +72,7 @@ class Dialler:
         except zmq.ZMQError as error:  # such as: this process has no descriptors left
             queued = False
             if worth_saying(self._plane.counters["lost"] + 1):
-                log.error("%s cannot be dialled at %s: %s", worker, self._directory[worker][0], error)
+                log.error("[dial-failed] %s cannot be dialled at %s: %s", worker, self._directory[worker][0], error)
         self._plane.counters["frames_out" if queued else "lost"] += 1
         return True
 

@@ -75,4 +75,4 @@ class Following:
     def _complain(self, why: str) -> None:
         if why != self._said:
             self._said = why
-            log.error("the keys of %s stay as they were: %s", self.keyring.name, why)
+            log.error("[keys-unchanged] the keys of %s stay as they were: %s", self.keyring.name, why)

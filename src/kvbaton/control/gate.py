@@ -87,7 +87,7 @@ class Gate:
     def _refuse(self, address: bytes) -> None:
         self._plane.counters["refused"] += 1
         if worth_saying(self._plane.counters["refused"]):
-            log.warning("refused a connection from %s: its key is not in our key directory", address.decode())
+            log.warning("[stranger-refused] refused %s: its key is not in our key directory", address.decode())
 
 
 def _each(socket: Socket, handle: Callable[[list[bytes]], None]) -> None:

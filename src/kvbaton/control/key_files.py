@@ -149,7 +149,7 @@ def read(path: Path, kind: type[T], *, private: bool) -> T:
 def existing(directory: str | Path) -> Path:
     base = Path(directory)
     if not (base / "public").is_dir():
-        raise ControlError(f"{base}: no key directory; mint one for the cluster, or check the path")
+        raise ControlError(f"{base}: no key directory; mint one with kvbaton keys new DIR NAME…, or check the path")
     return base
 
 

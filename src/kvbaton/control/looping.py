@@ -93,6 +93,6 @@ class LoopThread:
         except Exception:  # a bug in one turn must not end service to everybody
             self.faults += 1
             if worth_saying(self.faults):
-                log.exception("%s: fault %d; going on", self._thread.name, self.faults)
+                log.exception("[thread-fault] %s: fault %d; going on", self._thread.name, self.faults)
             return False
         return True

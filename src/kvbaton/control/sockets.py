@@ -70,7 +70,7 @@ class Plane:
             return True
         self.counters["over_quota"] += 1
         if self.quota.is_first_refusal(worker):
-            log.warning("%s sends more than %g frames a second; the rest is dropped", worker, self.quota.per_s)
+            log.warning("[peer-flooding] %s sends over %g frames a second; more is dropped", worker, self.quota.per_s)
         return False
 
     def open(self, kind: int, *, ipv6: bool) -> Socket:

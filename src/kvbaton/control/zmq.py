@@ -114,7 +114,7 @@ class ZmqControl:
         bytes_max = self._plane.limits.frame_bytes_max
         if not 0 < len(frame) <= bytes_max:
             self.counters["lost"] += 1
-            log.error("a frame of %d bytes for %s was not sent: 1..%d", len(frame), worker, bytes_max)
+            log.error("[frame-unsendable] frame of %d bytes for %s was not sent: 1..%d", len(frame), worker, bytes_max)
             return True
         sent = self._listener.reply(worker, frame) if self._listener else Sent.NO_WAY
         if sent is Sent.NO_WAY:

@@ -15,7 +15,7 @@ from kvbaton.control.registry.server import DISCARDS_MAX
 from kvbaton.protocol.ids import Incarnation, WorkerId
 
 from ..rig import DEADLINE_S, Post, cluster, posted, until
-from .town import RINGS, ROUTER, Town, Worker, reg
+from .town import CALM, RINGS, ROUTER, Town, Worker, reg
 
 P0 = WorkerId("p0")
 
@@ -78,9 +78,11 @@ class TestDrain:
                 order = m.encode(m.Drain(P0, 11))
                 until(lambda order=order: (ROUTER, order) in p0.inbox, p0)  # type: ignore[misc]
 
-    def test_an_unknown_worker_is_named_with_those_that_are_known(self, town: Town) -> None:
-        listed(town), listed(town, "d0")
-        said = line(town).drain(WorkerId("p9"), 0, DEADLINE_S)
+    def test_an_unknown_worker_is_named_with_those_that_are_known(self) -> None:
+        town = Town(msgspec.structs.replace(CALM, settle_s=60.0))
+        with town.stack:
+            listed(town), listed(town, "d0")
+            said = line(town).drain(WorkerId("p9"), 0, DEADLINE_S)
         assert said is not None
         assert (said.worker, said.state, said.workers) == ("p9", "unknown", ("d0", "p0"))
         assert "young" in said.held, "it may yet come back"

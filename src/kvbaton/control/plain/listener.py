@@ -119,7 +119,10 @@ class PlainListener:
         """Fields are ours, so there are few; what they hold is not, and was shortened and escaped."""
         self._said[kind, field] += 1
         if worth_saying(self._said[kind, field]):
-            log.log(logging.INFO if kind == "listed" else logging.WARNING, "%s", text)
+            if kind == "listed":
+                log.info("%s", text)
+            else:
+                log.warning("[plain-refused] %s", text)
 
 
 class _Door:

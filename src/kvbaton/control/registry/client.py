@@ -30,12 +30,18 @@ GOODBYE_S = 0.3
 SILENCE_S = 10.0
 """After which it is said that the registry does not answer: once, until it has answered."""
 CLOSE_S = 2.0
+REPORT_S = 0.5
+"""Reports are at least this far apart, unless one is asked for."""
+SHOW_S = 0.05
+"""Also when one is asked for."""
 LIMITS = Limits(frames_queued_max=64)  # pings to a registry that is away are worth nothing later
 
 OnDirectory = Callable[[tuple[m.DirectoryEntry, ...]], None]
 OnDeparted = Callable[[WorkerId, Incarnation], None]
 OnDrain = Callable[[], None]
 OnDiscard = Callable[[Sequence[str]], None]
+OnShow = Callable[[Sequence[str]], None]
+MakeReport = Callable[[], bytes | None]
 
 
 def _ignore(*_: object) -> None:
@@ -55,13 +61,17 @@ class RegistryClient:
         on_departed: OnDeparted,
         on_drain: OnDrain = _ignore,
         on_discard: OnDiscard = _ignore,
+        report: MakeReport | None = None,
+        on_show: OnShow = _ignore,
         settings: RegistrySettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`registry` is the registry's name in the key directory and its endpoint.
 
         `on_drain` is called when an operator wants this worker to drain, until it has called `drain`; `on_discard` with
-        the tickets that nobody will use.
+        the tickets that nobody will use. `report` makes the next report, or None if there is nothing to tell; it is
+        called every half a second at most while the registry takes reports, and soon after `on_show`, which is called
+        with what somebody wants to be told of.
         """
         self.counters: Counter[str] = Counter()
         _check_known(keyring, registry[0])
@@ -70,6 +80,10 @@ class RegistryClient:
         self._on_departed = on_departed
         self._on_drain = on_drain
         self._on_discard = on_discard
+        self._report = report
+        self._report_at = clock()
+        self._reported_at = clock() - SHOW_S
+        self._on_show = on_show
         self._is_draining = False
         self._clock = clock
         self._heard_at: float | None = clock()  # None: it is said that the registry is silent
@@ -117,12 +131,27 @@ class RegistryClient:
             self._take(message, now)
         if self._heard_at is not None and now - self._heard_at >= SILENCE_S:
             self._heard_at = None
-            said = "%s: registry %s at %s has not answered for %g s; still trying"
+            said = "[registry-silent] %s: registry %s at %s has not answered for %g s; still trying"
             log.warning(said, self._member.registration.peer, self._registry, self._address, SILENCE_S)
         due = self._member.on_time(now)
         if due is not None:
             self._say(due)
-        return self._member.next_deadline()
+        if self._report is None or not self._member.may_report:
+            return self._member.next_deadline()
+        if now >= self._report_at:
+            self._report_at, self._reported_at = now + REPORT_S, now
+            self._guard(partial(self._send_report, self._report))
+        return min(self._member.next_deadline(), self._report_at)
+
+    def _send_report(self, make: MakeReport) -> None:
+        data = make()
+        if data is None:
+            return
+        if len(data) > m.REPORT_BYTES_MAX:
+            self.counters["reports_too_long"] += 1
+            return
+        self.counters["reports"] += 1
+        self._say(m.Report(self._member.registration.incarnation, data))
 
     def _messages(self) -> list[m.FromRegistry]:
         found: list[m.FromRegistry] = []
@@ -132,29 +161,32 @@ class RegistryClient:
             except m.RegistryFault as fault:
                 self.counters["bad_messages"] += 1
                 if worth_saying(self.counters["bad_messages"]):
-                    log.warning("a message of the registry was skipped: %s", fault)
+                    log.warning("[registry-message] a message of the registry was skipped: %s", fault)
         return found
 
     def _take(self, message: m.FromRegistry, now: float) -> None:
-        if isinstance(message, m.Drain | m.Discard):
-            self._obey(message)
+        if isinstance(message, m.Drain | m.Discard | m.Show):
+            self._obey(message, now)
             return
         before = self._member.state
         news = self._member.on_message(message, now)
         if self._member.state is not before:
             quiet = self._member.state in (MemberState.LISTED, MemberState.JOINING)
-            said = "registry %s: %s is %s %s"
+            said = "[registry-state] registry %s: %s is %s %s"
             args = (self._registry, self._member.registration.peer, self._member.state, self._member.detail)
             log.log(logging.INFO if quiet else logging.ERROR, said, *args)
         if news is not None:
             self._pass_on(news)
 
-    def _obey(self, message: m.Drain | m.Discard) -> None:
+    def _obey(self, message: m.Drain | m.Discard | m.Show, now: float) -> None:
         """The registry's key was proven with the connection; an order for another life is nobody's."""
         if message.incarnation != self._member.registration.incarnation:
             self.counters["orders_late"] += 1
         elif isinstance(message, m.Discard):
             self._guard(partial(self._on_discard, message.tickets))
+        elif isinstance(message, m.Show):
+            self._guard(partial(self._on_show, message.ids))
+            self._report_at = min(self._report_at, max(now, self._reported_at + SHOW_S))
         elif not self._is_draining:
             self._guard(self._on_drain)
         elif self._member.registration.draining:  # said, but it did not get there: the order comes until it has
@@ -170,7 +202,7 @@ class RegistryClient:
             action()
         except Exception:
             self.counters["callback_faults"] += 1
-            log.exception("a callback of discovery failed; going on")
+            log.exception("[callback-failed] a callback of discovery failed; going on")
 
     def _say(self, message: m.FromWorker) -> None:
         self._control.send(self._registry, m.encode(message))

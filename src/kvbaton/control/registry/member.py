@@ -39,6 +39,8 @@ class Member:
         self.detail = ""  # why, when refused
         self.has_spoken = False  # the registry may list it, even if no answer has come
         self.held = ""  # what it still waits for while it drains
+        self._takes_reports = False
+        self._is_answered = False  # what was said last
         self._ping_s = settings.ping_s
         self._speak_at = now
         self._seen = m.Seen()
@@ -50,6 +52,7 @@ class Member:
             return None
         self._speak_at = now + self._ping_s
         self.has_spoken = True
+        self._is_answered = False
         if self.state in (MemberState.JOINING, MemberState.REFUSED):
             return m.Register(self.registration)
         return m.Ping(self.registration.incarnation, self._seen, self.held)
@@ -61,6 +64,11 @@ class Member:
     def is_known_to_drain(self) -> bool:
         """Whether the registry has said that nobody new is sent here."""
         return self.registration.draining and self.state is MemberState.LISTED
+
+    @property
+    def may_report(self) -> bool:
+        """Whether the registry lists this worker, knows what a report is, and is there: what it misses is lost."""
+        return self.state is MemberState.LISTED and self._takes_reports and self._is_answered
 
     def present(self, registration: m.Registration, now: float) -> None:
         """Register anew: the worker began another life, or can be reached otherwise."""
@@ -85,6 +93,7 @@ class Member:
         return None
 
     def _on_registered(self, message: m.Registered) -> None:
+        self._takes_reports, self._is_answered = message.reports, True
         if self.registration.draining and not message.draining:
             return  # the answer to what was said before
         self.state, self.detail = MemberState.LISTED, ""

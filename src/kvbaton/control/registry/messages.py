@@ -27,6 +27,9 @@ NOTHING = "nothing"
 """How a worker says that it holds nothing, and has held nothing for a while."""
 TICKETS_MAX = 64
 """In one message: 64 KiB of the longest."""
+REPORT_BYTES_MAX = 512 << 10
+SHOWN_MAX = 64
+"""Ids that one message asks for."""
 
 Role = Literal["prefill", "decode", "both"]
 Name = Annotated[str, Meta(max_length=64)]
@@ -34,6 +37,7 @@ Names = Annotated[tuple[Name, ...], Meta(max_length=16)]
 Text = Annotated[str, Meta(max_length=FIELD_CHARS_MAX)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Worker = Annotated[WorkerId, Meta(max_length=WORKER_ID_CHARS_MAX)]
+Ids = Annotated[tuple[Annotated[str, Meta(max_length=FIELD_CHARS_MAX)], ...], Meta(max_length=SHOWN_MAX)]
 Tickets = Annotated[tuple[Annotated[str, Meta(max_length=TICKET_CHARS_MAX)], ...], Meta(max_length=TICKETS_MAX)]
 
 
@@ -118,6 +122,13 @@ class Deregister(msgspec.Struct, frozen=True, tag="deregister"):
     incarnation: Incarnation
 
 
+class Report(msgspec.Struct, frozen=True, tag="report"):
+    """What a worker tells of itself, for those who look on. Only to a registry that takes reports."""
+
+    incarnation: Incarnation
+    data: Annotated[bytes, Meta(max_length=REPORT_BYTES_MAX)]  # opaque here; see kvbaton.flight
+
+
 # --- operator to registry, and on from there to the worker
 
 
@@ -152,6 +163,7 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
 
     incarnation: Incarnation
     draining: bool = False  # and nobody new is sent to you
+    reports: bool = False  # the registry takes reports; older ones do not know what that is
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
@@ -190,10 +202,18 @@ class Discard(msgspec.Struct, frozen=True, tag="discard"):
     tickets: Tickets
 
 
-FromWorker = Register | Ping | Deregister
+class Show(msgspec.Struct, frozen=True, tag="show"):
+    """Report at once, and what you know of these too. Only to workers that report."""
+
+    incarnation: Incarnation
+    ids: Ids
+
+
+AboutStanding = Register | Ping | Deregister
+FromWorker = AboutStanding | Report
 FromOperator = Drain
 ToRegistry = FromWorker | FromOperator
-FromRegistry = Registered | Unknown | Superseded | Refused | Deregistered | Directory | Drain | Discard
+FromRegistry = Registered | Unknown | Superseded | Refused | Deregistered | Directory | Drain | Discard | Show
 ToOperator = DrainState | Refused
 
 _encoder = msgspec.msgpack.Encoder()

@@ -146,6 +146,13 @@ class Roster:
     def is_draining(self, worker: WorkerId) -> bool:
         return worker in self._listed and self._listed[worker].draining
 
+    def is_listed(self, worker: WorkerId) -> bool:
+        return worker in self._listed
+
+    def lists(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+        """Whether a worker is listed in that life."""
+        return worker in self._listed and self._listed[worker].registration.incarnation == incarnation
+
     def order(self, worker: WorkerId) -> Drain | None:
         """What a worker must be told, until it says the same of itself."""
         current = self._listed.get(worker)

@@ -18,6 +18,7 @@ from kvbaton.control.base import Limits, worth_saying
 from kvbaton.control.keys import Keyring
 from kvbaton.control.looping import LoopThread
 from kvbaton.control.registry import messages as m
+from kvbaton.control.registry.reports import OnReport, Reports
 from kvbaton.control.registry.roster import Entry, RegistrySettings, Roster, Standing
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
@@ -48,6 +49,7 @@ class RegistryServer:
         *,
         settings: RegistrySettings | None = None,
         on_change: Callable[[Workers], None] = _ignore,
+        on_report: OnReport | None = None,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -58,6 +60,7 @@ class RegistryServer:
         self._control.on_keys = self._take_keys
         self.on_keys: Callable[[Keyring], None] = lambda _: None  # when the key directory changed; on its thread
         self._on_change = on_change
+        self._reports = Reports(self._roster, on_report, self.counters)
         self._workers: Workers = ()
         self._published = self._roster.revision
         self._announced = self._roster.seen
@@ -71,6 +74,11 @@ class RegistryServer:
     def strangers(self) -> int:
         """Connections that came and have not proven an identity of this cluster."""
         return self._control.strangers
+
+    @property
+    def visits(self) -> Mapping[str, int]:
+        """What the control plane has counted of connections and frames."""
+        return self._control.counters
 
     def start(self) -> None:
         self._thread.start()
@@ -92,6 +100,16 @@ class RegistryServer:
             self._control.wake()
         return len(taken)
 
+    def show(self, worker: WorkerId, incarnation: Incarnation, ids: Sequence[str]) -> bool:
+        """Have a worker report at once, and of these ids too; False if it never reported. From any thread.
+
+        Never blocks. Whoever has not reported may not know the question, and is not asked.
+        """
+        asked = self._reports.ask(PeerId(worker, incarnation), ids)
+        if asked:
+            self._control.wake()
+        return asked
+
     def set_peers(self, peers: Mapping[WorkerId, str]) -> None:
         """The identities that there are, for a keyring that no directory stands behind. From any thread."""
         self._control.set_peers(peers)
@@ -110,7 +128,7 @@ class RegistryServer:
                 answers += self._on_frame(worker, frame, key, now)
         self._roster.on_time(now)
         self._publish()
-        for worker, answer in [*answers, *self._discarded()]:
+        for worker, answer in [*answers, *self._discarded(), *self._reports.questions()]:
             self._send(worker, m.encode(answer))
         self._announce()
         return self._roster.next_deadline()
@@ -122,11 +140,14 @@ class RegistryServer:
         except m.RegistryFault as fault:
             self.counters["bad_messages"] += 1
             if worth_saying(self.counters["bad_messages"]):
-                log.warning("a message of %s was skipped: %s", sender, fault)
+                log.warning("[member-message] a message of %s was skipped: %s", sender, fault)
             return [(sender, m.Refused(str(fault)[: m.DETAIL_CHARS_MAX]))]
         self.counters["messages"] += 1
         if isinstance(message, m.Drain):
             return self._on_drain(sender, message)
+        if isinstance(message, m.Report):
+            self._reports.take(sender, message, now)
+            return []
         answers: list[tuple[WorkerId, Answer]] = [
             (sender, answer) for answer in self._answers(sender, message, key, now)
         ]
@@ -141,7 +162,7 @@ class RegistryServer:
         answers: list[tuple[WorkerId, Answer]] = [(operator, said)]
         return answers if order is None else [*answers, (message.worker, order)]
 
-    def _answers(self, worker: WorkerId, message: m.FromWorker, key: str, now: float) -> list[m.FromRegistry]:
+    def _answers(self, worker: WorkerId, message: m.AboutStanding, key: str, now: float) -> list[m.FromRegistry]:
         if isinstance(message, m.Deregister):
             self._roster.deregister(worker, message.incarnation)
             return [m.Deregistered(message.incarnation)]
@@ -158,7 +179,7 @@ class RegistryServer:
                 return [m.Superseded(incarnation)]
             case Standing.FULL:
                 return [m.Refused(f"workers: {self._roster.settings.workers_max} are listed, the most there can be")]
-        listed = m.Registered(incarnation, self._roster.is_draining(worker))
+        listed = m.Registered(incarnation, self._roster.is_draining(worker), self._reports.taken)
         if isinstance(message, m.Ping) and message.seen != self._roster.seen:
             return [listed, self._roster.directory()]
         return [listed]
@@ -168,7 +189,7 @@ class RegistryServer:
         for entry in self._roster.entries():  # also who registered since the last that was published
             told = entry.registration
             if entry.public_key not in (keyring.peers.get(told.worker), *keyring.also.get(told.worker, ())):
-                log.warning("%s is no longer in the key directory, and no longer listed", told.peer)
+                log.warning("[key-withdrawn] %s is no longer in the key directory, and no longer listed", told.peer)
                 self._roster.deregister(told.worker, told.incarnation)
         self.on_keys(keyring)
 
@@ -195,7 +216,7 @@ class RegistryServer:
             self._on_change(self._workers)
         except Exception:
             self.counters["callback_faults"] += 1
-            log.exception("on_change failed; going on")
+            log.exception("[callback-failed] on_change failed; going on")
 
     def _announce(self) -> None:
         """Tell the workers."""
