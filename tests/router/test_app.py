@@ -115,7 +115,8 @@ def test_a_mode_that_the_operator_does_not_allow_is_refused() -> None:
 def test_headers_reach_both_legs_and_the_request_id_comes_back(mode: str) -> None:
     async def story() -> None:
         async with cluster() as c:
-            sent = {"Authorization": "Bearer s", "traceparent": "00-1-2-3", "tracestate": "a=b", "X-Request-Id": "mine"}
+            trace = f"00-{'a' * 32}-{'b' * 16}-01"
+            sent = {"Authorization": "Bearer s", "traceparent": trace, "tracestate": "a=b", "X-Request-Id": "mine"}
             _, _, headers = await c.post(BODY, x_kvbaton_mode=mode, Cookie="no", **sent)
             assert headers["X-Request-Id"] == "mine"
             for worker in (*c.p, *c.d):
@@ -239,7 +240,9 @@ def test_operators_see_workers_pairs_and_numbers() -> None:
             async with c.session.get(f"{c.url}/metrics") as response:
                 text = await response.text()
             assert "# TYPE kvbaton_router_tries_total counter" in text
-            assert 'kvbaton_router_tries_total{kind="pull"} 1' in text
+            assert 'kvbaton_router_tries_total{mode="pull"} 1' in text
+            assert 'kvbaton_router_responses_total{status="4xx"} 1' in text
+            assert 'kvbaton_router_pairs{mode="pull"} 2' in text
 
     run(story())
 

@@ -414,6 +414,28 @@ def test_a_request_that_meets_with_the_close_of_an_idle_connection_is_stale(
 
 
 @pytest.mark.parametrize("how", [Conn.close, Conn.reset], ids=["closes", "resets"])
+def test_a_worker_that_goes_long_after_it_was_asked_did_not_close_an_idle_connection(
+    run: Run, how: Callable[[Conn], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had the request and died with it: it is to blame, and its end is a failure on record."""
+    monkeypatch.setattr(wire, "STALE_S", 0.02)
+
+    async def script(conn: Conn) -> None:
+        await conn.request()
+        await conn.say(OK)
+        await conn.request()
+        await asyncio.sleep(0.05)  # longer than that
+        how(conn)
+
+    async def story(pool: Pool, server: Server) -> None:
+        assert await fetch(pool, server) == (200, b"ok")
+        with pytest.raises(BrokenError):
+            await fetch(pool, server)
+
+    run(told(script, story))
+
+
+@pytest.mark.parametrize("how", [Conn.close, Conn.reset], ids=["closes", "resets"])
 def test_a_new_connection_is_never_stale(run: Run, how: Callable[[Conn], None]) -> None:
     async def script(conn: Conn) -> None:
         await conn.request()

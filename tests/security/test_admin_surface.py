@@ -15,6 +15,7 @@ from kvbaton.chaos.strangers_visits import ADMIN
 from kvbaton.engine.server import worker_app
 from kvbaton.router.app import router_app
 from kvbaton.router.directory import Worker
+from kvbaton.router.live import live_page
 from kvbaton.router.settings import RouterSettings
 from tests.engine.test_server import FakeBackend
 
@@ -39,11 +40,12 @@ def listed(who: str) -> set[tuple[str, str]]:
 async def routed() -> set[tuple[str, str]]:
     """What the router's application answers, method by method."""
     found = set()
-    async with router_app(Nobody(), RouterSettings()) as router:
+    async with router_app(Nobody(), RouterSettings(), pages=live_page) as router:
         with pytest.raises(ApiError) as told:
             router.handler("GET", "/nowhere")
-        paths = {word.rstrip(",") for word in told.value.message.split("there are ")[1].split()}
-        for path in paths | {each.decode().split()[1] for each in ADMIN}:
+        listed = {word.rstrip(",") for word in told.value.message.split("there are ")[1].split()}
+        assert listed < set(router.paths) and "/dashboard" in listed, "what pages are made of is not told"
+        for path in {*router.paths} | {each.decode().split()[1] for each in ADMIN}:
             for method in METHODS:
                 try:
                     router.handler(method, path)

@@ -127,7 +127,7 @@ def test_what_is_over_the_quota_is_dropped_counted_and_said_once(caplog: pytest.
         assert [frame for _, frame in p0.inbox] == [b"%d" % number for number in range(5)]
         exchange(d0, p0)  # whose quota is its own
     assert [record.getMessage() for record in caplog.records] == [
-        "bad sends more than 0.001 frames a second; the rest is dropped"
+        "[peer-flooding] bad sends over 0.001 frames a second; more is dropped"
     ]
 
 

@@ -75,7 +75,7 @@ async def errors_as_json(request: web.Request, handler: _Handler) -> web.StreamR
     except ConnectionError:
         raise
     except Exception:
-        log.exception("%s %s", request.method, request.path)
+        log.exception("[request-crashed] %s %s", request.method, request.path)
         return error_response(internal())
 
 
@@ -138,7 +138,7 @@ async def _send_rest(
     except ApiError as error:
         await _write(response, tell(error), deadline)
     except Exception:
-        log.exception("%s %s: in mid-stream", request.method, request.path)
+        log.exception("[stream-crashed] %s %s: in mid-stream", request.method, request.path)
         await _write(response, tell(internal()), deadline)
 
 

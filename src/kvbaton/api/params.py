@@ -12,6 +12,7 @@ import msgspec
 
 from kvbaton.api.errors import bad_field
 from kvbaton.protocol.ticket import TICKET_CHARS_MAX
+from kvbaton.tracing.context import parse as parse_trace
 
 FIELD = "kv_transfer_params"
 SHOWN_CHARS = 200
@@ -33,6 +34,7 @@ class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
     mode: Mode = Mode.PULL
     ticket: str | None = None
     remote_engine_id: str | None = None
+    traceparent: str | None = None  # W3C: whose trace this belongs to; the router sets it
 
     @classmethod
     def parse(cls, value: Any) -> TransferParams | None:
@@ -49,6 +51,12 @@ class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
             return None
         params._check_ticket()
         return params
+
+    @property
+    def trace(self) -> str:
+        """The trace that this belongs to, "" where none was named, or in a way that cannot be read."""
+        found = parse_trace(self.traceparent)
+        return "" if found is None else str(found)
 
     def _check_ticket(self) -> None:
         needs_ticket = self.do_remote_prefill or self.mode is not Mode.PULL

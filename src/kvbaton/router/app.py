@@ -10,23 +10,29 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import msgspec
 
 from kvbaton.api.bodies import Kind
 from kvbaton.api.errors import ApiError
 from kvbaton.api.gather import cancel
+from kvbaton.flight.gathering import Gathering
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.desk import Desk
 from kvbaton.router.dialects import TicketMinter
 from kvbaton.router.directory import Worker, WorkerDirectory
+from kvbaton.router.flights import LogBook
 from kvbaton.router.flow import Discard, Flow
 from kvbaton.router.front import Front
 from kvbaton.router.health import Health
 from kvbaton.router.legs import LegError, Legs
+from kvbaton.router.operators import FlightsPage, Show, guarded
 from kvbaton.router.roster import Roster
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.stats import RouterStats
-from kvbaton.router.talk import Handler
+from kvbaton.router.talk import Answer, Handler, Request
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +40,37 @@ LOOK_S = 0.25
 """How often the router looks whom to probe and who has left."""
 
 
+class Board(msgspec.Struct, frozen=True):
+    """What pages for operators are made from."""
+
+    gathering: Gathering  # flights, journeys, what workers told; from any thread
+    workers: Callable[[], list[dict[str, Any]]]  # as `/workers` shows them; on the event loop
+    stats: Callable[[], Mapping[str, Any]]  # as `/stats` shows them; on the event loop
+    settings: RouterSettings
+
+
+Pages = Callable[[Board], Mapping[str, Handler]]
+"""Makes further pages: path to handler (`talk.Handler`: `async (Request) -> Answer | Events`), for GET and HEAD.
+
+Called once, while the router starts, on its event loop. The router guards each page by `operator_pages` itself (403 for
+whoever may not see it), and lists it among its paths. `Request.query` has what follows the question mark.
+"""
+
+
 class Router:
     """What the door leads to: paths, and who answers there."""
 
     def __init__(
-        self, front: Front, desk: Desk, settings: RouterSettings, stats: RouterStats, minter: TicketMinter | None
+        self,
+        front: Front,
+        desk: Desk,
+        settings: RouterSettings,
+        stats: RouterStats,
+        minter: TicketMinter | None,
+        gathering: Gathering,
+        pages: Mapping[str, Handler],
     ) -> None:
+        self.gathering = gathering
         self._minter = minter
         self.body_bytes_max = settings.body_bytes_max
         self.body_s = settings.body_s
@@ -55,11 +86,26 @@ class Router:
             "/metrics": {"GET": desk.metrics},
             "/stats": {"GET": desk.stats},
         }
+        for path, handler in pages.items():
+            self._routes[path] = {"GET": guarded(handler, settings.operator_pages)}
+        self._pages = frozenset(pages)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Everything that is answered."""
+        return tuple(self._routes)
+
+    @property
+    def _main_paths(self) -> list[str]:
+        """Those that a person would ask for, without what pages are made of."""
+        return [path for path in self._routes if path.rpartition("/")[0] not in self._routes]
 
     def handler(self, method: str, path: str) -> Handler:
         found = self._routes.get(path)
+        if found is None and path[:-1] in self._pages and path.endswith("/") and method in ("GET", "HEAD"):
+            return _without_slash
         if found is None:
-            said = f"{method} {path[:200]}: no such path; there are {', '.join(self._routes)}"
+            said = f"{method} {path[:200]}: no such path; there are {', '.join(self._main_paths)}"
             raise ApiError(404, said, code="not_found")
         handler = found.get("GET" if method == "HEAD" else method)
         if handler is None:
@@ -81,17 +127,30 @@ class Router:
         return not self.stats.in_flight
 
 
+async def _without_slash(request: Request) -> Answer:
+    """Where the page is: what it is made of is named beside it, also behind a proxy that puts paths under another."""
+    return Answer(b"", 308, {"Location": f"../{request.path[:-1].rpartition('/')[2]}"}, "text/plain")
+
+
 @contextlib.asynccontextmanager
 async def router_app(
     directory: WorkerDirectory,
     settings: RouterSettings,
     ticket_key: bytes | None = None,
     discard: Discard | None = None,
+    *,
+    name: str = "router",
+    gathering: Gathering | None = None,
+    show: Show | None = None,
+    pages: Pages | None = None,
 ) -> AsyncIterator[Router]:
     """The router while its connections live; listen with `door.serving`.
 
     Without a key kvbaton's own workers are served by pull only. `discard` tells P of tickets that nobody will use.
+    What becomes of requests is kept in `gathering`, under `name`; `show` has workers tell it more; `pages` adds to what
+    operators can see.
     """
+    gathering = Gathering() if gathering is None else gathering
     health = Health(settings.suspect_s, settings.breaker_failures, settings.probe_min_s, settings.probe_max_s)
     roster = Roster(directory, health)
     stats = RouterStats()
@@ -100,12 +159,14 @@ async def router_app(
     async with Legs.open(settings) as legs:
         if minter is not None:
             legs.token = minter.token
-        flow = Flow(legs, roster, settings, stats, minter, discard)
+        flow = Flow(legs, roster, settings, stats, minter, discard, LogBook(gathering, name, settings.trace))
         front = Front(flow, settings, stats, draining)
         desk = Desk(roster, legs, flow, settings, stats, draining)
+        board = Board(gathering, desk.shown, desk.numbers, settings)
+        more = {"/flights": FlightsPage(gathering, show).answer, **({} if pages is None else pages(board))}
         caring = asyncio.create_task(_Care(roster, legs, settings, stats).run())
         try:
-            yield Router(front, desk, settings, stats, minter)
+            yield Router(front, desk, settings, stats, minter, gathering, more)
         finally:
             await cancel([caring])
             await flow.close()
@@ -128,7 +189,7 @@ class _Care:
                 try:
                     self._look()
                 except Exception:  # a directory that fails must not end probing for ever
-                    log.exception("looking after the workers failed; going on")
+                    log.exception("[upkeep-failed] looking after the workers failed; going on")
         finally:
             await cancel(list(self._probes.values()))
 
@@ -139,7 +200,7 @@ class _Care:
             count = self._legs.drop(peer)
             self._stats.dropped += count
             if count:
-                log.warning("%s left the list: %d requests to it are broken off", peer, count)
+                log.warning("[worker-gone] %s left the list: %d requests to it are broken off", peer, count)
         if not self._roster.health:
             return
         due = set(self._roster.health.due(now))

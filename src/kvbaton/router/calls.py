@@ -12,9 +12,11 @@ from kvbaton.api.bodies import Kind
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.directory import Worker
+from kvbaton.router.flights import Trip
 from kvbaton.router.legs import LegError
 from kvbaton.router.policy import NO_DOUBTS, Doubts
 from kvbaton.router.wire import Header
+from kvbaton.tracing.context import Traceparent
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -29,10 +31,15 @@ class Call(msgspec.Struct, frozen=True):
     name: str  # the request id
     data: bytes | None = None  # the client's body, where it stands for this one request
     alone: str = ""  # why D must answer by itself, if it must
+    trace: Traceparent | None = None  # whose trace it belongs to
+    begins_trace: bool = False  # nobody before this router knows of that trace
 
-    def named(self, request_id: str | None = None) -> Sequence[Header]:
+    def named(self, request_id: str | None, traceparent: str) -> Sequence[Header]:
         """The headers of a leg, under the client's request id or another."""
-        return [*self.headers, (b"X-Request-Id", (request_id or self.name).encode())]
+        name = (b"X-Request-Id", (request_id or self.name).encode())
+        if not traceparent:
+            return [*self.headers, name]
+        return [*self.headers, name, (b"traceparent", traceparent.encode())]
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -51,6 +58,7 @@ class Tries:
     """What one call has been through."""
 
     tokens: int  # of the prompt, estimated
+    trip: Trip  # the record of the try that is under way
     names: tuple[int, ...] = ()  # of the prompt's beginnings
     seen: Mapping[PeerId, float] = field(default_factory=dict)  # the share of it that workers know
     prefill_failures: int = 0
@@ -60,6 +68,11 @@ class Tries:
     last: LegError | None = None
     refusals: list[LegError] = field(default_factory=list)  # of workers that are alive
     alone: str = ""  # why no P is asked any more
+
+    @property
+    def count(self) -> int:
+        """How many have come to nothing."""
+        return self.prefill_failures + self.decode_failures + self.stale
 
     def doubt(self, route: Route, error: LegError) -> None:
         """Do not ask the same again."""

@@ -6,14 +6,13 @@ Law: nothing here changes anything; what changes a cluster is authenticated and 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from kvbaton.api import prometheus
 from kvbaton.api.errors import unavailable
+from kvbaton.metrics import exposition
 from kvbaton.router import policy
 from kvbaton.router.directory import State, Worker
 from kvbaton.router.flow import Flow
@@ -82,36 +81,45 @@ class Desk:
         return "unavailable"
 
     async def workers(self, _: Request) -> Answer:
-        view = self._view()
-        return json_answer({"workers": [self._shown(worker, view) for worker in view.workers]})
+        return json_answer({"workers": self.shown()})
 
-    async def metrics(self, _: Request) -> Answer:
-        text = prometheus.render(self._numbers(), "kvbaton_router")
-        return Answer(text.encode(), content_type=prometheus.CONTENT_TYPE)
+    async def metrics(self, request: Request) -> Answer:
+        openmetrics = exposition.wants_openmetrics(request.header(b"accept"))
+        text = exposition.render(self._stats.families(self.numbers()), openmetrics=openmetrics)
+        return Answer(text.encode(), content_type=exposition.content_type(openmetrics))
 
     async def stats(self, _: Request) -> Answer:
-        return json_answer(self._numbers())
+        return json_answer(self.numbers())
 
-    def _numbers(self) -> Mapping[str, Any]:
+    def shown(self) -> list[dict[str, Any]]:
+        """Each worker as `/workers` tells of it."""
+        view = self._view()
+        pairs = (pair for mode in self._settings.modes_allowed for pair in view.pairs(mode))
+        paired = {peer for pair in pairs for peer in (pair.prefill.peer, pair.decode.peer)}
+        return [self._shown(worker, view, worker.peer in paired) for worker in view.workers]
+
+    def numbers(self) -> Mapping[str, Any]:
+        """Counters and gauges, as `/stats` tells them."""
         states: dict[str, int] = {}
-        for worker in self._view().workers:
+        view = self._view()
+        for worker in view.workers:
             key = f"{worker.role}:{worker.state}"
             states[key] = states.get(key, 0) + 1
-        numbers = self._stats.as_numbers()
-        return {**numbers, "breakers_opened_total": self._roster.health.opened, "workers": states}
+        pairs = {str(mode): len(view.pairs(mode)) for mode in self._settings.modes_allowed}
+        numbers = {**self._stats.as_numbers(), **self._stats.elsewhere()}
+        opened = self._roster.health.opened
+        draining = self._draining.is_set()
+        return {**numbers, "breakers_opened_total": opened, "workers": states, "pairs": pairs, "draining": draining}
 
-    def _shown(self, worker: Worker, view: View) -> dict[str, Any]:
+    def _shown(self, worker: Worker, view: View, is_paired: bool) -> dict[str, Any]:
         shown: dict[str, Any] = msgspec.to_builtins(worker)
         shown |= {"incarnation": f"{worker.incarnation:016x}", "tokens_under_way": self._flow.loads.get(worker.peer, 0)}
-        with contextlib.suppress(StopIteration):
+        if not is_paired:
             shown["unpaired"] = next(self._why_unpaired(worker, view))
         return shown
 
-    def _why_unpaired(self, worker: Worker, view: View) -> Any:
-        """The reason why a worker serves nobody, if it does not."""
-        for mode in self._settings.modes_allowed:
-            if any(worker.peer in (pair.prefill.peer, pair.decode.peer) for pair in view.pairs(mode)):
-                return
+    def _why_unpaired(self, worker: Worker, view: View) -> Iterator[str]:
+        """Reasons why a worker serves nobody, the likeliest first."""
         if worker.state in (State.BROKEN, State.DRAINING):
             yield f"{worker.name} is {worker.state}"
         others = [other for other in view.workers if other.peer != worker.peer]

@@ -10,6 +10,7 @@ field added. No address in a request id comes from a client: both are what the w
 
 from __future__ import annotations
 
+import binascii
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -20,8 +21,8 @@ import msgspec
 from kvbaton.api import request_ids, tokens
 from kvbaton.api.bodies import Kind
 from kvbaton.api.params import FIELD, LEASE_FOR_PULL, Mode, source_params, target_params
-from kvbaton.protocol.ids import TransferId, handoff_id
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.ids import HandoffId, TransferId, handoff_id, is_handoff_id
+from kvbaton.protocol.ticket import TICKET_CHARS_MAX, Ticket, seal
 from kvbaton.router.directory import Dialect, Worker
 from kvbaton.router.policy import Pair
 from kvbaton.router.wire import Header
@@ -29,15 +30,18 @@ from kvbaton.router.wire import Header
 _encode = msgspec.json.Encoder().encode
 _LEASE = _encode(LEASE_FOR_PULL)
 _KEY = b',"kv_transfer_params":'
+_MAC_BYTES = 16  # of a ticket, before what it says
+_URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
 class Ask(msgspec.Struct, frozen=True):
     """What the two legs of one try are told besides the client's fields, as JSON."""
 
-    source: bytes | None
+    source: bytes
     target: bytes | None  # None in pull: P's answer says
     request_id: str | None = None  # instead of the client's
     needs_answer: bool = True  # D cannot do without what P answers
+    handoff: str = ""  # where it is known before P answers
 
 
 class TicketMinter:
@@ -64,10 +68,15 @@ class TicketMinter:
 
     def mint(self, pair: Pair) -> str:
         """A ticket for one handoff between the two; never given out twice."""
+        return self.minted(pair)[1]
+
+    def minted(self, pair: Pair) -> tuple[HandoffId, str]:
+        """The handoff that a new ticket names, and the ticket."""
         expires_unix_s = self._wall() + self._ttl_s
         source, target = pair.prefill, pair.decode.name
-        ticket = Ticket(handoff_id(self._new_id()), source.name, expires_unix_s, source.incarnation, target=target)
-        return seal(ticket, self.key)
+        handoff = handoff_id(self._new_id())
+        ticket = Ticket(handoff, source.name, expires_unix_s, source.incarnation, target=target)
+        return handoff, seal(ticket, self.key)
 
 
 def can_mint(pair: Pair, mode: Mode, minter: TicketMinter | None) -> bool:
@@ -82,8 +91,9 @@ def ask(pair: Pair, mode: Mode, minter: TicketMinter | None) -> Ask:
         if mode is Mode.PULL:
             return Ask(_LEASE, None)
         assert minter is not None
-        ticket = minter.mint(pair)
-        return Ask(_encode(source_params(mode, ticket)), _encode(target_params(mode, ticket)))
+        handoff, ticket = minter.minted(pair)
+        source, target = source_params(mode, ticket), target_params(mode, ticket)
+        return Ask(_encode(source), _encode(target), handoff=handoff)
     unique = secrets.token_hex(16)
     name = request_ids.build(
         request_ids.parse_address(pair.prefill.address), request_ids.parse_address(pair.decode.address), unique
@@ -103,6 +113,7 @@ def _moriio(pair: Pair, mode: Mode, unique: str, name: str) -> Ask:
         _encode({**source, "remote_tp_size": pair.decode.tp_size}),
         _encode({**target, "remote_tp_size": pair.prefill.tp_size}),
         name,
+        handoff=handoff_id(TransferId(unique)),
     )
 
 
@@ -143,6 +154,7 @@ class Handover(msgspec.Struct, frozen=True):
     ticket: str | None = None
 
 
+_ticket = msgspec.msgpack.Decoder(tuple[int, Ticket])
 _prefilled = msgspec.json.Decoder(_Prefilled)
 _handover = msgspec.json.Decoder(Handover)
 
@@ -153,6 +165,27 @@ def handover(answer: bytes) -> tuple[bytes, Handover] | None:
     if isinstance(raw, msgspec.UnsetType) or bytes(raw) == b"null":
         return None
     return bytes(raw), _handover.decode(raw)
+
+
+def handoff_of(ticket: str | None) -> str:
+    """Which handoff a ticket of ours names; "" for anything else. Not verified: good for records, and nothing else."""
+    if ticket is None or len(ticket) > TICKET_CHARS_MAX:
+        return ""
+    try:
+        raw = binascii.a2b_base64(ticket.encode("ascii").translate(_URL_SAFE) + b"==")
+        handoff = _ticket.decode(raw[_MAC_BYTES:])[1].handoff
+    except (ValueError, RecursionError):  # also msgspec's and binascii's
+        return ""
+    return handoff if is_handoff_id(handoff) else ""
+
+
+def traced(params: bytes, traceparent: str, worker: Worker) -> bytes:
+    """The parameters with the span that they belong to, for workers of ours; others' get the header alone."""
+    if not traceparent or worker.dialect is not Dialect.OWN or not worker.incarnation:
+        return params
+    end = params.rindex(b"}")
+    comma = b"" if params[:end].strip() == b"{" else b","
+    return b'%b%b"traceparent":"%b"}' % (params[:end], comma, traceparent.encode())
 
 
 def without_params(answer: bytes) -> bytes:

@@ -29,6 +29,7 @@ from kvbaton.router.talk import (
     chunk,
     error_answer,
     path_of,
+    query_of,
     stream_head,
     too_many_headers,
     whole_bytes,
@@ -64,6 +65,7 @@ class _Connection(asyncio.Protocol):
         self._site = door.site
         self._loop = door.loop
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)  # from connection_made on
+        self._peer = ""
         self._parser = httptools.HttpRequestParser(self)
         self._ahead: deque[tuple[Request, bool, bool]] = deque()  # with: keeps the connection, is of HTTP/1.1
         self._task: asyncio.Task[None] | None = None
@@ -148,7 +150,7 @@ class _Connection(asyncio.Protocol):
             keeps = False
             self._transport.abort()
         except Exception:
-            log.exception("%s %s: the answer cannot be sent", request.method, request.path[:200])
+            log.exception("[answer-unsendable] %s %s: the answer cannot be sent", request.method, request.path[:200])
             keeps = False
             self._transport.abort()
         finally:
@@ -171,7 +173,7 @@ class _Connection(asyncio.Protocol):
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and (self._task is None or self._task.cancelling()):
                 raise
-            log.exception("%s %s", request.method, request.path[:200])
+            log.exception("[request-crashed] %s %s", request.method, request.path[:200])
             found = error_answer(internal())
         keeps = keeps and not self._closing
         if isinstance(found, Events):
@@ -198,7 +200,7 @@ class _Connection(asyncio.Protocol):
             except _CutOffError:
                 raise
             except Exception:
-                log.exception("in mid-stream")
+                log.exception("[stream-crashed] in mid-stream")
                 data = events.tell(internal())
             self._send((chunk(data) if data else b"") + b"0\r\n\r\n" if is_new else data)
         return keeps
@@ -239,6 +241,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        peer = transport.get_extra_info("peername")
+        self._peer = str(peer[0]) if isinstance(peer, tuple) and peer else ""
         if not self._door.admit(self):
             self._transport.abort()
 
@@ -354,7 +358,8 @@ class _Connection(asyncio.Protocol):
             self._fault = self._fault or ApiError(400, said, code="bad_request")
         if self._fault is None:
             method = self._parser.get_method().decode("ascii")
-            request = Request(method, path_of(self._url), self._headers, bytes(self._body))
+            query = query_of(self._url) if b"?" in self._url else ""
+            request = Request(method, path_of(self._url), self._headers, bytes(self._body), query, self._peer)
             keeps, is_new = self._parser.should_keep_alive(), self._parser.get_http_version() == "1.1"
             self._ahead.append((request, keeps, is_new))
         self._reading_since = None
@@ -407,7 +412,7 @@ class Door:
         for connection in list(self._connections):
             connection.abort()
         if not await self._emptied():
-            log.warning("%d handlers have not ended although they were cancelled", len(self._ending))
+            log.warning("[handlers-stuck] %d handlers have not ended although they were cancelled", len(self._ending))
 
     async def _emptied(self) -> bool:
         until = self.loop.time() + SHUTDOWN_S

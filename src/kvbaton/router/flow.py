@@ -26,7 +26,7 @@ import functools
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -35,15 +35,20 @@ from kvbaton.api.bodies import Kind
 from kvbaton.api.errors import ApiError, out_of_time, unavailable
 from kvbaton.api.gather import cancel
 from kvbaton.api.params import FIELD, Mode
+from kvbaton.flight.gathering import Gathering
+from kvbaton.flight.records import WHOLE
+from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router import dialects, policy
 from kvbaton.router.calls import Call, Route, Tries
 from kvbaton.router.dialects import TicketMinter
 from kvbaton.router.directory import State, Worker
+from kvbaton.router.flights import DECODE_SENT, FIRST_BYTE, PREFILL_ANSWERED, PREFILL_SENT, LogBook, Trip
 from kvbaton.router.legs import Answer, EventStream, Leg, LegError, Legs
 from kvbaton.router.load import Load, Loads, answer_tokens, prompt_tokens
 from kvbaton.router.policy import Pair, Weights
 from kvbaton.router.prefixes import Prefixes, pieces
+from kvbaton.router.reply import Reply
 from kvbaton.router.roster import Roster, View
 from kvbaton.router.settings import Fallback, RouterSettings
 from kvbaton.router.stats import RouterStats, count
@@ -53,57 +58,6 @@ log = logging.getLogger(__name__)
 
 Discard = Callable[[Worker, str], None]
 """Tells P that nobody will come with this ticket. Never blocks."""
-
-
-class Reply:
-    """D's answer from its first byte on. Whoever has it calls `aclose`."""
-
-    def __init__(
-        self,
-        flow: Flow,
-        route: Route,
-        decoding: Answer | EventStream,
-        load: Load,
-        source: asyncio.Task[Any] | None = None,
-        unused: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.route = route
-        self._flow = flow
-        self._decoding = decoding
-        self._load = load
-        self._source = source  # P's leg, where it may outlast D's first byte
-        self._unused = unused  # gives its ticket back
-
-    @property
-    def headers(self) -> Sequence[Header]:
-        return self._decoding.headers
-
-    @property
-    def body(self) -> bytes:
-        """A whole answer."""
-        assert isinstance(self._decoding, Answer), "a stream has no body"
-        return self._decoding.data
-
-    def events(self) -> AsyncGenerator[bytes, None]:
-        assert isinstance(self._decoding, EventStream), "a whole answer has no events"
-        return self._decoding.events()
-
-    async def aclose(self) -> None:
-        self._load.give()
-        ended = True
-        if isinstance(self._decoding, EventStream):
-            ended = self._decoding.ended
-            self._flow.streamed(self.route.decode, self._decoding)
-            self._decoding.close()
-        if self._source is None:
-            return
-        if ended or self._source.done():
-            self._flow.settle(self._source, self._unused)
-        else:
-            try:
-                await cancel([self._source])
-            finally:
-                self._unused()
 
 
 STALE_MAX = 2
@@ -121,6 +75,7 @@ class Flow:
         stats: RouterStats,
         minter: TicketMinter | None,
         discard: Discard | None = None,
+        log_book: LogBook | None = None,
     ) -> None:
         self._legs = legs
         self._roster = roster
@@ -128,6 +83,7 @@ class Flow:
         self._stats = stats
         self._minter = minter  # None: nobody here can sign, so kvbaton's own workers are served by pull only
         self._discard = discard
+        self._log_book = log_book or LogBook(Gathering())
         self._loads = Loads()
         self._prefixes = Prefixes(settings.prefix_pieces_max)
         self._turns: dict[Mode | None, Iterator[int]] = defaultdict(itertools.count)
@@ -139,16 +95,24 @@ class Flow:
 
     async def serve(self, call: Call) -> Reply:
         """D's answer once its first byte is there; `ApiError` if there will be none."""
+        tries = self._begin(call)
+        try:
+            return await self._in_time(call, tries)
+        except BaseException as error:
+            tries.trip.broke(error)
+            raise
+
+    async def _in_time(self, call: Call, tries: Tries) -> Reply:
         try:
             async with asyncio.timeout_at(call.deadline):
-                return await self._serve(call)
+                return await self._serve(call, tries)
         except TimeoutError:
             raise out_of_time("the request's deadline passed before the first byte") from None
 
-    async def _serve(self, call: Call) -> Reply:
-        tries = self._begin(call)
+    async def _serve(self, call: Call, tries: Tries) -> Reply:
         while True:
             route = self._choose(call, tries)
+            tries.trip.chose("-" if route.prefill is None else route.prefill.name, route.decode.name, route.mode)
             try:
                 if route.prefill is None:
                     self._stats.alone[tries.alone] += 1
@@ -159,18 +123,23 @@ class Flow:
             except LegError as error:
                 self._note(call, route, tries, error)
             else:
+                tries.trip.mark(FIRST_BYTE, "" if call.stream else WHOLE)
                 self._worked(reply.route, tries, call.stream)
                 return reply
 
     def _begin(self, call: Call) -> Tries:
         settings = self._settings
-        tries = Tries(prompt_tokens(call.kind, call.fields, settings.chars_per_token), alone=call.alone)
+        tokens = prompt_tokens(call.kind, call.fields, settings.chars_per_token)
+        tries = Tries(tokens, self._trip(call, tokens), alone=call.alone)
         if settings.wants_prefixes:
             tries.names, total = pieces(call.kind, call.fields)
             tries.seen = self._prefixes.share(tries.names, total)
         if not tries.alone and tries.tokens < settings.disagg_min_tokens:
             tries.alone = "short"
         return tries
+
+    def _trip(self, call: Call, tokens: int, attempt: int = 0) -> Trip:
+        return self._log_book.begin(call.name, attempt, tokens, call.trace, call.begins_trace)
 
     # --- choosing
 
@@ -223,18 +192,25 @@ class Flow:
 
     async def _handed_over(self, call: Call, tries: Tries, route: Route, pair: Pair) -> Reply:
         ask = dialects.ask(pair, route.mode, self._minter)
-        headers = call.named(ask.request_id)
+        trip = tries.trip
+        trip.handoff = ask.handoff
+        headers = call.named(ask.request_id, trip.leg("decode"))
         if ask.request_id is not None and call.kind is Kind.RESPONSES:  # vLLM reads it from the body there
             call = msgspec.structs.replace(call, fields={**call.fields, "request_id": ask.request_id}, data=None)
-        assert ask.source is not None
-        body = dialects.prefill_body(call.kind, call.fields, ask.source)
-        source = Leg("prefill", pair.prefill, call.kind.value, headers, body)
+        asked = dialects.traced(ask.source, trip.leg("prefill"), pair.prefill)
+        body = dialects.prefill_body(call.kind, call.fields, asked)
+        named = call.named(ask.request_id, trip.leg("prefill"))
+        source = Leg("prefill", pair.prefill, call.kind.value, named, body)
         prefilling = self._loads.take(pair.prefill.peer, tries.tokens)
         decoding = self._loads.take(pair.decode.peer, tries.tokens + answer_tokens(call.fields))
+        times = [_now()]
+        trip.mark(PREFILL_SENT)
         try:
             if ask.target is None:
                 try:
                     found = await self._prefilled(source, ask.needs_answer, self._patience(call))
+                    trip.answered(dialects.handoff_of(found[1]))
+                    times.append(_now())
                 finally:
                     prefilling.give()
                 other = None if ask.request_id is not None else self._other_decoder(pair, route.mode, tries)
@@ -242,9 +218,11 @@ class Flow:
                     decoding.give()
                     decoding = self._loads.take(other.peer, tries.tokens + answer_tokens(call.fields))
                     pair, route = Pair(pair.prefill, other), Route(route.mode, other, pair.prefill)
-                return Reply(self, route, await self._redeemed(call, headers, pair, found), decoding)
+                    trip.chose(pair.prefill.name, other.name, route.mode)
+                answer = await self._redeemed(call, trip, headers, pair, found)
+                return Reply(self, route, answer, decoding, trip, prefilled=times)
             self._stats.tickets += 1
-            return await self._both_at_once(call, headers, route, pair, source, ask.target, prefilling, decoding)
+            return await self._both_at_once(call, trip, headers, route, source, ask.target, prefilling, decoding)
         except BaseException:
             prefilling.give()
             decoding.give()
@@ -261,7 +239,9 @@ class Flow:
     async def _by_itself(self, call: Call, tries: Tries, route: Route) -> Reply:
         load = self._loads.take(route.decode.peer, tries.tokens + answer_tokens(call.fields))
         try:
-            return Reply(self, route, await self._decode(call, call.named(), route.decode, None), load)
+            headers = call.named(None, tries.trip.leg("decode"))
+            answer = await self._decode(call, tries.trip, headers, route.decode, None)
+            return Reply(self, route, answer, load, tries.trip)
         except BaseException:
             load.give()
             raise
@@ -280,7 +260,7 @@ class Flow:
         return None, None
 
     async def _redeemed(
-        self, call: Call, headers: Sequence[Header], pair: Pair, found: tuple[bytes | None, str | None]
+        self, call: Call, trip: Trip, headers: Sequence[Header], pair: Pair, found: tuple[bytes | None, str | None]
     ) -> Answer | EventStream:
         """D's answer; if there is none, P learns at once that its lease is for nobody."""
         params, ticket = found
@@ -288,7 +268,7 @@ class Flow:
             if not self._roster.lists(pair.decode.peer, _now()):  # nobody would break this leg off any more
                 leg = Leg("decode", pair.decode, call.kind.value, headers, None)
                 raise leg.failed(502, "left while P computed", "worker_left", lost=True)
-            return await self._decode(call, headers, pair.decode, params)
+            return await self._decode(call, trip, headers, pair.decode, params)
         except BaseException:
             self._give_back(pair.prefill, ticket)
             raise
@@ -296,18 +276,21 @@ class Flow:
     async def _both_at_once(
         self,
         call: Call,
+        trip: Trip,
         headers: Sequence[Header],
         route: Route,
-        pair: Pair,
         leg: Leg,
         params: bytes,
         prefilling: Load,
         decoding: Load,
     ) -> Reply:
+        times = [_now()]
         source = asyncio.create_task(self._legs.whole(leg, self._patience(call)))
         source.add_done_callback(lambda _: prefilling.give())
-        target = asyncio.create_task(self._decode(call, headers, pair.decode, params))
-        unused = functools.partial(self._give_back_of, pair.prefill, params)
+        source.add_done_callback(lambda _: times.append(_now()))
+        source.add_done_callback(functools.partial(_answered, trip))
+        target = asyncio.create_task(self._decode(call, trip, headers, route.decode, params))
+        unused = functools.partial(self._give_back_of, leg.worker, params)
         try:
             await asyncio.wait((source, target), return_when=asyncio.FIRST_COMPLETED)
             if source.done() and not (target.done() and target.exception() is None):
@@ -315,7 +298,7 @@ class Flow:
             late = target.exception() if target.done() else None
             if isinstance(late, LegError) and late.fault.code == "worker_timeout" and not source.done():
                 raise leg.failed(504, "gave no answer while D waited for its KV", "worker_timeout", lost=True)
-            return Reply(self, route, await target, decoding, source, unused)
+            return Reply(self, route, await target, decoding, trip, source, unused, times)
         except BaseException:
             target.add_done_callback(_close_late)
             try:
@@ -337,10 +320,13 @@ class Flow:
             self._discard(worker, ticket)
 
     async def _decode(
-        self, call: Call, headers: Sequence[Header], worker: Worker, params: bytes | None
+        self, call: Call, trip: Trip, headers: Sequence[Header], worker: Worker, params: bytes | None
     ) -> Answer | EventStream:
+        if params is not None:
+            params = dialects.traced(params, trip.leg("decode"), worker)
         body = dialects.decode_body(call.data, call.fields, params)
         leg = Leg("decode", worker, call.kind.value, headers, body)
+        trip.mark(DECODE_SENT)
         if call.stream:
             return await self._legs.stream(leg, call.deadline, self._patience(call))
         answer = await self._legs.whole(leg)
@@ -356,7 +342,7 @@ class Flow:
         if stream.ended:
             self._roster.health.ok(worker.peer)
         elif stream.broke and self._roster.health.failed(worker.peer, _now()) is not None:
-            log.warning("decode worker %s broke off a stream; it is asked last for a while", worker.name)
+            log.warning("[stream-broken] decode worker %s broke off a stream; it is asked last for now", worker.name)
 
     def _worked(self, route: Route, tries: Tries, is_stream: bool) -> None:
         for error in tries.refusals:
@@ -376,13 +362,16 @@ class Flow:
         """Blame a failed leg, and raise its fault where nobody else may be asked."""
         if error.final and (error.fault.param or "").startswith(FIELD):
             error = _not_the_clients(error)
-        count(self._stats.failures, f"{error.side}:{error.fault.code}")
+        count(self._stats.failures, error.fault.code or "none", error.side)
         tries.last = error
         if error.final:
             raise error.fault
         if error.stale and tries.stale < STALE_MAX:
             tries.stale += 1
+            tries.trip.over(Reason.CANCELLED, "a connection had been closed while idle; asked again")
+            tries.trip = self._trip(call, tries.tokens, tries.count)
             return
+        tries.trip.broke(error.fault)
         if tries.alone == "cached":
             tries.alone = ""
         if error.lost or error.stale:
@@ -401,6 +390,7 @@ class Flow:
                 raise error.fault
             tries.alone = "fallback"
         self._stats.retries[error.side] += 1
+        tries.trip = self._trip(call, tries.tokens, tries.count)
         log.info("request %s on %s: %s; asking others", call.name, route, error)
 
     def _blame(self, error: LegError) -> None:
@@ -408,7 +398,7 @@ class Flow:
             return
         news = self._roster.health.failed(error.worker.peer, _now())
         if news is not None:
-            log.warning("%s; it is %s now", error, news.value)
+            log.warning("[worker-failing] %s; it is %s now", error, news.value)
 
     # --- what outlasts a request
 
@@ -435,7 +425,7 @@ class Flow:
     def _settled(self, source: asyncio.Task[Any]) -> None:
         if not source.cancelled() and (error := source.exception()) is not None:
             code = error.fault.code if isinstance(error, LegError) else type(error).__name__
-            count(self._stats.failures, f"prefill:late:{code}")
+            count(self._stats.failures, f"late:{code}", "prefill")
 
     async def close(self) -> None:
         """Nothing that this flow started is left afterwards."""
@@ -447,6 +437,11 @@ def _not_the_clients(error: LegError) -> LegError:
     what = f"{error.side} worker {error.worker.name} refuses what it was handed: {error.fault.message}"
     fault = ApiError(502, what, type="handoff_failed", code=error.fault.code)
     return LegError(error.side, error.worker, fault)
+
+
+def _answered(trip: Trip, source: asyncio.Task[Any]) -> None:
+    if not source.cancelled() and source.exception() is None:
+        trip.late(PREFILL_ANSWERED) if trip.end else trip.mark(PREFILL_ANSWERED)
 
 
 def _close(decoding: Answer | EventStream) -> None:

@@ -21,8 +21,10 @@ from kvbaton.api.gather import all_of, interleave
 from kvbaton.api.http import REQUEST_ID, checked_request_id
 from kvbaton.api.merge import Joiner, Part, join, split
 from kvbaton.api.params import FIELD, Mode
+from kvbaton.router import flights
 from kvbaton.router.calls import Call
-from kvbaton.router.flow import Flow, Reply
+from kvbaton.router.flow import Flow
+from kvbaton.router.reply import Reply
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.stats import RouterStats, count
 from kvbaton.router.talk import Answer, Events, Request
@@ -46,7 +48,9 @@ _HOP = frozenset(
 _ODD = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError)
 """What joining raises where a worker's JSON is not an answer."""
 _TOKEN = tokens.HEADER.lower().encode()  # the router's own to show
-_NOT_TO_WORKERS = _HOP | {b"accept-encoding", b"content-encoding", b"cookie", b"x-request-id", _MODE_HEADER, _TOKEN}
+_NOT_TO_WORKERS = _HOP | {
+    b"accept-encoding", b"content-encoding", b"cookie", b"x-request-id", b"traceparent", _MODE_HEADER, _TOKEN,
+}  # fmt: skip
 _NOT_TO_CLIENTS = _HOP | {b"date", b"server", b"x-request-id", b"set-cookie", b"cache-control", b"retry-after"}
 
 
@@ -73,6 +77,7 @@ class Front:
         self._settings = settings
         self._stats = stats
         self.draining = draining
+        self._trace_share = settings.trace_sample if settings.trace else 0.0
         self._modes_default = (settings.mode, *(mode for mode in settings.modes_allowed if mode is not settings.mode))
 
     async def completions(self, request: Request) -> Answer | Events:
@@ -88,7 +93,7 @@ class Front:
         try:
             body, parts, calls = self._understood(request, kind)
         except ApiError as error:
-            count(self._stats.ends, error.code or str(error.status))
+            self._stats.ended(error.code or str(error.status), error.status)
             raise
         headers = {REQUEST_ID: calls[0].name if len(calls) == 1 else calls[0].name.rpartition("-")[0]}
         if not body.stream:
@@ -123,13 +128,15 @@ class Front:
         name = checked_request_id("" if _holds_addresses(name) else name)
         modes = self._modes(request.header(_MODE_HEADER))
         headers = passed(request.headers, _NOT_TO_WORKERS)
+        trace, begins = flights.begun(request.headers, self._trace_share)
         deadline = asyncio.get_running_loop().time() + self._settings.deadline_s
         if len(parts) == 1:
-            return [Call(body.kind, body.fields, headers, modes, body.stream, deadline, name, request.body, alone)]
+            fields, whole = body.fields, request.body
+            return [Call(body.kind, fields, headers, modes, body.stream, deadline, name, whole, alone, trace, begins)]
         names = [f"{name}-{part.index}" for part in parts]
         return [
-            Call(body.kind, part.fields, headers, modes, body.stream, deadline, own)
-            for part, own in zip(parts, names, strict=True)
+            Call(body.kind, part.fields, headers, modes, body.stream, deadline, own, None, "", trace, begins and not n)
+            for n, (part, own) in enumerate(zip(parts, names, strict=True))  # the first is the root of the others
         ]
 
     def _modes(self, wanted: str | None) -> tuple[Mode, ...]:
@@ -164,14 +171,14 @@ class Front:
             reply = await self._flow.serve(call)
             try:
                 self._note(headers, reply)
-                self._stats.first_byte_s += asyncio.get_running_loop().time() - begun
-                self._stats.first_bytes += 1
+                waited_s = asyncio.get_running_loop().time() - begun
+                self._stats.waits.note(reply.mode, waited_s, reply.prefill_since(begun), reply.handoff)
                 try:
                     async with contextlib.aclosing(reply.events()) as events:
                         async for data in events:
                             yield data
                 except ApiError as error:
-                    count(self._stats.failures, f"mid_stream:{error.code}")
+                    count(self._stats.failures, error.code or "none", "mid_stream")
                     raise
             finally:
                 await reply.aclose()
@@ -224,7 +231,7 @@ class Front:
         if not calls:
             yield
             return
-        outcome = "broken"
+        outcome, status = "broken", 500
         try:
             if stats.in_flight + calls > self._settings.in_flight_max:
                 raise full(f"{stats.in_flight} requests are under way, at most {self._settings.in_flight_max}")
@@ -233,15 +240,15 @@ class Front:
                 yield
             finally:
                 stats.in_flight -= calls
-            outcome = "ok"
+            outcome, status = "ok", 200
         except ApiError as error:
-            outcome = error.code or str(error.status)
+            outcome, status = error.code or str(error.status), error.status
             raise
         except (asyncio.CancelledError, GeneratorExit, ConnectionError):
-            outcome = "client_gone"
+            outcome, status = "client_gone", 0
             raise
         finally:
-            count(stats.ends, outcome)
+            stats.ended(outcome, status)
 
 
 def _parsed(kind: Kind, data: bytes) -> Body:

@@ -188,6 +188,7 @@ class EventStream:
         self.headers = exchange.headers
         self.ended = False
         self.broke = False  # by the worker's fault
+        self.fault: ApiError | None = None  # what the client was told instead of the rest
         self._legs = legs
         self._leg = leg
         self._exchange: Exchange | None = exchange
@@ -221,11 +222,11 @@ class EventStream:
                 data = await self._exchange.read()
                 whole = self._feed(data)
             except wire.LateError:
-                raise out_of_time("the request's deadline passed in mid-stream") from None
+                raise self._failed(out_of_time("the request's deadline passed in mid-stream")) from None
             except wire.WireError as error:
                 raise self._broke(str(error)) from None
             except LegError as error:
-                raise error.fault from None
+                raise self._failed(error.fault) from None
             if whole:
                 yield whole
             elif not data:
@@ -248,7 +249,11 @@ class EventStream:
 
     def _broke(self, what: str) -> ApiError:
         self.broke = True
-        return self._leg.failed(502, f"went away in mid-stream ({what})", "worker_died").fault
+        return self._failed(self._leg.failed(502, f"went away in mid-stream ({what})", "worker_died").fault)
+
+    def _failed(self, fault: ApiError) -> ApiError:
+        self.fault = fault
+        return fault
 
 
 def _refusal(leg: Leg, status: int, data: bytes, retry_after: str | None) -> LegError:

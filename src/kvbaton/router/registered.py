@@ -14,6 +14,7 @@ from kvbaton.router.directory import ALL_MODES, State, Worker
 class _Registry(Protocol):
     def workers(self) -> tuple[Entry, ...]: ...
     def discard(self, worker: WorkerId, incarnation: Incarnation, tickets: Sequence[str]) -> int: ...
+    def show(self, worker: WorkerId, incarnation: Incarnation, ids: Sequence[str]) -> bool: ...
 
 
 class RegistryDirectory:
@@ -33,6 +34,10 @@ class RegistryDirectory:
     def discard(self, worker: Worker, ticket: str) -> None:
         """Have P told that nobody will use this ticket. What cannot be told is released when its lease runs out."""
         self._registry.discard(worker.name, worker.incarnation, (ticket,))
+
+    def show(self, worker: str, incarnation: int, ids: Sequence[str]) -> bool:
+        """Have a worker tell of these ids at once; False if it cannot be asked."""
+        return self._registry.show(WorkerId(worker), Incarnation(incarnation), ids)
 
 
 def _worker(entry: Entry) -> Worker:

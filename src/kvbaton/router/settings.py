@@ -19,6 +19,14 @@ class Fallback(enum.StrEnum):
     LOCAL = "local"  # the decode worker computes the prompt itself
 
 
+class OperatorPages(enum.StrEnum):
+    """Who is shown pages for operators: records of requests, and what is drawn of them."""
+
+    AUTO = "auto"  # whoever asks from this machine, by an address
+    OPEN = "open"  # whoever reaches the router
+    OFF = "off"  # nobody
+
+
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How requests are sent on, how long anything may take, and how much is let in."""
 
@@ -48,11 +56,17 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     body_bytes_max: int = 4 << 20
     answer_bytes_max: int = 64 << 20
     show_pair: bool = False  # name the pair in the header x-kvbaton-pair
+    operator_pages: OperatorPages = OperatorPages.AUTO
+    trace: bool = False  # spans of requests are exported: each leg is told of a span of its own
+    trace_sample: float = 1.0  # of requests that come without a trace, the share that gets one; 0 is none
 
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, float) and not (math.isfinite(value) and value > 0):
+            if field.name == "trace_sample":
+                if not 0 <= value <= 1:
+                    raise ValueError(f"trace_sample: got {value!r}, expected 0 to 1")
+            elif isinstance(value, float) and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{field.name}: got {value!r}, expected a number above 0")
             least = 0 if field.name.endswith(("retries", "_tokens", "pieces_max")) else 1
             if type(value) is int and value < least:

@@ -1,4 +1,4 @@
-"""What the router counts. Names ending in `_total` only rise.
+"""What the router counts: `/stats` shows it as JSON, `/metrics` to Prometheus by the names of `metrics/names.py`.
 
 Law: codes come from workers, so a label that is odd, or one too many, is counted as `other`: no series grows for ever.
 """
@@ -6,37 +6,85 @@ Law: codes come from workers, so a label that is odd, or one too many, is counte
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvbaton.metrics import names
+from kvbaton.metrics.exposition import Family, family
+from kvbaton.metrics.handoffs import Histograms
+from kvbaton.metrics.names import BY_NAME, Metric, Where
+from kvbaton.metrics.worker import process_families, samples
+
 LABELS_MAX = 128
 _LABEL = re.compile(r"[A-Za-z0-9_.:-]{1,80}")
+_RENAMED: Mapping[str, Metric] = {"ends_total": names.ROUTER_REQUESTS}
+NOT_METRICS = frozenset({"first_byte_seconds_sum_total", "first_byte_count_total"})
 
 
-def count(counter: Counter[str], label: str) -> None:
-    """One more of `label`."""
-    if label not in counter and (len(counter) >= LABELS_MAX or _LABEL.fullmatch(label) is None):
-        label = "other"
-    counter[label] += 1
+def count(counter: Counter[str], label: str, side: str = "") -> None:
+    """One more of `label`, or of `side:label` where there are two labels: `side` is from a closed list, and stays."""
+    front = f"{side}:" if side else ""
+    key = f"{front}{label}"
+    if key not in counter and (len(counter) >= LABELS_MAX or _LABEL.fullmatch(key) is None):
+        key = f"{front}other"
+    counter[key] += 1
+
+
+class Waits:
+    """How long clients of streamed answers waited for the first byte, and for what.
+
+    A request waits for P, then for what it takes to hand over, which is all from P's answer to D's first byte: where
+    D is asked at once (stream, push) most of it lies before P's answer, and costs the client nothing.
+    """
+
+    def __init__(self) -> None:
+        self.first_byte = Histograms(names.ROUTER_FIRST_BYTE)
+        self.prefill = Histograms(names.ROUTER_PREFILL)
+        self.handover = Histograms(names.ROUTER_HANDOVER)
+        self.sum_s = 0.0
+        self.count = 0
+
+    def note(self, mode: str, first_byte_s: float, prefill: tuple[float, float] | None, transfer: str = "") -> None:
+        """One answer has begun. `prefill`: seconds from the request to asking P and to its answer, infinite if that
+        has not come yet; None if no P was asked."""
+        who = (transfer, time.time())
+        self.sum_s += first_byte_s
+        self.count += 1
+        self.first_byte.observe((mode,), first_byte_s, *who)
+        if prefill is not None:
+            asked, answered = prefill[0], min(prefill[1], first_byte_s)
+            self.prefill.observe((mode,), max(answered - asked, 0.0), *who)
+            self.handover.observe((mode,), first_byte_s - answered, *who)
+
+    def families(self) -> list[Family]:
+        return [each.family() for each in (self.first_byte, self.prefill, self.handover)]
 
 
 @dataclass(slots=True)
 class RouterStats:
-    """Counters of one router; `as_numbers` is what `/stats` and `/metrics` show."""
+    """Counters of one router."""
 
     in_flight: int = 0
     tries: Counter[str] = field(default_factory=Counter)  # of pairs, by mode
     alone: Counter[str] = field(default_factory=Counter)  # tries on D alone, by reason
     ends: Counter[str] = field(default_factory=Counter)  # by outcome: ok, gone, or an error's code
+    responses: Counter[str] = field(default_factory=Counter)  # by who is at fault
     failures: Counter[str] = field(default_factory=Counter)  # of legs, by side and code
     retries: Counter[str] = field(default_factory=Counter)  # by side
     probes: Counter[str] = field(default_factory=Counter)  # of broken workers, by outcome
     tickets: int = 0
     discards: int = 0  # tickets given up, of which P was told
     dropped: int = 0  # legs broken off because their worker left the list
-    first_byte_s: float = 0.0  # summed over those that got one
-    first_bytes: int = 0
+    waits: Waits = field(default_factory=Waits)
+    elsewhere: Callable[[], Mapping[str, Any]] = dict  # figures of what stands beside it, such as the registry's door
+
+    def ended(self, outcome: str, status: int) -> None:
+        """A request is over; with status 0 because its client went."""
+        count(self.ends, outcome)
+        self.responses["gone" if not status else "429" if status == 429 else f"{status // 100}xx"] += 1
 
     def as_numbers(self) -> dict[str, Any]:
         return {
@@ -44,12 +92,22 @@ class RouterStats:
             "tries_total": dict(self.tries),
             "alone_total": dict(self.alone),
             "ends_total": dict(self.ends),
+            "responses_total": dict(self.responses),
             "leg_failures_total": dict(self.failures),
             "retries_total": dict(self.retries),
             "probes_total": dict(self.probes),
             "tickets_minted_total": self.tickets,
             "tickets_discarded_total": self.discards,
             "legs_dropped_total": self.dropped,
-            "first_byte_seconds_sum_total": round(self.first_byte_s, 6),
-            "first_byte_count_total": self.first_bytes,
+            "first_byte_seconds_sum_total": round(self.waits.sum_s, 6),
+            "first_byte_count_total": self.waits.count,
         }
+
+    def families(self, numbers: Mapping[str, Any]) -> list[Family]:
+        """The page of `/metrics`. `numbers`: these and what the desk knows besides."""
+        found = [*process_families(Where.ROUTER)]
+        for key, value in numbers.items():
+            if key not in NOT_METRICS:
+                metric = _RENAMED.get(key) or BY_NAME.get(f"kvbaton_router_{key}") or names.named(f"kvbaton_{key}")
+                found.append(family(metric, samples(metric, value)))
+        return [*found, *self.waits.families()]

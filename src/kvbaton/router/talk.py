@@ -23,15 +23,22 @@ _JSON = b"Content-Type: application/json\r\n"
 
 
 class Request:
-    """One request, read to its end. Names of headers are in lower case."""
+    """One request, read to its end. Names of headers are in lower case.
 
-    __slots__ = ("body", "headers", "method", "path")
+    `query` is what followed the question mark, as it came; `peer` the address of whoever is connected, "" if unknown.
+    """
 
-    def __init__(self, method: str, path: str, headers: list[Header], body: bytes) -> None:
+    __slots__ = ("body", "headers", "method", "path", "peer", "query")
+
+    def __init__(
+        self, method: str, path: str, headers: list[Header], body: bytes, query: str = "", peer: str = ""
+    ) -> None:
         self.method = method
         self.path = path
         self.headers = headers
         self.body = body
+        self.query = query
+        self.peer = peer
 
     def header(self, name: bytes) -> str | None:
         for known, value in self.headers:
@@ -120,6 +127,11 @@ def path_of(url: bytes) -> str:
     if not url.startswith(b"/") and b"://" in url:
         url = b"/" + url.partition(b"://")[2].partition(b"?")[0].partition(b"/")[2]
     return url.partition(b"?")[0].decode("latin-1")
+
+
+def query_of(url: bytes) -> str:
+    """What follows the question mark of a target."""
+    return url.partition(b"?")[2].partition(b"#")[0].decode("latin-1")
 
 
 def chunk(data: bytes) -> bytes:

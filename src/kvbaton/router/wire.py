@@ -85,6 +85,10 @@ _URL = re.compile(
 )
 
 
+STALE_S = 1.0
+"""The close of an idle connection that crossed a request is known within this; later it is the worker that went."""
+
+
 class Exchange(asyncio.Protocol):
     """One connection, and the answer that is on its way over it. Callbacks of asyncio and of the parser are below."""
 
@@ -98,6 +102,7 @@ class Exchange(asyncio.Protocol):
         self._parser: Any = None
         self._waiter: asyncio.Future[None] | None = None
         self._served = 0  # answers that came whole over this connection
+        self._sent_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._begin()
 
@@ -117,6 +122,7 @@ class Exchange(asyncio.Protocol):
     # --- the router's side
 
     def send(self, data: bytes) -> None:
+        self._sent_at = self._pool.loop.time()
         if self._served:  # what a new connection says before it is asked ("full, go away") is its answer
             self._begin()
         if not self._transport.is_closing():
@@ -237,7 +243,7 @@ class Exchange(asyncio.Protocol):
         if not self._complete and self._error is None:
             if self._has_head and not self._framed and exc is None:
                 self._complete = True  # an answer without a length ends with its connection
-            elif not self._heard and self._served:
+            elif not self._heard and self._served and self._pool.loop.time() - self._sent_at < STALE_S:
                 self._error = StaleError("closed an idle connection")
             else:
                 self._error = BrokenError(type(exc).__name__ if exc is not None else "connection closed")

@@ -1,0 +1,182 @@
+"""The router's own flight records: one for each try of a request, from its first moment on.
+
+Law: a try ends once, whatever ends it, and what happens after that is not written down. Writing a moment costs an
+append; a record is made when the try ends, or when somebody looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from kvbaton.api.errors import ApiError
+from kvbaton.flight.gathering import Gathering
+from kvbaton.flight.intake import printable
+from kvbaton.flight.records import NAME_CHARS_MAX, QUIET, TEXT_CHARS_MAX, Flight, Moment, Seat
+from kvbaton.router.wire import Header
+from kvbaton.tracing.context import HEADER, Traceparent, new_span_id, new_trace, parse
+
+RECEIVED = "received"
+CHOSEN = "chosen"
+PREFILL_SENT = "prefill_sent"
+PREFILL_ANSWERED = "prefill_answered"
+DECODE_SENT = "decode_sent"
+FIRST_BYTE = "first_byte"
+ENDED = "ended"
+OK = "ok"
+CLIENT_GONE = "client_gone"
+ALONE = "alone"
+_FINE = frozenset([OK, *QUIET])
+_MOMENTS_MAX = 16
+_TRACEPARENT = HEADER.encode()
+
+
+class Span:
+    """Whose trace a request belongs to, and the spans of one try: its own, and one for each leg."""
+
+    __slots__ = ("decode", "is_recorded", "own", "parent", "prefill")
+
+    def __init__(self, parent: Traceparent, *, is_recorded: bool, is_root: bool = False) -> None:
+        """Where nobody records spans here, workers hang theirs under the client's. The root is its own parent."""
+        self.parent = parent
+        self.is_recorded = is_recorded
+        self.own = parent.child(new_span_id()) if is_recorded and not is_root else parent
+        self.prefill = parent.child(new_span_id()) if is_recorded else parent
+        self.decode = parent.child(new_span_id()) if is_recorded else parent
+
+
+def begun(
+    headers: Sequence[Header], share: float, chance: Callable[[], float] = lambda: secrets.randbits(32) / (1 << 32)
+) -> tuple[Traceparent | None, bool]:
+    """The trace that a client's request belongs to, and whether it begins here; of those without, `share` get one."""
+    found = [value for name, value in headers if name == _TRACEPARENT]
+    parent = parse(found[0].decode("latin-1")) if len(found) == 1 else None
+    if parent is None and share > 0.0 and chance() < share:
+        return new_trace(), True
+    return parent, False
+
+
+class Trip:
+    """One try under way."""
+
+    __slots__ = (
+        "_gathering", "_moments", "_wall", "attempt", "detail", "end", "handoff", "mode", "peers", "request", "span",
+        "tokens", "worker",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        gathering: Gathering,
+        worker: str,
+        request: str,
+        attempt: int,
+        tokens: int,
+        span: Span | None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.worker = worker  # who writes
+        self.request = request
+        self.attempt = attempt
+        self.tokens = tokens
+        self.span = span
+        self.handoff = ""
+        self.peers: tuple[str, ...] = ()
+        self.mode = ""
+        self.end = ""
+        self.detail = ""
+        self._wall = wall
+        self._moments: list[tuple[str, float, str]] = [(RECEIVED, wall(), "")]
+        self._gathering = gathering
+        gathering.watch(self)
+
+    def mark(self, step: str, detail: str = "") -> None:
+        """Something happened; nothing does after the end."""
+        if not self.end and len(self._moments) < _MOMENTS_MAX:
+            self._moments.append((step, self._wall(), detail))
+
+    def late(self, step: str) -> None:
+        """After the end: where both were asked at once, P may answer when D's answer has gone to the client."""
+        if len(self._moments) < _MOMENTS_MAX:
+            self._moments.append((step, self._wall(), ""))
+            self._gathering.amend(self.flight())
+
+    def chose(self, prefill: str, decode: str, mode: str) -> None:
+        """Who is asked; also again, where D drained while P computed. `prefill` is "-" where D is asked alone."""
+        self.peers = (prefill, decode)
+        self.mode = ALONE if prefill == "-" else mode
+        self.mark(CHOSEN)
+
+    def answered(self, handoff: str) -> None:
+        """P has answered; in pull it says which handoff that is."""
+        self.handoff = handoff or self.handoff
+        self.mark(PREFILL_ANSWERED)
+
+    def leg(self, side: Literal["prefill", "decode"]) -> str:
+        """The traceparent that a leg is told; "" if there is none."""
+        if self.span is None:
+            return ""
+        return str(self.span.prefill if side == "prefill" else self.span.decode)
+
+    def over(self, end: str, detail: str = "") -> None:
+        """The try has ended. What ends it first is why; one that found nobody after others failed is none."""
+        if self.end:
+            return
+        if self.attempt and not self.peers:
+            self.end = end
+            self._gathering.unwatch(self)
+            return
+        self.mark(ENDED)
+        self.end, self.detail = end or OK, detail
+        if end not in _FINE:  # words of a worker, for an operator's screen
+            self.end, self.detail = printable(end)[:NAME_CHARS_MAX], printable(detail, TEXT_CHARS_MAX)
+        self._gathering.unwatch(self)
+        if self._gathering.wants(self.handoff, failed=self.end not in _FINE, request=self.request):
+            self._gathering.note(self.flight())
+
+    def broke(self, error: BaseException) -> None:
+        """The try has ended by an error; one that cancels it is the client's going."""
+        if isinstance(error, ApiError):
+            self.over(error.code or str(error.status), error.message)
+        elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+            self.over(CLIENT_GONE)
+        else:
+            self.over("internal", type(error).__name__)
+
+    def flight(self) -> Flight:
+        span = self.span
+        return Flight(
+            seat=Seat.ROUTER,
+            worker=self.worker,
+            handoff=self.handoff,
+            request=self.request[:NAME_CHARS_MAX],
+            peers=self.peers,
+            mode=self.mode,
+            tokens=self.tokens,
+            retries=self.attempt,
+            moments=tuple([Moment(step, at, detail) for step, at, detail in self._moments]),
+            end=self.end,
+            detail=self.detail[:TEXT_CHARS_MAX],
+            trace="" if span is None or not span.is_recorded else str(span.own),
+            parent="" if span is None else str(span.parent),
+            legs=() if span is None or not span.is_recorded else (span.prefill.span_id, span.decode.span_id),
+        )
+
+
+class LogBook:
+    """Begins the records of one router."""
+
+    def __init__(self, gathering: Gathering, name: str = "router", traces: bool = False) -> None:
+        self._gathering = gathering
+        self._name = name
+        self._traces = traces
+
+    def begin(
+        self, request: str, attempt: int, tokens: int, trace: Traceparent | None = None, begins_trace: bool = False
+    ) -> Trip:
+        span = None
+        if trace is not None:
+            span = Span(trace, is_recorded=self._traces, is_root=begins_trace and not attempt)
+        return Trip(self._gathering, self._name, request, attempt, tokens, span)

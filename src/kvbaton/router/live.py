@@ -1,0 +1,55 @@
+"""The live page of this router: what `dashboard` draws, under `/dashboard`.
+
+Law: nothing here changes anything, and no path leads to a file: its files were read at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvbaton import __version__
+from kvbaton.dashboard.pages import STATE, Page, fixed_pages, json_page
+from kvbaton.dashboard.sights import Listed
+from kvbaton.dashboard.watch import Figures, Watch
+from kvbaton.router.app import Board
+from kvbaton.router.directory import State
+from kvbaton.router.talk import Answer, Handler, Request
+
+
+def live_page(board: Board) -> Mapping[str, Handler]:
+    """Path to handler, for `router_app(pages=...)`."""
+
+    def listed() -> Sequence[Listed]:
+        return [
+            Listed(
+                str(shown["name"]),
+                str(shown["role"]),
+                "ready" if shown["state"] == State.SERVING else str(shown["state"]),
+                str(shown["incarnation"]),
+                str(shown.get("unpaired", "")),
+            )
+            for shown in board.workers()
+        ]
+
+    def figures() -> Figures:
+        numbers = board.stats()
+        return Figures(int(numbers["in_flight"]), bool(numbers.get("draining")))
+
+    watch = Watch(board.gathering, listed, figures, version=__version__, mode=str(board.settings.mode))
+
+    async def state(_: Request) -> Answer:
+        return _answer(json_page(watch.state()))
+
+    found: dict[str, Handler] = {path: _always(_answer(page)) for path, page in fixed_pages().items()}
+    return {**found, STATE: state}
+
+
+def _always(answer: Answer) -> Handler:
+    async def same(_: Request) -> Answer:
+        return answer
+
+    return same
+
+
+def _answer(page: Page) -> Answer:
+    return Answer(page.body, headers=page.headers, content_type=page.content_type)

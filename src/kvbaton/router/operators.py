@@ -1,0 +1,179 @@
+"""Who may see pages for operators, and the page of flights.
+
+Laws: a page that tells of single requests is shown to this machine alone unless the operator says otherwise; a name in
+`Host` other than localhost is refused too, since a web page elsewhere could have it resolve to this machine. A proxy
+that speaks for others is not this machine. Nothing here changes anything; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Callable, Mapping, Sequence
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from kvbaton.api.errors import ApiError, bad_field
+from kvbaton.flight.gathering import LAST_MAX, Gathering
+from kvbaton.flight.joining import FIND_CHARS_MIN
+from kvbaton.flight.journey import Journey
+from kvbaton.flight.records import Seat
+from kvbaton.router.settings import OperatorPages
+from kvbaton.router.talk import Answer, Events, Handler, Request, json_answer
+
+LAST = 20
+ID_CHARS_MAX = 256
+ASK_S = 1.0
+"""For which a worker's answer is waited for when its record is not here."""
+LOOK_S = 0.02
+FIELDS_MAX = 8
+_PROXIED = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"via", b"x-client-ip", b"true-client-ip", b"cf-connecting-")
+"""How headers of proxies begin. One that adds none cannot be told from this machine: --operator-pages off then."""
+
+Show = Callable[[str, int, Sequence[str]], bool]
+"""Has a worker (name, life) tell of these ids at once; False if it cannot be asked. Never blocks."""
+
+
+def guarded(handler: Handler, pages: OperatorPages) -> Handler:
+    """The handler for those who may see it; 403 for all others."""
+
+    async def answer(request: Request) -> Answer | Events:
+        refusal = why_not(request, pages)
+        if refusal:
+            raise ApiError(403, f"{request.path}: {refusal}", type="permission_error", code="operators_only")
+        return await handler(request)
+
+    return answer
+
+
+def why_not(request: Request, pages: OperatorPages) -> str:
+    """Why this page is not shown to whoever asks, with what to do; "" if it is."""
+    if pages is OperatorPages.OPEN:
+        return ""
+    if pages is OperatorPages.OFF:
+        return "pages for operators are off; start the router with --operator-pages auto or open"
+    if not _is_loopback(request.peer) or any(name.startswith(_PROXIED) for name, _ in request.headers):
+        return "shown on the router's own machine only; ask there, or start the router with --operator-pages open"
+    hosts = [value for name, value in request.headers if name == b"host"]
+    if len(hosts) != 1 or not _is_plain_host(hosts[0].decode("latin-1")):
+        return "Host: expected an address or localhost; ask by http://127.0.0.1, or --operator-pages open"
+    return ""
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
+
+
+def _is_plain_host(host: str) -> bool:
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What was asked for."""
+
+    last: int = LAST
+    failed: bool = False
+    find: str = ""
+
+    @classmethod
+    def parse(cls, query: str) -> Wanted:
+        """`last=N&failed=1&id=X`; `ApiError` names the field that is wrong."""
+        try:
+            fields = parse_qsl(query, keep_blank_values=True, max_num_fields=FIELDS_MAX)
+        except ValueError:
+            raise bad_field("query", f"more than {FIELDS_MAX} fields") from None
+        last, failed, find = LAST, False, ""
+        for name, value in fields:
+            if name == "last":
+                if not (value.isascii() and value.isdigit() and len(value) < 10 and 1 <= int(value) <= LAST_MAX):
+                    raise bad_field("last", f"got {value[:40]!r}, expected 1 to {LAST_MAX}")
+                last = int(value)
+            elif name == "failed":
+                if value not in ("0", "1", ""):
+                    raise bad_field("failed", f"got {value[:40]!r}, expected 0 or 1")
+                failed = value != "0"
+            elif name == "id":
+                if not value or len(value) > ID_CHARS_MAX:
+                    raise bad_field("id", f"{len(value)} characters, expected 1 to {ID_CHARS_MAX}")
+                find = value
+            else:
+                raise bad_field(name[:40], "unknown; there are last, failed and id")
+        return cls(last, failed, find)
+
+
+class FlightsPage:
+    """`GET /flights`."""
+
+    def __init__(self, gathering: Gathering, show: Show | None = None) -> None:
+        self._gathering = gathering
+        self._show = show
+        self._turn = asyncio.Lock()  # viewers one after the other: each takes time from requests
+
+    async def answer(self, request: Request) -> Answer | Events:
+        wanted = Wanted.parse(request.query)
+        found = await self.journeys(wanted)
+        async with self._turn:
+            return await asyncio.to_thread(json_answer, {"journeys": found}, headers={"Cache-Control": "no-store"})
+
+    async def journeys(self, wanted: Wanted) -> list[Journey]:
+        """What is known, and what workers can still tell of it: they report twice a second, so the newest may lack."""
+        found = await self._look(wanted)
+        if self._show is None or _is_whole(found) or not (found or wanted.find):
+            return found
+        asked = self._ask(wanted.find, found, self._show)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + ASK_S
+        # two reports: the first may have been on its way before the question came
+        heard = 0
+        while (left := {name: self._gathering.reports_of(name) - count for name, count in asked.items()}) and (
+            min(left.values()) < 2
+        ):
+            if heard != (heard := sum(left.values())) and _is_whole(await self._look(wanted)):
+                break
+            if loop.time() >= until:
+                break
+            await asyncio.sleep(LOOK_S)
+        return await self._look(wanted)
+
+    async def _look(self, wanted: Wanted) -> list[Journey]:
+        """On a thread: of many journeys it takes tens of milliseconds, and requests must not wait for a viewer."""
+        async with self._turn:
+            return await asyncio.to_thread(self._gathering.journeys, wanted.last, wanted.failed, wanted.find)
+
+    def _ask(self, text: str, found: Sequence[Journey], show: Show) -> Mapping[str, int]:
+        """Ask whoever may know more; returns them with how often each has spoken before."""
+        if text:
+            self._gathering.ask_for(text)
+        lacking = [journey.handoff for journey in found if journey.handoff and _unfinished(journey)]
+        ids = list(dict.fromkeys([*([text] if text else []), *lacking]))
+        here = dict(self._gathering.reporters())
+        if found:
+            names = {name for journey in found for name in _unfinished(journey)}
+            here = {name: life for name, life in here.items() if name in names}
+        elif len(text) < FIND_CHARS_MIN:
+            return {}
+        spoken = {name: self._gathering.reports_of(name) for name in here}
+        return {name: spoken[name] for name, life in here.items() if show(name, life, ids)}
+
+
+def _is_whole(found: Sequence[Journey]) -> bool:
+    return bool(found) and not any(_unfinished(journey) for journey in found)
+
+
+def _unfinished(journey: Journey) -> list[str]:
+    """Workers whose record of it is not here, or does not tell how it ended."""
+    lanes = (lane.worker for lane in journey.lanes if lane.seat is not Seat.ROUTER and not lane.end and not lane.gone)
+    return [*(missing.worker for missing in journey.missing if missing.worker), *lanes]

@@ -1,0 +1,391 @@
+"""What the router writes down of each try: its moments, its handoff, and how it ended, whatever ended it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+from fake_workers import (
+    KEY,
+    QUICK,
+    Cluster,
+    FakeWorker,
+    Script,
+    after,
+    begin_then,
+    cluster,
+    die,
+    hang,
+    lease,
+    refuse,
+    run,
+    speak,
+    until,
+)
+
+from kvbaton.flight.gathering import Gathering
+from kvbaton.flight.records import Flight
+from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, WorkerId
+from kvbaton.protocol.ticket import Ticket, seal, unseal
+from kvbaton.router import dialects
+from kvbaton.router.directory import Dialect, Worker
+from kvbaton.router.flights import LogBook, begun
+from kvbaton.router.settings import RouterSettings
+
+BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
+HANDOFF = HandoffId(f"{'cd' * 16}.0")
+STEPS_OF_PULL = ["received", "chosen", "prefill_sent", "prefill_answered", "decode_sent", "first_byte", "ended"]
+CALLER = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+def flights(c: Cluster) -> list[Flight]:
+    """Oldest first."""
+    return c.app.gathering.records()
+
+
+def steps(flight: Flight) -> list[str]:
+    return [moment.step for moment in flight.moments]
+
+
+def fallback(**more: Any) -> RouterSettings:
+    return msgspec.structs.replace(QUICK, **more)
+
+
+async def lease_really(worker: FakeWorker, _: web.Request, body: dict[str, Any]) -> web.Response:
+    """A prefill worker whose ticket is one of ours."""
+    ticket = seal(Ticket(HANDOFF, WorkerId(worker.name), time.time() + 60, Incarnation(3), LeaseId(1)), KEY)
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "ticket": ticket, "mode": "pull"}
+    return web.json_response({"choices": [], "kv_transfer_params": params})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_pull_has_every_moment_and_the_handoff_that_p_named(stream: bool) -> None:
+    async def story() -> None:
+        async with cluster([lease_really]) as c:
+            if stream:
+                await c.events(BODY, X_Request_Id="mine")
+            else:
+                await c.post(BODY, X_Request_Id="mine")
+            await until(lambda: not c.app.gathering.under_way())
+            (flight,) = flights(c)
+            assert steps(flight) == STEPS_OF_PULL
+            assert [moment.at for moment in flight.moments] == sorted(moment.at for moment in flight.moments)
+            assert (flight.handoff, flight.request, flight.end) == (HANDOFF, "mine", "ok")
+            assert (flight.peers, flight.mode, flight.retries) == (("p0", "d0"), "pull", 0)
+            assert (flight.trace, flight.parent, flight.legs) == ("", "", ())
+
+    run(story())
+
+
+@pytest.mark.parametrize("mode", ["stream", "push"])
+def test_where_both_are_asked_at_once_the_handoff_is_the_tickets(mode: str) -> None:
+    async def story() -> None:
+        async with cluster() as c:
+            await c.post(BODY, x_kvbaton_mode=mode)
+            await until(lambda: "prefill_answered" in steps(flights(c)[0]))  # which may be after D's answer
+            (flight,) = flights(c)
+            assert sorted(steps(flight)) == sorted(STEPS_OF_PULL)
+            assert steps(flight)[:4] == ["received", "chosen", "prefill_sent", "decode_sent"]
+            assert flight.handoff == unseal(c.d[0].params[0]["ticket"], [KEY], 0).handoff
+            assert (flight.mode, flight.end) == (mode, "ok")
+
+    run(story())
+
+
+@pytest.mark.parametrize("mode", ["stream", "push"])
+def test_a_p_that_answers_after_d_is_written_down_and_nobody_is_told_twice(mode: str) -> None:
+    async def story() -> None:
+        gate, told = asyncio.Event(), list[Flight]()
+        async with cluster([after(gate, lease)]) as c:
+            c.app.gathering.on_flight.append(told.append)
+            await c.post(BODY, x_kvbaton_mode=mode)
+            assert "prefill_answered" not in steps(flights(c)[0])
+            gate.set()
+            await until(lambda: steps(flights(c)[0])[-1] == "prefill_answered")
+            assert len(flights(c)) == len(told) == 1
+
+    run(story())
+
+
+def test_d_alone_is_said_to_be_alone() -> None:
+    async def story() -> None:
+        async with cluster() as c:
+            await c.post({**BODY, "prompt_logprobs": 1})
+            (flight,) = flights(c)
+            assert (flight.mode, flight.peers, flight.handoff) == ("alone", ("-", "d0"), "")
+            assert steps(flight) == ["received", "chosen", "decode_sent", "first_byte", "ended"]
+
+    run(story())
+
+
+def test_each_try_has_a_record_of_its_own_and_the_failed_one_says_why() -> None:
+    async def story() -> None:
+        async with cluster([die, lease], settings=fallback(prefill_retries=1)) as c:
+            for _ in range(2):  # whoever is asked first
+                assert (await c.post(BODY, X_Request_Id="mine"))[0] == 200
+            found = sorted(flights(c), key=lambda flight: (flight.began, flight.retries))
+            failed = [flight for flight in found if flight.failed]
+            assert [(flight.peers[0], flight.end, flight.retries) for flight in failed] == [("p0", "worker_died", 0)]
+            assert "p0" in failed[0].detail
+            assert [flight.peers[0] for flight in found if flight.retries == 1] == ["p1"]
+            journeys = c.app.gathering.journeys(find="mine")
+            assert {journey.tries for journey in journeys} == {2}
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "mode", "end"),
+    [
+        ([refuse(500)], 1, "pull", "scripted"),
+        ([refuse(400)], 1, "pull", "scripted"),
+        ([die], [hang], "push", "worker_died"),
+        (1, [die], "pull", "worker_died"),
+        (1, [refuse(503, type="handoff_failed", code="lease_expired")], "pull", "lease_expired"),
+    ],
+)
+def test_a_request_that_fails_ends_with_the_code_that_the_client_gets(
+    p: int | list[Script], d: int | list[Script], mode: str, end: str
+) -> None:
+    async def story() -> None:
+        async with cluster(p, d, settings=fallback(prefill_retries=0, decode_retries=0)) as c:
+            _, answer, _ = await c.post(BODY, x_kvbaton_mode=mode)
+            assert answer["error"]["code"] == end
+            found = flights(c)
+            assert {flight.end for flight in found} == {end}
+            assert found[-1].detail == answer["error"]["message"][:256]
+            assert not c.app.gathering.under_way()
+            assert [journey.end for journey in c.app.gathering.journeys(failed=True)] == [end]
+
+    run(story())
+
+
+def test_nobody_to_ask_is_a_record_too_but_not_twice() -> None:
+    async def story() -> None:
+        async with cluster(0, 1) as c:
+            assert (await c.post(BODY))[0] == 503
+            (flight,) = flights(c)
+            assert (flight.end, flight.peers, steps(flight)) == ("no_pair", (), ["received", "ended"])
+        async with cluster([die], 1, settings=fallback(breaker_failures=1, prefill_retries=1)) as c:
+            assert (await c.post(BODY))[0] == 502
+            assert {flight.end for flight in flights(c)} == {"worker_died"}
+            assert all(flight.peers for flight in flights(c))
+            assert not c.app.gathering.under_way()
+
+    run(story())
+
+
+def test_the_deadline_is_an_end_of_its_own() -> None:
+    async def story() -> None:
+        async with cluster(1, [hang], settings=fallback(deadline_s=0.3, first_byte_s=5)) as c:
+            assert (await c.post(BODY))[0] == 504
+            assert flights(c)[-1].end in ("deadline", "worker_timeout")
+            assert not c.app.gathering.under_way()
+
+    run(story())
+
+
+@pytest.mark.parametrize("mode", ["pull", "stream"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_client_that_leaves_is_no_failure(mode: str, before: bool) -> None:
+    async def story() -> None:
+        async def wait(*_: object) -> None:
+            await asyncio.Event().wait()
+
+        async with cluster(1, [hang if before else begin_then(wait)]) as c:
+            headers = {"x-kvbaton-mode": mode}
+            async with aiohttp.ClientSession() as session:
+                call = session.post(c.url + "/v1/completions", json={**BODY, "stream": True}, headers=headers)
+                asking = asyncio.ensure_future(call)
+                if before:
+                    await until(lambda: c.d[0].bodies)
+                    asking.cancel()
+                else:
+                    response = await asking
+                    await response.content.readany()
+                    response.close()
+            await until(lambda: not c.app.gathering.under_way())
+            (flight,) = flights(c)
+            assert (flight.end, flight.failed) == ("client_gone", False)
+
+    run(story())
+
+
+def test_a_stream_that_breaks_ends_with_what_the_client_was_told() -> None:
+    async def story() -> None:
+        async def cut(request: web.Request, _: web.StreamResponse) -> None:
+            assert request.transport is not None
+            request.transport.abort()
+
+        async with cluster(1, [begin_then(cut)]) as c:
+            await c.events(BODY)
+            await until(lambda: not c.app.gathering.under_way())
+            (flight,) = flights(c)
+            assert (flight.end, flight.failed) == ("worker_died", True)
+            assert "mid-stream" in flight.detail
+
+    run(story())
+
+
+def test_what_is_under_way_can_be_seen_with_how_far_it_is() -> None:
+    async def story() -> None:
+        gate = asyncio.Event()
+        async with cluster([lease_really], [after(gate, speak)]) as c:
+            call = asyncio.create_task(c.post(BODY, X_Request_Id="mine"))
+            await until(lambda: c.d[0].bodies)
+            (flight,) = c.app.gathering.under_way()
+            assert (flight.request, flight.handoff, flight.end) == ("mine", HANDOFF, "")
+            assert steps(flight)[-1] == "decode_sent"
+            (journey,) = c.app.gathering.journeys()
+            assert not journey.is_over
+            gate.set()
+            await call
+            assert c.app.gathering.under_way() == []
+
+    run(story())
+
+
+def test_parts_of_one_body_are_flights_of_their_own() -> None:
+    async def story() -> None:
+        async with cluster() as c:
+            await c.post({**BODY, "n": 3}, X_Request_Id="mine")
+            assert sorted(flight.request for flight in flights(c)) == ["mine-0", "mine-1", "mine-2"]
+
+    run(story())
+
+
+# --- tickets and traces
+
+
+def test_a_tickets_handoff_is_read_without_its_key_and_nothing_else_is() -> None:
+    ticket = seal(Ticket(HANDOFF, WorkerId("p0"), 1.0, Incarnation(9), LeaseId(4), digest=b"d" * 32), b"another key")
+    assert dialects.handoff_of(ticket) == HANDOFF
+    odd = seal(Ticket(HandoffId("../../etc"), WorkerId("p0"), 1.0), KEY)
+    for text in (None, "", "ticket-p0-1", "é", "x" * 5000, odd, ticket[:40], "A" * 100):
+        assert dialects.handoff_of(text) == ""
+
+
+@pytest.mark.parametrize("mode", ["pull", "stream", "push"])
+def test_without_an_exporter_a_clients_trace_goes_on_as_it_came(mode: str) -> None:
+    async def story() -> None:
+        async with cluster(incarnation=Incarnation(5)) as c:
+            await c.post(BODY, x_kvbaton_mode=mode, traceparent=CALLER, tracestate="a=b")
+            for worker in (c.p[0], c.d[0]):
+                assert worker.headers[0].getall("traceparent") == [CALLER]
+                assert worker.headers[0]["tracestate"] == "a=b"
+                assert worker.params[0]["traceparent"] == CALLER
+            (flight,) = flights(c)
+            assert (flight.trace, flight.parent, flight.legs) == ("", CALLER, ())
+
+    run(story())
+
+
+@pytest.mark.parametrize("mode", ["pull", "stream", "push"])
+def test_with_an_exporter_each_leg_is_told_of_its_own_span(mode: str) -> None:
+    async def story() -> None:
+        async with cluster(settings=fallback(trace=True), incarnation=Incarnation(5)) as c:
+            await c.post(BODY, x_kvbaton_mode=mode, traceparent=CALLER)
+            (flight,) = flights(c)
+            assert flight.parent == CALLER
+            assert flight.trace.startswith(f"00-{'a' * 32}-")
+            told = [worker.headers[0]["traceparent"] for worker in (c.p[0], c.d[0])]
+            assert told == [f"00-{'a' * 32}-{leg}-01" for leg in flight.legs]
+            assert [worker.params[0]["traceparent"] for worker in (c.p[0], c.d[0])] == told
+            assert len({flight.trace.split("-")[2], *flight.legs, "b" * 16}) == 4
+
+    run(story())
+
+
+def test_with_an_exporter_a_request_without_a_trace_begins_one() -> None:
+    async def story() -> None:
+        async with cluster([die, lease], settings=fallback(trace=True), incarnation=Incarnation(5)) as c:
+            for _ in range(2):
+                await c.post(BODY)
+            found = flights(c)
+            roots = [flight for flight in found if flight.retries == 0]
+            again = [flight for flight in found if flight.retries == 1]
+            assert all(flight.trace == flight.parent for flight in roots)
+            assert len({flight.trace for flight in found}) == len(found) == 3
+            assert [flight.parent for flight in again] == [flight.trace for flight in roots if flight.failed]
+
+    run(story())
+
+
+@pytest.mark.parametrize("sent", ["00-1-2-3", "", CALLER.upper(), f"00-{'0' * 32}-{'b' * 16}-01", CALLER + "-x"])
+def test_a_trace_that_breaks_the_rules_is_not_passed_on(sent: str) -> None:
+    async def story() -> None:
+        async with cluster(incarnation=Incarnation(5)) as c:
+            await c.post(BODY, traceparent=sent)
+            for worker in (c.p[0], c.d[0]):
+                assert "traceparent" not in worker.headers[0]
+                assert "traceparent" not in worker.params[0]
+
+    run(story())
+
+
+def test_two_traces_are_none_and_a_share_of_requests_begins_one() -> None:
+    header = (b"traceparent", CALLER.encode())
+    assert begun([header, header], 0.0) == (None, False)
+    assert str(begun([header], 0.0)[0]) == CALLER
+    assert begun([], 0.25, lambda: 0.3) == (None, False)
+    trace, begins = begun([], 0.25, lambda: 0.2)
+    assert trace is not None and begins
+    assert begun([], 0.0, lambda: 0.0) == (None, False)
+
+
+def test_only_workers_of_ours_are_told_in_the_parameters() -> None:
+    ours = Worker(WorkerId("p0"), "prefill", "http://h:1", Incarnation(5))
+    for other in (
+        msgspec.structs.replace(ours, incarnation=Incarnation(0)),
+        msgspec.structs.replace(ours, dialect=Dialect.MORIIO),
+    ):
+        assert dialects.traced(b'{"a":1}', CALLER, other) == b'{"a":1}'
+    assert dialects.traced(b'{"a":1}', "", ours) == b'{"a":1}'
+    for params in (b'{"a":1}', b"{}", b' { "a" : {"b":1} } ', b"{ }"):
+        told = msgspec.json.decode(dialects.traced(params, CALLER, ours))
+        assert told == {**msgspec.json.decode(params), "traceparent": CALLER}
+
+
+def test_share_of_traces_is_checked() -> None:
+    assert RouterSettings(trace_sample=0.0).trace_sample == 0.0
+    for odd in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="trace_sample"):
+            RouterSettings(trace_sample=odd)
+
+
+def test_names_and_details_are_cut_and_the_first_end_stands() -> None:
+    gathering = Gathering()
+    trip = LogBook(gathering, "router").begin("r" * 500, 0, 7)
+    trip.chose("p0", "d0", "pull")
+    for _ in range(100):
+        trip.mark("again")
+    trip.over("e" * 500, "d" * 5000)
+    trip.over("ok")
+    trip.mark("late")
+    (flight,) = gathering.records()
+    assert (len(flight.request), len(flight.end), len(flight.detail)) == (128, 128, 256)
+    assert len(flight.moments) <= 20
+
+
+def test_an_error_that_nobody_foresaw_is_an_end_too() -> None:
+    ends: list[str] = []
+    causes: list[Callable[[], BaseException]] = [KeyError, asyncio.CancelledError, GeneratorExit]
+    for cause in causes:
+        gathering = Gathering()
+        LogBook(gathering).begin("mine", 0, 1).broke(cause())
+        ends += [flight.end for flight in gathering.records()]
+    assert ends == ["internal", "client_gone", "client_gone"]
+
+
+def test_words_of_a_worker_cannot_move_an_operators_cursor() -> None:
+    gathering = Gathering()
+    trip = LogBook(gathering).begin("mine", 0, 1)
+    trip.over("\x1b[2J", "\x1b]0;owned\x07")
+    (flight,) = gathering.records()
+    assert (flight.end, flight.detail) == ("\\x1b[2J", "\\x1b]0;owned\\x07")
