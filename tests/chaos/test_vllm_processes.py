@@ -60,11 +60,11 @@ def test_figures_are_summed_over_labels_and_kept_with_them() -> None:
 def test_what_is_held_is_the_most_that_anybody_counts() -> None:
     assert held({}) == 0
     assert held({"vllm:kv_cache_usage_perc": 5 / (BLOCKS - 1)}) == 5
-    assert held({"vllm:kv_cache_usage_perc": 5 / (BLOCKS - 1), "kvbaton:pinned_blocks": 6.0}) == 6
-    assert held({"kvbaton:leases_held": 2.0}) == 2
+    assert held({"vllm:kv_cache_usage_perc": 5 / (BLOCKS - 1), "kvbaton_pinned_blocks": 6.0}) == 6
+    assert held({"kvbaton_leases_held": 2.0}) == 2
 
 
 def test_handoffs_are_counted_for_either_connector() -> None:
-    figures = {'kvbaton:ends_total{end="delivered"}': 4.0, 'kvbaton:ends_total{end="stale"}': 2.0}
+    figures = {'kvbaton_ends_total{end="delivered"}': 4.0, 'kvbaton_ends_total{end="stale"}': 2.0}
     assert handed("kvbaton", figures) == 4 and handed("nixl", figures) == 0
     assert handed("nixl", {"vllm:nixl_xfer_time_seconds_count": 3.0}) == 3

@@ -71,7 +71,7 @@ class StandIn(Engine):
 
     async def _metrics(self, request: web.Request) -> web.Response:
         lines = [f'vllm:kv_cache_usage_perc{{engine="0"}} {self.habits.held_blocks / (BLOCKS - 1)}']
-        lines.append(f'kvbaton:ends_total{{end="delivered",engine="0"}} {self.delivered}')
+        lines.append(f'kvbaton_ends_total{{end="delivered",engine="0"}} {self.delivered}')
         return web.Response(text="\n".join(["# HELP x", *lines]))
 
     async def _completions(self, request: web.Request) -> web.Response:

@@ -319,7 +319,7 @@ def test_health_models_stats_and_metrics() -> None:
                 async with d.session.get(d.url + path) as response:
                     assert response.status == expected
             async with d.session.get(f"{d.url}/metrics") as response:
-                assert 'kvbaton_ends_total{kind="delivered"} 2' in await response.text()
+                assert 'kvbaton_ends_total{end="delivered"} 2' in await response.text()
             d.backend.is_ready = False
             async with d.session.get(f"{d.url}/health") as response:
                 assert response.status == 503

@@ -93,7 +93,7 @@ class Duo:
 
     def at_rest(self) -> bool:
         return all(
-            found.get("kvbaton:pinned_blocks", 0) == 0 and found["vllm:kv_cache_usage_perc"] == 0
+            found.get("kvbaton_pinned_blocks", 0) == 0 and found["vllm:kv_cache_usage_perc"] == 0
             for found in (self.p.metrics(), self.d.metrics())
         )
 
@@ -104,11 +104,11 @@ class Duo:
 
 def ends(engine: Engine) -> dict[str, float]:
     """How handoffs ended in a D, by reason."""
-    prefix = "kvbaton:ends_total{"
+    prefix = "kvbaton_ends_total{"
     return {
         name.partition('end="')[2].partition('"')[0]: value
         for name, value in engine.metrics().items()
-        if name.startswith(prefix)
+        if name.startswith(prefix) and value
     }
 
 

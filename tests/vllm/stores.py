@@ -79,7 +79,7 @@ class MooncakeMaster:
 
 def count(engine: Engine, name: str) -> int:
     """One of kvbaton's numbers; those that never moved are 0."""
-    return int(engine.metrics().get(f"kvbaton:{name}", 0))
+    return int(engine.metrics().get(f"kvbaton_{name}", 0))
 
 
 def share(writer: Engine, reader: Engine, plain: Engine, values: Callable[[], int] | None = None) -> None:
@@ -103,7 +103,7 @@ def come_to_rest(*engines: Engine) -> None:
 
     def at_rest() -> bool:
         found = [engine.metrics() for engine in engines]
-        pins = ("kvbaton:pinned_blocks", "kvbaton:store_pins", "vllm:kv_cache_usage_perc")
+        pins = ("kvbaton_pinned_blocks", "kvbaton_store_pins", "vllm:kv_cache_usage_perc")
         return not any(each.get(name, 0) for each in found for name in pins)
 
     until(at_rest, 40, "no pins and no used blocks")

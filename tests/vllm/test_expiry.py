@@ -48,7 +48,7 @@ def test_no_answer_is_wrong_when_leases_run_out(
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 outcomes = list(pool.map(lambda pair: one(duo, *pair), zip(prompts(), expected, strict=True)))
             duo.come_to_rest(60)
-            stale, told = duo.p.metrics().get("kvbaton:commits_stale_total", 0), ends(duo.d)
+            stale, told = duo.p.metrics().get("kvbaton_commits_stale_total", 0), ends(duo.d)
             print(f"{policy}: {len(outcomes)} requests, {outcomes.count('right')} right, {outcomes.count('error')} "
                   f"errors, {outcomes.count('wrong')} wrong; {stale:.0f} stale commits; ends {told}")  # fmt: skip
     finally:

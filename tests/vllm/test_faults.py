@@ -149,4 +149,4 @@ def test_killed_and_started_again_on_the_same_ports(who: str, duo: Duo, load: Lo
 
 def _free_of_pins(engine: Engine) -> bool:
     found = engine.metrics()
-    return found.get("kvbaton:leases_held", 0) == 0 and found.get("kvbaton:intakes", 0) == 0
+    return found.get("kvbaton_leases_held", 0) == 0 and found.get("kvbaton_intakes", 0) == 0

@@ -17,15 +17,20 @@ from typing import Any
 
 import pytest
 
+from kvbaton.flight.records import STAGES
+from kvbaton.metrics import names
 from kvbaton.protocol.ticket import seal, unseal
+from tests.journeys import check_whole, inspect, journeys_of
 from tests.vllm.cache_memory import overwrite_cache
 from tests.vllm.duo import MODES, TOKENS, Duo, ends, forty_prompts, prompt_of, reference_of, running_duo, same
-from tests.vllm.engines import Answer, EngineError, free_port, post, start_engine
+from tests.vllm.engines import Answer, EngineError, free_port, post, start_engine, until
 
 pytestmark = pytest.mark.timeout(700)
 
 Oracle = Callable[[list[int]], Answer]
 EXTRA_PROMPTS = 60
+QUIET = (names.LEASES_REFUSED, names.OFFERS_REFUSED)
+"""Of kvbaton's metrics, those that nothing here makes count anything."""
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +91,30 @@ def test_what_d_has_already_is_not_moved_again(duo: Duo, oracle: Oracle) -> None
     prompt = extra(0)  # 300 tokens: two whole blocks and a part
     moved = []
     for _ in range(2):
-        before = duo.d.metrics().get("kvbaton:bytes_total", 0)
+        before = duo.d.metrics().get("kvbaton_bytes_total", 0)
         assert same(duo.ask(prompt, "pull"), oracle(prompt))
         duo.come_to_rest()
-        moved.append(duo.d.metrics()["kvbaton:bytes_total"] - before)
+        moved.append(duo.d.metrics()["kvbaton_bytes_total"] - before)
     assert moved[1] == moved[0] / 3, "the second time only the last block"
+
+
+def test_vllm_tells_the_metrics_that_every_worker_tells(duo: Duo) -> None:
+    for number, mode in enumerate((*MODES, *MODES)):
+        duo.ask(extra(40 + number), mode)
+    duo.come_to_rest()
+    wanted = {series for metric in names.of(names.Where.VLLM) if metric not in QUIET for series in metric.series}
+
+    def told() -> bool:
+        """With the step after the next request, at the latest."""
+        duo.ask(extra(46), "pull")
+        return not wanted - {*duo.p.metrics(), *duo.d.metrics()}
+
+    until(told, 30, "all metrics of the list")
+    page = duo.d.metrics()
+    for mode in MODES:
+        shown = {name for name in page if name.startswith("kvbaton_stage_seconds_count{") and f'mode="{mode}"' in name}
+        assert all(any(f'stage="{stage}"' in name for name in shown) for stage in STAGES), (mode, shown)
+        assert any(name.startswith("kvbaton_handoffs_total{") and f'mode="{mode}"' in name for name in page)
 
 
 def test_chat_and_streaming_go_through(duo: Duo) -> None:
@@ -228,6 +252,19 @@ def test_a_ticket_is_good_once_and_for_its_prompt_only(duo: Duo, oracle: Oracle)
         assert same(duo.decode(prompt, None), oracle(prompt)), "D's prefix cache holds nothing wrong"
     reasons = ends(duo.d)
     assert {"content_mismatch", "ticket_forged", "ticket_expired", "peer_unknown"} <= set(reasons), reasons
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_handoff_can_be_seen_from_router_p_and_d(duo: Duo, oracle: Oracle, mode: str) -> None:
+    """What vLLM's engines did, stage by stage, as `kvbaton inspect` shows it: their reports come by the registry."""
+    first = 31 + 5 * MODES.index(mode)
+    for number in range(first, first + 5):
+        assert same(duo.ask(extra(number), mode), oracle(extra(number)))
+    status, found = inspect("--last", "5", "--router", duo.url)
+    assert status == 0 and len(journeys_of(found)) == 5
+    for journey in journeys_of(found):
+        assert journey["mode"] == mode
+        check_whole(journey)
 
 
 def test_clients_that_leave_leave_nothing_behind(duo: Duo, oracle: Oracle) -> None:

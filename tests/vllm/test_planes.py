@@ -27,5 +27,5 @@ def test_handoffs_over_nixl_give_one_engines_answers(
             assert duo.delivered() - before == len(prompts), f"{mode}: every one by a handoff"
             alone = [duo.p.ask(prompt, TOKENS) for prompt in prompts]
             assert [len(x) for x, a, b in zip(prompts, answers, alone, strict=True) if not same(a, b)] == [], mode
-        planes = [name for name in duo.d.metrics() if name.startswith("kvbaton:links_total{")]
-        assert len(planes) == 1 and 'plane="nixl"' in planes[0]
+        planes = [name for name in duo.d.metrics() if name.startswith("kvbaton_links_total{")]
+        assert len(planes) == 1 and 'transport="nixl"' in planes[0]

@@ -75,7 +75,7 @@ async def answers_through(url: str, p: Engine, d: Engine, label: str) -> None:
 
 def _at_rest(engine: Engine) -> bool:
     found = engine.metrics()
-    return found.get("kvbaton:pinned_blocks", 0) == 0 and found["vllm:kv_cache_usage_perc"] == 0
+    return found.get("kvbaton_pinned_blocks", 0) == 0 and found["vllm:kv_cache_usage_perc"] == 0
 
 
 def test_pull_behind_a_toy_proxy_and_the_real_router_by_urls_and_by_discovery(

@@ -98,13 +98,13 @@ class Pair:
 def held(figures: Figures) -> int:
     """Blocks in use, by vLLM's count or by what kvbaton says it holds, whichever is more."""
     used = round(figures.get("vllm:kv_cache_usage_perc", 0.0) * (BLOCKS - 1))
-    return max(used, int(figures.get("kvbaton:pinned_blocks", 0.0)), int(figures.get("kvbaton:leases_held", 0.0)))
+    return max(used, int(figures.get("kvbaton_pinned_blocks", 0.0)), int(figures.get("kvbaton_leases_held", 0.0)))
 
 
 def handed(connector: str, figures: Figures) -> int:
     if connector == "nixl":
         return int(figures.get(HANDED["nixl"], 0.0))
-    found = [v for name, v in figures.items() if name.startswith("kvbaton:ends_total{") and HANDED["kvbaton"] in name]
+    found = [v for name, v in figures.items() if name.startswith("kvbaton_ends_total{") and HANDED["kvbaton"] in name]
     return int(sum(found))
 
 

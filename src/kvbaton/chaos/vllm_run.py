@@ -144,5 +144,5 @@ async def _member(pair: Pair, engine: Engine, before: AtRest) -> Member:
     figures = await engine.figures(pair.session) or {}
     return Member(
         name=engine.name, fds=(before[0], after[0]), threads=(before[1], after[1]), rss_mib=(before[2], after[2]),
-        lives=engine.lives, pins=int(figures.get("kvbaton:pinned_blocks", 0)), used_blocks=vllm_pair.held(figures),
+        lives=engine.lives, pins=int(figures.get("kvbaton_pinned_blocks", 0)), used_blocks=vllm_pair.held(figures),
     )  # fmt: skip

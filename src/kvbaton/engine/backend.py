@@ -114,7 +114,7 @@ class EngineThread:
             self.faults += 1
             self._stopping = died = True
             why = RefusedError("broken", "the engine died")
-            log.exception("the engine died")
+            log.exception("[engine-died] the engine died")
         self._on_loop(self._end_all, why, died)
 
     def _on_loop(self, act: Callable[..., None], *arguments: object) -> None:

@@ -75,8 +75,9 @@ class BatonConnector:
         self._known[request.request_id] = 0
         if params is not None and params.do_remote_prefill:
             assert params.ticket is not None
+            digest, tokens = content_digest(request), len(request.prompt)
             push = params.mode is Mode.PUSH
-            self._door.want(request.request_id, params.ticket, content_digest(request), len(request.prompt), push=push)
+            self._door.want(request.request_id, params.ticket, digest, tokens, push=push, trace=params.trace)
 
     def step_begin(self) -> None:
         for duty in self._door.duties():
@@ -200,6 +201,8 @@ class BatonConnector:
             len(request.prompt),
             target=ticket.target,
             max_readers=ticket.max_readers,
+            request=request.request_id,
+            trace=params.trace,
         )
         self._begun.add(request.request_id)
         self._outgoing[request.request_id] = Outgoing(lease)
@@ -257,7 +260,9 @@ class BatonConnector:
             }
         needed = -(-len(request.prompt) // self._block_tokens)
         leased = tuple(_without_null(ids[:needed]) for ids in blocks)
-        ticket, pinned = self._door.grant(content_digest(request), len(request.prompt), leased)
+        ticket, pinned = self._door.grant(
+            content_digest(request), len(request.prompt), leased, request=request.request_id, trace=params.trace
+        )
         self.pool.touch(pinned)
         return {
             "do_remote_prefill": True,

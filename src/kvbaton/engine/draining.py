@@ -179,5 +179,5 @@ async def drain(
     door.is_shut = True
     left = held()
     if not left.nothing:
-        log.warning("stopped with %s left", left)
+        log.warning("[drain-cut] stopped with %s left", left)
     return left

@@ -17,6 +17,7 @@ from kvbaton.control.moriio import FORGET_S
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
 from kvbaton.runtime.store_places import store_place
 from kvbaton.sealed.policy import ENCRYPT, Encrypt
+from kvbaton.tracing.export import traces_url
 from kvbaton.transports import planes
 from kvbaton.transports.planes import CHECKSUMS, ChecksumMode
 
@@ -73,6 +74,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     store: str = ""  # of a shared store, if any: `runtime.store_places`
     store_name: str = "store"  # of a kvbaton store, in the key directory
     store_timeout: float = 2.0  # of a look-up; a get may take five times as long
+    otlp_endpoint: str = ""  # of a collector, to which spans of traced handoffs are sent
+    flight_dir: str = ""  # where records of failed handoffs are written; what a signal asks for goes there too
 
     def __post_init__(self) -> None:
         for field in ("name", "registry_name", "store_name"):
@@ -121,6 +124,11 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
                 store_place(self.store)
         except ValueError as error:
             raise ValueError(f"store: {error}") from None
+        try:
+            if self.otlp_endpoint:
+                traces_url(self.otlp_endpoint)
+        except ValueError as error:
+            raise ValueError(f"otlp_endpoint: {error}") from None
         if "://" not in self.registry:
             raise _bad("registry", self.registry, "an endpoint such as tcp://127.0.0.1:7700")
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 from aiohttp import web
 
-from kvbaton.api import answers, prometheus, responses, sse
+from kvbaton.api import answers, responses, sse
 from kvbaton.api.answers import Shape, Token
 from kvbaton.api.bodies import Body, Kind, parse
 from kvbaton.api.errors import RETRY_AFTER_S, ApiError
@@ -25,6 +25,9 @@ from kvbaton.api.params import FIELD, TransferParams
 from kvbaton.api.responses import ResponseShape
 from kvbaton.api.stops import StopFilter
 from kvbaton.engine.server_plan import GenerateRequest, Job, ModelCard, plan
+from kvbaton.metrics import exposition
+from kvbaton.metrics.handoffs import HandoffMetrics
+from kvbaton.metrics.worker import render_worker
 from kvbaton.protocol.errors import MEANING, Blame
 
 __all__ = [
@@ -79,12 +82,17 @@ class Backend(Protocol):
         """Counters (`*_total`) and gauges, flat or one level deep."""
 
 
-def worker_app(backend: Backend, body_bytes_max: int = BODY_BYTES_MAX, lookup: Lookup | None = None) -> web.Application:
+def worker_app(
+    backend: Backend,
+    body_bytes_max: int = BODY_BYTES_MAX,
+    lookup: Lookup | None = None,
+    handoffs: HandoffMetrics | None = None,
+) -> web.Application:
     """The application that serves `backend`; listen with `kvbaton.api.http.serving`.
 
-    With a `lookup` it also understands routers that know nothing of tickets.
+    With a `lookup` it also understands routers that know nothing of tickets; `handoffs` are shown among its metrics.
     """
-    server = _Server(backend, lookup)
+    server = _Server(backend, lookup, handoffs)
     app = new_app(body_bytes_max)
     app.add_routes(
         [
@@ -101,9 +109,10 @@ def worker_app(backend: Backend, body_bytes_max: int = BODY_BYTES_MAX, lookup: L
 
 
 class _Server:
-    def __init__(self, backend: Backend, lookup: Lookup | None) -> None:
+    def __init__(self, backend: Backend, lookup: Lookup | None, handoffs: HandoffMetrics | None) -> None:
         self._backend = backend
         self._lookup = lookup
+        self._handoffs = handoffs
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, Kind.COMPLETION)
@@ -125,9 +134,10 @@ class _Server:
         ready = self._backend.ready()
         return json_response({"status": "ok" if ready else "unavailable"}, 200 if ready else 503)
 
-    async def metrics(self, _: web.Request) -> web.Response:
-        text = prometheus.render(self._backend.stats())
-        return web.Response(body=text.encode(), headers={"Content-Type": prometheus.CONTENT_TYPE})
+    async def metrics(self, request: web.Request) -> web.Response:
+        openmetrics = exposition.wants_openmetrics(request.headers.get("Accept"))
+        text = render_worker(self._backend.stats(), self._handoffs, openmetrics)
+        return web.Response(body=text.encode(), headers={"Content-Type": exposition.content_type(openmetrics)})
 
     async def stats(self, _: web.Request) -> web.Response:
         return json_response(self._backend.stats())

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from kvbaton.engine.request import EngineRequest, Sampling
 from kvbaton.engine.server import worker_app
 from kvbaton.engine.store_access import StoreAccess, open_store
 from kvbaton.engine.storing import NO_STATS
+from kvbaton.metrics import node as node_figures
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.events import Departed, DrainStarted
@@ -54,6 +56,8 @@ from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.loop import NodeLoop
 from kvbaton.runtime.node import Node
 from kvbaton.runtime.renewing import renewed_keys
+from kvbaton.runtime.watching import Watch
+from kvbaton.tracing.export import of_worker
 from kvbaton.transports import planes
 from kvbaton.transports.base import Transport
 from kvbaton.transports.memory import Region, allocate
@@ -82,6 +86,8 @@ class Worker:
         self.options = options
         self.planes = planes.offered(options.transport, checksum=options.checksum)
         self.peer = PeerId(WorkerId(options.name), Incarnation(secrets.randbits(63)))
+        spans = of_worker(options.otlp_endpoint, options.role, options.name)
+        self.watch = Watch(self.peer, directory=options.flight_dir, spans=spans)
         self.regions: list[Region] = [allocate(geometry.region_bytes) for _ in range(options.tp)]
         self.doorway = self._make_doorway(config, keyring)
         self.compat = compat_key(config.model, kvbaton.__version__)
@@ -96,6 +102,7 @@ class Worker:
         self.book = AddressBook()
         self.lookup = self._make_lookup(keyring)
         self.node = self._make_node(geometry, keyring)
+        self.watch.begin(self.node, self._gauges)
         self.loop = NodeLoop(self.node, self.control)
         self.keyring = keyring
         self.control.on_keys = self._take_keys
@@ -113,6 +120,7 @@ class Worker:
         if self.store is not None and ended:
             self.store.settle(self.engine.connector)
         self.loop.stop()
+        self.watch.close()
         if self.store is not None:
             self.store.close()
         self.engine.close()
@@ -174,17 +182,13 @@ class Worker:
         return {
             "worker": str(self.peer.worker),
             "incarnation": f"{self.peer.incarnation:016x}",
+            **node_figures.figures(ledger, self.control.counters, time.monotonic()),
             "peers": max(len(self.book) - 1, 0),
             "pins": self.doorway.pinned_blocks,
             "leases": len(ledger.producer.leases),
-            "intakes": len(ledger.consumer.by_handoff),
-            "quarantined_blocks": ledger.consumer.quarantined_blocks,
             "bytes_moved_total": counts.get("bytes_moved", 0),
-            "copies_total": counts.get("copies", 0),
             "handoffs_total": sum(ends.values()),
             "delivered_total": ends.get("delivered", 0),
-            "leases_total": counts.get("leases", 0),
-            "commits_stale_total": counts.get("commits.stale", 0),
             "running": engine.running,
             "waiting": engine.waiting,
             "loading": engine.loading,
@@ -193,14 +197,19 @@ class Worker:
             "planes": list(self.planes),
             "links": {str(link.worker): link.transport.name for link in links if link.transport is not None},
             "versions": {str(link.worker): link.version for link in links if link.transport is not None},
-            "sessions_total": _by_name(counts, "sessions."),  # granted, by the protocol version they talk in
-            "hello_refused_total": _by_name(counts, "hello_refused."),
-            "abandoned_total": _by_name(counts, "abandoned."),  # by readers, and why
-            "links_total": _by_name(counts, "links."),  # data planes that pairs took, and gave up
-            "planes_given_up_total": _by_name(counts, "planes_given_up."),
             **(self.store.storing.stats() if self.store is not None else NO_STATS),
             "faults_total": self.loop.faults + self.thread.faults,
-            "ends_total": ends,
+        }
+
+    def _gauges(self) -> Mapping[str, float]:
+        engine = self.engine.stats()
+        return {
+            "blocks": engine.blocks,
+            "free_blocks": engine.free_blocks,
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "loading": engine.loading,
+            **({"store_pins": self.store.storing.stats()["store_pins"]} if self.store is not None else {}),
         }
 
     # --- making
@@ -248,7 +257,8 @@ class Worker:
             max_hold_s=max(180.0, options.lease_s, options.defer_timeout + options.transfer_timeout),
         )
         ledger = Ledger(identity, settings, self.doorway.epochs.of)
-        return Node(ledger, self.control, ranks, self.doorway, self.store.shelf if self.store is not None else None)
+        shelf = self.store.shelf if self.store is not None else None
+        return Node(ledger, self.control, ranks, self.doorway, shelf, recorder=self.watch.recorder)
 
     def _open_store(self, geometry: KvGeometry, keyring: Keyring) -> StoreAccess:
         views = [region.view for region in self.regions]
@@ -270,11 +280,11 @@ async def _serve(options: WorkerOptions) -> int:
     worker = Worker(options, load(options.keys, options.name))
     stop = Stopping()
     worker.thread.on_death = stop.now  # a worker that cannot answer must not stay on the list
-    app = worker_app(worker.door, lookup=worker.lookup)
+    app = worker_app(worker.door, lookup=worker.lookup, handoffs=worker.watch.handoffs)
     if options.http_is_guarded:
         app.middlewares.append(guard(options.name, lambda: worker.doorway.config.ticket_keys))
     async with _running(worker), serving(app, options.http_host, options.http_port) as url:
-        with stop.on_signals(), _registered(worker, url, stop) as client:
+        with stop.on_signals(), _dumping(worker), _registered(worker, url, stop) as client:
             print(f"{options.name} {worker.peer.incarnation:016x} serves {url}", flush=True)
             async with _announced(worker, url, client) as herald:
                 await stop.begun.wait()
@@ -292,6 +302,17 @@ async def _running(worker: Worker) -> AsyncIterator[None]:
 
 
 @contextlib.contextmanager
+def _dumping(worker: Worker) -> Iterator[None]:
+    """SIGUSR2 has the records of handoffs written down."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR2, worker.watch.dumps.ask)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGUSR2)
+
+
+@contextlib.contextmanager
 def _registered(worker: Worker, url: str, stop: Stopping) -> Iterator[RegistryClient]:
     options = worker.options
     client = RegistryClient(
@@ -302,6 +323,8 @@ def _registered(worker: Worker, url: str, stop: Stopping) -> Iterator[RegistryCl
         on_departed=worker.on_departed,
         on_drain=stop.ask_from_thread,
         on_discard=worker.on_discard,
+        report=worker.watch.report,
+        on_show=worker.watch.recorder.show,
     )
     client.start()
     try:

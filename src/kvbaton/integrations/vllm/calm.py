@@ -37,7 +37,7 @@ def install() -> None:
     except Exception as error:  # noqa: BLE001 - a plugin that raises would end the engine
         doubt = f"{type(error).__name__}: {error}"
     if doubt is not None:
-        _log.warning("%s=1 has no effect with this vLLM, whose processes may spin: %s", SWITCH, doubt)
+        _log.warning("[calm-inert] %s=1 has no effect with this vLLM, whose processes may spin: %s", SWITCH, doubt)
 
 
 def calm(ring: ModuleType) -> str | None:

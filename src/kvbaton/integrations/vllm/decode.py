@@ -65,7 +65,8 @@ class Decode:
         self._positions[request.request_id] = position
         digest = content_digest(request, position)
         push = target.mode is Mode.PUSH
-        self.door.want(RequestId(request.request_id), target.ticket, digest, position, push=push)
+        name = RequestId(request.request_id)
+        self.door.want(name, target.ticket, digest, position, push=push, trace=target.trace)
 
     def refused(self, request: Any, end: End) -> None:
         """A request came with parameters that mean nothing: the policy decides, as after any other failure."""
@@ -175,7 +176,7 @@ class Decode:
         self._said[str(end.reason)] += 1
         if worth_saying(self._said[str(end.reason)]):
             what = "its prompt is computed here" if self.recomputes else "it fails"
-            log.warning("kvbaton: no KV for request %s (%s: %s); %s", request_id, end.reason, end.detail, what)
+            log.warning("[no-kv] kvbaton: no KV for request %s (%s: %s); %s", request_id, end.reason, end.detail, what)
 
     def _bad_blocks(self, load: _Load, end: End) -> Iterable[int]:
         """What must be computed again, where vLLM can keep the rest, and some of it is good."""

@@ -41,7 +41,7 @@ def guarded(fallback: Callable[..., Any]) -> Callable[[Hook], Hook]:
 def note(where: str, error: Exception) -> None:
     faults[where] += 1
     if faults[where] <= LOGGED_MAX:
-        log.error("kvbaton: %s failed, %d so far; the engine goes on", where, faults[where], exc_info=error)
+        log.error("[hook-failed] kvbaton: %s failed, %d so far; going on", where, faults[where], exc_info=error)
 
 
 def log_beside_vllm() -> None:

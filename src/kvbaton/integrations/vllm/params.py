@@ -14,6 +14,8 @@ from kvbaton.api.errors import ApiError
 from kvbaton.api.foreign import SHOWN_CHARS, Lookup, translated
 from kvbaton.api.params import FIELD, Mode, TransferParams
 from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.tracing.context import HEADER as TRACE_HEADER
+from kvbaton.tracing.context import parse as parse_trace
 
 __all__ = ["Ask", "Lookup", "Source", "Target", "ask_of"]
 
@@ -23,6 +25,7 @@ class Source(msgspec.Struct, frozen=True):
 
     mode: Mode
     ticket: str | None = None  # streaming and push
+    trace: str = ""  # W3C traceparent
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -30,6 +33,7 @@ class Target(msgspec.Struct, frozen=True):
 
     mode: Mode
     ticket: str
+    trace: str = ""
 
 
 Ask = Source | Target
@@ -47,9 +51,17 @@ def ask_of(request: Any, lookup: Lookup) -> Ask | None:
         return None
     if params.mode not in lookup.modes:
         raise ProtocolError(Reason.BAD_MESSAGE, f"{FIELD}.mode: this engine does not serve {params.mode}")
+    trace = params.trace or _trace_of(request)
     if params.do_remote_decode:
-        return Source(params.mode, params.ticket)
-    return Target(params.mode, params.ticket or "")
+        return Source(params.mode, params.ticket, trace)
+    return Target(params.mode, params.ticket or "", trace)
+
+
+def _trace_of(request: Any) -> str:
+    """What the request's own header said, where a router of another system put nothing into the parameters."""
+    headers = getattr(request, "trace_headers", None)
+    found = parse_trace(str(headers.get(TRACE_HEADER, ""))) if isinstance(headers, Mapping) else None
+    return "" if found is None else str(found)
 
 
 def _own(raw: Mapping[str, Any]) -> TransferParams | None:

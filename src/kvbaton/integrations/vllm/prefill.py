@@ -19,7 +19,7 @@ from kvbaton.integrations.vllm.step import Leaving
 from kvbaton.integrations.vllm.tables import Grouping, Tables, real
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import Groups
-from kvbaton.protocol.ids import LeaseId
+from kvbaton.protocol.ids import LeaseId, RequestId
 from kvbaton.protocol.progress import whole
 from kvbaton.runtime.doorway import Doorway
 
@@ -76,6 +76,8 @@ class Prefill:
             prompt.position,
             target=ticket.target,
             max_readers=ticket.max_readers,
+            request=RequestId(request.request_id),
+            trace=prompt.source.trace,
         )
         prompt.pinned = (0,) * self.grouping.count
 
@@ -169,7 +171,8 @@ class Prefill:
         digest = content_digest(prompt.request, prompt.position)
         self.pool.touch(real(blocks))
         try:
-            ticket, _ = self.door.grant(digest, prompt.position, blocks)
+            name, trace = RequestId(prompt.request.request_id), prompt.source.trace
+            ticket, _ = self.door.grant(digest, prompt.position, blocks, request=name, trace=trace)
         except Exception:
             self.pool.unpin(real(blocks))
             raise

@@ -45,6 +45,8 @@ from kvbaton.runtime.rank_link import RankLinks
 from kvbaton.runtime.rank_messages import RankInvitation
 from kvbaton.runtime.renewing import renewed_keys
 from kvbaton.runtime.shelf import Shelf
+from kvbaton.runtime.watching import Watch, dump_on_signal
+from kvbaton.tracing.export import SpanExport, of_worker
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +88,11 @@ class Presence:
         host = f"[{settings.control_host}]" if ":" in settings.control_host else settings.control_host
         self.control = ZmqControl(keyring, f"tcp://{host}:{settings.control_port}")
         self.links = RankLinks(ranks, me=self.peer)
+        self.watch = Watch(self.peer, directory=settings.flight_dir, spans=self._spans())
         self.doorway = Doorway(self._door_config(keyring, len(ranks)), EpochTable(facts.blocks))
         self.shelf = self._make_shelf(len(ranks)) if settings.store else None
         self.node = self._make_node(keyring, len(ranks))
+        self.watch.begin(self.node, lambda: {"blocks": float(facts.blocks)})
         self.loop = NodeLoop(self.node, self.control)
         self._listings: list[RegistryClient | MoriioAnnouncer] = []
         self._keyring = keyring
@@ -102,6 +106,7 @@ class Presence:
     def start(self) -> None:
         self.links.start()
         self.loop.start()
+        dump_on_signal(self.watch.dumps)
         if self.settings.registry or self.settings.moriio:
             self._herald.start()
         log.info("kvbaton: %s listens at %s for %s", self.peer, self.control.endpoint, ", ".join(self.transports))
@@ -113,6 +118,7 @@ class Presence:
             with contextlib.suppress(Exception):
                 listing.close() if isinstance(listing, RegistryClient) else listing.stop(STOP_S)
         self.loop.stop(STOP_S)
+        self.watch.close()
         if self.shelf is not None:
             self.shelf.close()
         self.links.stop(STOP_S)
@@ -145,6 +151,8 @@ class Presence:
                     on_departed=self._on_departed,
                     on_drain=self._on_drain,
                     on_discard=self._on_discard,
+                    report=self.watch.report,
+                    on_show=self.watch.recorder.show,
                 )
                 self._listings.append(client)
             if settings.moriio is not None:
@@ -152,7 +160,7 @@ class Presence:
             for listing in self._listings:
                 listing.start()
         except ControlError as error:
-            log.error("kvbaton: %s is not listed: %s", self.peer, error)
+            log.error("[not-listed] kvbaton: %s is not listed: %s", self.peer, error)
 
     def _answers(self) -> bool:
         url = f"http://{self.settings.http_address}/health"
@@ -265,7 +273,11 @@ class Presence:
             exact_epochs=self.facts.exact_epochs,
         )
         ledger = Ledger(identity, self.settings.protocol(), self.doorway.epochs.of)
-        return Node(ledger, self.control, planes, self.doorway, self.shelf, extra=self.links.drain_progress)
+        progress, recorder = self.links.drain_progress, self.watch.recorder
+        return Node(ledger, self.control, planes, self.doorway, self.shelf, extra=progress, recorder=recorder)
+
+    def _spans(self) -> SpanExport | None:
+        return of_worker(self.settings.otlp_endpoint, self.facts.role, self.settings.name)
 
     def _make_shelf(self, ranks: int) -> Shelf:
         """The store as all ranks together reach it; each is told in whose name."""

@@ -32,6 +32,7 @@ from kvbaton.integrations.vllm.settings import FIELD, ConnectorSettings
 from kvbaton.integrations.vllm.step import BatonStep, Leaving, RankCard, StepDone, Verdict
 from kvbaton.integrations.vllm.storing import Storing
 from kvbaton.integrations.vllm.tables import Grouping, Tables
+from kvbaton.integrations.vllm.tray import Tray
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.runtime.doorway import Doorway, DropBlocks, LoadReport, UnpinBlocks
@@ -68,6 +69,7 @@ class SchedulerSide:
         self.refused: Counter[str] = Counter()  # ends that never reached the ledger, by reason
         self.told: Counter[str] = Counter()  # of the counters, what vLLM was told
         self.gauges_told: dict[str, float] = {}
+        self.tray = Tray()  # of ended handoffs, what vLLM was not told yet
         self._live: _Live | None = None
 
     @property
@@ -103,6 +105,7 @@ class SchedulerSide:
         )
         self.presence = Presence(self._settings, self._keyring, engine, invitations)
         self._live = self._come_alive(self.presence, grouping)
+        self.presence.watch.recorder.on_flight.append(self.tray.add)
         self.presence.start()
 
     def _come_alive(self, presence: Presence, grouping: Grouping) -> _Live:

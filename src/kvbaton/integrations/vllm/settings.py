@@ -20,6 +20,7 @@ from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX
 from kvbaton.runtime.shelf import ShelfSettings
 from kvbaton.runtime.store_places import STORE_NAME, store_place
 from kvbaton.sealed.policy import Encrypt
+from kvbaton.tracing.export import traces_url
 from kvbaton.transports import planes
 from kvbaton.transports.planes import ChecksumMode
 
@@ -69,6 +70,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     lease_s: float = 15.0
     max_hold_s: float = 180.0
     ticket_ttl_s: float = 120.0
+    flight_dir: str = ""  # where records of failed handoffs are written; SIGUSR2 has all of them written there
+    otlp_endpoint: str = ""  # of an OpenTelemetry collector, http(s)://host:port: spans of sampled requests go there
     fault_copy_delay_s: float = 0.0  # for tests of expiry only: every copy of this engine starts this much later
 
     def __post_init__(self) -> None:
@@ -92,6 +95,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             _checked("http_address", self.http_address, check_authority)
         elif self.registry or self.moriio:
             raise _bad("http_address", "", "host:port of this engine's API, so that a router can find it")
+        if self.otlp_endpoint:
+            _checked("otlp_endpoint", self.otlp_endpoint, traces_url)
         if self.moriio is not None:
             _checked("moriio.router", self.moriio.router, check_authority)
         if self.registry and self.peers:

@@ -92,7 +92,7 @@ class WorkerSide:
             except (ValueError, OSError) as error:
                 if self._settings.transport != planes.AUTO:
                     raise RuntimeError(f"kvbaton: transport {name} cannot be used here: {error}") from error
-                log.warning("kvbaton: transport %s is not offered: %s", name, error)
+                log.warning("[plane-not-offered] kvbaton: transport %s is not offered: %s", name, error)
         return made
 
     def _plane(self, name: str, memories: list[memoryview]) -> Transport:
@@ -155,7 +155,7 @@ class WorkerSide:
         heard, self._heard = self._heard, []
         self._order_is_known = heard == list(self._layers_done)
         if not self._order_is_known:
-            log.warning("kvbaton: layers are computed in an order that was not expected; announcing whole chunks only")
+            log.warning("[layer-order] kvbaton: layers come in an order not expected; announcing whole chunks only")
             self._layers_done = {}
 
     def _progress(self, leaving: Leaving, done: tuple[int, ...]) -> tuple[GroupProgress, ...]:

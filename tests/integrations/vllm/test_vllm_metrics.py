@@ -1,0 +1,139 @@
+"""What crosses from the scheduler to vLLM's metrics, and what comes of it; vLLM's base classes are stood in for."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections import Counter as Counts
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import msgspec
+import prometheus_client
+import pytest
+
+from kvbaton.flight.records import Flight, Moment, Seat
+from kvbaton.integrations.vllm.tray import FLIGHTS_MAX, Tray
+from kvbaton.metrics import names
+from kvbaton.metrics.names import Where
+
+THEIRS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+
+
+@dataclass
+class KVConnectorStats:
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class KVConnectorPromMetrics:
+    def __init__(self, config: Any, types: Any, labelnames: list[str], values: dict[int, list[object]]) -> None:
+        self._gauge_cls, self._counter_cls, self._histogram_cls = types
+        self.per_engine_labelvalues = values
+
+
+@pytest.fixture(name="stats")
+def stats_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    parts = THEIRS.split(".")
+    for count in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:count]), ModuleType(parts[count - 1]))
+    monkeypatch.setattr(sys.modules[THEIRS], "KVConnectorStats", KVConnectorStats, raising=False)
+    monkeypatch.setattr(sys.modules[THEIRS], "KVConnectorPromMetrics", KVConnectorPromMetrics, raising=False)
+    name = "kvbaton.integrations.vllm.stats"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name)
+    sys.modules.pop(name, None)
+
+
+def flight(end: str = "delivered", seat: Seat = Seat.DECODE) -> Flight:
+    moments = (Moment("asked", 1.0), Moment("granted", 1.5), Moment("allocated", 2.0), Moment("copied", 3.0))
+    return Flight(
+        seat=seat, worker="d0", handoff="h", mode="pull", transport="shm", bytes=64, end=end,
+        moments=(*moments, Moment("ended", 3.5), Moment("taken", 4.0), Moment("closed", 5.0)),
+    )  # fmt: skip
+
+
+def test_flights_are_told_once_and_as_plain_data() -> None:
+    tray = Tray()
+    for each in (flight(), flight("stale"), flight(seat=Seat.PREFILL), flight(seat=Seat.ROUTER), flight("")):
+        tray.add(each)
+    rows = tray.take()
+    assert rows == msgspec.msgpack.decode(msgspec.msgpack.encode(rows)) and tray.take() == []
+    counted = [row for row in rows if row[0] == names.HANDOFFS.name]
+    assert counted == [[names.HANDOFFS.name, ["pull", "shm", end], 1] for end in ("delivered", "stale")]
+    assert [names.STAGE_SECONDS.name, ["copy", "pull", "shm"], 1.0] in rows
+    assert [names.LEASE_ENDS.name, ["pull", "delivered"], 1] in rows
+
+
+def test_a_tray_that_nobody_empties_stays_small() -> None:
+    tray = Tray()
+    for _ in range(3 * FLIGHTS_MAX):
+        tray.add(flight())
+    assert sum(row[0] == names.HANDOFFS.name for row in tray.take()) == FLIGHTS_MAX
+
+
+class Side:
+    """As much of the scheduler's side as metrics ask for."""
+
+    def __init__(self) -> None:
+        settings = SimpleNamespace(max_hold_s=180.0, quarantine_blocks_max=4096)
+        self.counts = Counts({"leases": 2, "ends.delivered": 1, "links.shm": 1, "frames": 9})
+        desk = SimpleNamespace(counts=self.counts, settings=settings)
+        producer = SimpleNamespace(leases={}, parked={})
+        consumer = SimpleNamespace(by_handoff={}, quarantined_blocks=0)
+        self.presence = SimpleNamespace(
+            node=SimpleNamespace(ledger=SimpleNamespace(desk=desk, producer=producer, consumer=consumer), faults={}),
+            control=SimpleNamespace(counters={"connections": 3, "admitted": 2}),
+            loop=SimpleNamespace(faults=0),
+            doorway=SimpleNamespace(pinned_blocks=5, put_blocks=1),
+        )
+        self.stored = SimpleNamespace(figures=lambda: {"store_puts_total": 4}, held_blocks=1)
+        self.refused, self.told = Counts({"peer_unknown": 1}), Counts()
+        self.gauges_told: dict[str, float] = {}
+        self.tray = Tray()
+
+
+def test_only_what_is_new_is_told(stats: ModuleType) -> None:
+    side = Side()
+    first = stats.BatonStats.of(side)
+    assert first.data["counts"]["leases_total"] == 2 and first.data["counts"]["ends_total peer_unknown"] == 1
+    assert (first.data["gauges"]["pinned_blocks"], first.data["gauges"]["store_pins"]) == (6, 2)
+    assert stats.BatonStats.of(side) is None
+    side.counts["leases"] += 1
+    second = stats.BatonStats.of(side)
+    assert second.data["counts"] == {"leases_total": 1}
+    both = first.aggregate(second)
+    assert both.data["counts"]["leases_total"] == 3 and both.reduce()["pinned_blocks"] == 6 and not both.is_empty()
+    assert stats.BatonStats().is_empty()
+    side.presence = None
+    assert stats.BatonStats.of(side) is None
+
+
+def test_vllms_page_has_the_names_of_the_list(stats: ModuleType) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    kinds = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
+    types = [functools.partial(kind, registry=registry) for kind in kinds]
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"name": "d0"}))
+    page = stats.BatonMetrics(config, types, ["model_name", "engine"], {0: ["tiny", "0"]})
+    side = Side()
+    for each in (flight(), flight("stale")):
+        side.tray.add(each)
+    page.observe(stats.BatonStats.of(side).data)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {"model_name": "tiny", "engine": "0", **labels})
+
+    shown = {sample.name for family in registry.collect() for sample in family.samples}
+    ours = {name for metric in names.of(Where.VLLM) for name in metric.series}
+    made = {name for name in shown if name.startswith("kvbaton_") and not name.endswith("_created")}
+    assert made <= ours
+    assert value("kvbaton_leases_total") == 2 and value("kvbaton_ends_total", end="delivered") == 1
+    assert value("kvbaton_ends_total", end="stale") == 0, "there from the start"
+    assert value("kvbaton_links_total", transport="shm") == 1 and value("kvbaton_connections_total") == 3
+    assert value("kvbaton_handoffs_total", mode="pull", transport="shm", end="stale") == 1
+    assert value("kvbaton_stage_seconds_sum", stage="copy", mode="pull", transport="shm") == 1.0
+    assert value("kvbaton_pinned_blocks") == 6 and value("kvbaton_lease_hold_max_seconds") == 180
+    assert value("vllm:nixl_num_failed_transfers_total") == 1, "the one that was refused"
+    assert value("vllm:nixl_xfer_time_seconds_count") == 1 and value("vllm:nixl_bytes_transferred_count") == 2
