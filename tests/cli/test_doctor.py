@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.server
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,13 @@ WORKERS = "/workers"
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Pages], str]]:
+def ahead_s() -> list[float]:
+    """By how much the clocks of those who serve are ahead."""
+    return [0.0]
+
+
+@pytest.fixture
+def serve(ahead_s: list[float]) -> Iterator[Callable[[Pages], str]]:
     """Serves fixed pages; stands in for routers and workers, which other tests run for real."""
     running: list[http.server.HTTPServer] = []
 
@@ -25,7 +33,8 @@ def serve() -> Iterator[Callable[[Pages], str]]:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 status, text = pages.get(self.path, (404, ""))
-                self.send_response(status)
+                self.send_response_only(status)
+                self.send_header("Date", self.date_time_string(time.time() + ahead_s[0]))
                 self.end_headers()
                 self.wfile.write(text.replace("HERE", f"127.0.0.1:{server.server_port}").encode())
 
@@ -48,7 +57,7 @@ def listed(*names: str) -> tuple[int, str]:
     return 200, json.dumps({"workers": entries})
 
 
-def found(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, object]]:
+def found(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
     status = main(["doctor", "--json", *words])
     return status, json.loads(capsys.readouterr().out)
 
@@ -56,9 +65,9 @@ def found(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[st
 def test_this_machine_as_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     status, told = found(capsys)
     assert status == 0 and told["well"] is True
-    assert [each["name"] for each in told["planes"]] == list(planes.ORDER)  # type: ignore[index, attr-defined]
+    assert [each["name"] for each in told["planes"]] == list(planes.ORDER)
     assert told["offered"] == list(planes.offered("auto"))
-    assert "tcp" in told["offered"]  # type: ignore[operator]
+    assert "tcp" in told["offered"]
 
 
 def test_this_machine_for_people(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,8 +85,11 @@ def test_a_choice_that_this_machine_cannot_serve(
     )
     assert main(["doctor", "--transport", "mori"]) == 1
     text = capsys.readouterr().out
-    assert "note: transport mori cannot be used here: gone" in text and "gone; it needs: amd_mori" in text
-    assert text.endswith("not well: see above\n")
+    assert (
+        "error [no-plane] --transport: transport mori cannot be used here: gone\n  fix: it needs: mori: amd_mori"
+        in text
+    )
+    assert text.endswith("not well: see above; kvbaton explain CODE says more\n")
 
 
 def test_which_planes_a_cluster_took(capsys: pytest.CaptureFixture[str], serve: Callable[[Pages], str]) -> None:
@@ -85,7 +97,7 @@ def test_which_planes_a_cluster_took(capsys: pytest.CaptureFixture[str], serve: 
              "planes_given_up_total": {"shm": 1}}  # fmt: skip
     url = serve({WORKERS: listed("d0"), "/d0/stats": (200, json.dumps(stats))})
     status, told = found(capsys, "--router", url)
-    (worker,) = told["workers"]  # type: ignore[misc]
+    (worker,) = told["workers"]
     assert status == 0 and worker["links"] == {"p0": "tcp"} and worker["given_up_total"] == {"shm": 1}
     assert main(["doctor", "--router", url]) == 0
     text = capsys.readouterr().out
@@ -94,10 +106,11 @@ def test_which_planes_a_cluster_took(capsys: pytest.CaptureFixture[str], serve: 
 
 
 def test_vllm_tells_it_by_its_metrics(capsys: pytest.CaptureFixture[str], serve: Callable[[Pages], str]) -> None:
-    metrics = 'kvbaton:links_total{engine="0",plane="nixl"} 2.0\nkvbaton:links_total{engine="1",plane="nixl"} 1.0\n'
+    line = 'kvbaton_links_total{{engine="{0}",transport="nixl"}} {1}.0\n'
+    metrics = line.format(0, 2) + line.format(1, 1)
     url = serve({WORKERS: listed("d0"), "/d0/metrics": (200, metrics)})
     status, told = found(capsys, "--router", url)
-    assert status == 0 and told["workers"][0]["links_total"] == {"nixl": 3}  # type: ignore[index]
+    assert status == 0 and told["workers"][0]["links_total"] == {"nixl": 3}
 
 
 def test_a_worker_that_does_not_answer_is_named(
@@ -105,7 +118,25 @@ def test_a_worker_that_does_not_answer_is_named(
 ) -> None:
     url = serve({WORKERS: listed("d0"), "/d0/stats": (200, "no json")})
     status, told = found(capsys, "--router", url)
-    assert status == 1 and told["workers"][0]["problem"].startswith("does not answer")  # type: ignore[index]
+    assert status == 1 and told["workers"][0]["problem"].startswith("does not answer")
+    (silent,) = (each for each in told["findings"] if each["code"] == "worker-silent")
+    assert silent["where"] == "worker d0" and silent["fix"].startswith("curl http://")
+
+
+@pytest.mark.parametrize(("off_s", "said"), [(-60.0, "60 s behind"), (61.0, "61 s ahead of"), (2.0, None)])
+def test_a_clock_that_is_far_off_is_a_warning(
+    capsys: pytest.CaptureFixture[str],
+    serve: Callable[[Pages], str],
+    ahead_s: list[float],
+    off_s: float,
+    said: str | None,
+) -> None:
+    url = serve({WORKERS: listed("d0"), "/d0/stats": (200, "{}")})
+    ahead_s[0] = off_s
+    status, told = found(capsys, "--router", url)
+    clocks = [each["found"] for each in told["findings"] if each["code"] == "clock-off"]
+    assert status == 0 and len(clocks) == (said is not None)
+    assert said is None or any(near in clocks[0] for near in (said, said.replace("60", "61"), said.replace("61", "60")))
 
 
 @pytest.mark.parametrize("url", ["ftp://somewhere", "http://127.0.0.1:9"])

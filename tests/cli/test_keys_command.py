@@ -106,7 +106,6 @@ def test_a_name_is_removed(capsys: pytest.CaptureFixture[str], minted: str) -> N
         (["show", "p0"], "show takes none"),
         (["add", "x", "--tickets"], "--tickets: only with rotate"),
         (["remove", "x", "--finish"], "--finish: only with rotate"),
-        (["rotate", "p0", "--json"], "--json: only with show"),
         (["rotate", "p0", "--prepare"], "--prepare: only with rotate --tickets"),
         (["rotate", "--tickets", "--prepare", "--finish"], "without --finish"),
         (["add", "x", "x"], "given twice"),

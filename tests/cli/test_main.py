@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import kvbaton
 from kvbaton.cli import main as cli
 from kvbaton.control import keys
 
@@ -30,14 +31,22 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "give a command: up, router"),
-        (["fly"], "invalid choice: 'fly'"),
+        ([], "give a command, such as: kvbaton up --check; see: kvbaton --help"),
+        (["fly"], "unknown command 'fly'; see: kvbaton --help"),
+        (["benhc"], "unknown command 'benhc', is bench meant?; see: kvbaton --help"),
+        (["bench", "transfr"], "unknown choice 'transfr', is transfer meant? (choose from "),
+        (["--color", "pink", "up"], "argument --color: invalid choice: 'pink' (choose from auto, always, never)"),
+        (["--color", "never"], "give a command"),
+        (["--colour=never", "up"], "unknown flag --colour, is --color meant?"),
+        (["up", "now"], "unknown argument 'now'; see: kvbaton up --help"),
+        (["up", "--json=yes"], "argument --json: takes no value, got 'yes'"),
         (["up", "--prefil", "2"], "unknown flag --prefil, is --prefill meant?"),
         (["worker", "--nam", "p0"], "unknown flag --nam, is --name meant?"),
         (["worker", "--name", "p0"], "required: --role, --keys, --registry"),
         (["up", "--prefill", "0"], "argument --prefill: got 0, expected 1 to 16"),
         (["up", "--prefill", "two"], "argument --prefill: got 'two', expected a whole number"),
-        (["up", "--mode", "smoke"], "argument --mode: invalid choice: 'smoke'"),
+        (["up", "--mode", "smoke"], "argument --mode: invalid choice: 'smoke' (choose from pull, stream, push)"),
+        (["up", "--mode", "pul"], "argument --mode: invalid choice: 'pul', is pull meant?"),
         (["up", "--transport", "pigeon"], "argument --transport: got 'pigeon', expected auto, or some of cuda, shm"),
         (["up", "--port", "70000"], "argument --port: got 70000, expected 0 to 65535"),
         (["up", "--lease-s", "-1"], "argument --lease-s: got -1, expected seconds above 0"),
@@ -63,12 +72,36 @@ def test_a_bad_command_line_is_one_line_on_stderr_and_status_2(
     assert err.startswith("kvbaton")
 
 
-def test_help_fits_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([], ["up"], ["worker"], ["router"], ["keys"]):
-        status, out, _ = call(capsys, *words, "--help")
-        assert status == 0
-        assert len(out.splitlines()) <= 54, words
-        assert "None" not in out
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"], ["--debug", "--help"], ["--color", "never", "-h"]])
+def test_help_fits_on_a_small_screen_and_tells_of_every_command(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = call(capsys, *words)
+    lines = out.splitlines()
+    assert (status, err) == (0, "")
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    for heading, commands in cli.GROUPS.items():
+        at = lines.index(heading)
+        assert [line.split()[0] for line in lines[at + 1 : at + 1 + len(commands)]] == list(commands)
+    assert [name for group in cli.GROUPS.values() for name in group] == list(cli.COMMANDS)
+
+
+def test_help_needs_no_command_and_no_data_plane() -> None:
+    code = "import sys; from kvbaton.cli.main import main; main(['--help']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = done.stdout.splitlines()[-1].split()
+    assert "kvbaton.cli.main" in modules
+    assert not {"numpy", "msgspec", "asyncio", "zmq", "aiohttp", "logging", "kvbaton.transports"} & set(modules)
+
+
+def test_help_is_also_asked_for_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "help", "keys") == call(capsys, "keys", "--help")
+    assert call(capsys, "help", "bench", "transfer") == call(capsys, "bench", "transfer", "--help")
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "--version") == (0, f"kvbaton {kvbaton.__version__}\n", "")
 
 
 def test_a_missing_key_file_is_named_with_the_next_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -134,7 +167,7 @@ def test_a_bug_is_one_line_and_a_trace_only_with_debug(capsys: pytest.CaptureFix
 def test_a_command_that_is_not_there_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "nothing", "is not there")  # type: ignore[misc]
+    monkeypatch.setitem(cli.COMMANDS, "nothing", "is not there")
     status, _, err = call(capsys, "nothing")
     assert (status, err) == (2, "kvbaton nothing: nothing is not part of this build\n")
 

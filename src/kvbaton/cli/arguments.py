@@ -1,16 +1,24 @@
-"""Command lines: what may be said, and what an operator is told when it cannot be done: one line with the next step."""
+"""Command lines: what may be said, and what an operator is told when it cannot be done: one line with the next step.
+
+Law: nothing here imports a command or a data plane, so that `--help` and a typing mistake are answered at once.
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from kvbaton.transports import planes
+from kvbaton.cli import screen
 
 BAD_USAGE = 2
+CLOSE_WORD, CLOSE_FLAG = 0.6, 0.75  # of difflib: `benhc` is bench, `fly` is nothing; flags have much in common
+_CHOICES_SHOWN_MAX = 12
+_OPTIONS_IN_USAGE_MAX = 4
+_HELP_WIDTH_MAX = 100
 
 
 class CommandError(Exception):
@@ -34,35 +42,103 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        said = f"invalid choice: {value!r}{meant(str(value), choices)}"
+        if isinstance(action, argparse._SubParsersAction):
+            kind = "command" if action.dest == "command" else "choice"
+            said = f"unknown {kind} {value!r}{meant(str(value), choices)}"
+            raise argparse.ArgumentError(None, said if len(choices) > _CHOICES_SHOWN_MAX else _of(said, choices))
+        raise argparse.ArgumentError(action, _of(said, choices))
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        (sys.stdout if file is None else file).write(message)  # argparse would keep a full disk to itself
+
     def error(self, message: str) -> NoReturn:
         unknown = self._unknown(message)
         if unknown is not None:
             known = [option for action in self._actions for option in action.option_strings]
-            close = difflib.get_close_matches(unknown, known, 1, 0.75)
-            message = f"unknown flag {unknown}" + (f", is {close[0]} meant?" if close else "")
-        print(f"{self.prog}: {message}; see: {self.prog} --help", file=sys.stderr)
+            kind = "flag" if unknown.startswith("-") else "argument"
+            message = f"unknown {kind} {unknown}{meant(unknown, known, CLOSE_FLAG)}"
+        message = message.replace("ignored explicit argument", "takes no value, got")
+        complain(self.prog, f"{message}; see: {self.prog} --help")
         raise SystemExit(BAD_USAGE)
 
     def _unknown(self, message: str) -> str | None:
         """The flag that is the reason, also where argparse complains first of what is missing because of it."""
+        known = {option for action in self._actions for option in action.option_strings}
         if message.startswith("unrecognized arguments: "):
-            words: Sequence[str] = message.split(": ", 1)[1].split()
-        elif message.startswith("the following arguments are required"):
-            known = {option for action in self._actions for option in action.option_strings}
+            words = message.split(": ", 1)[1].split()
+            return next((word.split("=")[0] for word in words if word.startswith("-")), repr(words[0]))
+        if message.startswith("the following arguments are required"):
             words = [word for word in self._given if word.split("=")[0] not in known]
-        else:
-            return None
-        return next((word.split("=")[0] for word in words if word.startswith("-")), None)
+            return next((word.split("=")[0] for word in words if word.startswith("-")), None)
+        return None
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """One screen: wide lines, defaults in place."""
+    """As wide as the terminal up to a bound, defaults in place, and a usage that does not list every flag again."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32, width=116)
+        super().__init__(prog, max_help_position=30, width=min(screen.stdout().width(), _HELP_WIDTH_MAX))
+
+    def start_section(self, heading: str | None) -> None:
+        super().start_section(None if heading is None else screen.stdout().style(heading, "bold"))
+
+    def add_usage(self, usage: str | None, actions: Iterable[Any], groups: Iterable[Any], prefix: Any = None) -> None:
+        listed = list(actions)
+        free = [action for action in listed if action.option_strings and not action.required]
+        if usage is None and len(free) > _OPTIONS_IN_USAGE_MAX:
+            kept = [action for action in listed if action not in free]
+            said = self._format_usage(None, kept, [], "").strip()
+            words = " ".join([self._prog, "[OPTIONS]", *said.removeprefix(self._prog).split()]).replace("%", "%%")
+            indent = " " * len("usage: ")
+            usage = f"\n{indent}".join(textwrap.wrap(words, self._width - len(indent), break_on_hyphens=False))
+        super().add_usage(usage, listed, groups, prefix)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Paragraphs are filled; a line that begins with two spaces is a command to copy, and stays as it is."""
+        lines = []
+        for line in text.splitlines():
+            whole_line = line.startswith("  ")
+            lines += [line] if whole_line else textwrap.wrap(line, width, initial_indent=indent, break_on_hyphens=False)
+        return "\n".join(lines)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
+        if isinstance(action.default, float) and "default" not in (action.help or ""):
+            return f"{action.help} (default: {action.default:g})"
+        return action.help if action.default in (None, False, [], "") else super()._get_help_string(action)
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """What every command takes, also behind its name; `kvbaton --help` tells of it."""
+    add = parser.add_argument
+    add("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add("--color", choices=screen.COLORS, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
+def complain(who: str, message: str) -> None:
+    """One line on stderr, whatever the message holds; nobody may be listening."""
+    try:
+        print(f"{screen.stderr().style(f'{who}:', 'bad')} {' '.join(message.split())}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        return
+
+
+def meant(given: str, known: Iterable[str], close_enough: float = CLOSE_WORD) -> str:
+    """`, is X meant?` where one of the known words is close."""
+    close = difflib.get_close_matches(given, list(known), 1, close_enough)
+    return f", is {close[0]} meant?" if close else ""
+
+
+def _of(said: str, choices: Sequence[str]) -> str:
+    shown = ", ".join(choices[:_CHOICES_SHOWN_MAX]) + (", …" if len(choices) > _CHOICES_SHOWN_MAX else "")
+    return f"{said} (choose from {shown})"
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
@@ -91,13 +167,56 @@ def seconds(text: str) -> float:
     return value
 
 
+def minutes(text: str) -> float:
+    """An argument type: a duration above 0, told in minutes."""
+    try:
+        return seconds(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected minutes above 0") from None
+
+
 def port(text: str) -> int:
     """An argument type: a port, 0 for a free one."""
     return whole(0, 65535)(text)
 
 
+def host_port(text: str) -> str:
+    """An argument type: an address to listen at, host:port or [v6]:port."""
+    host, colon, number = text.rpartition(":")
+    is_host = bool(host) and (":" not in host or (host.startswith("[") and host.endswith("]")))
+    if not (colon and is_host and number.isascii() and number.isdigit() and int(number) <= 65535):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected host:port, or [v6]:port")
+    return text
+
+
+def endpoint(text: str) -> str:
+    """An argument type: where a registry listens."""
+    from kvbaton.control.base import check_endpoint
+
+    try:
+        return check_endpoint(text, names=True)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}; give an endpoint such as tcp://127.0.0.1:7700") from None
+
+
+def url(text: str) -> str:
+    """An argument type: where HTTP is spoken, without a slash at the end."""
+    from urllib.parse import urlsplit
+
+    try:
+        parts = urlsplit(text)
+        well = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        well = False
+    if not well:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected http://host:port")
+    return text.rstrip("/")
+
+
 def planes_choice(text: str) -> str:
     """An argument type: `auto`, or data planes with commas."""
+    from kvbaton.transports import planes  # brings arrays and sockets with it, a quarter of a second
+
     try:
         planes.parse(text)
     except ValueError as error:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from types import ModuleType
 
-from kvbaton.cli import bench_arguments, bench_router_arguments, bench_store, bench_transfer
-from kvbaton.cli.arguments import CommandError, HelpFormatter, Parser
+from kvbaton.cli import bench_arguments, bench_router_arguments, bench_serve_arguments, bench_store, bench_transfer
+from kvbaton.cli.arguments import CommandError, HelpFormatter, Parser, add_common
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, text, add in (
         ("transfer", "segments of 4 to 256 KiB, then whole handoffs", bench_transfer.add),
         ("store", "values into shared stores and out again, and what a hit saves a request", bench_store.add),
+        (
+            "serve",
+            "what clients see under load: modes and aggregated engines in turns, or servers that run already",
+            bench_serve_arguments.add,
+        ),
         (
             "vllm",
             "one vLLM, pairs with kvbaton and a pair with NIXL, under vLLM's own load generator",
@@ -29,12 +35,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         one = kinds.add_parser(
             name, help=text, description=said, allow_abbrev=False, formatter_class=HelpFormatter
         )  # fmt: skip
-        one.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        add_common(one)
         add(one)
 
 
 def run(args: argparse.Namespace) -> int:
-    return {"transfer": bench_transfer.run, "store": bench_store.run, "vllm": _vllm, "router": _router}[args.what](args)
+    kinds = {
+        "transfer": bench_transfer.run,
+        "store": bench_store.run,
+        "vllm": _vllm,
+        "router": _router,
+        "serve": _serve,
+    }
+    return kinds[args.what](args)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    bench_serve_arguments.check(args)
+    status: int = _with_http("kvbaton.cli.bench_serve").run(args)
+    return status
 
 
 def _router(args: argparse.Namespace) -> int:
@@ -45,11 +64,14 @@ def _router(args: argparse.Namespace) -> int:
 
 def _vllm(args: argparse.Namespace) -> int:
     bench_arguments.check(args)
-    try:
-        suite = importlib.import_module("kvbaton.cli.bench_vllm")
-    except ModuleNotFoundError as error:
-        if error.name != "aiohttp":
-            raise
-        raise CommandError("this command serves HTTP and needs aiohttp: pip install 'kvbaton[serve]'") from None
-    status: int = suite.run(args)
+    status: int = _with_http("kvbaton.cli.bench_vllm").run(args)
     return status
+
+
+def _with_http(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name not in ("aiohttp", "uvloop"):
+            raise
+        raise CommandError(f"this command serves HTTP and needs {error.name}: pip install 'kvbaton[serve]'") from None

@@ -21,13 +21,13 @@ from kvbaton import __version__
 from kvbaton.bench import handoff, idle, peers, transfer, transfer_checks, transfer_page, transfer_plot
 from kvbaton.bench.children import ChildFailed
 from kvbaton.cli import bench_device, bench_router_report
-from kvbaton.cli.arguments import CommandError
+from kvbaton.cli.arguments import CommandError, whole
 
 OWN_PLANES = ("shm", "tcp")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repetitions", type=int, default=11, metavar="N", help="of each size, at least")
+    parser.add_argument("--repetitions", type=whole(1, 100_000), default=11, metavar="N", help="of each size, at least")
     known = ",".join(peers.PACKAGES)
     parser.add_argument("--peers", type=_peers, default=[], metavar="LIST", help=f"measure these beside: {known}")
     device = "whose memory is moved: cuda runs between two processes on one GPU"
@@ -76,15 +76,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """What can be known to be wrong before minutes are spent."""
-    if args.repetitions < 1:
-        raise CommandError(f"--repetitions: got {args.repetitions}, expected a number above 0")
     for peer in args.peers:
         if not any(importlib.util.find_spec(name) for name in peers.PACKAGES[peer]):
-            raise CommandError(f"--peers: {peer} is not installed here; {peers.ADVICE}")
+            raise CommandError(f"argument --peers: {peer} is not installed here; {peers.ADVICE}")
     for flag in ("out", "plot"):
         path = getattr(args, flag)
         if path is not None and not Path(path).absolute().parent.is_dir():
-            raise CommandError(f"--{flag}: {path}: there is no such folder; make it first")
+            raise CommandError(f"argument --{flag}: {path}: there is no such folder; make it first")
 
 
 def _measure(args: argparse.Namespace) -> dict[str, object]:

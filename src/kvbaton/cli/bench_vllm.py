@@ -37,6 +37,7 @@ from kvbaton.cli.arguments import CommandError, StoppedError
 from kvbaton.cli.bench_targets import ALONE, GUARD, NIXL, TARGETS, Setup, Standing, fetch, standing
 from kvbaton.cli.fronting import told_to_stop
 from kvbaton.cli.limits import raise_file_limit
+from kvbaton.cli.screen import stdout
 from kvbaton.cli.vllm_engine import ServerOptions
 from kvbaton.router.front import MODE_HEADER
 
@@ -268,7 +269,7 @@ def _tell(findings: Findings, facts: Facts, ok: bool, *, as_json: bool) -> None:
     if found:
         print(f"\n{bench_table.plain(bench_table.RATIO_HEAD, bench_table.ratio_grid(found))}")
     print(f"\n{FRONT}.\n{bench_table.LEGEND}")
-    print("\n".join(["", *wrong, f"verdict: {'ok' if ok else 'NOT ok'} ({facts.seconds:.0f} s)"]))
+    print("\n".join(["", *wrong, f"verdict: {stdout().verdict(ok)} ({facts.seconds:.0f} s)"]))
 
 
 def _row(row: Row) -> dict[str, Any]:

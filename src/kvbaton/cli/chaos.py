@@ -21,15 +21,16 @@ import msgspec
 from kvbaton.chaos import plan as plans
 from kvbaton.chaos.faults import BY_NAME, FAULTS, PROMISES
 from kvbaton.chaos.outcome import Outcome
-from kvbaton.cli.arguments import CommandError, seconds, whole
+from kvbaton.cli.arguments import CommandError, minutes, whole
 from kvbaton.cli.limits import raise_file_limit
+from kvbaton.cli.screen import stdout
 
 SIZE_MAX = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--minutes", type=seconds, default=3.0, metavar="N", help="how long the embedded engines are under load")
+    add("--minutes", type=minutes, default=3.0, metavar="N", help="how long the embedded engines are under load")
     add("--seed", type=whole(0, (1 << 31) - 1), default=None, metavar="S", help="of the plan; drawn if not given")
     add("--engine", choices=("embedded", "vllm"), default="embedded", help="which engines")
     add("--connector", choices=("kvbaton", "nixl"), default="kvbaton", help="with vllm: whose connector")
@@ -70,7 +71,7 @@ def _plan(args: argparse.Namespace) -> plans.Plan | None:
         except OSError as error:
             raise CommandError(f"argument --replay: {args.replay}: {error.strerror}; give a plan.json") from None
         except ValueError as error:
-            raise CommandError(f"argument --replay: {args.replay}: {error}") from None
+            raise CommandError(f"argument --replay: {args.replay}: {error}; give a plan.json") from None
         if plan.engine == "embedded":
             return plan
         args.engine, args.connector, args.seed = plan.engine, plan.connector, plan.seed
@@ -169,7 +170,7 @@ def _tell(args: argparse.Namespace, outcome: Outcome, out: Path) -> int:
 def _summary(outcome: Outcome) -> str:
     report = importlib.import_module("kvbaton.chaos.report")
     bad = [f"  {row.at_s:6.1f} s  {row.title}: {row.note or 'not well'}" for row in outcome.rows if not row.ok]
-    return "\n".join([report.headline(outcome), *bad, f"verdict: {'ok' if outcome.ok else 'NOT ok'}"])
+    return "\n".join([report.headline(outcome), *bad, f"verdict: {stdout().verdict(outcome.ok)}"])
 
 
 def _listed() -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from kvbaton.api.bodies import Kind
 from kvbaton.api.params import Mode
 from kvbaton.cli.arguments import CommandError, StoppedError
 from kvbaton.cli.cluster import Cluster, Plan, running
+from kvbaton.cli.screen import stdout
 from kvbaton.router.front import MODE_HEADER
 
 MAX_TOKENS = 12
@@ -232,7 +233,7 @@ def _summary(verdict: Mapping[str, Any], modes: Sequence[Mode], transports: Sequ
             f"over {' and over '.join(transports)}",
             f"{verdict['bytes_moved']} bytes moved in {verdict['handoffs']} handoffs; {verdict['pins']} pins left; "
             f"{verdict['seconds']} s",
-            f"verdict: {'ok' if verdict['ok'] else 'NOT ok'}",
+            f"verdict: {stdout().verdict(verdict['ok'])}",
         ]
     )
 

@@ -23,7 +23,7 @@ from typing import Protocol
 import msgspec
 
 from kvbaton.cli.arguments import CommandError, StoppedError
-from kvbaton.cli.fronting import Front, Sources, fronted
+from kvbaton.cli.fronting import Front, Sources, dumping, fronted
 from kvbaton.cli.keys import ALWAYS
 from kvbaton.cli.worker import argv_of
 from kvbaton.control import keys
@@ -93,7 +93,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def members(self, directory: str, registry: str) -> list[Member]:
         found = [store_member(directory, self.store_port)] if self.store_port else []
         for place in places(self.prefills, self.decodes, self.tp_prefill, self.tp_decode):
-            changes = {**msgspec.structs.asdict(place), "keys": directory, "registry": registry}
+            flights = self.worker.flight_dir or str(Path(directory).parent / "flights")
+            changes = {**msgspec.structs.asdict(place), "keys": directory, "registry": registry, "flight_dir": flights}
             words = ["worker", *argv_of(msgspec.structs.replace(self.worker, **changes))]
             argv = [*COMMAND, *words, "--stop-on-eof"]
             command = shlex.join([*shown_command(), *words])
@@ -166,7 +167,10 @@ async def running(plan: Startable, say: Say, stop: asyncio.Event) -> AsyncIterat
     try:
         keys.mint(directory / "keys", [*ALWAYS, *plan.names()])
         sources = Sources(keyring=keys.load(directory / "keys", "router"), registry_bind="tcp://127.0.0.1:0")
-        async with fronted(sources, plan.settings, host=plan.host, port=plan.port) as front:
+        async with (
+            fronted(sources, plan.settings, host=plan.host, port=plan.port) as front,
+            dumping(front.app.gathering, "router", str(directory / "flights")),
+        ):
             cluster = Cluster(front, directory)
             try:
                 for member in plan.members(str(directory / "keys"), front.registry_endpoint):

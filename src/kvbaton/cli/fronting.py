@@ -8,20 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import logging
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 
+from kvbaton.control.base import worth_saying
 from kvbaton.control.keys import Keyring
 from kvbaton.control.plain import PlainListener, PlainSettings
-from kvbaton.control.registry import RegistryServer
+from kvbaton.control.registry import Entry, RegistryServer
+from kvbaton.flight.dumps import Dumps, default_directory
+from kvbaton.flight.gathering import Gathering
+from kvbaton.flight.report import ReportError, decode
+from kvbaton.metrics.node import connections
+from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.announced import AnnouncedDirectory, Directories
-from kvbaton.router.app import Router, router_app
+from kvbaton.router.app import Pages, Router, router_app
 from kvbaton.router.directory import StaticDirectory, Worker, WorkerDirectory
 from kvbaton.router.door import serving
+from kvbaton.router.live import live_page
 from kvbaton.router.registered import RegistryDirectory
 from kvbaton.router.settings import RouterSettings
+
+log = logging.getLogger(__name__)
 
 
 class Sources(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,18 +57,26 @@ class Front(msgspec.Struct, frozen=True):
 
 
 @contextlib.asynccontextmanager
-async def fronted(sources: Sources, settings: RouterSettings, *, host: str, port: int) -> AsyncIterator[Front]:
-    """A router and what tells it of workers, while the context lasts."""
+async def fronted(
+    sources: Sources, settings: RouterSettings, *, host: str, port: int, pages: Pages | None = live_page
+) -> AsyncIterator[Front]:
+    """A router and what tells it of workers, while the context lasts; `pages` are further pages for operators."""
     keyring = sources.keyring
+    gathering = Gathering()
     async with contextlib.AsyncExitStack() as stack:
         parts: list[WorkerDirectory] = []
-        registry = plain = discard = None
+        registry = plain = discard = show = None
         if keyring is not None:
-            registry = RegistryServer(keyring, sources.registry_bind)
+            registry = RegistryServer(
+                keyring,
+                sources.registry_bind,
+                on_change=functools.partial(_listed, gathering),
+                on_report=functools.partial(_reported, gathering),
+            )
             stack.push_async_callback(asyncio.to_thread, registry.close)
             registered = RegistryDirectory(registry)
             parts.append(registered)
-            discard = registered.discard
+            discard, show = registered.discard, registered.show
         if sources.workers:
             parts.append(StaticDirectory(sources.workers))
         if sources.plain_bind:
@@ -65,9 +85,14 @@ async def fronted(sources: Sources, settings: RouterSettings, *, host: str, port
             parts.append(AnnouncedDirectory(plain))
         directory = parts[0] if len(parts) == 1 else Directories(*parts)
         ticket_key = None if keyring is None else keyring.ticket_keys[0]
-        app = await stack.enter_async_context(router_app(directory, settings, ticket_key, discard))
+        name = "router" if keyring is None else keyring.name
+        routing = router_app(
+            directory, settings, ticket_key, discard, name=name, gathering=gathering, show=show, pages=pages
+        )
+        app = await stack.enter_async_context(routing)
         if registry is not None:
             registry.on_keys = lambda fresh: app.set_ticket_key(fresh.ticket_keys[0])
+            app.stats.elsewhere = functools.partial(connections, registry.visits)
         url = await stack.enter_async_context(serving(app, host, port))
         for each in (registry, plain):
             if each is not None:
@@ -79,6 +104,40 @@ async def fronted(sources: Sources, settings: RouterSettings, *, host: str, port
             directory,
             app,
         )
+
+
+def _listed(gathering: Gathering, workers: Sequence[Entry]) -> None:
+    told = [entry.registration for entry in workers]
+    gathering.listed({each.worker: (each.incarnation, each.role) for each in told})
+
+
+def _reported(gathering: Gathering, worker: WorkerId, incarnation: Incarnation, data: bytes) -> None:
+    """On the registry's thread. One that cannot be read costs that worker's report, and is counted."""
+    try:
+        report = decode(data)
+    except ReportError as error:
+        gathering.counters["bad_reports"] += 1
+        if worth_saying(gathering.counters["bad_reports"]):
+            log.warning("[member-message] a report of %s was skipped: %s", worker, error)
+        return
+    gathering.heard(worker, incarnation, report)
+
+
+@contextlib.asynccontextmanager
+async def dumping(gathering: Gathering, name: str, directory: str = "") -> AsyncIterator[None]:
+    """SIGUSR2 has the router's records written down; with a directory of their own, failures are as they happen."""
+    dumps = Dumps(Path(directory) if directory else default_directory(), name, gathering.records)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR2, dumps.ask)
+    if directory:
+        gathering.on_flight.append(dumps.on_flight)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGUSR2)
+        if directory:
+            gathering.on_flight.remove(dumps.on_flight)
+        await asyncio.to_thread(dumps.close)
 
 
 @contextlib.contextmanager

@@ -32,9 +32,12 @@ SETTLE_S = 2 * LOOK_S + 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=tuple(ACTIONS), help="; ".join(f"{a}: {h}" for a, h in ACTIONS.items()))
+    actions = "; ".join(f"{a}: {h}" for a, h in ACTIONS.items())
+    parser.add_argument("action", metavar="ACTION", choices=tuple(ACTIONS), help=actions)
     parser.add_argument("directory", metavar="DIR", help="where the keys are; keep DIR/secret to yourself")
-    parser.add_argument("names", metavar="NAME", nargs="*", help=f"workers; new adds {' and '.join(ALWAYS)}")
+    parser.add_argument(
+        "names", metavar="NAME", nargs="*", default=[], help=f"workers; new adds {' and '.join(ALWAYS)}"
+    )
     group = parser.add_argument_group("rotate")
     group.add_argument("--tickets", action="store_true", help="the key that signs tickets")
     group.add_argument("--prepare", action="store_true", help="with --tickets: add the new key, sign with the old one")
@@ -42,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--settle-s", metavar="S", type=seconds, default=SETTLE_S, help="with --tickets: from new to signing"
     )
-    parser.add_argument("--json", action="store_true", help="show: print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, all else on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,8 +62,6 @@ def _check(args: argparse.Namespace) -> None:
     for flag in ("tickets", "prepare", "finish"):
         if getattr(args, flag) and not rotates:
             raise CommandError(f"argument --{flag}: only with rotate; see: kvbaton keys --help")
-    if args.json and args.action != "show":
-        raise CommandError("argument --json: only with show; see: kvbaton keys --help")
     if args.prepare and (args.finish or not args.tickets):
         raise CommandError("argument --prepare: only with rotate --tickets, and without --finish")
     if args.action == "show" and args.names:
@@ -75,65 +76,74 @@ def _check(args: argparse.Namespace) -> None:
 def _new(args: argparse.Namespace) -> int:
     names = [*(name for name in ALWAYS if name not in args.names), *args.names]
     keys.mint(args.directory, names)
-    return _minted(names, args.directory)
+    return _minted(names, args)
 
 
 def _add(args: argparse.Namespace) -> int:
     for name in args.names:
         keys.add(args.directory, name)
-    return _minted(args.names, args.directory)
+    return _minted(args.names, args)
 
 
-def _minted(names: list[str], directory: str) -> int:
-    print(f"minted {', '.join(names)} in {directory}")
-    print("next: copy public/ and tickets.json to every host, secret/NAME.json only to where NAME runs")
+def _minted(names: list[str], args: argparse.Namespace) -> int:
+    did = [f"minted {', '.join(names)} in {args.directory}"]
+    return _tell(
+        args, names, did, ["copy public/ and tickets.json to every host, secret/NAME.json only to where NAME runs"]
+    )
+
+
+def _tell(args: argparse.Namespace, names: list[str], did: list[str], then: list[str]) -> int:
+    """What was done, and what the operator does next: the same words as lines and as an object."""
+    if args.json:
+        told = {"action": args.action, "dir": args.directory, "names": names, "did": did, "next": then}
+        print(msgspec.json.encode(told).decode())
+    else:
+        print("\n".join([*did, *(f"next: {each}" for each in then)]))
     return 0
 
 
 def _remove(args: argparse.Namespace) -> int:
     for name in args.names:
         key_rotation.remove(args.directory, name)
-    print(f"removed {', '.join(args.names)} from {args.directory}; whoever sees it hears them no more in {LOOK_S:g} s")
-    print("next: remove public/NAME.json on every other host too; tickets need no new key unless a host was lost:")
-    print(f"      kvbaton keys rotate {args.directory} --tickets")
-    return 0
+    who = f"removed {', '.join(args.names)} from {args.directory}"
+    rest = "remove public/NAME.json on every other host too; tickets need no new key unless a host was lost:"
+    then = f"{rest} kvbaton keys rotate {args.directory} --tickets"
+    return _tell(args, args.names, [f"{who}; whoever sees it hears them no more in {LOOK_S:g} s"], [then])
 
 
 def _rotate(args: argparse.Namespace) -> int:
-    if args.tickets:
-        _rotate_tickets(args)
+    did, then = _rotate_tickets(args) if args.tickets else ([], [])
     for name in args.names:
         if args.finish:
             was = key_rotation.finish(args.directory, name)
-            print(f"{name}: {'only its new key is let in' if was else 'was not being rotated'}")
+            did.append(f"{name}: {'only its new key is let in' if was else 'was not being rotated'}")
         else:
             key_rotation.rotate(args.directory, name)
-            print(f"{name}: has a new key; the old one is let in until that is finished")
+            did.append(f"{name}: has a new key; the old one is let in until that is finished")
     if args.names:
         again = f"kvbaton keys rotate {args.directory} {' '.join(args.names)} --finish"
         first = "copy public/ to every host, then secret/NAME.json to where NAME runs; restart NAME (kvbaton drain)"
-        print("next: copy public/ to every host" if args.finish else f"next: {first}; then: {again}")
-    return 0
+        then.append("copy public/ to every host" if args.finish else f"{first}; then: {again}")
+    return _tell(args, args.names, did, then)
 
 
-def _rotate_tickets(args: argparse.Namespace) -> None:
+def _rotate_tickets(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """What was done, and what is next."""
     where = args.directory
     if args.finish:
         count = key_rotation.finish_tickets(where)
-        print(f"tickets: {count} old {'key is' if count == 1 else 'keys are'} gone")
-        print("next: copy tickets.json to every host")
-        return
+        gone = f"tickets: {count} old {'key is' if count == 1 else 'keys are'} gone"
+        return [gone], ["copy tickets.json to every host"]
     key_rotation.prepare_tickets(where)
     if args.prepare:
-        print("tickets: a new key verifies; the old one signs")
-        print(f"next: copy tickets.json to every host; then: kvbaton keys rotate {where} --tickets")
-        return
+        then = f"copy tickets.json to every host; then: kvbaton keys rotate {where} --tickets"
+        return ["tickets: a new key verifies; the old one signs"], [then]
     # Counted from when it was prepared, by whichever command: one that was broken off is given again at once
     time.sleep(max(0.0, args.settle_s - key_rotation.tickets_age_s(where)))
     key_rotation.promote_tickets(where)
-    print("tickets: the new key signs; the old ones verify until that is finished")
     after = f"in {key_rotation.TICKETS_LIVE_S:g} s: kvbaton keys rotate {where} --tickets --finish"
-    print(f"next: copy tickets.json to every host; {after}")
+    signs = "tickets: the new key signs; the old ones verify until that is finished"
+    return [signs], [f"copy tickets.json to every host; {after}"]
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -1,113 +1,215 @@
 """`kvbaton`: one file per command; only the command that is asked for is imported.
 
 Law: whatever an operator can cause ends in one line on stderr with the next step, and status 2; traces need --debug.
+Results go to stdout and nothing else does; a reader who has seen enough (`| head -1`) ends a command without a word.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import importlib
-import logging
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
+from typing import get_args
 
-from kvbaton.cli.arguments import BAD_USAGE, CommandError, HelpFormatter, Parser, StoppedError
+import kvbaton
+from kvbaton.cli import screen, streams
+from kvbaton.cli.arguments import BAD_USAGE, CommandError, HelpFormatter, Parser, StoppedError, add_common, complain
 
-COMMANDS: Mapping[str, str] = {
-    "up": "start workers and a router on this machine; with --check, prove that their answers are right",
-    "router": "serve clients in front of workers that register with it",
-    "worker": "serve one engine, and register with a router",
-    "drain": "have a worker finish what is under way and stop, and wait until it is gone",
-    "doctor": "say which data planes this machine has, which a cluster took, and what stands in the way",
-    "store": "keep KV blocks for all engines of a cluster: several P and D share prefixes, and outlive each other",
-    "keys": "mint the keys by which a cluster's members know each other",
-    "chaos": "hurt real processes by a seeded plan of faults, and hold every answer and every block to the promises",
-    "sim": "run thousands of simulated clusters under faults, or the mutants that the checkers must catch",
-    "conformance": "hold the vLLM connector to vLLM's own scheduler: every hook, every ending, many interleavings",
-    "bench": "measure transfers, the router beside vllm-router, or vLLM with kvbaton beside NIXL and alone",
+GROUPS: Mapping[str, Mapping[str, str]] = {
+    "run a cluster": {
+        "up": "start workers and a router here; --check proves their answers",
+        "router": "serve clients in front of workers that register with it",
+        "worker": "serve one engine, and register with a router",
+        "store": "keep KV blocks that all engines of a cluster share",
+        "keys": "mint, show, rotate and remove the keys of its members",
+        "drain": "have a worker finish what is under way, and stop",
+    },
+    "look at it": {
+        "inspect": "one handoff's timeline over router, P and D",
+        "explain": "what a failure reason or a log code means, and what to do",
+        "doctor": "check this machine and a configuration, with each fix",
+    },
+    "prove it": {
+        "sim": "run thousands of simulated clusters under seeded faults",
+        "chaos": "hurt real processes, and hold every answer to the promises",
+        "conformance": "hold the vLLM connector to vLLM's own scheduler",
+    },
+    "measure it": {
+        "bench": "serving under load, transfers, the store, the router, vLLM",
+    },
+    "the shell": {
+        "completion": "print the script that completes these words for a shell",
+    },
 }
-_INTERRUPTED = 130
+COMMANDS: Mapping[str, str] = {name: text for group in GROUPS.values() for name, text in group.items()}
+_FAILED = 1
+_INTERRUPTED = 130  # 128 and SIGINT, as a shell has it
+_UNREAD = 141  # 128 and SIGPIPE: what head leaves of any other program
+_EXTRAS = {"aiohttp": "serve", "uvloop": "serve"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"]:  # kvbaton help up: what git and others taught
+        words = [*words[1:], "--help"]
     debug = "--debug" in words
-    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    command = next((word for word in words if not word.startswith("-")), None)
+    streams.have_all()
+    screen.choose_color(_color(words))
+    command = _command(words)
+    who = f"kvbaton {command}" if command in COMMANDS else "kvbaton"
     try:
-        return _run(words, command)
+        with streams.flushed():
+            return _run(words, command, debug)
     except (KeyboardInterrupt, StoppedError):
         return _INTERRUPTED
-    except _operator_errors() as error:
-        return _complain(command, str(error), BAD_USAGE, debug)
+    except CommandError as error:
+        return _end(who, str(error), BAD_USAGE, debug)
+    except BrokenPipeError as error:
+        if streams.nobody_reads():
+            return _UNREAD
+        return _end(who, _bug(error), _FAILED, debug)
     except Exception as error:  # noqa: BLE001 - the last place; the trace is one flag away
-        said = f"{type(error).__name__}: {error}".rstrip(": ")
-        return _complain(command, f"{said}; this is a bug, run again with --debug to see where", 1, debug)
+        said = _operator_must_act(error)
+        if said is not None:
+            return _end(who, said, BAD_USAGE, debug)
+        return _end(who, _bug(error), _FAILED, debug)
 
 
-def _run(words: list[str], command: str | None) -> int:
-    module = _module(command) if command in COMMANDS else None
+def _run(words: list[str], command: str | None, debug: bool) -> int:
+    if words and _asks_for_help(words, command):
+        print("\n".join(overview()))
+        return 0
+    module = module_of(command) if command in COMMANDS else None
     args = build_parser(command, module).parse_args(words)
     if module is None:
-        raise CommandError(f"give a command: {', '.join(COMMANDS)}; see: kvbaton --help")
+        raise CommandError("give a command, such as: kvbaton up --check; see: kvbaton --help")
+    _log(debug)
     status: int = module.run(args)
     return status
 
 
+def overview() -> Iterator[str]:
+    """`kvbaton --help`: one screen of a small terminal, 24 lines of 80 columns."""
+    style = screen.stdout().style
+    yield f"{style('kvbaton COMMAND [OPTIONS]', 'bold')} hands the KV cache of a prompt from the engine that"
+    yield "computes it to the one that decodes. Start here: kvbaton up --check"
+    width = max(map(len, COMMANDS))
+    for heading, commands in GROUPS.items():
+        yield style(heading, "bold")
+        for name, text in commands.items():
+            yield f"  {name:<{width}}  {text}"
+    yield "Each takes --help, --json, --debug (with stack traces), --color always|never."
+    yield "kvbaton --version tells which one this is."
+
+
 def build_parser(command: str | None, module: ModuleType | None) -> Parser:
     """The parser of `kvbaton`, complete for one command, with a line of help for the others."""
-    parser = Parser(
-        prog="kvbaton",
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
-        description="Hands the KV cache of a prompt from a prefill engine to a decode engine.",
-        epilog="Start here: kvbaton up --check, then kvbaton up. Each command has its own --help.",
-    )
-    parser.add_argument("--debug", action="store_true", help="log more, and show traces of errors")
+    return parser_of({} if command is None or module is None else {command: module})
+
+
+def parser_of(modules: Mapping[str, ModuleType]) -> Parser:
+    """The parser of `kvbaton`, complete for these commands."""
+    parser = Parser(prog="kvbaton", allow_abbrev=False, formatter_class=HelpFormatter)
+    add_common(parser)
+    version = f"kvbaton {kvbaton.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for name, help_text in COMMANDS.items():
+    for name, text in COMMANDS.items():
+        said = text[0].upper() + text[1:] + "."
         one = commands.add_parser(
-            name,
-            help=help_text,
-            description=help_text[0].upper() + help_text[1:] + ".",
-            allow_abbrev=False,
-            formatter_class=HelpFormatter,
-        )
-        one.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        if name == command and module is not None:
-            module.add_arguments(one)
+            name, help=text, description=said, allow_abbrev=False, formatter_class=HelpFormatter
+        )  # fmt: skip
+        add_common(one)
+        if name in modules:
+            modules[name].add_arguments(one)
     return parser
 
 
-def _module(command: str | None) -> ModuleType:
+def module_of(command: str | None) -> ModuleType:
     name = f"kvbaton.cli.{command}"
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name == "aiohttp":
-            raise CommandError("this command serves HTTP and needs aiohttp: pip install 'kvbaton[serve]'") from None
+        if error.name in _EXTRAS:
+            extra = f"pip install 'kvbaton[{_EXTRAS[error.name]}]'"
+            raise CommandError(f"this command serves HTTP and needs {error.name}: {extra}") from None
         if error.name == name:
             raise CommandError(f"{command} is not part of this build") from None
         raise
 
 
-def _operator_errors() -> tuple[type[Exception], ...]:
+# --- before the parser: what holds for its own complaints too
+
+
+def _command(words: Sequence[str]) -> str | None:
+    """The first word that is neither a flag nor what --color is given."""
+    before = ""
+    for word in words:
+        if not word.startswith("-") and before != "--color":
+            return word
+        before = word
+    return None
+
+
+def _asks_for_help(words: Sequence[str], command: str | None) -> bool:
+    return command is None and any(word in ("-h", "--help") for word in words) and "--version" not in words
+
+
+def _color(words: Sequence[str]) -> screen.Color:
+    said = ""
+    for before, word in zip(["", *words], words, strict=False):
+        said = word if before == "--color" else word.removeprefix("--color=") if word.startswith("--color=") else said
+    known: tuple[screen.Color, ...] = get_args(screen.Color)
+    return next((color for color in known if color == said), "auto")
+
+
+def _log(debug: bool) -> None:
+    import logging
+
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+
+
+# --- how it ends
+
+
+def _end(who: str, message: str, status: int, debug: bool) -> int:
+    if debug:
+        with contextlib.suppress(OSError, ValueError):
+            traceback.print_exc()
+    complain(who, message)
+    return status
+
+
+def _bug(error: Exception) -> str:
+    said = f"{type(error).__name__}: {error}".rstrip(": ")
+    return f"{said}; this is a bug, run again with --debug to see where"
+
+
+def _operator_must_act(error: Exception) -> str | None:
+    """The line, where it is the operator who can change something; None for a bug."""
     from kvbaton.api.errors import PortInUseError
     from kvbaton.control.base import ControlError
     from kvbaton.transports.planes import PlaneError
 
-    return CommandError, ControlError, PlaneError, PortInUseError
+    if isinstance(error, PortInUseError):
+        return str(error) if ";" in str(error) else f"{error}; give an address of this machine"
+    if isinstance(error, ControlError | PlaneError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None and not error.filename2:
+        return f"{error.filename}: {error.strerror}; give a path that can be used"
+    if isinstance(error, OSError) and _is_output_full(error):
+        return f"the results cannot be written: {error.strerror}; make room, or send them elsewhere"
+    return None
 
 
-def _complain(command: str | None, message: str, status: int, debug: bool) -> int:
-    if debug:
-        traceback.print_exc()
-    where = f"kvbaton {command}" if command in COMMANDS else "kvbaton"
-    print(f"{where}: {' '.join(message.split())}", file=sys.stderr)
-    return status
+def _is_output_full(error: OSError) -> bool:
+    import errno
+
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import os
+from typing import Any
+
+import msgspec
 
 from kvbaton.api.http import run as run_loop
 from kvbaton.api.params import Mode
 from kvbaton.api.tokens import is_loopback
-from kvbaton.cli.arguments import CommandError, port, seconds, whole
-from kvbaton.cli.fronting import Front, Sources, fronted, told_to_stop
+from kvbaton.cli import traces
+from kvbaton.cli.arguments import CommandError, host_port, port, seconds, whole
+from kvbaton.cli.fronting import Front, Sources, dumping, fronted, told_to_stop
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.control import keys
 from kvbaton.control.plain import Fleet, PlainSettings
@@ -18,7 +23,7 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.router import wire
 from kvbaton.router.directory import Worker
 from kvbaton.router.policy import Policy
-from kvbaton.router.settings import Fallback, RouterSettings
+from kvbaton.router.settings import Fallback, OperatorPages, RouterSettings
 
 _DEFAULT = RouterSettings()
 
@@ -29,6 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_bounds(parser.add_argument_group("bounds"))
     parser.add_argument("--host", default="127.0.0.1", help="address for clients")
     parser.add_argument("--port", type=port, default=8000, help="port for clients, 0 for a free one")
+    parser.add_argument(
+        "--operator-pages",
+        choices=list(OperatorPages),
+        default=_DEFAULT.operator_pages.value,
+        help="who is shown single requests: this machine, whoever reaches the router, nobody",
+    )
+    parser.add_argument(
+        "--flight-dir",
+        metavar="DIR",
+        default="",
+        help="write records of failed requests here; SIGUSR2 has all of them written",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout when it serves")
+    traces.add_arguments(parser.add_argument_group("traces"))
 
 
 def _add_sources(group: argparse._ArgumentGroup) -> None:
@@ -38,6 +57,7 @@ def _add_sources(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--registry-port", metavar="PORT", type=port, default=7700, help="port where workers register")
     group.add_argument(
         "--plain-discovery",
+        type=host_port,
         metavar="HOST:PORT",
         help="hear workers that announce themselves as MoRI-IO's and P2pNccl's do. Not authenticated",
     )
@@ -118,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
             f"argument --only-mode: workers given by URL serve pull only, not {args.mode}; give --keys DIR"
         )
     _check_plain(args)
+    args.otlp_endpoint = traces.endpoint_of(args.otlp_endpoint, os.environ)
     sources = sources_of(args)
     gc.freeze()  # what is there now stays; requests leave few cycles behind, so look for them rarely
     gc.set_threshold(20_000, 20, 50)
@@ -153,6 +174,9 @@ def settings_of(args: argparse.Namespace) -> RouterSettings:
         breaker_failures=args.breaker_failures,
         in_flight_max=args.in_flight_max,
         show_pair=args.show_pair,
+        operator_pages=OperatorPages(args.operator_pages),
+        trace=bool(args.otlp_endpoint),
+        trace_sample=args.trace_sample,
     )
 
 
@@ -170,8 +194,13 @@ def sources_of(args: argparse.Namespace) -> Sources:
 async def _serve(args: argparse.Namespace, sources: Sources) -> int:
     """Until a signal comes; then what is under way is finished, unless a second one comes."""
     with told_to_stop() as stop:
-        async with fronted(sources, settings_of(args), host=args.host, port=args.port) as front:
-            print("\n".join(_told(args, front)), flush=True)
+        async with (
+            fronted(sources, settings_of(args), host=args.host, port=args.port) as front,
+            traces.exported(args.otlp_endpoint, args.name, front.app.gathering),
+            dumping(front.app.gathering, args.name, args.flight_dir),
+        ):
+            told = msgspec.json.encode(_facts(args, front)).decode() if args.json else "\n".join(_told(args, front))
+            print(told, flush=True)
             await stop.wait()
             stop.clear()
             ending = asyncio.ensure_future(front.app.drained(args.drain_s))
@@ -180,6 +209,13 @@ async def _serve(args: argparse.Namespace, sources: Sources) -> int:
             ending.cancel()
             again.cancel()
     return 0
+
+
+def _facts(args: argparse.Namespace, front: Front) -> dict[str, Any]:
+    return {
+        "name": args.name, "url": front.url, "pid": os.getpid(), "registry": front.registry_endpoint,
+        "plain_discovery": front.plain_endpoint, "prefill_urls": args.prefill_url, "decode_urls": args.decode_url,
+    }  # fmt: skip
 
 
 def _told(args: argparse.Namespace, front: Front) -> list[str]:

@@ -8,11 +8,13 @@ import sys
 
 import msgspec
 
+from kvbaton.cli.arguments import whole
 from kvbaton.sim.campaign import MutantsSummary, Summary, default_jobs, run_mutants, run_seeds
 from kvbaton.sim.mutants import MUTANTS
 from kvbaton.sim.run import run_seed
 
 HELP = "run simulated clusters under faults and check every promise"
+SEED_MAX = (1 << 63) - 1
 _RANGE = re.compile(r"(\d+)(?:\.\.(\d+))?")
 
 
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--seeds", type=seeds, default=range(200), metavar="A..B", help="which worlds (default 0..199)")
     what.add_argument("--mutants", action="store_true", help="run every mutant until it is caught")
-    what.add_argument("--replay", type=int, metavar="SEED", help="run one world and tell its story")
+    what.add_argument("--replay", type=whole(0, SEED_MAX), metavar="SEED", help="run one world and tell its story")
     parser.add_argument("--mutant", choices=names, metavar="NAME", help="with --replay: switch this mutant on")
     parser.add_argument("--mutant-seeds", type=positive, default=600, metavar="N", help="give up on a mutant after N")
     parser.add_argument("--jobs", type=positive, default=default_jobs(), metavar="N", help="processes (default: cores)")

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     lines = LineServer(memory, args.host, value_bytes_max=args.value_bytes_max)
     server = StoreServer(control, memory, **bounds, lines=lines)
     try:
-        first = {"name": args.name, "endpoint": control.endpoint, "bytes_max": args.bytes}
+        first = {"name": args.name, "endpoint": control.endpoint, "pid": os.getpid(), "bytes_max": args.bytes}
         asyncio.run(_until_told(args, first, lambda: _tell(args.json, _figures(server, memory, disk))))
     finally:
         server.close(FLUSH_S if args.disk else CLOSE_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import kvbaton.cli.vllm_check as on_vllm_check
 import kvbaton.cli.vllm_up as on_vllm
 from kvbaton.api.http import run as run_loop
 from kvbaton.api.params import Mode
+from kvbaton.cli import traces
 from kvbaton.cli.arguments import CommandError, planes_choice, port, seconds, whole
 from kvbaton.cli.check import check
 from kvbaton.cli.cluster import Cluster, Plan, Startable, how_it_ended, running, shown_command
@@ -36,9 +38,23 @@ MEMORY = "memory"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    on_vllm.add_arguments(parser)
+    add("--check", action="store_true", help="compare answers with a single engine's in every mode, then exit")
+    add("--json", action="store_true", help="print one JSON object on stdout, all else on stderr")
+    add = parser.add_argument_group("the cluster").add_argument
     add("--prefill", type=whole(1, 16), default=1, metavar="N", help="prefill workers")
     add("--decode", type=whole(1, 16), default=1, metavar="M", help="decode workers")
+    add("--host", default="127.0.0.1", help="address for clients")
+    add("--port", type=port, default=None, help="port for clients, 0 for a free one (default: 8000)")
+    add("--tp-prefill", type=whole(1, 64), default=1, metavar="N", help="ranks of each prefill worker")
+    add("--tp-decode", type=whole(1, 64), default=1, metavar="N", help="ranks of each decode worker")
+    add("--deadline-s", type=seconds, default=300.0, metavar="SECONDS", help="of a whole request")
+    add(
+        "--store",
+        default=None,
+        metavar="WHERE",
+        help="a shared store: memory starts one here, else as of kvbaton worker",
+    )
+    add = parser.add_argument_group("how KV goes over").add_argument
     add("--mode", choices=list(Mode), default=None, help="how KV goes over, where a client names none (default: pull)")
     add(
         "--transport",
@@ -49,10 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--encrypt", choices=ENCRYPT, default=_WORKER.encrypt, help="encrypt KV that crosses TCP (not vllm)")
     add("--checksum", choices=CHECKSUMS, default=_WORKER.checksum, help="compare copies with their source (not vllm)")
-    add("--host", default="127.0.0.1", help="address for clients")
-    add("--port", type=port, default=None, help="port for clients, 0 for a free one (default: 8000)")
-    add("--tp-prefill", type=whole(1, 64), default=1, metavar="N", help="ranks of each prefill worker")
-    add("--tp-decode", type=whole(1, 64), default=1, metavar="N", help="ranks of each decode worker")
     add("--policy", choices=POLICIES, default=_WORKER.policy, help="of decode workers, when a handoff fails")
     for name, text in (
         ("lease_s", "P keeps blocks this long after the last sign of the reader"),
@@ -62,6 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         flag = f"--{name.replace('_', '-')}"
         add(flag, type=seconds, default=getattr(_WORKER, name), metavar="SECONDS", help=text)
+    traces.add_arguments(parser.add_argument_group("traces"))
+    group = parser.add_argument_group("the engine")
+    add = group.add_argument
+    on_vllm.add_arguments(group)
     for name, low, high, text in (
         ("blocks", 2, 1 << 20, "KV blocks of each worker"),
         ("block_tokens", 1, 4096, "tokens per block"),
@@ -70,21 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         help_text = f"{text} (default: {getattr(_WORKER, name)}{_VLLM_DEFAULTS[name]})"
         add(f"--{name.replace('_', '-')}", type=whole(low, high), default=None, metavar="N", help=help_text)
-    add("--deadline-s", type=seconds, default=300.0, metavar="SECONDS", help="of a whole request")
-    add(
-        "--store",
-        default=None,
-        metavar="WHERE",
-        help="a shared store: memory starts one here, else as of kvbaton worker",
-    )
-    add("--check", action="store_true", help="compare answers with a single engine's in every mode, then exit")
-    add("--json", action="store_true", help="print one JSON object on stdout, all else on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
     on_vllm.refuse_foreign(args)
     if args.store is not None and args.engine == "vllm":
         raise CommandError("argument --store: name it in vLLM's own configuration; see docs/store.md")
+    args.otlp_endpoint = _otlp_endpoint(args)
     raise_file_limit()
     if args.engine == "vllm":
         server = on_vllm.server_of(args, _note)
@@ -92,14 +100,22 @@ def run(args: argparse.Namespace) -> int:
     return run_loop(_check(args) if args.check else _serve(args))
 
 
+def _otlp_endpoint(args: argparse.Namespace) -> str:
+    if args.otlp_endpoint and args.check:
+        raise CommandError("argument --otlp-endpoint: --check sends no spans; leave one of them out")
+    return "" if args.check else traces.endpoint_of(args.otlp_endpoint, os.environ)
+
+
 def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: Mode) -> Plan:
     values = {name: getattr(args, name) for name in ("policy", "checksum", "encrypt", *_TIMES)}
     values |= {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
     store_port = free_ports(1)[0] if args.store == MEMORY else 0
+    values["otlp_endpoint"] = args.otlp_endpoint
     values["store"] = f"tcp://127.0.0.1:{store_port}" if store_port else args.store or ""
     try:
         worker = msgspec.structs.replace(_WORKER, transport=transport, **values)
-        settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True)
+        tracing = {"trace": bool(args.otlp_endpoint), "trace_sample": args.trace_sample}
+        settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True, **tracing)
     except ValueError as error:
         raise CommandError(f"{error}; see: kvbaton up --help") from None
     return Plan(
@@ -111,8 +127,9 @@ def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: M
 def vllm_plan_of(
     args: argparse.Namespace, server: ServerOptions, transport: str, *, http_port: int, mode: Mode
 ) -> on_vllm.VllmPlan:
-    settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True)
-    times = {name: getattr(args, name) for name in _TIMES}
+    tracing = {"trace": bool(args.otlp_endpoint), "trace_sample": args.trace_sample}
+    settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True, **tracing)
+    times = {name: getattr(args, name) for name in (*_TIMES, "otlp_endpoint")}
     return on_vllm.plan_of(args, server, settings, port=http_port, transport=transport, **times)
 
 
@@ -141,7 +158,10 @@ async def _serve(args: argparse.Namespace, server: ServerOptions | None = None) 
     else:
         plan = vllm_plan_of(args, server, transport, http_port=http_port, mode=mode)
     with told_to_stop() as stop:
-        async with running(plan, _note, stop) as cluster:
+        async with (
+            running(plan, _note, stop) as cluster,
+            traces.exported(args.otlp_endpoint, "router", cluster.front.app.gathering),
+        ):
             if args.json:
                 print(msgspec.json.encode(_facts(cluster)).decode(), flush=True)
             else:
@@ -162,7 +182,8 @@ def _facts(cluster: Cluster) -> dict[str, Any]:
         for child in cluster.children
     ]
     front = cluster.front
-    return {"url": front.url, "registry": front.registry_endpoint, "dir": str(cluster.directory), "workers": children}
+    places = {"url": front.url, "registry": front.registry_endpoint, "dir": str(cluster.directory)}
+    return {"pid": os.getpid(), **places, "workers": children}
 
 
 def _welcome(cluster: Cluster, plan: Startable, transport: str) -> Sequence[str]:
@@ -175,6 +196,8 @@ def _welcome(cluster: Cluster, plan: Startable, transport: str) -> Sequence[str]
         "",
         f"  try   curl -N {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
         f"  mode  the same with -H 'x-kvbaton-mode: {' | '.join(Mode)}'",
+        f"  see   {url}/dashboard",
+        f"  trace {shlex.join([*shown_command(), 'inspect', '--last', '1', '--router', url])}",
         f"  look  {url}/workers  {url}/health  {url}/metrics",
         f"  logs  {cluster.directory}/*.log",
         f"  drain {shlex.join([*shown_command(), 'drain'])} NAME --keys {cluster.directory}/keys "

@@ -23,6 +23,7 @@ import msgspec
 from kvbaton.api.params import Mode
 from kvbaton.cli.arguments import CommandError, StoppedError
 from kvbaton.cli.cluster import NEWS_S, Child, Cluster, Place, end, last_line, obituary, running, start
+from kvbaton.cli.screen import stdout
 from kvbaton.cli.vllm_engine import HOST, free_ports
 from kvbaton.cli.vllm_up import VllmPlan, member
 from kvbaton.router.front import MODE_HEADER
@@ -115,7 +116,7 @@ async def check(plan: VllmPlan, modes: Sequence[Mode], *, as_json: bool, stop: a
     ok = bool(rows) and all(row.ok for row in rows)
     told = [{**msgspec.to_builtins(row), "ok": row.ok} for row in rows]
     verdict: dict[str, Any] = {"ok": ok, "seconds": round(time.monotonic() - begun, 1), "rows": told}
-    plain = f"verdict: {'ok' if ok else 'NOT ok'} ({verdict['seconds']} s)"
+    plain = f"verdict: {stdout().verdict(ok)} ({verdict['seconds']} s)"
     print(msgspec.json.encode(verdict).decode() if as_json else plain, flush=True)
     return 0 if ok else 1
 

@@ -51,6 +51,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     defer_timeout: float = 60.0
     claim_timeout: float = 10.0
     max_hold_s: float = 180.0
+    otlp_endpoint: str = ""
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,8 +28,8 @@ _INSTEAD: Mapping[str, str] = {"blocks": "--kv-gib bounds the KV of vLLM"}
 _ONLY_VLLM = ("model", "tiny", "vllm_python", "kv_gib", "max_model_len")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--engine", choices=ENGINES, default="embedded", help="what computes: a small engine of our own, or vLLM")
     add("--model", default=None, metavar="PATH", help="vllm: directory of the model (default: a tiny one is made)")
     add("--tiny", choices=TINY_KINDS, default=None, help="vllm: which kind of tiny model (default: llama)")

@@ -6,16 +6,20 @@ Law: `argv_of(options)` parsed again gives `options`; `up` prints it as the comm
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
+from kvbaton.cli import traces
 from kvbaton.cli.arguments import CommandError, planes_choice, port, seconds, whole
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.engine.options import DIALECTS, HTTP_ACCESS, MODES, POLICIES, ROLES, WorkerOptions
@@ -54,6 +58,8 @@ _HELP: Mapping[str, str] = {
     "store": "tcp:// of a kvbaton store, or mooncake://host:port; empty: none",
     "store_name": "that store's name in the key directory",
     "store_timeout": "seconds for a look-up in it; five times that for a get",
+    "otlp_endpoint": traces.HELP,
+    "flight_dir": "write records of failed handoffs here; SIGUSR2 has all of them written",
 }
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "role": ROLES,
@@ -66,7 +72,28 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 _TYPES: Mapping[type, Callable[[str], Any]] = {int: whole(0, 1 << 32), float: seconds, str: str}
 
 
+_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "who it is": ("name", "role", "keys", "registry", "registry_name"),
+    "where it listens, and whom it tells": (
+        "http_host", "http_port", "http_access", "control_host", "control_port", "announce_to", "announce_as",
+    ),
+    "how it hands over": (
+        "transport", "checksum", "encrypt", "modes", "policy", "lease_s", "transfer_timeout", "defer_timeout",
+        "claim_timeout", "drain_s",
+    ),
+    "its engine": ("tp", "blocks", "block_tokens", "max_num_seqs", "waiting_max", "seed"),
+    "a shared store": ("store", "store_name", "store_timeout"),
+    "what it shows": ("flight_dir", "otlp_endpoint"),
+}  # fmt: skip
+_METAVARS: Mapping[str, str] = {
+    "announce_to": "HOST:PORT", "keys": "DIR", "registry": "ENDPOINT", "store": "WHERE", "otlp_endpoint": "URL",
+}  # fmt: skip
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    place: dict[str, argparse._ArgumentGroup] = {}
+    for title, names in _GROUPS.items():
+        place |= dict.fromkeys(names, parser.add_argument_group(title))
     for field in msgspec.structs.fields(WorkerOptions):
         more: dict[str, Any] = {"help": _HELP[field.name]}
         if field.required:
@@ -81,18 +108,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             more["choices"] = _CHOICES[field.name]
         else:
             more |= {"type": port if field.name.endswith("_port") else _TYPES[field.type], "metavar": _metavar(field)}
-        parser.add_argument(_flag(field.name), **more)
+        place.get(field.name, parser).add_argument(_flag(field.name), **more)
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout when it serves")
     parser.add_argument("--stop-on-eof", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
     options = options_of(args)
+    options = msgspec.structs.replace(options, otlp_endpoint=traces.endpoint_of(options.otlp_endpoint, os.environ))
     raise_file_limit()
     logging.getLogger("kvbaton.runtime.node").setLevel(logging.INFO)  # which data plane each pair takes
     if args.stop_on_eof:
         threading.Thread(target=_stop_on_eof, name="kvbaton-parent", daemon=True).start()
-    status: int = importlib.import_module("kvbaton.engine.worker").main(options)
+    engine = importlib.import_module("kvbaton.engine.worker")
+    with contextlib.redirect_stdout(_ReadyAsJson(options, sys.stdout)) if args.json else contextlib.nullcontext():
+        status: int = engine.main(options)
     return status
+
+
+class _ReadyAsJson(io.TextIOBase):
+    """The engine prints one line when it serves, NAME INCARNATION serves URL; this makes it an object."""
+
+    def __init__(self, options: WorkerOptions, out: TextIO) -> None:
+        self._options = options
+        self._out = out
+        self._begun = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self._tell(line)
+        return len(text)
+
+    def _tell(self, line: str) -> None:
+        words = line.split()
+        if len(words) < 4 or words[2] != "serves":
+            print(line, file=sys.stderr, flush=True)
+            return
+        facts = {"name": words[0], "role": self._options.role, "url": words[3], "pid": os.getpid()}
+        facts |= {"incarnation": words[1], "registry": self._options.registry}
+        print(msgspec.json.encode(facts).decode(), file=self._out, flush=True)
 
 
 def options_of(args: argparse.Namespace) -> WorkerOptions:
@@ -121,8 +176,8 @@ def _flag(name: str) -> str:
 
 
 def _metavar(field: msgspec.structs.FieldInfo) -> str:
-    if field.name == "announce_to":
-        return "HOST:PORT"
+    if field.name in _METAVARS:
+        return _METAVARS[field.name]
     return {int: "N", float: "SECONDS"}.get(field.type, field.name.rpartition("_")[2].upper())
 
 

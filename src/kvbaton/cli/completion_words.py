@@ -1,0 +1,43 @@
+"""What a shell has to know to complete a command line: words and what may follow them, of no shell in particular.
+
+Law: pure values; the parsers make them (`completion.py`) and the shells' scripts are made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+Takes = Literal["nothing", "choice", "file", "dir", "text"]
+
+
+class Taker(msgspec.Struct, frozen=True):
+    """A flag, or a positional (no words)."""
+
+    words: tuple[str, ...]
+    label: str
+    about: str
+    takes: Takes
+    choices: tuple[str, ...] = ()
+    many: bool = False
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A command, its flags and positionals, and the commands below it."""
+
+    name: str
+    about: str
+    flags: tuple[Taker, ...] = ()
+    places: tuple[Taker, ...] = ()
+    below: tuple[Node, ...] = ()
+
+
+def walk(root: Node) -> Iterator[tuple[str, Node]]:
+    """Every command with the words that lead to it: "" for the program itself, `bench`, `bench router`."""
+    todo = [("", root)]
+    while todo:
+        path, node = todo.pop(0)
+        yield path, node
+        todo += [(f"{path} {each.name}".strip(), each) for each in node.below]

@@ -1,0 +1,32 @@
+"""What `kvbaton doctor` found: a code of the catalogue, where, what, and the next step for this very case.
+
+Law: a finding's severity is the catalogue's (`kvbaton.codes.findings`), so `kvbaton explain CODE` knows all of them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvbaton.codes.entry import Severity
+from kvbaton.codes.findings import SEVERITY
+
+ORDER = (Severity.ERROR, Severity.WARNING, Severity.NOTE)
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One finding."""
+
+    code: str
+    severity: Severity
+    where: str  # which file, flag or part of the machine
+    found: str
+    fix: str  # the next command, or the setting to change
+
+
+def finding(code: str, where: str, found: str, fix: str) -> Finding:
+    return Finding(code=code, severity=SEVERITY[code], where=where, found=found, fix=fix)
+
+
+def ordered(findings: list[Finding]) -> tuple[Finding, ...]:
+    """Each once, the worst first."""
+    return tuple(sorted(dict.fromkeys(findings), key=lambda each: ORDER.index(each.severity)))

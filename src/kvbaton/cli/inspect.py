@@ -1,0 +1,142 @@
+"""`kvbaton inspect`: what became of a request, from the router, P and D, as one timeline.
+
+Law: the exit status is the verdict: 0 when something was found, 1 when nothing matches, 2 when nobody can be asked. It
+only reads. With --files no router is needed: the records are those that processes wrote to disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import urllib.error
+import urllib.parse
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvbaton.cli import screen
+from kvbaton.cli.arguments import CommandError, url, whole
+from kvbaton.cli.asking import asked
+from kvbaton.flight import dumps, picture
+from kvbaton.flight.gathering import LAST_MAX
+from kvbaton.flight.intake import printable, printable_all
+from kvbaton.flight.joining import joined
+from kvbaton.flight.journey import Journey
+from kvbaton.flight.picture import Ink
+
+ROUTER = "http://127.0.0.1:8000"
+ANSWER_S = 10.0
+ANSWER_BYTES_MAX = 64 << 20
+FILE_BYTES_MAX = 256 << 20
+PICTURES_MAX = 3
+"""More journeys than this are shown as a list, unless one of them was asked for by its id."""
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What the router answers."""
+
+    journeys: tuple[Journey, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "id",
+        metavar="ID",
+        nargs="?",
+        help="a request id, a handoff id, or the beginning of a transfer id; without it the last ones are shown",
+    )
+    parser.add_argument("--last", metavar="N", type=whole(1, LAST_MAX), help="how many, newest first (default: 1)")
+    parser.add_argument("--failed", action="store_true", help="only those that failed")
+    parser.add_argument("--router", metavar="URL", type=url, default=ROUTER, help="whom to ask")
+    parser.add_argument("--files", metavar="FILE", nargs="+", type=Path, help="join these dumps, and ask nobody")
+    parser.add_argument("--list", action="store_true", help="one line for each instead of a picture")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    last = args.last or (LAST_MAX if args.id else 1)
+    if args.files:
+        found = from_files(args.files, last, args.failed, args.id or "")
+    else:
+        found = from_router(args.router, last, args.failed, args.id or "")
+    found = msgspec.convert(printable_all(msgspec.to_builtins(found)), list[Journey])  # files may hold anything
+    if args.json:
+        print(msgspec.json.encode(Told(tuple(found))).decode(), flush=True)
+    elif found:
+        _show(found, is_list=args.list or (len(found) > PICTURES_MAX and not args.id))
+    else:
+        print(_nothing(args), flush=True)
+    return 0 if found else 1
+
+
+def from_files(paths: Sequence[Path], last: int, failed: bool, find: str) -> list[Journey]:
+    """The journeys that these dumps tell of."""
+    flights = []
+    for path in paths:
+        try:
+            if path.stat().st_size > FILE_BYTES_MAX:
+                raise CommandError(f"argument --files: {path} is larger than {FILE_BYTES_MAX} bytes; split it")
+            flights += dumps.read(path)
+        except OSError as error:
+            raise CommandError(f"argument --files: {path}: {error.strerror}") from None
+        except ValueError as error:
+            raise CommandError(f"argument --files: {error}; expected records as kvbaton dumps them") from None
+    return joined(flights, last=last, failed=failed, find=find)
+
+
+def from_router(router: str, last: int, failed: bool, find: str) -> list[Journey]:
+    """What the router knows, and can still learn from its workers."""
+    query = {"last": str(last), **({"failed": "1"} if failed else {}), **({"id": find} if find else {})}
+    question = f"{router}/flights?{urllib.parse.urlencode(query)}"
+    try:
+        data = asked(question, ANSWER_S, ANSWER_BYTES_MAX).body
+    except urllib.error.HTTPError as error:
+        raise CommandError(f"the router at {router} says {error.code}: {_said(error)}") from None
+    except (OSError, http.client.HTTPException) as error:
+        why = getattr(error, "reason", error)
+        raise CommandError(
+            f"no router answers at {router} ({why}); give --router URL, or --files with dumps of its processes"
+        ) from None
+    try:
+        return list(msgspec.json.decode(data, type=Told).journeys)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CommandError(f"what answers at {router} is no kvbaton router of this release: {error}") from None
+
+
+class _Fault(msgspec.Struct, frozen=True):
+    message: str = ""
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    error: _Fault = _Fault()
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    try:
+        said = msgspec.json.decode(error.read(1 << 16), type=_Refusal).error.message or error.reason
+        return printable(said, 300)[:300]  # whoever answers there may not be a router
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError, http.client.HTTPException):
+        return f"{error.reason}; is that a kvbaton router?"
+
+
+def _show(found: Sequence[Journey], is_list: bool) -> None:
+    shown = screen.stdout()
+    if is_list:
+        rows = [picture.brief(journey) for journey in found]
+        for row, journey in zip(rows, found, strict=True):
+            row[-1] = shown.style(row[-1], "bad" if journey.failed else "good" if journey.is_over else "dim")
+        print("\n".join(shown.table(picture.BRIEF_HEADER, rows, right=[4, 5])))
+        print(f"{len(found)} shown; one of them: kvbaton inspect ID")
+        return
+    ink = Ink(shown.style, fancy=shown.either("█▏─·→µ", "") != "")
+    pictures = ["\n".join(picture.draw(journey, shown.width(), ink)) for journey in found]
+    print("\n\n".join(pictures))
+
+
+def _nothing(args: argparse.Namespace) -> str:
+    what = "failed handoff" if args.failed else "handoff"
+    where = "in these files" if args.files else f"at {args.router}"
+    if args.id:
+        return f"kvbaton inspect: no {what} matches {args.id[:80]!r} {where}; kvbaton inspect --last 20 lists the last"
+    return f"kvbaton inspect: no {what} is known {where}"

@@ -1,0 +1,49 @@
+"""What `kvbaton inspect --json` must show of a handoff, whichever engine made it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+AT_ROUTER = {"prefill", "first_token"}
+AT_D = {"claim", "queue", "copy", "commit", "deliver"}
+INSPECT_S = 30.0
+
+
+def inspect(*words: str) -> tuple[int, dict[str, Any]]:
+    """Run the command; its status and the one object that it prints."""
+    command = [sys.executable, "-m", "kvbaton.cli.main", "inspect", "--json", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=INSPECT_S, check=False)
+    assert done.stdout, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return done.returncode, found
+
+
+def check_whole(journey: Mapping[str, Any], *, pushed: bool = False) -> None:
+    """Router, P and D are on it, each with its own id, in the order of cause and effect, with every stage."""
+    lanes = {lane["seat"]: lane for lane in journey["lanes"]}
+    assert list(lanes) == ["router", "prefill", "decode"], journey
+    assert len({lane["request"] for lane in lanes.values()}) == 3, "each side has its own name for it"
+    assert journey["end"] == "ok" and lanes["prefill"]["end"] == lanes["decode"]["end"] == "delivered"
+    stages = {stage["name"]: stage for stage in journey["stages"]}
+    assert set(stages) >= AT_ROUTER | AT_D | (set() if pushed else {"first_byte"}), sorted(stages)
+    for stage in stages.values():
+        assert -0.001 <= stage["begin_s"] <= stage["end_s"] <= journey["seconds"] + 5, stage
+    assert journey["bytes"] > 0 and journey["transport"] and 0 < journey["transfer_share"] <= 1
+    at = {seat: {step: when for step, when, _ in lane["moments"]} for seat, lane in lanes.items()}
+    _in_order(at["router"], "received", "chosen", "prefill_sent", "first_byte", "ended")
+    _in_order(at["prefill"], "begun", "complete", "committed", "closed", "rested")
+    _in_order(at["decode"], "asked", "claimed", "granted", "allocated", "copied", "ended", "taken")
+
+
+def _in_order(moments: Mapping[str, float], *steps: str) -> None:
+    times = [moments[step] for step in steps]
+    assert times == sorted(times), dict(zip(steps, times, strict=True))
+
+
+def journeys_of(found: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    listed: Sequence[Mapping[str, Any]] = found["journeys"]
+    return listed
