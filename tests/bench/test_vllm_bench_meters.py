@@ -12,9 +12,9 @@ from kvbaton.bench.vllm_meters import samples
 RESTING = """\
 # HELP vllm:kv_cache_usage_perc KV-cache usage.
 vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0
-kvbaton:pinned_blocks{engine="0",model_name="tiny"} 0.0
-kvbaton:ends_total{end="delivered",engine="0",model_name="tiny"} 7.0
-kvbaton:ends_total{end="lease expired, \\"late\\"",engine="0",model_name="tiny"} 1.0
+kvbaton_pinned_blocks{engine="0",model_name="tiny"} 0.0
+kvbaton_ends_total{end="delivered",engine="0",model_name="tiny"} 7.0
+kvbaton_ends_total{end="lease expired, \\"late\\"",engine="0",model_name="tiny"} 1.0
 """
 NIXL = """\
 vllm:kv_cache_usage_perc{engine="0"} 0.0
@@ -36,7 +36,7 @@ def test_only_what_was_added_is_told() -> None:
 def test_an_engine_is_at_rest_without_used_and_without_pinned_blocks() -> None:
     assert vllm_meters.is_at_rest(samples(RESTING)) and vllm_meters.is_at_rest(samples(NIXL))
     assert not vllm_meters.is_at_rest(samples(RESTING.replace('"tiny"} 0.0', '"tiny"} 0.25', 1)))
-    assert not vllm_meters.is_at_rest(samples(NIXL + "kvbaton:pinned_blocks 2.0\n"))
+    assert not vllm_meters.is_at_rest(samples(NIXL + "kvbaton_pinned_blocks 2.0\n"))
 
 
 def test_an_engine_that_does_not_tell_is_not_at_rest() -> None:

@@ -19,8 +19,8 @@ import msgspec
 from kvbaton.bench.quiet import foreign_cpu_s
 
 USED = "vllm:kv_cache_usage_perc"
-PINNED = "kvbaton:pinned_blocks"
-ENDS = "kvbaton:ends_total"
+PINNED = "kvbaton_pinned_blocks"
+ENDS = "kvbaton_ends_total"
 DELIVERED = "delivered"
 NIXL_READS = "vllm:nixl_xfer_time_seconds_count"
 NIXL_ENDS = (
@@ -62,7 +62,7 @@ def ends(found: Sequence[Sample]) -> dict[str, int]:
         if name == ENDS and "end" in labels:
             told[labels["end"]] = told.get(labels["end"], 0) + int(value)
     reads = total(found, NIXL_READS)
-    if reads is not None:
+    if reads is not None and not told:  # kvbaton tells some of its own by NIXL's names too
         told[DELIVERED] = int(reads)
         told |= {end: int(total(found, f"vllm:nixl_{end}_total") or 0) for end in NIXL_ENDS}
     return told

@@ -1,0 +1,186 @@
+"""Ratios with their spread, the verdict, tables, the page, the picture, and the object that programs read."""
+
+from __future__ import annotations
+
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+from kvbaton.bench.serve_meter import Meter, Part, Used, part, together
+from kvbaton.bench.serve_page import page
+from kvbaton.bench.serve_plot import plot
+from kvbaton.bench.serve_report import Report, Spread, base_of, complaints, ratios, tables
+from kvbaton.bench.serve_stats import quantiles
+from kvbaton.bench.serve_stream import Told
+from kvbaton.cli.bench_serve_report import notes
+
+
+def a_part(number: int, target: str, req_per_s: float = 10.0, ttft_ms: float = 100.0, **more: Any) -> Part:
+    meter = Meter()
+    meter.sent = meter.planned = 4
+    for index in range(4):
+        meter.answered(index, 8, Told(ttft_ms / 1e3, ttft_ms / 1e3 + 0.03, (0.01, 0.02), 3, b"x"))
+    meter.seconds = 4 / req_per_s
+    found = part(number, target, meter, None, more.pop("used", Used()), None)
+    return msgspec.structs.replace(found, **more)
+
+
+def a_report(parts: list[Part], **more: Any) -> Report:
+    names = list(dict.fromkeys(each.target for each in parts))
+    pool = Meter()
+    pool.sent, pool.right, pool.seconds = 8, 8, 1.0
+    for index in range(100):
+        pool.answered(index, 8, Told(0.1 + index / 1e3, 0.2 + index / 1e3, (0.01, 0.0), 3, b"x"))
+    totals = [together([each for each in parts if each.target == name], pool, None) for name in names]
+    values: dict[str, Any] = {
+        "ok": True, "wrong": (), "notes": (), "stopped": False, "date": "2026-01-02", "machine": "2 cores",
+        "versions": {"kvbaton": "1"}, "command": "kvbaton bench serve", "seconds": 3.0, "load": (0.5, 1.5),
+        "engine": "embedded", "options": {"rounds": 2}, "order": [(each.round, each.target) for each in parts],
+        "targets": totals, "parts": parts, "ratios": ratios(parts, names),
+        "quantiles": {name: {time: quantiles(pool.times[time]) for time in pool.times} for name in names},
+    }  # fmt: skip
+    return Report(**values | more)
+
+
+THREE_ROUNDS = [
+    a_part(1, "aggregated"), a_part(1, "pull", 8.0, 150.0), a_part(2, "aggregated", 5.0), a_part(2, "pull", 5.0, 300.0),
+    a_part(3, "aggregated", 4.0), a_part(3, "pull", 2.0, 110.0),
+]  # fmt: skip
+
+
+def test_a_ratio_is_taken_within_a_round_and_told_with_its_spread() -> None:
+    (found,) = ratios(THREE_ROUNDS, ["aggregated", "pull"])
+    assert (found.target, found.base) == ("pull", "aggregated")
+    assert found.by_metric["req/s"] == Spread(0.8, 0.5, 1.0, 3, above=0, below=2)
+    assert found.by_metric["TTFT p50"] == Spread(1.5, 1.1, 3.0, 3, above=3, below=0)
+    assert found.by_metric["goodput/s"] is None
+
+
+def test_a_round_that_only_one_has_counts_for_no_ratio() -> None:
+    (found,) = ratios([*THREE_ROUNDS, a_part(4, "aggregated", 99.0)], ["aggregated", "pull"])
+    assert found.by_metric["req/s"] == Spread(0.8, 0.5, 1.0, 3, above=0, below=2)
+    assert ratios([a_part(1, "aggregated")], ["aggregated", "pull"]) == []
+
+
+@pytest.mark.parametrize(
+    ("above", "below", "is_decided"),
+    [
+        (0, 0, False),
+        (5, 0, False),
+        (6, 0, True),
+        (0, 6, True),
+        (7, 1, False),
+        (8, 1, True),
+        (9, 2, False),
+        (10, 2, True),
+    ],
+)
+def test_rounds_decide_when_chance_would_hardly_have_them_agree(above: int, below: int, is_decided: bool) -> None:
+    assert Spread(1.0, 1.0, 1.0, above + below, above, below).is_decided is is_decided
+
+
+def test_others_are_compared_with_the_aggregated_engines_or_with_the_first() -> None:
+    assert base_of(["pull", "aggregated"]) == "aggregated" and base_of(["b", "a"]) == "b"
+
+
+def test_what_is_wrong_is_counted_by_name() -> None:
+    failed = a_part(1, "pull", right=1, errors={"short answer": 2, "status 503": 1})
+    assert complaints([failed], exact=True) == [
+        "pull, round 1: 3 of 4 requests failed: 2 × short answer, 1 × status 503"
+    ]
+    assert complaints([a_part(1, "pull", sent=3, right=3)], exact=True) == [
+        "pull, round 1: only 3 of 4 requests were sent"
+    ]
+    assert complaints([a_part(1, "pull", sent=3, right=3)], exact=True, stopped=True) == []
+    assert complaints([a_part(1, "pull", planned=None, sent=0, right=0)], exact=True) == [
+        "pull, round 1: nothing was sent"
+    ]
+    held = a_part(2, "push", used=Used(held=("d0 has 3 blocks pinned",)))
+    assert complaints([held], exact=False) == ["push, round 2: d0 has 3 blocks pinned"]
+    assert complaints([msgspec.structs.replace(held, unfinished=1)], exact=False, stopped=True) == []
+    assert complaints(THREE_ROUNDS, exact=True) == []
+
+
+def test_other_answers_are_wrong_where_engines_are_exact_and_only_there() -> None:
+    other = a_part(1, "pull", same_answers=3, compared_answers=4)
+    assert complaints([other], exact=True) == ["pull, round 1: 1 of 4 answers are not the first target's"]
+    assert complaints([other], exact=False) == []
+
+
+def test_tables_have_every_target_time_and_ratio() -> None:
+    report = a_report(THREE_ROUNDS)
+    for as_markdown in (False, True):
+        rates, times, beside = tables(report, as_markdown=as_markdown)
+        assert "aggregated" in rates and "8 of 8" not in times
+        assert [name in times for name in ("TTFT", "TPOT", "ITL", "E2E")] == [True] * 4
+        assert "pull / aggregated" in beside and "0.80 (0.50 to 1.00)" in beside
+    assert len(tables(a_report([a_part(1, "pull")]))) == 2, "one target has no ratios"
+
+
+def test_the_page_says_what_rounds_decide_and_nothing_more() -> None:
+    again = [msgspec.structs.replace(each, round=each.round + 3) for each in THREE_ROUNDS]
+    said = page(a_report([*THREE_ROUNDS, *again]), "x.svg")
+    assert "pull beside aggregated: WORSE in TTFT p50 (1.50), TTFT p99 (1.50), E2E p50" in said
+    assert "undecided in req/s" in said and "](x.svg)" in said and "```console\n$ kvbaton bench serve\n```" in said
+    assert f"Order of the parts: {' '.join(['aggregated pull'] * 6)}." in said
+    one = page(a_report(THREE_ROUNDS), "x.svg")
+    assert "Fewer than 6 decide nothing" in one and "WORSE" not in one and "better in" not in one
+
+
+def test_the_page_says_what_is_wrong_and_how_busy_the_machine_was() -> None:
+    busy = [a_part(1, "pull", used=Used(others_cores=0.7))]
+    said = page(a_report(busy, ok=False, wrong=["pull, round 1: 3 of 4 requests failed"], stopped=True), "x.svg")
+    assert "**pull, round 1: 3 of 4 requests failed**" in said and "answered in full" not in said
+    assert "not quiet" in said and "up to 0.70" in said and "stopped before it was done" in said
+
+
+def test_the_page_says_what_ran() -> None:
+    said = page(a_report(THREE_ROUNDS, commands={"aggregated d0": "kvbaton worker --name d0"}), "x.svg")
+    assert "- aggregated d0: `kvbaton worker --name d0`" in said
+    assert "## What ran" not in page(a_report(THREE_ROUNDS, engine=""), "x.svg")
+
+
+def test_the_picture_is_xml_with_a_curve_for_each_target_and_time() -> None:
+    report = a_report(THREE_ROUNDS)
+    drawn = plot(report.quantiles)
+    root = ElementTree.fromstring(drawn)
+    curves = root.findall("{http://www.w3.org/2000/svg}polyline")
+    assert len(curves) == 2 * 4 and drawn == plot(report.quantiles)
+    for curve in curves:
+        points = [tuple(map(float, point.split(","))) for point in curve.attrib["points"].split()]
+        assert len(points) == 101
+        assert all(0 <= x <= 860 and 0 <= y <= float(root.attrib["height"]) for x, y in points)
+        assert [x for x, _ in points] == sorted(x for x, _ in points), "slower is further right"
+
+
+def test_a_target_without_times_and_odd_names_can_be_drawn() -> None:
+    drawn = plot({"<a&b>": {"ttft": [1.0] * 101}, "none": {"ttft": []}})
+    root = ElementTree.fromstring(drawn)
+    assert len(root.findall("{http://www.w3.org/2000/svg}polyline")) == 1 and "&lt;a&amp;b&gt;" in drawn
+    ElementTree.fromstring(plot({"none": {}}))
+
+
+def test_the_object_is_read_back_as_it_was_and_by_its_schema() -> None:
+    report = a_report(THREE_ROUNDS)
+    data = msgspec.json.encode(report)
+    assert msgspec.json.encode(msgspec.json.decode(data, type=Report)) == data
+    schema = msgspec.json.schema(Report)["$defs"]
+    assert set(msgspec.json.decode(data)) == set(schema["Report"]["properties"])
+    assert set(schema["Report"]["required"]) == set(schema["Report"]["properties"]) - {"commands"}
+    for each in msgspec.json.decode(data)["parts"]:
+        assert set(each) == set(schema["Part"]["properties"])
+        assert set(each["ttft"]) == {"count", "mean_ms", "p50_ms", "p90_ms", "p99_ms", "max_ms"}
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(data.replace(b'"median":', b'"middle":'), type=Report)
+
+
+def test_notes_say_what_a_figure_is_worth() -> None:
+    good = a_part(0, "pull", 5.0, together=0.05, held_back_p99_ms=1.0, used=Used(handed_over=4))
+    assert notes([good], 5.0) == notes([good], float("inf")) == notes([good], None) == []
+    bad = msgspec.structs.replace(good, together=0.4, held_back_p99_ms=99.0, used=Used(handed_over=1))
+    said = notes([bad], 50.0)
+    assert [line[:24] for line in said] == [
+        "50 requests/s were asked", "pull: 3 of 4 requests we", "Tokens that came in one ", "Requests were sent after",
+    ]  # fmt: skip
