@@ -7,7 +7,6 @@ A test compares the file with what this prints, so the page cannot drift from th
 
 from __future__ import annotations
 
-import enum
 import importlib
 import inspect
 import re
@@ -233,17 +232,8 @@ def machines() -> Iterator[str]:
 
 
 def diagram(machine: Table[Any, Any]) -> str:
-    arrows: dict[tuple[enum.Enum, enum.Enum], list[str]] = defaultdict(list)
-    for state in machine.states:
-        for event in machine.events:
-            if (state, event) in machine.next:
-                arrows[state, machine.next[state, event]].append(event.value)
-    first = next(iter(machine.states))
-    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {first.value}"]
-    lines += [f"    {at.value} --> {to.value}: {', '.join(events)}" for (at, to), events in arrows.items()]
-    leaving = {at for at, _ in machine.next}
-    lines += [f"    {state.value} --> [*]" for state in machine.states if state not in leaving]
-    return "\n".join([*lines, "```", ""])
+    """Drawn by `tools/docs_diagrams.py` from the same table."""
+    return f"![{machine.name}: its states and what leads from one to the next](diagrams/{machine.name}.svg)\n"
 
 
 def states(machine: Table[Any, Any]) -> str:
