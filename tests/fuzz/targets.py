@@ -10,6 +10,7 @@ from pathlib import Path
 
 import targets_api
 import targets_control
+import targets_flight
 import targets_ledger
 import targets_planes
 import targets_protocol
@@ -23,7 +24,15 @@ CORPUS_BYTES_MAX = 1 << 20
 
 TARGETS: dict[str, Target] = {
     target.name: target
-    for module in (targets_protocol, targets_api, targets_control, targets_planes, targets_router, targets_ledger)
+    for module in (
+        targets_protocol,
+        targets_api,
+        targets_control,
+        targets_planes,
+        targets_router,
+        targets_ledger,
+        targets_flight,
+    )
     for target in module.TARGETS
 }
 

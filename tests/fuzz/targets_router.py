@@ -44,9 +44,14 @@ class Spoken:
 
     headers: Sequence[wire.Header] = ((b"content-type", b"application/json"), (b"x-worker", b"d\xff\r\n0"))
     route = "p0/d0"
+    mode = "pull"
+    handoff = ""
 
     def __init__(self, body: bytes) -> None:
         self.body = body
+
+    def prefill_since(self, begun: float) -> tuple[float, float] | None:
+        return None
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         relay = sse.Relay()

@@ -262,6 +262,8 @@ def field(name: str, annotation: object) -> st.SearchStrategy[typing.Any]:
         return st.text(max_size=40)
     if annotation is bool:
         return st.booleans()
+    if annotation is bytes:
+        return st.binary(max_size=64)
     raise AssertionError(f"{name}: {annotation} has no strategy; add one")
 
 
