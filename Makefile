@@ -13,6 +13,8 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # The router of the vLLM project, from the package index, in an environment of its own: our workers serve behind it too.
 ROUTER_VENV := .venv-router
 VLLM_ROUTER ?= 0.1.16
+# The documentation's generator, and the checker of the Kubernetes manifests: what pyproject.toml calls `docs`.
+DOCS_VENV := .venv-docs
 
 # The libraries of other data planes. Alone: nixl's declared dependency on PyTorch is for other uses than ours, and
 # .venv stays small.
@@ -22,13 +24,16 @@ MOONCAKE ?= mooncake-transfer-engine-non-cuda==0.3.13.post1
 VLLM_PIP := $(VLLM_BIN)/pip install -qq --disable-pip-version-check
 
 .PHONY: demo test test-core test-full check lint types layers unit coverage runtime processes sim mutants bench bench-router fuzz fuzz-own
-.PHONY: docs clean planes planes-env
+.PHONY: docs docs-build docs-env docs-test clean planes planes-env seeing
 .PHONY: vllm vllm-nixl vllm-test vllm-full vllm-matrix conformance
 
 demo: $(VENV)/.serve
 	@$(BIN)/kvbaton up --check
 	@echo
 	@echo "To go on:   $(BIN)/kvbaton up                     a cluster to talk to, at http://127.0.0.1:8000"
+	@echo "            and while it runs, in another terminal:"
+	@echo "              http://127.0.0.1:8000/dashboard         the live page: who hands what to whom"
+	@echo "              $(BIN)/kvbaton inspect --last 1     one handoff, as router, P and D saw it"
 	@echo "            $(BIN)/kvbaton up --prefill 2 --decode 2 --mode push"
 	@echo "            $(BIN)/kvbaton sim --seeds 0..199      two hundred clusters under faults"
 	@echo "            make test                          everything this project claims, checked"
@@ -42,7 +47,7 @@ test:
 	@$(MAKE) --no-print-directory conformance vllm-test
 
 # What needs no vLLM.
-test-core: lint types layers coverage runtime sim processes mutants
+test-core: lint types layers coverage runtime sim processes seeing docs-test mutants
 
 # And what takes long: other shapes of KV, leases that run out, kill -9 and SIGSTOP, the real vllm-router. An hour.
 test-full: test vllm-full
@@ -61,7 +66,7 @@ layers: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 
 unit: $(VENV)/.dev
-	$(BIN)/pytest -n 2 tests/protocol tests/scenarios tests/runtime tests/sim tests/upgrade
+	$(BIN)/pytest -n 2 tests/protocol tests/scenarios tests/runtime tests/flight tests/sim tests/upgrade
 
 # Branch coverage of the protocol, by its own tests alone: 100 % or the build fails.
 coverage: $(VENV)/.dev
@@ -69,18 +74,27 @@ coverage: $(VENV)/.dev
 	$(BIN)/coverage report
 
 runtime: $(VENV)/.dev
-	$(BIN)/pytest -n 2 tests/runtime tests/sim tests/upgrade
+	$(BIN)/pytest -n 2 tests/runtime tests/flight tests/sim tests/upgrade
 
 # Real sockets, real processes, a real model.
 processes: $(VENV)/.planes $(ROUTER_VENV)/.ready
-	$(BIN)/pytest -n 2 tests/engine tests/transports tests/control tests/api tests/router tests/cli tests/bench \
+	$(BIN)/pytest -n 4 tests/engine tests/transports tests/control tests/api tests/router tests/cli tests/bench \
 		tests/integrations tests/fuzz tests/store tests/mooncake_store
-	$(BIN)/pytest -n 2 --dist loadfile tests/e2e tests/security tests/chaos
+	$(BIN)/pytest -n 3 --dist loadfile tests/e2e tests/security tests/chaos tests/tracing
 
 # Of these, NIXL, Mooncake and the shared store alone.
 planes: $(VENV)/.planes
 	$(BIN)/pytest -n 2 tests/store tests/mooncake_store tests/transports/test_nixl.py tests/transports/test_nixl_parts.py \
 		tests/transports/test_mooncake.py tests/transports/test_nixl_sums.py
+
+# What an operator looks at: metrics and alert rules against a real Prometheus, the live page in a real Chromium.
+seeing: $(VENV)/.dev .tools/.ready
+	$(BIN)/pytest -n 2 --dist loadfile tests/metrics tests/prometheus tests/dashboard
+
+# Programs of the system that tests need, found or fetched (tools/system_packages.sh).
+.tools/.ready: tools/system_packages.sh
+	tools/system_packages.sh prometheus chromium
+	@touch $@
 
 # The libraries that they need, in .venv.
 planes-env: $(VENV)/.planes
@@ -109,8 +123,24 @@ bench: $(VENV)/.serve
 bench-router: $(VENV)/.serve $(ROUTER_VENV)/.ready
 	$(BIN)/kvbaton bench router
 
-docs: $(VENV)/.dev
+# What is generated, then the site, in build/site: strict, so a broken link or anchor fails it.
+docs: $(VENV)/.dev docs-env
 	$(BIN)/python tools/protocol_docs.py
+	$(BIN)/python tools/metrics_docs.py
+	$(BIN)/python tools/grafana_dashboard.py
+	$(BIN)/python tools/reasons_docs.py
+	$(BIN)/python tools/docs_diagrams.py
+	@$(MAKE) --no-print-directory docs-build
+
+docs-build: docs-env
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
+	@echo "The site is in build/site; to read it: $(DOCS_VENV)/bin/mkdocs serve"
+
+docs-env: $(DOCS_VENV)/.ready
+
+# Builds the site, runs or checks every command on it, and holds the Kubernetes manifests to their schemas.
+docs-test: $(VENV)/.dev $(DOCS_VENV)/.ready $(ROUTER_VENV)/.ready
+	$(BIN)/pytest -n 2 --dist loadfile tests/docs
 
 # vLLM for CPUs and this project beside it: two to four minutes and 2 GB, once.
 vllm: $(VLLM_VENV)/.ready
@@ -193,6 +223,12 @@ $(FUZZ_VENV)/.ready: tools/fuzz_env.sh $(SOURCES)
 	@tools/fuzz_env.sh $(FUZZ_VENV) $(PYTHON)
 	@touch $@
 
+$(DOCS_VENV)/.ready: pyproject.toml
+	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/pip install -qq --disable-pip-version-check $$($(DOCS_VENV)/bin/python -c \
+		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
+
 $(ROUTER_VENV)/.ready:
 	@echo "vllm-router $(VLLM_ROUTER)"
 	@$(PYTHON) -m venv $(ROUTER_VENV)
@@ -200,4 +236,4 @@ $(ROUTER_VENV)/.ready:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(ROUTER_VENV) $(FUZZ_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf $(VENV) $(ROUTER_VENV) $(FUZZ_VENV) $(DOCS_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
