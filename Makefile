@@ -38,7 +38,7 @@ demo: $(VENV)/.serve
 	@echo "            $(BIN)/kvbaton sim --seeds 0..199      two hundred clusters under faults"
 	@echo "            make test                          everything this project claims, checked"
 
-# Everything that is claimed: about 24 minutes on two cores. vLLM is installed the first time, while the rest runs.
+# Everything that is claimed: about 27 minutes on two cores. vLLM is installed the first time, while the rest runs.
 SETUP_LOG := .vllm-setup.log
 test:
 	@$(MAKE) --no-print-directory $(VLLM_VENV)/.engine > $(SETUP_LOG) 2>&1 & setup=$$!; \
