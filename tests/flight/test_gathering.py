@@ -234,21 +234,21 @@ def test_at_high_rates_the_same_share_is_kept_as_workers_tell() -> None:
     for number in range(4000):
         clock.now += 0.001
         handoff = named(number)
-        if gathering.wants(handoff, failed=False):
+        if gathering.wants(handoff, always=False):
             gathering.note(router(handoff=handoff))
     assert gathering.level == 4
     kept = {journey.handoff for journey in gathering.journeys(last=60)}
     assert all(is_shared(handoff, 4) for handoff in kept)
     assert gathering.counters["sampled_out"] > 2000
     odd = next(named(number) for number in itertools.count(4000) if not is_shared(named(number), 4))
-    assert gathering.wants(odd, failed=True)
+    assert gathering.wants(odd, always=True)
     tell(gathering, decode(handoff=odd))
     assert gathering.journeys(find=odd) == []
     gathering.ask_for(odd)
     tell(gathering, decode(handoff=odd))
     assert len(gathering.journeys(find=odd)) == 1
     clock.now += 60.0
-    assert gathering.wants(odd, failed=False)  # all is calm again
+    assert gathering.wants(odd, always=False)  # all is calm again
 
 
 def test_a_listener_hears_every_flight_and_one_that_fails_costs_nothing() -> None:
@@ -256,7 +256,7 @@ def test_a_listener_hears_every_flight_and_one_that_fails_costs_nothing() -> Non
     heard: list[Flight] = []
     gathering.on_flight += [lambda _: 1 / 0, heard.append]  # type: ignore[list-item]
     for number in range(100):
-        assert gathering.wants(named(number), failed=False)
+        assert gathering.wants(named(number), always=False)
         gathering.note(router(handoff=named(number)))
     gathering.note(router(end="", handoff=named(100)))
     assert len(heard) == 100

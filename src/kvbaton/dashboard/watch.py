@@ -50,6 +50,7 @@ class Gathered(Protocol):
     """What is asked of `flight.gathering.Gathering`."""
 
     on_flight: list[Callable[[Flight], None]]
+    level: int  # of those that ended well, one in 2**level is told
 
     def journeys(self, last: int = 20, failed: bool = False, find: str = "") -> list[Journey]: ...
     def under_way(self, limit: int = 200) -> list[Flight]: ...
@@ -139,8 +140,9 @@ class Watch:
         pair = pair_of(flight)
         if pair is None:
             return
+        weight = 1 if flight.failed else 1 << self._gathered.level  # at high rates a share is told
         if pair[1] not in self._counted:  # else it counts by itself, unless it died
-            self._pulse.ended(now, 1, int(flight.failed))
+            self._pulse.ended(now, weight, int(flight.failed))
         elif flight.failed:
             self._pulse.lost(now)
         self._numbers += 1
@@ -152,7 +154,7 @@ class Watch:
         pairs = self._seconds[-1].pairs
         if pair in pairs or len(pairs) < PAIRS_MAX:
             count, tokens = pairs.get(pair, (0, 0))
-            pairs[pair] = (count + 1, tokens + max(flight.tokens, 1))
+            pairs[pair] = (count + weight, tokens + weight * max(flight.tokens, 1))
 
     def _first_byte(self, flight: Flight, now: float) -> None:
         """A client waits from its request on, through all tries that failed before the one that answers."""

@@ -45,7 +45,7 @@ SIDES_OF_ONE_MAX = 2
 """Of one worker in one seat: a request that came again."""
 ASKED_FOR_MAX = 64
 LAST_MAX = 200
-FLIGHTS_PER_S = 400
+FLIGHTS_PER_S = 200
 """Of the router's own, beyond which a share of those that end well is kept; the rest still counts in metrics."""
 
 
@@ -103,13 +103,14 @@ class Gathering:
         """It has ended; `note` may follow."""
         self._live.pop(live, None)
 
-    def wants(self, handoff: str, *, failed: bool, request: str = "") -> bool:
+    def wants(self, handoff: str, *, always: bool, request: str = "") -> bool:
         """Whether the record of a try that has ended is worth making; to be asked once for each.
 
-        One that came to no handoff is chosen by its request.
+        Those that failed or are traced always are; at high rates of the others one in 2**level. One that came to no
+        handoff is chosen by its request.
         """
         self.level = self._rate.level(self._clock())
-        if failed or not self.level or self.on_flight or is_shared(handoff or request, self.level):
+        if always or not self.level or is_shared(handoff or request, self.level):
             return True
         self.counters["sampled_out"] += 1
         return False

@@ -36,7 +36,7 @@ class Seat(enum.StrEnum):
     DECODE = "decode"
 
 
-class Moment(msgspec.Struct, frozen=True, array_like=True):
+class Moment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Something happened: `protocol.marks.Step`, or one of the router's: received, chosen, prefill_sent,
     prefill_answered, decode_sent, first_byte, ended."""
 
@@ -48,7 +48,7 @@ class Moment(msgspec.Struct, frozen=True, array_like=True):
 Moments = Annotated[tuple[Moment, ...], Meta(max_length=MOMENTS_MAX)]
 
 
-class Flight(msgspec.Struct, frozen=True, omit_defaults=True):
+class Flight(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One handoff as one process saw it. At the router: one try of a request."""
 
     seat: Seat

@@ -133,7 +133,9 @@ class Trip:
         if end not in _FINE:  # words of a worker, for an operator's screen
             self.end, self.detail = printable(end)[:NAME_CHARS_MAX], printable(detail, TEXT_CHARS_MAX)
         self._gathering.unwatch(self)
-        if self._gathering.wants(self.handoff, failed=self.end not in _FINE, request=self.request):
+        traced = self.span is not None and self.span.is_recorded
+        always = traced or self.attempt > 0 or self.end not in _FINE
+        if self._gathering.wants(self.handoff, always=always, request=self.request):
             self._gathering.note(self.flight())
 
     def broke(self, error: BaseException) -> None:
