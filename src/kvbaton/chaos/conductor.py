@@ -38,6 +38,8 @@ SLOW_ANSWERS, SLOW_TOKENS = 4, 120
 WARM_S = 4.0
 RECOVER_S = 45.0
 HANDOFFS_ASKED = 4
+STOP_AGAIN_S = 20.0
+"""Longer than an orderly end takes."""
 NEWS_S = 5.0
 SAMPLE_S = 2.0
 SAMPLES_MAX = 100_000
@@ -270,14 +272,20 @@ def run(plan: Plan, network: Network, logs: Path, say: Say) -> Seen:
     try:
         return asyncio.run(_until_told(Run(plan, network, logs, say)))
     except asyncio.CancelledError:
-        raise KeyboardInterrupt from None  # told to stop by SIGTERM
+        raise KeyboardInterrupt from None  # told to stop
     finally:
         network.close()
 
 
 async def _until_told(run: Run) -> Seen:
-    """SIGTERM ends it as Ctrl-C does: in order."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await run.go()
+    """SIGTERM and Ctrl-C end it, in order; told again where something under way swallowed the first word."""
+    told = asyncio.Event()
+    for each in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(each, told.set)
+    going, asked = asyncio.create_task(run.go()), asyncio.create_task(told.wait())
+    await asyncio.wait((going, asked), return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    while not going.done():
+        going.cancel()
+        await asyncio.wait((going,), timeout=STOP_AGAIN_S)
+    return going.result()
