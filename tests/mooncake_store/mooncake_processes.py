@@ -67,14 +67,16 @@ class Process:
 
 
 class Master(Process):
-    def __init__(self, port: int = 0) -> None:
+    """`client_ttl_s`: a client that was silent for so long is gone, and with it the values in its memory."""
+
+    def __init__(self, port: int = 0, client_ttl_s: int = 2) -> None:
         self.port = port or free_port()
         self.address = f"127.0.0.1:{self.port}"
         binary = Path(sys.executable).with_name("mooncake_master")
         assert binary.exists(), f"{binary} is missing: install mooncake-transfer-engine-non-cuda beside this Python"
         super().__init__(
             str(binary), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1", f"--metrics_port={free_port()}",
-            "--enable_metric_reporting=false", "--client_ttl=2",
+            "--enable_metric_reporting=false", f"--client_ttl={client_ttl_s}",
         )  # fmt: skip
         assert self.child.stdout is not None
         assert poll(self._answers, DEADLINE_S), "mooncake_master did not start"

@@ -60,7 +60,7 @@ def owner(master: Master) -> Iterator[Owner]:
 
 @pytest.fixture(scope="module")
 def harness() -> Iterator[MooncakeHarness]:
-    master = Master()
+    master = Master(client_ttl_s=60)  # nobody dies here, and a busy machine may be silent for seconds
     owner = Owner(master)
     harness = MooncakeHarness(master)
     yield harness

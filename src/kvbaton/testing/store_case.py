@@ -16,6 +16,7 @@ from kvbaton.store.base import Get, Lookup, OrderEnded, OrderId, Pieces, Put, St
 from kvbaton.store.kept import KeptStore
 from kvbaton.store.keys import Space, chain, keys, prefix
 from kvbaton.testing.store_harness import Ends, FaultyBackend, PinBook, StoreHarness
+from kvbaton.testing.transport_harness import poll
 
 VALUE_BYTES = 12_000
 PIECES = 3
@@ -93,7 +94,7 @@ class Engine:
 
 @contextlib.contextmanager
 def engine(harness: StoreHarness, **changes: float) -> Iterator[Engine]:
-    """An engine whose pins are checked when the case is over."""
+    """An engine whose pins are checked when the case is over, and of which no call is left that lands in the next."""
     settings = msgspec.structs.replace(StoreSettings(value_bytes_max=VALUE_BYTES, values_per_call_max=4), **changes)
     faulty, pins = FaultyBackend(harness.backend()), PinBook()
     store = KeptStore(faulty, pins, settings)
@@ -102,6 +103,7 @@ def engine(harness: StoreHarness, **changes: float) -> Iterator[Engine]:
     finally:
         faulty.go_on()
         store.close()
+    assert poll(lambda: faulty.is_left, TIMEOUT_S * 2), "a call to the back end never came back"
     pins.check()
 
 

@@ -61,7 +61,7 @@ def a_call_that_hangs_ends_its_order_in_time_and_leaves_no_pin(harness: StoreHar
                 p.end(p.lookup(names(1)))  # the way to the store is open
                 p.faulty.hangs.add(what)
                 end = p.end(p.put(names(count), values(count), SOON_S))
-                assert end.reason is Reason.TRANSFER_TIMEOUT
+                assert end.reason is Reason.TRANSFER_TIMEOUT, end
                 assert p.faulty.inside == 1, "it was not hanging"
                 p.pins.check()
                 p.faulty.go_on()
@@ -129,7 +129,8 @@ def a_put_that_was_given_up_reads_no_memory_later(harness: StoreHarness) -> None
         p.faulty.hangs.add("put")
         source = values(3)
         right = data(source)
-        assert p.end(p.put(names(3), source, SOON_S)).reason is Reason.TRANSFER_TIMEOUT
+        end = p.end(p.put(names(3), source, SOON_S))
+        assert end.reason is Reason.TRANSFER_TIMEOUT, end
         for pieces in source:
             for piece in pieces:
                 piece[:] = bytes(piece.nbytes)

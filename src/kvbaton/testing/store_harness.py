@@ -39,6 +39,7 @@ class FaultyBackend:
         self.hangs: set[str] = set()
         self.spoils = False  # what a get brings is altered
         self.refuses: dict[str, str] = {}  # a put's errors, by key
+        self._threads: set[threading.Thread] = set()  # that called
         self._go_on = threading.Event()
         self._inside = 0
         self._lock = threading.Lock()
@@ -52,6 +53,11 @@ class FaultyBackend:
         """Let all that hang come back."""
         self.hangs.clear()
         self._go_on.set()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether, once its store is closed, no call of that store is inside any more."""
+        return not any(thread.is_alive() for thread in self._threads)
 
     @property
     def lands_late(self) -> bool:
@@ -89,6 +95,7 @@ class FaultyBackend:
 
     def _enter(self, name: str) -> None:
         self.calls[name] += 1
+        self._threads.add(threading.current_thread())
         if name in self.hangs:
             with self._lock:
                 self._inside += 1
