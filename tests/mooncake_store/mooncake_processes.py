@@ -92,7 +92,7 @@ class Owner(Process):
 
     def __init__(self, master: Master) -> None:
         super().__init__(sys.executable, "-c", OWNER, master.address, str(SEGMENT_BYTES))
-        assert self.put(1, 999) == 1, "the owner could not put"
+        assert poll(lambda: self.put(1, 999) == 1, DEADLINE_S), "the owner could not put"  # it loads the library first
 
     def put(self, count: int, seed: int) -> int:
         """Have it put a prompt; how many values are in the store then."""
