@@ -184,10 +184,44 @@ def test_memory_is_bounded_whatever_workers_tell() -> None:
     for number in range(300):
         tell(gathering, decode(handoff=named(number), moments=long, end="peer_gone" if number % 2 else "delivered"))
     assert gathering._bytes <= 1 << 20
-    assert gathering._bytes == sum(
-        each.bytes for kept in (gathering._fine, gathering._failed) for each in kept.values()
-    )
+    assert gathering._bytes == sum(each.bytes for kept in (gathering._fine, gathering._failed) for each in kept)
     assert gathering.counters["forgotten"] > 200
+
+
+def test_a_worker_that_invents_failures_washes_out_its_own() -> None:
+    """Promise 5: a member that was taken over does not hide what happened to the others."""
+    gathering = made(failures_max=20)
+    real = [named(number) for number in range(6)]
+    gathering.note(router(handoff=real[0], end="worker_died"))
+    tell(gathering, decode(handoff=real[1], end="stale"))
+    tell(gathering, prefill(handoff=real[2], end="lease_expired"), decode(handoff=real[3], end="stale"), worker="d0")
+    for number in range(100, 2100):
+        tell(gathering, prefill(handoff=named(number), end="lease_expired"), worker="p0")
+    kept = {journey.handoff for journey in gathering.journeys(last=LAST_MAX, failed=True)}
+    assert len(kept) == 20
+    assert {real[0], real[1], real[3]} <= kept
+    assert named(2099) in kept and named(2000) not in kept
+
+
+def test_what_the_router_saw_too_is_not_on_the_bill_of_who_told_it_first() -> None:
+    gathering = made(failures_max=10)
+    tell(gathering, prefill(end="lease_expired"))
+    gathering.note(router(end="handoff_failed"))
+    for number in range(100):
+        tell(gathering, prefill(handoff=named(number), end="lease_expired"))
+    assert HANDOFF in {journey.handoff for journey in gathering.journeys(last=LAST_MAX, failed=True)}
+
+
+def test_fat_records_of_one_worker_cost_the_others_nothing() -> None:
+    gathering = made(bytes_max=1 << 20)
+    for number in range(20):
+        tell(gathering, decode(handoff=named(number)))
+    fat = tuple(Moment("s" * 128, NOW, "d" * 256) for _ in range(48))
+    for number in range(100, 400):
+        tell(gathering, prefill(handoff=named(number), moments=fat))
+    kept = {journey.handoff for journey in gathering.journeys(last=LAST_MAX)}
+    assert {named(number) for number in range(20)} <= kept
+    assert gathering._bytes <= 1 << 20
 
 
 def test_one_handoff_has_so_many_sides_and_no_more() -> None:

@@ -1,8 +1,9 @@
 """All that the router knows of handoffs: its own records, and what workers told it; kept for a while, and joined.
 
-Laws: memory is bounded, whatever workers tell; failures are kept apart, so that successes do not wash them out. Records
-come in any order and more than once; the last word of a side stands, also when its process is gone. A worker speaks for
-itself alone: its name and life are those that its connection proved. Safe from any thread; callbacks never block.
+Laws: memory is bounded, whatever workers tell; failures are kept apart, so that successes do not wash them out, and
+what one worker tells washes out its own (`shelf`). Records come in any order and more than once; the last word of a
+side stands, also when its process is gone. A worker speaks for itself alone: its name and life are those that its
+connection proved. Safe from any thread; callbacks never block.
 
     note(flight)              a record of the router's own; the same try again replaces it
     watch(live), unwatch      a try under way, asked for its record only when somebody looks
@@ -19,7 +20,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -31,6 +31,7 @@ from kvbaton.flight.journey import Journey
 from kvbaton.flight.recorder import LEVEL_MAX, is_shared
 from kvbaton.flight.records import Flight, Seat
 from kvbaton.flight.report import Report
+from kvbaton.flight.shelf import ROUTER, Shelf, Story
 from kvbaton.flight.telling import Telling, Told
 
 log = logging.getLogger(__name__)
@@ -56,16 +57,6 @@ class Live(Protocol):
         """Its record so far; cheap, never blocks."""
 
 
-@dataclass(slots=True)
-class _Story:
-    """The records of one handoff, or of one try that came to none."""
-
-    key: str
-    sides: dict[tuple[Seat, str, str, str], Flight] = field(default_factory=dict)
-    bytes: int = 0
-    failed: bool = False
-
-
 class Gathering:
     """What became of the last handoffs, from all sides."""
 
@@ -84,8 +75,8 @@ class Gathering:
         self.level = 0  # of those that ended well one in 2**level is kept, the same as at the workers
         self._clock = clock
         self._bounds = (journeys_max, failures_max, bytes_max)
-        self._fine: dict[str, _Story] = {}  # oldest first
-        self._failed: dict[str, _Story] = {}
+        self._fine = Shelf()
+        self._failed = Shelf()
         self._bytes = 0
         self._live: dict[Live, None] = {}  # oldest first
         self._asked_for: dict[str, None] = {}
@@ -182,7 +173,7 @@ class Gathering:
         with self._lock:
             count = None if find else 2 * last  # enough: what began last was mostly noted last
             kept = (self._fine, self._failed)
-            stories = [story for each in kept for story in itertools.islice(reversed(each.values()), count)]
+            stories = [story for each in kept for story in itertools.islice(reversed(each), count)]
             groups = _with_live(stories, [each.flight() for each in list(self._live)])
         if find:  # from here on without the lock: requests wait for it too
             groups = [group for group in groups if any(matches(flight, find) for flight in group)]
@@ -199,7 +190,7 @@ class Gathering:
     def records(self) -> list[Flight]:
         """The router's own that are kept, oldest first, and those under way: what is dumped on request."""
         with self._lock:
-            stories = [*self._fine.values(), *self._failed.values()]
+            stories = [*self._fine, *self._failed]
             own = [flight for story in stories for flight in story.sides.values() if flight.seat is Seat.ROUTER]
             return [*sorted(own, key=lambda flight: flight.began), *(live.flight() for live in list(self._live))]
 
@@ -244,9 +235,12 @@ class Gathering:
         return any(matches(flight, text) for text in list(self._asked_for))
 
     def _put(self, key: str, flight: Flight) -> None:
-        story = self._fine.get(key) or self._failed.get(key)
+        shelf = self._failed if key in self._failed else self._fine
+        teller = ROUTER if flight.seat is Seat.ROUTER else flight.worker
+        story = shelf.get(key)
         if story is None:
-            story = self._fine[key] = _Story(key)
+            story = Story(key, teller)
+            shelf.add(story)
         side = side_of(flight)
         before = story.sides.get(side)
         if before is not None and before.is_over and not flight.is_over:
@@ -257,24 +251,25 @@ class Gathering:
             return
         story.sides[side] = flight
         grown = size_of(flight) - (0 if before is None else size_of(before))
-        story.bytes += grown
+        shelf.grow(story, grown)
         self._bytes += grown
+        if teller == ROUTER != story.teller:
+            shelf.hand_over(story, ROUTER)
         if flight.failed and not story.failed:
             story.failed = True
-            self._failed[key] = self._fine.pop(key)
+            self._failed.add(self._fine.take(key))
         self._forget()
 
     def _forget(self) -> None:
         journeys_max, failures_max, bytes_max = self._bounds
         while len(self._fine) > journeys_max:
-            self._drop(self._fine)
+            self._forgot(self._fine.drop())
         while len(self._failed) > failures_max:
-            self._drop(self._failed)
+            self._forgot(self._failed.drop())
         while self._bytes > bytes_max and (self._fine or self._failed):
-            self._drop(self._fine or self._failed)
+            self._forgot((self._fine or self._failed).drop(for_bytes=True))
 
-    def _drop(self, stories: dict[str, _Story]) -> None:
-        story = stories.pop(next(iter(stories)))
+    def _forgot(self, story: Story) -> None:
         self._bytes -= story.bytes
         self.counters["forgotten"] += 1
 
@@ -301,7 +296,7 @@ class _Rate:
         return self._level
 
 
-def _with_live(stories: Iterable[_Story], live: Iterable[Flight]) -> list[list[Flight]]:
+def _with_live(stories: Iterable[Story], live: Iterable[Flight]) -> list[list[Flight]]:
     """Each story's records; those under way join the story of their handoff."""
     groups = {story.key: list(story.sides.values()) for story in stories}
     for number, flight in enumerate(live):
@@ -309,7 +304,7 @@ def _with_live(stories: Iterable[_Story], live: Iterable[Flight]) -> list[list[F
     return list(groups.values())
 
 
-def _has_room(story: _Story, flight: Flight) -> bool:
+def _has_room(story: Story, flight: Flight) -> bool:
     """No worker takes the places of the others; the router's own word always has one."""
     if flight.seat is Seat.ROUTER:
         return True
