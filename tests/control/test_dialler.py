@@ -203,17 +203,38 @@ def test_dialled_peers_are_bounded_by_hanging_up_on_the_one_used_least_recently(
         exchange(d0, p1)
 
 
-def test_a_peer_that_vanished_without_a_word_is_noticed_by_its_heartbeat() -> None:
-    limits = Limits(heartbeat_s=0.05)
+def test_a_peer_behind_something_that_keeps_the_connection_and_carries_nothing_is_dialled_again() -> None:
+    limits = Limits(silence_s=0.2, redial_s=0.1, handshake_s=1.0)
     p0, d0 = Post(RINGS["p0"], limits=limits), Post(RINGS["d0"], limits=limits)
     with posted(p0, d0), _relay(p0.control.endpoint) as (endpoint, dark):
         d0.control.set_directory({P0: (endpoint, RINGS["p0"].public)})
         exchange(d0, p0)
+        assert d0.control.counters["redialled"] == 0
         dark.set()
-        until(lambda: not p0.send(d0, b"are you there?"), p0, d0)
+        until(lambda: d0.send(p0, b"are you there?") and d0.control.counters["redialled"], p0, d0)
         dark.clear()
         until(lambda: d0.send(p0, b"back") and ("d0", b"back") in p0.inbox, p0, d0)  # what went into the dark is lost
         exchange(d0, p0)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_peer_is_dialled_again_only_when_a_second_question_long_after_the_first_is_not_answered(
+    answers: bool,
+) -> None:
+    """Not every frame is answered: one sent long ago that was not proves nothing."""
+    now = [0.0]
+    plane = Plane(RINGS["d0"], Limits(silence_s=6.0, redial_s=2.0), lambda: now[0])
+    dialler = Dialler(plane)
+    dialler.set_directory({P0: (_silent_port(), RINGS["p0"].public)})
+    redialled = []
+    for now[0] in (0.0, 5.9, 100.0, 101.9, 102.0):
+        dialler.send(P0, b"x")
+        redialled.append(plane.counters["redialled"])
+        if answers and now[0] == 100.0:
+            dialler.drain(P0, [], 1)
+    dialler.close()
+    plane.context.term()
+    assert redialled == ([0, 0, 0, 0, 0] if answers else [0, 0, 0, 0, 1])
 
 
 @pytest.mark.parametrize(

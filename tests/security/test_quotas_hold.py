@@ -113,6 +113,67 @@ async def _timed(both: Pair, prompt: str, right: str, number: int) -> float:
     return time.monotonic() - begun
 
 
+LISTENER = """
+import sys, time
+from kvbaton.control import keys
+from kvbaton.control.base import Limits
+from kvbaton.control.zmq import ZmqControl
+control = ZmqControl(keys.load(sys.argv[1], "p0"), limits=Limits(frames_queued_max=64))
+print(control.endpoint, flush=True)
+for said in ("reads nothing", "reads all"):
+    until = time.monotonic() + float(sys.stdin.readline())
+    while time.monotonic() < until:
+        control._poll(50)  # who knocks is let in; what it sends is left where it is
+    print(said, flush=True)
+count = 0
+while found := control.receive():
+    count += len(found)
+control.close()
+print(count, flush=True)
+"""
+FILL = """
+import sys
+from kvbaton.control import keys
+from kvbaton.control.zmq import ZmqControl
+from kvbaton.protocol.ids import WorkerId
+control = ZmqControl(keys.load(sys.argv[1], "bad"), None)
+control.set_directory({WorkerId("p0"): (sys.argv[2], "")})
+while not control.counters["lost"]:
+    control.send(WorkerId("p0"), b"x" * 200)
+print("full", flush=True)
+while True:
+    control.send(WorkerId("p0"), b"x" * 200)
+"""
+HEARTBEAT_S = 3.0
+"""More than one of those that kvbaton once had."""
+
+
+def test_a_peer_that_dies_while_all_queues_from_it_are_full_ends_nobody_else(tmp_path: Path) -> None:
+    """Promise 4. With heartbeats of libzmq's the next one after the reset met an assertion: the process was gone."""
+    directory = str(tmp_path / "keys")
+    keys.mint(directory, ["p0", "bad"])
+    piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    p0 = subprocess.Popen([sys.executable, "-c", LISTENER, directory], **piped)  # type: ignore[call-overload]
+    try:
+        endpoint = p0.stdout.readline().strip()
+        bad = subprocess.Popen([sys.executable, "-c", FILL, directory, endpoint], stdout=subprocess.PIPE, text=True)
+        try:
+            p0.stdin.write("2\n")
+            p0.stdin.flush()
+            assert bad.stdout is not None and bad.stdout.readline() == "full\n"
+            assert p0.stdout.readline() == "reads nothing\n"
+        finally:
+            bad.kill()
+            bad.communicate()
+        said, _ = p0.communicate(f"{HEARTBEAT_S}\n", timeout=60)
+        assert p0.returncode == 0
+        what, count = said.split("\n", 1)
+        assert what == "reads all" and int(count) >= 64
+    finally:
+        p0.kill()
+        p0.communicate()
+
+
 RINGS = cluster("p0", "d0", "bad")
 
 

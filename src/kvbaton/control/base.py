@@ -32,7 +32,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     frames_per_s_max: float = 20_000.0  # of one peer, over all of its connections; what comes beyond it is dropped
     frames_burst_max: float = 40_000.0  # that may come at once after a pause
     peers_dialled_max: int = 256  # beyond it the peer that was silent longest is hung up on, and dialled again on use
-    heartbeat_s: float = 2.0  # a connection over which nothing came for three of these is closed
+    silence_s: float = 6.0  # a host that acknowledges nothing for so long is dead; a peer that says nothing, in doubt
     handshake_s: float = 10.0  # half-open connections are closed after this
     redial_s: float = 2.0  # a full connection that was silent for this long is replaced
     linger_s: float = 0.2  # closing waits this long for what is on its way

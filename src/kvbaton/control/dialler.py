@@ -5,7 +5,8 @@ back on it is that worker's; an address under any other key is not dialled. When
 old connection is closed. While a key is rotated there are two, and a worker that does not answer is tried under each in
 turn, for longer each time: one that is far or busy must have the time to answer under the right one. A connection that
 takes no more frames and has been silent for a while is replaced: libzmq gives up for good on a server that refused the
-key or spoke another protocol, and a restarted peer would stay out of reach.
+key or spoke another protocol, and a restarted peer would stay out of reach. So is one on which nothing came back for
+`silence_s` and then not to the next question either: something between that keeps connections open may carry nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class _Line:
     quiet_since: float  # when it was dialled, or last heard
     patience_s: float  # how long an answer may take before another key is tried
     asked_at: float | None = None  # when something was first sent since then
+    doubted_at: float | None = None  # when something was sent although nothing had come for `silence_s`
 
 
 class Dialler:
@@ -82,7 +84,7 @@ class Dialler:
     def drain(self, worker: WorkerId, found: list[Heard], frames_max: int) -> None:
         """Append up to `frames_max` frames that came on the line to `worker`."""
         line = self._lines[worker]
-        line.quiet_since, line.asked_at = self._plane.clock(), None
+        line.quiet_since, line.asked_at, line.doubted_at = self._plane.clock(), None, None
         line.patience_s = self._plane.limits.redial_s
         for _ in range(frames_max):
             try:
@@ -106,6 +108,8 @@ class Dialler:
             patience_s = min(1.5 * line.patience_s, PATIENCE_S_MAX)
             line = self._redial(worker, (endpoint, keys[(keys.index(line.address[1]) + 1) % len(keys)]))
             line.patience_s = patience_s
+        elif len(keys) == 1 and self._may_be_cut_off(line):
+            line = self._redial(worker, line.address)
         if not _queued(line.socket, frame):
             if self._plane.clock() - line.quiet_since < self._plane.limits.redial_s:
                 return False
@@ -121,6 +125,15 @@ class Dialler:
         if len(keys) == 1 or line.asked_at is None:
             return False
         return self._plane.clock() - line.asked_at >= line.patience_s
+
+    def _may_be_cut_off(self, line: _Line) -> bool:
+        """Whether a question went unanswered, and one long after it too; not every frame is a question."""
+        now, limits = self._plane.clock(), self._plane.limits
+        if line.asked_at is None or now - line.asked_at < limits.silence_s:
+            return False
+        if line.doubted_at is None:
+            line.doubted_at = now
+        return now - line.doubted_at >= limits.redial_s
 
     def _redial(self, worker: WorkerId, address: Address) -> _Line:
         self._plane.counters["redialled"] += 1

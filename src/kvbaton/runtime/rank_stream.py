@@ -30,7 +30,7 @@ LIMITS = Limits(
     frame_bytes_max=FRAME_BYTES_MAX + ENVELOPE_BYTES,
     frames_queued_max=QUEUED_MAX,
     frames_per_s_max=math.inf,  # both ends are this engine's own
-    heartbeat_s=10.0,  # a rank that is stopped or busy for half a minute keeps its connection; see `PING_S`
+    silence_s=30.0,  # a rank that is stopped or busy for half a minute keeps its connection; see `PING_S`
 )
 
 
