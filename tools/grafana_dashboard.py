@@ -19,6 +19,8 @@ WORKER = 'instance=~"$worker"'
 ROUTER = 'instance=~"$router"'
 WIDTH, HEIGHT = 24, 8
 QUIET = "delivered|aborted|cancelled|discarded"
+OF_PEERS = 'reason=~"plain|full|bad_span|bad_message"'
+OF_STRANGERS = 'reason!~"plain|full|bad_span|bad_message"'
 
 
 class Panel(NamedTuple):
@@ -122,13 +124,18 @@ ROWS: dict[str, Sequence[Panel]] = {
                (f"sum by (reason) (rate(kvbaton_frames_refused_total{{{WORKER}}}[$__rate_interval])) > 0",
                 "message: {{reason}}"),
                (f"sum by (what) (rate(kvbaton_over_quota_total{{{WORKER}}}[$__rate_interval])) > 0",
-                "over quota: {{what}}")], "ops"),
-        Panel("Strangers at control ports",
+                "over quota: {{what}}"),
+               (f"sum by (transport, reason) (rate(kvbaton_data_refused_total{{{WORKER}, {OF_PEERS}}}"
+                "[$__rate_interval])) > 0", "{{transport}}: {{reason}}")], "ops"),
+        Panel("Strangers at control and data ports",
               [("sum by (instance) (rate(kvbaton_connections_total[$__rate_interval])) - "
                 "sum by (instance) (rate(kvbaton_connections_admitted_total[$__rate_interval]))",
                 "no proof: {{instance}}"),
                ("sum by (instance) (rate(kvbaton_connections_refused_total[$__rate_interval]))",
-                "unknown key: {{instance}}")], "ops", about="Nobody of these was let in."),
+                "unknown key: {{instance}}"),
+               (f"sum by (transport, reason) (rate(kvbaton_data_refused_total{{{WORKER}, {OF_STRANGERS}}}"
+                "[$__rate_interval])) > 0", "{{transport}}: {{reason}}")], "ops",
+              about="Nobody of these was let in."),
         Panel("Pairings by data plane",
               [(f"sum by (transport) (kvbaton_links_total{{{WORKER}}})", "made: {{transport}}"),
                (f"sum by (transport) (kvbaton_planes_given_up_total{{{WORKER}}})", "given up: {{transport}}")]),

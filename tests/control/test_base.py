@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.control.base import check_authority, check_bind, check_endpoint, worth_saying
+from kvbaton.codes.saying import worth_saying
+from kvbaton.control.base import check_authority, check_bind, check_endpoint
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ import msgspec
 import pytest
 import zmq
 
-from kvbaton.control.base import LOG_FIRST, ControlError
+from kvbaton.codes.saying import FIRST
+from kvbaton.control.base import ControlError
 from kvbaton.control.moriio import MoriioAnnouncer, Registration, p2p_nccl_registration, registration
 from kvbaton.control.plain import Fleet, PlainListener, PlainSettings
 from kvbaton.control.plain.listener import MESSAGES_PER_WINDOW_MAX, WINDOW_S
@@ -227,7 +228,7 @@ def test_a_flood_is_heard_in_portions_and_logged_ever_more_rarely(caplog: pytest
         until(lambda: listener.counters["bad"] == count)
         assert time.monotonic() - began > 6 * WINDOW_S  # the first window had begun before, and the last has not ended
         said = [record for record in caplog.records if "skipped" in record.message]
-        assert LOG_FIRST <= len(said) <= LOG_FIRST + count.bit_length()
+        assert FIRST <= len(said) <= FIRST + count.bit_length()
 
 
 def test_a_flood_of_new_workers_is_bounded_and_those_listed_stay() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read
 
@@ -19,7 +21,13 @@ from kvbaton.metrics.exposition import render
 from kvbaton.metrics.handoffs import OBSERVED, HandoffMetrics
 from kvbaton.metrics.names import BY_NAME, Kind, Where
 from kvbaton.metrics.worker import NOT_METRICS, RENAMED, render_worker
+from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.router.stats import RouterStats, count
+from kvbaton.testing.transport_harness import poll
+from kvbaton.transports.refusals import Cause, refusals_of
+from kvbaton.transports.tcp import TcpEndpoint
+
+D = PeerId(WorkerId("d0"), Incarnation(1))
 
 
 async def asked(directory: Path) -> tuple[Mapping[str, Any], str]:
@@ -43,6 +51,41 @@ def test_every_figure_of_a_real_worker_is_a_metric_or_said_to_be_none(tmp_path: 
     quiet = {m.name for m in names.of(Where.WORKER) if m.labels and not m.from_zero} | {m.name for m in OBSERVED}
     silent = [m.name for m in names.of(Where.WORKER) if m.name not in quiet and not set(m.series) <= shown]
     assert silent == [], "all that is said to be told by workers is told, if it can be before anything has happened"
+
+
+async def visited(directory: Path) -> tuple[str, str]:
+    """The page of a worker before and after a stranger was at the data port of its second rank."""
+    keys.mint(directory, ["p0"])
+    options = WorkerOptions(
+        name="p0",
+        role="prefill",
+        keys=str(directory),
+        registry="tcp://127.0.0.1:1",
+        blocks=8,
+        tp=2,
+        transport="tcp,shm",
+    )
+    worker = Worker(options, keys.load(directory, "p0"))
+    worker.start()
+    try:
+        port = worker.node.ranks[1]["tcp"]
+        there = msgspec.msgpack.decode(port.endpoint(D), type=TcpEndpoint)
+        before = render_worker(worker.door.stats(), None, False)
+        with socket.create_connection((there.host, there.port), 20) as stranger:
+            stranger.sendall(b"GET /metrics HTTP/1.1\r\nHost: a-port-like-any-other\r\n\r\n")
+            assert await asyncio.to_thread(poll, lambda: sum(refusals_of(port).values()) > 0, 20)
+        return before, render_worker(worker.door.stats(), None, False)
+    finally:
+        await asyncio.to_thread(worker.stop)
+
+
+def test_a_stranger_at_a_data_port_is_on_the_page_and_zero_before(tmp_path: Path) -> None:
+    before, after = (text.splitlines() for text in asyncio.run(visited(tmp_path / "keys")))
+    line = 'kvbaton_data_refused_total{{transport="{}",reason="{}"}} {}'
+    for plane in ("tcp", "shm"):
+        for cause in set(Cause) - {Cause.OTHER}:
+            assert line.format(plane, cause, 0) in before
+            assert line.format(plane, cause, int((plane, cause) == ("tcp", "bad_greeting"))) in after
 
 
 def test_figures_become_series_with_the_labels_of_the_list() -> None:

@@ -14,6 +14,7 @@ import pytest
 from kvbaton.flight.records import DELIVERED, QUIET
 from kvbaton.metrics.names import BY_NAME, METRICS
 from kvbaton.protocol.errors import Reason
+from kvbaton.transports.refusals import Cause
 from tests.prometheus.server import CONFIG, ROOT, RULES, alerts, promtool
 
 AT = "20m"
@@ -77,6 +78,14 @@ def visits(unproven: float, refused: float) -> Series:
     }
 
 
+def knocks(**steps: float) -> Series:
+    """At data ports, by reason."""
+    found: Series = {}
+    for reason, step in steps.items():
+        found |= counted("kvbaton_data_refused_total", f'{P0},transport="tcp",reason="{reason}"', step)
+    return found
+
+
 def quarantine(blocks: float) -> Series:
     bound = stands("kvbaton_quarantine_max_blocks", D0, 4096)
     return {**bound, **stands("kvbaton_quarantined_blocks", D0, blocks)}
@@ -115,8 +124,15 @@ FIRES: dict[str, list[Series]] = {
     "KvbatonPeerRefused": [
         counted("kvbaton_hello_refused_total", f'{P0},reason="incompatible"', 1),
         counted("kvbaton_frames_refused_total", f'{P0},reason="bad_message"', 1),
+        *(knocks(**{reason: 0.1}) for reason in ("plain", "bad_span", "bad_message")),
     ],
-    "KvbatonStrangers": [visits(1, 0), visits(0, 0.1)],
+    "KvbatonStrangers": [
+        visits(1, 0),
+        visits(0, 0.1),
+        *(knocks(**{reason: 0.1}) for reason in ("bad_proof", "other_user")),
+        *(knocks(**{reason: 1}) for reason in ("no_proof", "bad_greeting", "crowded_out")),
+        knocks(no_proof=0.3, bad_greeting=0.3),  # 12 each in ten minutes
+    ],
     "KvbatonPeerFloods": [counted("kvbaton_over_quota_total", f'{P0},what="frames"', 1)],
     "KvbatonStaleCommits": [counted("kvbaton_commits_stale_total", P0, 0.1)],
     "KvbatonWorkerFaults": [counted("kvbaton_faults_total", D0, 0.1)],
@@ -134,8 +150,10 @@ IS_SILENT: dict[str, list[Series]] = {
     "KvbatonPeerRefused": [
         counted("kvbaton_hello_refused_total", f'{P0},reason="incompatible"', 0),
         stands("kvbaton_frames_refused_total", f'{P0},reason="bad_message"', 7),
+        stands("kvbaton_data_refused_total", f'{P0},transport="tcp",reason="bad_span"', 7),
+        knocks(left=9, full=9, no_proof=9, bad_proof=9),
     ],
-    "KvbatonStrangers": [visits(0, 0), visits(0.2, 0)],
+    "KvbatonStrangers": [visits(0, 0), visits(0.2, 0), knocks(no_proof=0.1, bad_greeting=0.1), knocks(left=9, full=9)],
     "KvbatonPeerFloods": [stands("kvbaton_over_quota_total", f'{P0},what="frames"', 3)],
     "KvbatonStaleCommits": [stands("kvbaton_commits_stale_total", P0, 9)],
     "KvbatonWorkerFaults": [stands("kvbaton_faults_total", D0, 2)],
@@ -200,6 +218,15 @@ def test_rules_ask_only_for_metrics_that_exist_and_failures_are_as_the_recorder_
     assert asked and asked <= series, asked - series
     (quiet,) = set(re.findall(r'end!~"([^"]+)"', text))
     assert set(quiet.split("|")) == {DELIVERED, *(str(end) for end in QUIET if end in set(Reason))}
+
+
+def test_every_reason_at_a_data_port_is_one_that_alerts_know_and_the_page_explains() -> None:
+    asked = [reasons.split("|") for reasons in re.findall(r'data_refused_total\{reason=~"([^"]+)"', RULES.read_text())]
+    named = [reason for reasons in asked for reason in reasons]
+    assert len(set(named)) == len(named)
+    assert {*named, Cause.LEFT, Cause.FULL, Cause.OTHER} == set(Cause), "what is new is put somewhere on purpose"
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert all(f"\n| `{cause}` |" in page for cause in Cause if cause is not Cause.OTHER)
 
 
 def test_every_alert_says_what_to_do() -> None:

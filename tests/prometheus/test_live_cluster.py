@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ import aiohttp
 import pytest
 
 from kvbaton.api.params import FIELD, LEASE_FOR_PULL
+from kvbaton.chaos.strangers_ports import listening
 from kvbaton.metrics.names import BY_NAME, METRICS, Where
+from kvbaton.transports.auth import _HELLO, _MAGIC, NONCE_BYTES, PLAIN, PROOF_BYTES
 from tests.e2e.cluster import Up, all_at_rest, ask_all, get_json, some_prompts, up, wait_for
 from tests.prometheus.server import DASHBOARD, RULES, Server, prometheus, promtool, shortened
 
@@ -28,6 +31,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 MODES = ("pull", "stream", "push")
 SOON_S = 30.0
 LEAK = "KvbatonPinsLeaked"
+STRANGERS = "KvbatonStrangers"
+HELLO = _HELLO.pack(_MAGIC, PLAIN, 0, 2, 7, bytes(NONCE_BYTES)) + b"d0"
+"""Of somebody who holds no secret."""
 OWN_SERIES = {name: metric for metric in METRICS for name in metric.series}
 
 
@@ -188,6 +194,39 @@ def test_leaked_pins_raise_the_alarm_and_a_healthy_cluster_does_not(scene: Scene
     post(f"{scene.workers['d0']}/v1/completions", {**body, FIELD: kept})  # somebody comes after all
     wait_for(lambda: LEAK not in server.alerts(), SOON_S)
     assert server.value("sum(kvbaton_pinned_blocks)") == 0
+
+
+def test_a_stranger_at_a_data_port_is_on_the_workers_page_and_raises_the_alarm(scene: Scene) -> None:
+    server, pid, page = scene.server, scene.cluster.pid("p0"), f"{scene.workers['p0']}/metrics"
+    (door,) = [place for place in listening([pid]) if place[0].startswith("\0kvbaton-")]  # of shared memory
+    line = 'kvbaton_data_refused_total{{transport="shm",reason="{}"}} {}'
+    assert line.format("bad_proof", 0) in get(page).splitlines()
+    seen = server.value('sum(kvbaton_data_refused_total{reason="bad_proof"})')
+    assert seen == 0 and server.alerts().get(STRANGERS) is None
+    for words in (b"", b"GET / HTTP/1.1\r\nHost: somebody.somewhere.example\r\n\r\n"):
+        knock(door[0], words)
+    assert knock(door[0], HELLO, NONCE_BYTES + PROOF_BYTES, bytes(PROOF_BYTES)) == b""
+    for reason in ("left", "bad_greeting", "bad_proof"):
+        wait_for(lambda reason=reason: line.format(reason, 1) in get(page).splitlines(), SOON_S)
+    wait_for(lambda: server.alerts().get(STRANGERS) == "firing", SOON_S)
+    (found,) = server.query(f'ALERTS{{alertname="{STRANGERS}", alertstate="firing"}}')
+    assert found["metric"]["instance"] == host(scene.workers["p0"])
+    wait_for(lambda: STRANGERS not in server.alerts(), SOON_S)
+
+
+def knock(name: str, words: bytes, due: int = 0, then: bytes = b"") -> bytes:
+    """Say something at a UNIX socket, hear so many bytes, say something else; whatever is answered to that."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(SOON_S)
+        sock.connect(name)
+        sock.sendall(words)
+        while due:
+            due -= len(sock.recv(due)) or due
+        if then:
+            sock.sendall(then)
+            with contextlib.suppress(ConnectionError):
+                return sock.recv(1)
+        return b""
 
 
 def test_the_page_is_the_same_for_those_who_cannot_read_exemplars(scene: Scene) -> None:

@@ -13,8 +13,6 @@ import msgspec
 
 from kvbaton.protocol.codec import FRAME_BYTES_MAX
 
-LOG_FIRST = 8
-
 _HOST = r"\[(?P<v6>[0-9A-Fa-f:.]{2,45})\]|(?P<host>[A-Za-z0-9][A-Za-z0-9._-]{0,252})"
 _AUTHORITY = re.compile(f"(?:{_HOST}):(?P<port>[0-9]{{1,5}})")
 
@@ -66,11 +64,6 @@ def check_bind(text: str) -> str:
 
 def is_ipv6(endpoint: str) -> bool:
     return "[" in endpoint
-
-
-def worth_saying(count: int) -> bool:
-    """Whether the `count`th report of one kind should be logged: the first few, then ever more rarely."""
-    return count <= LOG_FIRST or count & (count - 1) == 0
 
 
 def _after_scheme(text: str) -> str:

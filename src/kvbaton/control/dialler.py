@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import zmq
 
-from kvbaton.control.base import is_ipv6, worth_saying
+from kvbaton.codes.saying import worth_saying
+from kvbaton.control.base import is_ipv6
 from kvbaton.control.sockets import Heard, Plane, Socket
 from kvbaton.protocol.ids import WorkerId
 

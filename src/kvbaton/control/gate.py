@@ -14,7 +14,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils import z85
 
-from kvbaton.control.base import worth_saying
+from kvbaton.codes.saying import worth_saying
 from kvbaton.control.sockets import Plane, Socket
 from kvbaton.protocol.ids import WorkerId
 

@@ -183,6 +183,7 @@ class Worker:
             "worker": str(self.peer.worker),
             "incarnation": f"{self.peer.incarnation:016x}",
             **node_figures.figures(ledger, self.control.counters, time.monotonic()),
+            "data_refused_total": node_figures.data_refused(self.node.ranks),
             "peers": max(len(self.book) - 1, 0),
             "pins": self.doorway.pinned_blocks,
             "leases": len(ledger.producer.leases),

@@ -14,6 +14,7 @@ import msgspec
 from kvbaton.flight.records import DELIVERED, STAGES
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.planes import ORDER, SUMS
+from kvbaton.transports.refusals import Cause
 
 OTHER = "other"
 """Stands for a value that is not on a closed list."""
@@ -180,6 +181,10 @@ OVER_QUOTA = _counter(
 CONNECTIONS = _counter("connections", "Connections to the control port, by whomever.", _ALL)
 CONNECTIONS_ADMITTED = _counter("connections_admitted", "Of these, those that proved a known key.", _ALL)
 CONNECTIONS_REFUSED = _counter("connections_refused", "Of these, those that proved a key that is not listed.", _ALL)
+DATA_REFUSED = _counter(
+    "data_refused", "Strangers that were turned away at data ports, and bad requests of peers.", _ENGINES, TRANSPORT,
+    Label("reason", tuple(Cause), "see [above](#who-was-turned-away-at-a-data-port)"),
+)  # fmt: skip
 
 # --- the shared store
 STORE_LOOKUPS = _counter("store_lookups", "Prompts that the shared store was asked for.", _ENGINES)

@@ -1,14 +1,17 @@
-"""What one engine's ledger and control plane have counted, by the names that metrics have, without their `kvbaton_`.
+"""What one engine's ledger, control plane and data planes have counted, by metrics' names without their `kvbaton_`.
 
 Law: reads of ints and copies of small dicts only, so that any thread may ask while the node's thread goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvbaton.protocol.ledger import Ledger
+from kvbaton.transports.base import Transport
+from kvbaton.transports.refusals import refusals_of
 
 _BY_REASON = {
     "leases_refused_total": "lease_refused.",
@@ -53,6 +56,16 @@ def connections(control: Mapping[str, int]) -> dict[str, int]:
         "connections_admitted_total": control.get("admitted", 0),
         "connections_refused_total": control.get("refused", 0),
     }
+
+
+def data_refused(ranks: Iterable[Mapping[str, Transport]]) -> dict[str, int]:
+    """Who was turned away at the data ports of all ranks: `transport:cause`. Of each plane all causes, from zero on."""
+    found: Counter[str] = Counter()
+    for rank in ranks:
+        for name, transport in rank.items():
+            for cause, count in refusals_of(transport).items():
+                found[f"{name}:{cause}"] += count
+    return dict(found)
 
 
 def gauges(ledger: Ledger, now: float) -> dict[str, float]:

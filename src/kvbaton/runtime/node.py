@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from kvbaton.control.base import worth_saying
+from kvbaton.codes.saying import worth_saying
 from kvbaton.flight.recorder import Recorder
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol.codec import encode

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -24,7 +25,8 @@ from itertools import islice
 import msgspec
 import zmq
 
-from kvbaton.control.base import check_endpoint, worth_saying
+from kvbaton.codes.saying import worth_saying
+from kvbaton.control.base import check_endpoint
 from kvbaton.control.keys import Keyring
 from kvbaton.control.looping import LoopThread
 from kvbaton.control.zmq import ZmqControl
@@ -53,6 +55,9 @@ LEASES_MAX = 4096
 """Whose progress waits to be sent. Of one lease only the latest is kept; a lease beyond the bound is not reported, and
 its handoff then ends by its deadline."""
 
+REFUSALS_S = 1.0
+"""So often, at most, the engine is told who was turned away. Nobody wakes for it: a ping comes every other second."""
+
 STOP_S = 10.0
 
 
@@ -77,6 +82,7 @@ class RankHost:
         self._clock = clock
         self._stream = Stream()
         self._progress: dict[LeaseId, Progress] = {}
+        self._refusals_at = -math.inf  # when to look next who was turned away
         self._lock = threading.Lock()  # of `_progress`
         self.counters: Counter[str] = Counter()  # malformed, unknown_transport, no_shelf, progress_lost
         self._thread = LoopThread(f"kvbaton-{rank_name(rank)}", self._control, self._turn, self._finish, clock)
@@ -150,7 +156,12 @@ class RankHost:
 
     def _send(self, now: float) -> None:
         news: list[News] = []
+        look = now >= self._refusals_at and self._stream.is_open  # else what waits to be sent grows with the strangers
+        if look:
+            self._refusals_at = now + REFUSALS_S
         for plane in self._planes.values():
+            if look:
+                plane.note_refusals()
             news.extend(plane.take_news())
         if self._shelf is not None:
             news.extend(self._shelf.take_news())

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import secrets
 import threading
 import time
@@ -23,8 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from kvbaton.control.base import worth_saying
+from kvbaton.codes.saying import worth_saying
 from kvbaton.control.looping import LoopThread
+from kvbaton.metrics.node import data_refused
 from kvbaton.protocol.events import LeaseProgressed
 from kvbaton.protocol.ids import LeaseId, PeerId, rank_peer
 from kvbaton.runtime.rank_dialling import RankDialler
@@ -176,6 +178,8 @@ class RankLinks:
         }
         self._thread = LoopThread("kvbaton-ranks", self._sockets, self._turn, self._finish, clock)
         self._clock = clock
+        self._refusals_told: list[Mapping[str, int]] = []
+        self._refused: Mapping[str, int] = {}
         if me is not None:
             for rank, link in self._links.items():
                 link.post([Open(name, rank_peer(me, rank)) for name in link.transports])
@@ -201,6 +205,14 @@ class RankLinks:
     def drain_progress(self) -> list[LeaseProgressed]:
         """How far the ranks' devices have come since the last call. The wakers of the transports tell of it."""
         return [event for link in self._links.values() for event in link.take_progress()]
+
+    def data_refused(self) -> Mapping[str, int]:
+        """`metrics.node.data_refused` of all ranks, for one thread that asks often: summed anew when there is news."""
+        told = [each.refusals for link in self._links.values() for each in link.transports.values()]
+        if len(told) != len(self._refusals_told) or not all(map(operator.is_, told, self._refusals_told)):
+            self._refusals_told = told
+            self._refused = data_refused(link.transports for link in self._links.values())
+        return self._refused
 
     def is_lost(self, rank: int) -> bool:
         return self._links[rank].lost

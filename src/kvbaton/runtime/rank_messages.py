@@ -35,6 +35,7 @@ PART_BYTES_MAX = (4 << 20) // SPAN_BYTES * SPAN_BYTES
 FRAME_BYTES_MAX = PART_BYTES_MAX + (1 << 20)
 ENDPOINT_BYTES_MAX = 1024  # as in `protocol.messages.Endpoints`
 DETAIL_CHARS_MAX = 512
+CAUSES_MAX = 32
 TRANSPORTS_MAX = 16
 NEWS_BATCH_MAX = 256  # whose details, at four bytes a character, fill half a frame
 
@@ -163,6 +164,12 @@ class Fenced(_News, frozen=True):
     peer: PeerId
 
 
+class Refusals(_News, frozen=True):
+    """Who was turned away at the rank's data port so far, by cause; only where that has changed."""
+
+    counts: Annotated[dict[Name, Number], Meta(max_length=CAUSES_MAX)]
+
+
 class Progressed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The rank's device has finished writing this much of a lease."""
 
@@ -170,7 +177,7 @@ class Progressed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     progress: Progress
 
 
-PlaneNews = Minted | MintFailed | ConnectFailed | Ended | Rested | Fenced
+PlaneNews = Minted | MintFailed | ConnectFailed | Ended | Rested | Fenced | Refusals
 News = PlaneNews | Progressed | ShelfNews
 
 _encoder = msgspec.msgpack.Encoder()

@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-from kvbaton.control.base import worth_saying
+from kvbaton.codes.saying import worth_saying
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId
 from kvbaton.runtime.rank_messages import (
@@ -32,12 +32,14 @@ from kvbaton.runtime.rank_messages import (
     MintFailed,
     News,
     Open,
+    Refusals,
     Rested,
     SpansPart,
     Submit,
     copy_of,
 )
 from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Transport
+from kvbaton.transports.refusals import refusals_of
 from kvbaton.transports.unnamed import UnnamedTransport
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class HostedPlane:
         self._waiting: deque[Copy] = deque()
         self._parts: dict[JobId, bytearray] = {}
         self._news: list[News] = []
+        self._refusals: dict[str, int] = {}  # as last told
         self._closed = False
 
     def carry_out(self, command: Command) -> None:
@@ -90,6 +93,10 @@ class HostedPlane:
     def take_news(self) -> list[News]:
         news, self._news = self._news, []
         return news
+
+    def note_refusals(self) -> None:
+        """Make news of who was turned away since the last call."""
+        self._guarded(self._count_refusals)
 
     def close(self) -> None:
         """Ends everything; the ends are in the news afterwards. Idempotent."""
@@ -168,6 +175,12 @@ class HostedPlane:
                 self._news.append(Rested.of(self.name, event))
             else:
                 self._news.append(Fenced(self.name, event.peer))
+
+    def _count_refusals(self) -> None:
+        found = refusals_of(self.transport)
+        if found != self._refusals:
+            self._refusals = found
+            self._news.append(Refusals(self.name, found))
 
     def _end(self, job: JobId, reason: Reason, detail: str) -> None:
         self._news.append(Ended(self.name, job, reason, True, detail[:DETAIL_CHARS_MAX]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvbaton.control.base import worth_saying
+from kvbaton.codes.saying import worth_saying
 from kvbaton.protocol.errors import Reason
 from kvbaton.runtime.rank_store_messages import (
     COUNTERS_MAX,

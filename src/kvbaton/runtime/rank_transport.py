@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
-from kvbaton.control.base import worth_saying
+from kvbaton.codes.saying import worth_saying
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
@@ -38,6 +38,7 @@ from kvbaton.runtime.rank_messages import (
     Minted,
     MintFailed,
     News,
+    Refusals,
     Rested,
     submit_commands,
 )
@@ -115,6 +116,7 @@ class RemoteTransport:
     def __init__(self, name: str, capabilities: Capabilities, link: Uplink) -> None:
         self.capabilities = msgspec.structs.replace(capabilities, weaves=False)  # what crosses to the rank is spans
         self.counters: Counter[str] = Counter()  # connects_refused
+        self.refusals: Mapping[str, int] = {}  # as the rank last said
         self._name = name
         self._link = link
         self._jobs = Jobs(COPIES_MAX)
@@ -208,6 +210,8 @@ class RemoteTransport:
                 self._jobs.post(FenceEnded(news.peer))
         elif isinstance(news, Minted | MintFailed):
             self._endpoints.take(news)
+        elif isinstance(news, Refusals):
+            self.refusals = news.counts
         elif isinstance(news, ConnectFailed):
             self.counters["connects_refused"] += 1
             if worth_saying(self.counters["connects_refused"]):

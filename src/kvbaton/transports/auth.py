@@ -25,6 +25,7 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.sealed.policy import MISSING, can_seal
 from kvbaton.sealed.records import Seals
+from kvbaton.transports.refusals import Cause, Refused
 from kvbaton.transports.wire import Bytes, Sink, Wire, take
 
 log = logging.getLogger(__name__)
@@ -95,24 +96,24 @@ def greet(
 
 
 def admit(wire: Wire, keyring: Keyring, me: PeerId, must_seal: bool = False) -> Generator[Sink, None, Admitted]:
-    """The server's half; raises ProtocolError for a stranger, and with `must_seal` for a peer that speaks plainly."""
+    """The server's half; raises Refused for a stranger, and with `must_seal` for a peer that speaks plainly."""
     said = yield from take(_HELLO.size)
     magic, version, stream, name_bytes, incarnation, _ = _HELLO.unpack(said)
     if magic != _MAGIC or version not in {PLAIN, SEALED} or not 0 < name_bytes <= NAME_BYTES_MAX:
-        raise ProtocolError(Reason.BAD_MESSAGE, f"no greeting of version {PLAIN} or {SEALED}")
+        raise Refused(Cause.BAD_GREETING, f"no greeting of version {PLAIN} or {SEALED}")
     name = yield from take(name_bytes)
     peer = PeerId(WorkerId(name.decode(errors="replace")), Incarnation(incarnation))
     secret = keyring.get(peer) or secrets.token_bytes(SECRET_BYTES)
     said += name + secrets.token_bytes(NONCE_BYTES)
     wire.out.append(Bytes(said[-NONCE_BYTES:] + _proof(secret, b"server", me, said)))
     if not hmac.compare_digest((yield from take(PROOF_BYTES)), _proof(secret, b"client", me, said)):
-        raise ProtocolError(Reason.BAD_MESSAGE, f"{peer} did not prove itself")
+        raise Refused(Cause.BAD_PROOF, f"{peer} did not prove itself")
     if version == SEALED:
         return Admitted(peer, stream, secret, _seals(secret, _context(me, said), peer))
     if must_seal:  # said only now, so that no stranger fills the log
         refused = f"encrypt: {peer} would not encrypt, and this side insists; update it, or set encrypt on both alike"
         log.warning("[plain-peer-refused] %s", refused)
-        raise ProtocolError(Reason.BAD_MESSAGE, refused)
+        raise Refused(Cause.PLAIN, refused)
     return Admitted(peer, stream, secret)
 
 

@@ -52,7 +52,8 @@ TransportEvent = CopyEnded | CopyRested | FenceEnded
 class Transport(Protocol):
     """A data plane of one rank. Construct, register memory, then exchange endpoints with peers.
 
-    What memory is differs: `HostTransport` and `DeviceTransport` say how it is registered.
+    What memory is differs: `HostTransport` and `DeviceTransport` say how it is registered. One that listens may have
+    `refusals: Mapping[str, int]` too, which any thread may read: who was turned away (`refusals.Cause`).
     """
 
     @property

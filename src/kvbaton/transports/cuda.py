@@ -16,7 +16,7 @@ visible to every stream of the device.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import cast
 
@@ -81,6 +81,11 @@ class CudaTransport:
     def broken(self) -> str:
         """Why the device can be used no more; empty while it works."""
         return self._mover.broken
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        """Who was turned away here; see `refusals.Cause`."""
+        return self._door.refusals
 
     def register(self, region: int, memory: DeviceMemory) -> None:
         """It must stay allocated until `close`; whoever gets an endpoint is trusted with all of its allocation."""

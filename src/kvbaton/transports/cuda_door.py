@@ -20,6 +20,7 @@ from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.loop import Loop
 from kvbaton.transports.memory import REGIONS_MAX
 from kvbaton.transports.reception import BACKLOG, Reception
+from kvbaton.transports.refusals import Refusals
 from kvbaton.transports.shm_door import LENGTH, NAME_PREFIX, STRANGERS_MAX, host_identity, same_user
 
 TABLE_BYTES_MAX = (HANDLE_BYTES + 64) * REGIONS_MAX
@@ -74,6 +75,10 @@ class CudaDoor:
     @property
     def keyring(self) -> Keyring:
         return self._reception.keyring
+
+    @property
+    def refusals(self) -> Refusals:
+        return self._reception.refusals
 
     def add(self, region: int, memory: DeviceMemory) -> None:
         """Tell of `region` from now on. ValueError for memory that has no handle."""

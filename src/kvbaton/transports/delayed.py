@@ -8,12 +8,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.transports.base import Copy, CopyEnded, Transport, TransportEvent
+from kvbaton.transports.refusals import refusals_of
 
 WAITING_MAX = 4096
 
@@ -34,6 +35,10 @@ class DelayedTransport:
     @property
     def capabilities(self) -> Capabilities:
         return self._inner.capabilities
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        return refusals_of(self._inner)
 
     def endpoint(self, peer: PeerId) -> bytes:
         return self._inner.endpoint(peer)

@@ -1,7 +1,8 @@
 """Hears strangers on a listening socket until they have proven who they are, then passes them on.
 
 Law: nobody is passed on unproven. A stranger costs one of a bounded number of sockets, for a bounded time, and the
-newest is always heard: when there are too many, the oldest goes. Nothing here can block or end the listening.
+newest is always heard: when there are too many, the oldest goes. Nothing here can block or end the listening. Whoever
+is not passed on is counted, once, in `refusals`; not so when the loop ends.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import logging
 import socket
 from collections.abc import Callable
 
+from kvbaton.codes.saying import worth_saying
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import PeerId
 from kvbaton.sealed.policy import Encrypt, is_required_on
 from kvbaton.transports.auth import Admitted, Keyring, admit
 from kvbaton.transports.loop import IN, Loop
+from kvbaton.transports.refusals import Cause, Refusals, cause_of
 from kvbaton.transports.wire import Script, Wire
 
 log = logging.getLogger(__name__)
@@ -39,6 +42,7 @@ class Reception:
     ) -> None:
         """`prepare` sets a new socket up, or refuses it by ProtocolError; `welcome` owns it from then on."""
         self.keyring = Keyring()
+        self.refusals = Refusals()  # also those of whom `welcome` serves
         self._me = me
         self._loop = loop
         self._prepare = prepare
@@ -48,6 +52,7 @@ class Reception:
         self._encrypt: Encrypt = encrypt
         self._strangers: dict[Wire, None] = {}  # oldest first
         self._listener: socket.socket | None = None
+        self._unfit = 0  # connections that `prepare` refused
 
     def listen(self, create: Callable[[], socket.socket]) -> socket.socket:
         """The listening socket, created and listened on by the first call."""
@@ -84,24 +89,35 @@ class Reception:
                 self._prepare(sock)
                 must_seal = is_required_on(self._encrypt, sock)
             except (OSError, ProtocolError) as error:
-                log.warning("[connection-refused] refused a connection: %s", error)
+                self._unfit += 1
+                if worth_saying(self._unfit):
+                    log.warning("[connection-refused] refused a connection: %s", error)
+                self.refusals.add(cause_of(error))
                 sock.close()
             else:
                 self._hear(sock, must_seal)
 
     def _hear(self, sock: socket.socket, must_seal: bool) -> None:
         if len(self._strangers) >= self._strangers_max:
-            next(iter(self._strangers)).close("too many strangers")
-        deadline = self._loop.later(self._handshake_s, lambda: wire.close("no proof in time"))
+            self._drop(next(iter(self._strangers)), Cause.CROWDED_OUT, "too many strangers")
+        deadline = self._loop.later(self._handshake_s, lambda: self._drop(wire, Cause.NO_PROOF, "no proof in time"))
 
-        def closed(detail: str, _by_peer: bool) -> None:
+        def closed(detail: str, by_peer: bool) -> None:
             deadline.cancel()
             self._strangers.pop(wire, None)
+            if wire.fault is not None:
+                self.refusals.add(cause_of(wire.fault))
+            elif by_peer:
+                self.refusals.add(Cause.NO_PROOF if wire.heard else Cause.LEFT)
             log.debug("a stranger left: %s", detail)
 
         wire = Wire(self._loop, sock, closed)
         self._strangers[wire] = None
         wire.open(self._admit(wire, must_seal))
+
+    def _drop(self, wire: Wire, cause: Cause, detail: str) -> None:
+        self.refusals.add(cause)
+        wire.close(detail)
 
     def _admit(self, wire: Wire, must_seal: bool) -> Script:
         admitted = yield from admit(wire, self.keyring, self._me, must_seal)

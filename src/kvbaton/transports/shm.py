@@ -9,7 +9,7 @@ Law: only movers touch memory, and a copy ends when its last mover has let go of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -58,6 +58,11 @@ class ShmTransport:
         self._loop = Loop(f"kvbaton-shm-door-{me}")
         self._door = Door(me, self._loop, self._config.dial_deadline_s)
         self._movers = Movers(f"kvbaton-shm-{me}", self._mover, self._jobs, self._memory, self._config.threads)
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        """Who was turned away here; see `refusals.Cause`."""
+        return self._door.refusals
 
     def register(self, region: int, memory: memoryview) -> None:
         """Only memory of `memory.allocate` can be shared; from now on no process can map it for writing."""

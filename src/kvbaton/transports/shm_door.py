@@ -14,12 +14,12 @@ import struct
 
 import msgspec
 
-from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.auth import Admitted, Keyring
 from kvbaton.transports.loop import Loop
 from kvbaton.transports.memory import Region
 from kvbaton.transports.reception import BACKLOG, Reception
+from kvbaton.transports.refusals import Cause, Refusals, Refused
 
 STRANGERS_MAX = 32
 DESCRIPTORS_MAX = 250  # the kernel passes 253 at once
@@ -66,6 +66,10 @@ class Door:
     def keyring(self) -> Keyring:
         return self._reception.keyring
 
+    @property
+    def refusals(self) -> Refusals:
+        return self._reception.refusals
+
     def add(self, region: int, offset: int, size: int, backing: Region) -> None:
         """Pass `region` out from now on, and let nobody map it for writing any more."""
         if backing not in self._backings:
@@ -97,4 +101,4 @@ def same_user(sock: socket.socket) -> None:
     sock.setblocking(False)
     _pid, uid, _gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.geteuid():
-        raise ProtocolError(Reason.BAD_MESSAGE, f"the other end belongs to user {uid}, not {os.geteuid()}")
+        raise Refused(Cause.OTHER_USER, f"the other end belongs to user {uid}, not {os.geteuid()}")

@@ -12,7 +12,7 @@ with the peer when a copy is given up is at rest for us, since it can reach no f
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -110,6 +110,11 @@ class StagedTransport:
     def broken(self) -> str:
         """Why the device can be used no more; empty while it works."""
         return self._stager.broken
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        """Who was turned away here; see `refusals.Cause`."""
+        return self._server.refusals
 
     def register(self, region: int, memory: DeviceMemory) -> None:
         """It must stay allocated until `close`."""

@@ -23,6 +23,7 @@ from kvbaton.transports.loop import Loop
 from kvbaton.transports.memory import Region
 from kvbaton.transports.mover import Mover
 from kvbaton.transports.reception import Reception
+from kvbaton.transports.refusals import Cause, Refusals, cause_of
 from kvbaton.transports.shm_door import LENGTH, STRANGERS_MAX, same_user
 from kvbaton.transports.spans import from_wire
 from kvbaton.transports.staged_door import Carrier, Hello, listen
@@ -79,6 +80,10 @@ class StagedServer:
     def keyring(self) -> Keyring:
         return self._reception.keyring
 
+    @property
+    def refusals(self) -> Refusals:
+        return self._reception.refusals
+
     def listen(self, address: tuple[str, int]) -> tuple[str, int]:
         return listen(self._reception, self._carrier, address)
 
@@ -90,6 +95,8 @@ class StagedServer:
     def _welcome(self, admitted: Admitted, sock: socket.socket) -> None:
         if not self.keyring.still_admits(admitted) or len(self._sessions) + self._pinning >= SESSIONS_MAX:
             log.warning("[staging-full] no room to stage for %s: %d are served", admitted.peer, len(self._sessions))
+            if self.keyring.still_admits(admitted):
+                self.refusals.add(Cause.FULL)
             sock.close()
             return
         self._pinning += 1
@@ -131,6 +138,8 @@ class StagedServer:
 
     def _left(self, session: Session, region: Region) -> None:
         self._sessions.remove(session)
+        if session.wire.fault is not None:
+            self.refusals.add(cause_of(session.wire.fault))
         self._stager.release(session.slots, region.close)
 
     def _serve(self, session: Session) -> Script:
@@ -143,6 +152,7 @@ class StagedServer:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"slot {slot} is in use, or too small for the request")
             chunk = self._chunk(session, slot, frame, pairs)
             if chunk is None:
+                self.refusals.add(Cause.BAD_SPAN)
                 wire.out.append(Bytes(Frame(Kind.DATA, frame.tag, status=Status.BAD_SPAN).pack()))
             else:
                 session.busy.add(slot)

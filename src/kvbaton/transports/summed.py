@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ipaddress
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -35,6 +35,7 @@ from kvbaton.transports.jobs import Job, Jobs
 from kvbaton.transports.loop import Loop
 from kvbaton.transports.memory import Registered
 from kvbaton.transports.mover import choose_mover
+from kvbaton.transports.refusals import refusals_of
 from kvbaton.transports.sums import Checksum, portions
 from kvbaton.transports.sums_client import Question, SumLink
 from kvbaton.transports.sums_comparison import Comparison
@@ -112,6 +113,11 @@ class SummedTransport:
     @property
     def capabilities(self) -> Capabilities:
         return summed(self._inner.capabilities)
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        """At the sum service and, where it counts them, at the inner plane's own port."""
+        return refusals_of(self._service, self._inner)
 
     def register(self, region: int, memory: memoryview) -> None:
         self._inner.register(region, memory)

@@ -19,6 +19,7 @@ from kvbaton.transports.loop import Loop
 from kvbaton.transports.memory import Registered
 from kvbaton.transports.mover import Mover
 from kvbaton.transports.reception import BACKLOG, Reception
+from kvbaton.transports.refusals import Cause, Refusals, cause_of
 from kvbaton.transports.spans import from_wire
 from kvbaton.transports.sums import PART_BYTES, PIECE_BYTES
 from kvbaton.transports.sums_hash import digests
@@ -65,6 +66,10 @@ class SumService:
     def keyring(self) -> Keyring:
         return self._reception.keyring
 
+    @property
+    def refusals(self) -> Refusals:
+        return self._reception.refusals
+
     def listen(self, host: str, port: int) -> int:
         """Accept from now on; the port."""
         create = partial(socket.create_server, (host, port), family=family_of(host), backlog=BACKLOG)
@@ -90,6 +95,8 @@ class SumService:
         def closed(_detail: str, _by_peer: bool) -> None:
             guest.halt[0] = 1
             del self._guests[admitted.peer]
+            if guest.wire.fault is not None:
+                self.refusals.add(cause_of(guest.wire.fault))
 
         guest = Guest(Wire(self._loop, sock, closed))
         if admitted.seals is not None:
@@ -105,6 +112,7 @@ class SumService:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"more than {WINDOW_MAX} questions at once")
             memory = self._checked(frame, pairs)
             if memory is None:
+                self.refusals.add(Cause.BAD_SPAN)
                 guest.wire.out.append(Bytes(Frame(Kind.SUMS, frame.tag, status=Status.BAD_SPAN).pack()))
             else:
                 guest.waiting += 1

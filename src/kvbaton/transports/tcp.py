@@ -20,7 +20,7 @@ from __future__ import annotations
 import ipaddress
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -119,6 +119,11 @@ class TcpTransport:
         )
         if self._config.must_seal:
             load()
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        """Who was turned away here; see `refusals.Cause`."""
+        return self._server.refusals
 
     def register(self, region: int, memory: memoryview) -> None:
         self._memory.add(region, memory)

@@ -19,6 +19,7 @@ from kvbaton.transports.loop import Loop
 from kvbaton.transports.memory import Registered
 from kvbaton.transports.mover import Mover
 from kvbaton.transports.reception import BACKLOG, Reception
+from kvbaton.transports.refusals import Cause, Refusals, cause_of
 from kvbaton.transports.spans import from_wire
 from kvbaton.transports.tcp_frames import FRAME_BYTES, WINDOW_MAX, Frame, Kind, Status, parse
 from kvbaton.transports.wire import Bytes, Script, Sink, Skip, Strip, Wire, take
@@ -49,6 +50,10 @@ class TcpServer:
     def keyring(self) -> Keyring:
         return self._reception.keyring
 
+    @property
+    def refusals(self) -> Refusals:
+        return self._reception.refusals
+
     def listen(self, host: str, port: int) -> int:
         """Accept from now on; the port."""
         create = partial(socket.create_server, (host, port), family=family_of(host), backlog=BACKLOG)
@@ -68,6 +73,8 @@ class TcpServer:
     def _adopt(self, index: int, admitted: Admitted, sock: socket.socket) -> None:
         """On loop `index`. The secret is looked at again: a fence may have come between."""
         if not self.keyring.still_admits(admitted) or admitted.stream >= STREAMS_PER_PEER_MAX:
+            if admitted.stream >= STREAMS_PER_PEER_MAX:
+                self.refusals.add(Cause.BAD_MESSAGE)
             sock.close()
             return
         served, key = self._served[index], (admitted.peer, admitted.stream)
@@ -76,6 +83,8 @@ class TcpServer:
 
         def closed(_detail: str, _by_peer: bool) -> None:
             del served[key]
+            if wire.fault is not None:
+                self.refusals.add(cause_of(wire.fault))
 
         served[key] = wire = Wire(self._loops[index], sock, closed)
         if admitted.seals is not None:
@@ -90,6 +99,8 @@ class TcpServer:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"more than {WINDOW_MAX} requests at once")
             strip = self._strip(frame, pairs)
             status = Status.BAD_SPAN if strip is None else Status.OK
+            if strip is None:
+                self.refusals.add(Cause.BAD_SPAN)
             if frame.kind is Kind.WRITE:
                 sink: Sink = strip or Skip(frame.payload_bytes)
                 if sink.left:

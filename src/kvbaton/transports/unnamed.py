@@ -5,11 +5,12 @@ Law: before `open` nothing but `register` and `set_waker` has an effect that las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.transports.base import Copy, Transport, TransportEvent
+from kvbaton.transports.refusals import refusals_of
 
 
 class UnnamedTransport:
@@ -34,6 +35,10 @@ class UnnamedTransport:
         if self._inner is None:
             raise RuntimeError("this transport was not told yet whose it is")
         return self._inner
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        return refusals_of(self._inner)
 
     def register(self, region: int, memory: memoryview) -> None:
         raise NotImplementedError("memory is registered by whoever makes the real transport")

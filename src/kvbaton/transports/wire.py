@@ -43,6 +43,8 @@ class Wire:
         self.sock = sock
         self.out: deque[Source] = deque()
         self.closed = False
+        self.heard = False  # anything at all
+        self.fault: ProtocolError | None = None  # what the other end did wrong, if that is why it was closed
         self._loop = loop
         self._script = _to_the_end()
         self._want: Sink = Take(0)
@@ -155,7 +157,7 @@ class Wire:
         except BlockingIOError:
             pass
         except ProtocolError as error:
-            self.close(error.detail)
+            self._refuse(error)
         except OSError as error:
             self._broke(error)
 
@@ -166,6 +168,7 @@ class Wire:
             if not moved:
                 self.close("the peer closed the connection", by_peer=True)
                 return
+            self.heard = True
             room -= moved
             if self._want.left:
                 break  # all that had come is read, or our turn is over; epoll will say if there is more
@@ -204,7 +207,11 @@ class Wire:
             except StopIteration:
                 self.close("done")
             except ProtocolError as error:
-                self.close(error.detail)
+                self._refuse(error)
+
+    def _refuse(self, error: ProtocolError) -> None:
+        self.fault = self.fault or error
+        self.close(error.detail)
 
     def _broke(self, error: OSError) -> None:
         number = error.errno

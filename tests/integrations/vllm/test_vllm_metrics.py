@@ -83,8 +83,10 @@ class Side:
         desk = SimpleNamespace(counts=self.counts, settings=settings)
         producer = SimpleNamespace(leases={}, parked={})
         consumer = SimpleNamespace(by_handoff={}, quarantined_blocks=0)
+        self.turned_away = {"tcp:left": 0, "tcp:bad_proof": 2}
         self.presence = SimpleNamespace(
             node=SimpleNamespace(ledger=SimpleNamespace(desk=desk, producer=producer, consumer=consumer), faults={}),
+            links=SimpleNamespace(data_refused=lambda: self.turned_away),
             control=SimpleNamespace(counters={"connections": 3, "admitted": 2}),
             loop=SimpleNamespace(faults=0),
             doorway=SimpleNamespace(pinned_blocks=5, put_blocks=1),
@@ -104,6 +106,10 @@ def test_only_what_is_new_is_told(stats: ModuleType) -> None:
     side.counts["leases"] += 1
     second = stats.BatonStats.of(side)
     assert second.data["counts"] == {"leases_total": 1}
+    assert first.data["counts"]["data_refused_total tcp:bad_proof"] == 2
+    assert first.data["counts"]["data_refused_total tcp:left"] == 0, "told once, so that its first step is seen"
+    side.turned_away["tcp:left"] += 1
+    assert stats.BatonStats.of(side).data["counts"] == {"data_refused_total tcp:left": 1}
     both = first.aggregate(second)
     assert both.data["counts"]["leases_total"] == 3 and both.reduce()["pinned_blocks"] == 6 and not both.is_empty()
     assert stats.BatonStats().is_empty()
@@ -134,6 +140,8 @@ def test_vllms_page_has_the_names_of_the_list(stats: ModuleType) -> None:
     assert value("kvbaton_links_total", transport="shm") == 1 and value("kvbaton_connections_total") == 3
     assert value("kvbaton_handoffs_total", mode="pull", transport="shm", end="stale") == 1
     assert value("kvbaton_stage_seconds_sum", stage="copy", mode="pull", transport="shm") == 1.0
+    assert value("kvbaton_data_refused_total", transport="tcp", reason="bad_proof") == 2
+    assert value("kvbaton_data_refused_total", transport="tcp", reason="left") == 0
     assert value("kvbaton_pinned_blocks") == 6 and value("kvbaton_lease_hold_max_seconds") == 180
     assert value("vllm:nixl_num_failed_transfers_total") == 1, "the one that was refused"
     assert value("vllm:nixl_xfer_time_seconds_count") == 1 and value("vllm:nixl_bytes_transferred_count") == 2

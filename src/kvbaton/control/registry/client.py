@@ -15,7 +15,8 @@ from functools import partial
 
 import msgspec
 
-from kvbaton.control.base import ControlError, Limits, check_endpoint, worth_saying
+from kvbaton.codes.saying import worth_saying
+from kvbaton.control.base import ControlError, Limits, check_endpoint
 from kvbaton.control.keys import Keyring
 from kvbaton.control.looping import LoopThread
 from kvbaton.control.registry import messages as m

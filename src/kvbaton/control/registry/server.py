@@ -14,7 +14,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvbaton.control.base import Limits, worth_saying
+from kvbaton.codes.saying import worth_saying
+from kvbaton.control.base import Limits
 from kvbaton.control.keys import Keyring
 from kvbaton.control.looping import LoopThread
 from kvbaton.control.registry import messages as m

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbaton.api.params import Mode
-from kvbaton.control.base import worth_saying
+from kvbaton.codes.saying import worth_saying
 from kvbaton.integrations.vllm.content import content_digest, handed_position
 from kvbaton.integrations.vllm.guard import note
 from kvbaton.integrations.vllm.params import Target

@@ -55,11 +55,13 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
         if presence is None:
             return None
         ledger = presence.node.ledger
-        counts = _flat({**node_figures.counters(ledger, presence.control.counters), **side.stored.figures()})
+        refused = {"data_refused_total": presence.links.data_refused()}
+        counts = _flat({**node_figures.counters(ledger, presence.control.counters), **side.stored.figures(), **refused})
         counts["faults_total"] = sum(guard.faults.values()) + presence.loop.faults + sum(presence.node.faults.values())
         for reason, count in side.refused.items():
             counts[f"ends_total {reason}"] += count
-        fresh = {name: count - side.told[name] for name, count in counts.items() if count != side.told[name]}
+        told = side.told  # also what is zero is told once: Prometheus does not see a series' first step
+        fresh = {name: count - told[name] for name, count in counts.items() if name not in told or count != told[name]}
         gauges = node_figures.gauges(ledger, time.monotonic())
         # whole seconds, so that a gauge that only ages does not make news of every step
         gauges["oldest_lease_seconds"] = float(int(gauges["oldest_lease_seconds"]))
@@ -88,7 +90,7 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
 
 
 def _flat(figures: Mapping[str, int | Mapping[str, int]]) -> Counter[str]:
-    """Figures by name, and by name and label with a blank between them."""
+    """Figures by name, and by name and label (of two, with a colon between them) with a blank between them."""
     found: Counter[str] = Counter()
     for name, value in figures.items():
         if isinstance(value, Mapping):
@@ -138,7 +140,7 @@ class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for key, count in transfer_stats_data.get("counts", {}).items():
             name, _, label = key.partition(" ")
             metric = BY_NAME[f"kvbaton_{name}"]
-            own = metric.labelled((label,)) if metric.labels else ()
+            own = metric.labelled(tuple(label.split(":", len(metric.labels) - 1))) if metric.labels else ()
             self._made[metric.name].labels(*labels, *own).inc(count)
             if metric.name in AS_NIXL and label != DELIVERED:
                 self._nixl[metric.name].labels(*labels).inc(count)

@@ -1,0 +1,10 @@
+"""How often one kind of trouble is worth a line: whoever can cause it must not fill a log."""
+
+from __future__ import annotations
+
+FIRST = 8
+
+
+def worth_saying(count: int) -> bool:
+    """Whether the `count`th report of one kind should be logged: the first few, then ever more rarely."""
+    return count <= FIRST or count & (count - 1) == 0
