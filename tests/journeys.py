@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 AT_ROUTER = {"prefill", "first_token"}
 AT_D = {"claim", "queue", "copy", "commit", "deliver"}
-INSPECT_S = 30.0
+INSPECT_S = 60.0
+WHOLE_S = 30.0
 
 
 def inspect(*words: str) -> tuple[int, dict[str, Any]]:
@@ -42,6 +44,23 @@ def check_whole(journey: Mapping[str, Any], *, pushed: bool = False) -> None:
 def _in_order(moments: Mapping[str, float], *steps: str) -> None:
     times = [moments[step] for step in steps]
     assert times == sorted(times), dict(zip(steps, times, strict=True))
+
+
+def inspect_whole(router: str, count: int, mode: str, pushed: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
+    """The last journeys, once each is whole: what P and D tell comes a moment later, on a busy machine seconds."""
+    deadline = time.monotonic() + WHOLE_S
+    while True:
+        status, found = inspect("--last", str(count), "--router", router)
+        try:
+            assert status == 0 and len(journeys_of(found)) == count
+            for journey in journeys_of(found):
+                assert journey["mode"] == mode
+                check_whole(journey, pushed=pushed(journey))
+        except AssertionError:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            return found
 
 
 def journeys_of(found: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import time
+import subprocess
+import sys
 
 from kvbaton.bench import vllm_meters
 from kvbaton.bench.vllm_meters import samples
@@ -58,10 +58,29 @@ def test_rest_is_waited_for_and_what_holds_is_named() -> None:
     assert not gone.at_rest and gone.holding == ("x does not tell: refused",)
 
 
+WORKS = """
+import sys, time
+print("begun", flush=True)
+sys.stdin.readline()
+until = time.process_time() + 0.2
+while time.process_time() < until:
+    pass
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
 def test_a_sessions_cpu_time_grows_with_its_work() -> None:
-    before = vllm_meters.cpu([os.getsid(0)], None, 0)
-    until = time.process_time() + 0.2
-    while time.process_time() < until:
-        pass
-    used = before.until(vllm_meters.cpu([os.getsid(0)], None, 0))
+    """A session of its own: in this one, processes of other tests come and go."""
+    words = [sys.executable, "-c", WORKS]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as child:
+        assert child.stdin is not None and child.stdout is not None
+        assert child.stdout.readline() == "begun\n"
+        before = vllm_meters.cpu([child.pid], None, 0)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "done\n"
+        used = before.until(vllm_meters.cpu([child.pid], None, 0))
     assert used.engines >= 0.15 and used.at >= 0.15 and used.router == 0

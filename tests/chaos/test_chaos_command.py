@@ -83,6 +83,7 @@ def test_the_longest_plan_can_be_replayed() -> None:
     assert plans.from_json(plans.to_json(plan)) == plan
 
 
+@pytest.mark.timeout(RUN_S + 30)
 def test_a_d_is_killed_in_mid_copy_and_its_next_life_stopped_before_a_commit(tmp_path: Path) -> None:
     steps = (Step(0.5, "kill", "d0", Moment.MID_COPY), Step(1.0, "stop", "d0", Moment.BEFORE_COMMIT, 1.0))
     plan = Plan(name="random", seed=5, engine="embedded", prefills=1, decodes=1, seconds=3.0, steps=steps)
@@ -121,6 +122,7 @@ def _named(word: str) -> list[int]:
     return found
 
 
+@pytest.mark.timeout(RUN_S + 30)
 def test_ctrl_c_ends_every_process() -> None:
     with tempfile.TemporaryDirectory(prefix="cc-") as folder:  # short: it is the front of a socket's path
         words = ["chaos", "--prefill", "1", "--decode", "1", "--out", f"{folder}/out"]

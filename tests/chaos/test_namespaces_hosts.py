@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -128,6 +129,7 @@ sys.exit(enter.main(sys.argv[1:]))
 
 def test_networks_leave_no_descriptors_and_no_children() -> None:
     start().close()
+    gc.collect()  # what earlier tests left
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with start() as network:
@@ -136,7 +138,7 @@ def test_networks_leave_no_descriptors_and_no_children() -> None:
         assert not Path(f"/proc/{pid}").exists()
         with pytest.raises(ValueError, match="names"):
             networks.start(BEST, [f"h{number}" for number in range(300)])
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_network_whose_process_was_killed_says_so() -> None:

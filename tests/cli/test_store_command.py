@@ -40,7 +40,7 @@ class Served:
     def close(self) -> None:
         if self.child.poll() is None:
             self.child.kill()
-        self.child.wait(20)
+        self.child.wait(60)
         for pipe in (self.child.stdin, self.child.stdout):
             assert pipe is not None
             pipe.close()
@@ -75,7 +75,7 @@ def test_it_keeps_values_tells_figures_and_ends_on_sigterm(directory: Path, serv
     backend.close()
     served.child.send_signal(signal.SIGTERM)
     assert served.line()["values"] == 2
-    assert served.child.wait(20) == 0
+    assert served.child.wait(60) == 0
 
 
 def test_a_worker_of_another_cluster_gets_no_answer(tmp_path: Path, directory: Path, served: Served) -> None:
@@ -93,7 +93,7 @@ def test_it_ends_with_the_process_that_started_it(directory: Path) -> None:
     served = Served(directory, "--stop-on-eof")
     assert served.child.stdin is not None
     served.child.stdin.close()
-    assert served.child.wait(20) == 0
+    assert served.child.wait(60) == 0
     served.close()
 
 

@@ -97,10 +97,10 @@ def test_a_turn_that_hangs_makes_stop_say_so_in_time() -> None:
 
     thread, _ = _thread(turn)
     thread.start()
-    assert began.wait(5.0)
+    assert began.wait(20)
     start = time.monotonic()
     assert not thread.stop(0.05)
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 10.0
     release.set()
     assert thread.stop(5.0)
 

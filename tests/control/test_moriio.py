@@ -15,7 +15,7 @@ from kvbaton.api.request_ids import MoriioAddress, parse_address
 from kvbaton.control.base import ControlError
 from kvbaton.control.moriio import MoriioAnnouncer, Registration, p2p_nccl_registration, registration
 
-from .rig import until
+from .rig import STALL_S, costs_less, steady_bind, until
 
 HTTP = "127.0.0.1:8100"
 ZMQ = "host:127.0.0.1,handshake:6301,notify:61005"
@@ -26,7 +26,7 @@ QUICK_S = 0.02
 class Router:
     """A ROUTER socket that hears announcements, as vllm-router's does."""
 
-    def __init__(self, bind: str = "tcp://127.0.0.1:0", ipv6: bool = False) -> None:
+    def __init__(self, bind: str, ipv6: bool) -> None:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -42,7 +42,7 @@ class Router:
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.heard: list[list[bytes]] = []
 
-    def hear(self, within_s: float = 5.0) -> list[bytes]:
+    def hear(self, within_s: float = 20.0) -> list[bytes]:
         assert self.socket.poll(int(within_s * 1000)), "nothing was announced"
         self.heard.append(self.socket.recv_multipart())
         return self.heard[-1]
@@ -59,8 +59,8 @@ class Router:
 
 
 @contextmanager
-def router(bind: str = "tcp://127.0.0.1:0", ipv6: bool = False) -> Iterator[Router]:
-    opened = Router(bind, ipv6)
+def router(bind: str | None = None, ipv6: bool = False) -> Iterator[Router]:
+    opened = Router(bind or steady_bind(), ipv6)
     try:
         yield opened
     finally:
@@ -193,7 +193,7 @@ def test_stop_without_start_is_clean() -> None:
 
 def test_the_first_announcement_goes_out_with_the_connection_not_an_interval_later() -> None:
     with router() as there, announcing(there.endpoint, interval_s=60.0):
-        there.hear(within_s=5.0)
+        there.hear(within_s=20.0)
 
 
 def test_it_outlives_a_router_and_finds_the_next_at_the_same_address_with_nothing_stale() -> None:
@@ -203,12 +203,14 @@ def test_it_outlives_a_router_and_finds_the_next_at_the_same_address_with_nothin
             first.hear()
             first.close()
             until(lambda: announcer.counters["lost"] >= 5)
+            before = announcer.counters["sent"]
             with router(endpoint) as second:
-                before = announcer.counters["sent"]
                 second.hear()
                 until(lambda: announcer.counters["sent"] > before)
-                assert second.pending() <= 5  # announcements of now, none of those that were due in between
-            assert announcer.is_alive and announcer.counters["failed"] == 0
+                assert announcer.is_alive and announcer.counters["failed"] == 0
+                assert announcer.stop()
+                heard = 1 + second.pending()  # announcements of now, none of those that were due in between
+                assert heard <= announcer.counters["sent"] - before
 
 
 def test_a_router_that_comes_back_hears_at_once_although_the_interval_is_long() -> None:
@@ -217,7 +219,7 @@ def test_a_router_that_comes_back_hears_at_once_although_the_interval_is_long() 
     with announcing(endpoint, interval_s=60.0) as announcer:
         time.sleep(0.05)  # nobody there: let it fail to connect
         with router(endpoint) as there:
-            assert there.hear(within_s=5.0)[1] == HELLO.payload
+            assert there.hear(within_s=20.0)[1] == HELLO.payload
         until(lambda: announcer.counters["sent"] == 1)
 
 
@@ -228,7 +230,7 @@ def test_stop_takes_no_time_when_nobody_listens() -> None:
     announcer.start()
     began = time.monotonic()
     assert announcer.stop()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < STALL_S
 
 
 def test_what_accepts_but_is_no_router_takes_nothing_and_delays_nothing() -> None:
@@ -239,7 +241,7 @@ def test_what_accepts_but_is_no_router_takes_nothing_and_delays_nothing() -> Non
             assert announcer.counters["sent"] == 0
             began = time.monotonic()
             assert announcer.stop()
-            assert time.monotonic() - began < 1.0
+            assert time.monotonic() - began < STALL_S
 
 
 def test_a_router_that_talks_back_is_not_read_and_changes_nothing() -> None:
@@ -259,6 +261,4 @@ def test_waiting_costs_no_processor_time() -> None:
         nobody = probe.endpoint
     with router() as there, announcing(there.endpoint, interval_s=60.0), announcing(nobody, interval_s=60.0):
         there.hear()
-        used, began = time.process_time(), time.monotonic()
-        time.sleep(0.5)
-        assert (time.process_time() - used) / (time.monotonic() - began) < 0.05
+        assert costs_less(0.025, 0.5)

@@ -25,7 +25,7 @@ from kvbaton.control.plain.listener import MESSAGES_PER_WINDOW_MAX, WINDOW_S
 from kvbaton.control.plain.messages import MESSAGE_BYTES_MAX
 from kvbaton.control.plain.roster import WORKERS_MAX
 
-from .rig import until
+from .rig import steady_bind, until
 
 LOOPBACK = "tcp://127.0.0.1:0"
 ZMQ = "host:127.0.0.1,handshake:6301,notify:61005"
@@ -145,7 +145,7 @@ def test_one_that_restarts_is_heard_although_its_old_connection_still_stands() -
 
 
 def test_silence_makes_suspect_and_then_gone_and_talking_again_another_life() -> None:
-    settings = PlainSettings(suspect_s=0.3, evict_s=3.0)
+    settings = PlainSettings(suspect_s=0.3, evict_s=6.0)
     with listening(settings=settings) as listener, sender(listener.endpoint) as worker:
         worker.say(P0.payload)
         until(listener.workers)
@@ -315,7 +315,7 @@ def test_an_address_that_cannot_be_bound_is_refused(bind: str) -> None:
 def test_close_is_quick_idempotent_and_needs_no_start() -> None:
     unused = PlainListener(LOOPBACK)
     assert unused.close() and unused.close()
-    listener = PlainListener(LOOPBACK)
+    listener = PlainListener(steady_bind())
     listener.start()
     with sender(listener.endpoint) as worker:
         worker.say(P0.payload)

@@ -14,7 +14,7 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.runtime.loop import LoopControl
 from kvbaton.runtime.ports import ControlPort
 
-from .rig import Post, cluster, exchange, posted, until
+from .rig import STALL_S, Post, cluster, costs_less, exchange, posted, until
 
 RINGS = cluster("p0", "d0", "d1")
 
@@ -58,10 +58,10 @@ def test_a_wait_ends_after_its_time_and_not_before() -> None:
     with posted(post := Post(RINGS["p0"])):
         start = time.monotonic()
         post.control.wait(0.05)
-        assert 0.05 <= time.monotonic() - start < 2.0
+        assert 0.05 <= time.monotonic() - start < STALL_S
         start = time.monotonic()
         post.control.wait(0)
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < STALL_S
 
 
 def test_a_wake_ends_the_wait_under_way_and_many_wakes_end_one() -> None:
@@ -112,7 +112,8 @@ def test_a_stranger_does_not_end_the_wait() -> None:
             start = time.monotonic()
             p0.control.wait(0.1)
             assert time.monotonic() - start >= 0.1
-        assert p0.control.strangers == 1
+        until(lambda: p0.control.strangers == 1, p0)
+        assert not p0.inbox
 
 
 def test_frames_can_be_received_without_waiting_first() -> None:
@@ -197,9 +198,10 @@ def test_closing_is_idempotent_bounded_and_returns_every_descriptor() -> None:
         post.control.close()
         post.control.close()
         post.control.wake()
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < STALL_S
 
     live()
+    gc.collect()  # what earlier tests left
     before = descriptors()
     for _ in range(5):
         live()
@@ -218,11 +220,12 @@ def test_what_was_said_just_before_closing_still_arrives() -> None:
 
 def test_a_failed_bind_leaves_nothing_behind() -> None:
     with posted(p0 := Post(RINGS["p0"])):
+        gc.collect()  # what earlier tests left must not be closed between the two counts
         for _ in range(3):
             before = len(os.listdir("/proc/self/fd"))
             with pytest.raises(Exception, match="in use"):
                 ZmqControl(RINGS["d0"], p0.control.endpoint)
-            assert len(os.listdir("/proc/self/fd")) == before
+            assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_idle_it_costs_no_cpu() -> None:
@@ -230,9 +233,7 @@ def test_idle_it_costs_no_cpu() -> None:
         d0.knows(p0)
         exchange(d0, p0)
         until(lambda: not p0.control.receive() and not d0.control.receive())
-        before = time.process_time()
-        p0.control.wait(1.0)
-        assert time.process_time() - before < 0.01
+        assert costs_less(0.01, 1.0, p0.control.wait)
 
 
 def test_one_that_is_dropped_without_being_closed_hangs_nobody() -> None:

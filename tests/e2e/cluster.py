@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from pathlib import Path
 import aiohttp
 
 START_S = 60.0
-STOP_S = 20.0
+STOP_S = 40.0
 REQUEST_S = 150.0
 
 
@@ -97,6 +98,26 @@ def wait_for(look: Callable[[], object], seconds: float, log: Path | None = None
             return found
         time.sleep(0.05)
     raise AssertionError(f"nothing within {seconds} s" + (f":\n{log.read_text()}" if log else ""))
+
+
+@contextlib.contextmanager
+def pauses() -> Iterator[list[float]]:
+    """The longest time that this process stood still, as the list's one number: a busy machine does for seconds."""
+    longest, over = [0.0], threading.Event()
+
+    def watch() -> None:
+        before = time.monotonic()
+        while not over.wait(0.02):
+            now = time.monotonic()
+            longest[0], before = max(longest[0], now - before), now
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield longest
+    finally:
+        over.set()
+        thread.join()
 
 
 async def eventually(look, seconds: float):

@@ -120,7 +120,7 @@ class Crew:
         bad = []
         for name, process in self._processes.items():
             try:
-                code = process.wait(20)
+                code = process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 code = process.wait(10)

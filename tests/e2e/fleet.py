@@ -24,7 +24,7 @@ from kvbaton.control.registry import RegistryServer
 from tests.e2e.cluster import eventually, get_json
 
 START_S = 60.0
-STOP_S = 20.0
+STOP_S = 40.0
 HELD = ("pins", "leases", "intakes", "running", "waiting", "loading")
 ROUTER_PLACE = Path(__file__).parents[2] / ".venv-router" / "bin" / "vllm-router"
 

@@ -23,7 +23,8 @@ from tests.mooncake_store.mooncake_processes import Master
 
 NAMES = ("p0", "d0", "e0")
 REST_S = 30.0
-SHORT = {"claim_timeout": 1.0, "lease_s": 2.0, "transfer_timeout": 10.0}
+PATIENT = {"claim_timeout": 10.0, "lease_s": 20.0, "transfer_timeout": 10.0, "store_timeout": 6.0}
+"""A busy machine may stand still for seconds; who wants something to run out says so."""
 
 
 class StoreProcess:
@@ -101,7 +102,8 @@ def key_directory(tmp_path: Path) -> Path:
 async def house(directory: Path, store: str, *names: str, **options: object) -> AsyncIterator[House]:
     """Workers that know each other and use `store`."""
     found = House(directory)
-    base = {"registry": "tcp://127.0.0.1:1", "keys": str(directory), "store": store, "role": "both", **SHORT, **options}
+    base = {"registry": "tcp://127.0.0.1:1", "keys": str(directory), "store": store, "role": "both"}
+    base |= {**PATIENT, **options}
     rings = {name: keys.load(directory, name) for name in names}
     try:
         for name, ring in rings.items():
@@ -128,7 +130,7 @@ def some_store(kind: str, directory: Path) -> Iterator[str]:
         finally:
             served.kill()
     else:
-        master = Master()
+        master = Master(client_ttl_s=60)
         try:
             yield f"mooncake://{master.address}?lend=64MiB"
         finally:

@@ -178,7 +178,7 @@ def test_moriio_write_by_discovery_with_two_of_each(tmp_path: Path) -> None:
             flags = announced(router.discovery, "moriio-write")
             async with fleet(tmp_path, *flags, prefill=2, decode=2) as workers:
                 await router.until_paired()
-                await eventually(_all_used(router.url, workers), 20.0)
+                await eventually(_all_used(router.url, workers), 60.0)
                 await workers.at_rest()
                 await exercise(router.url, workers, "moriio write")
                 await _stopping_costs_nothing(router.url, workers)

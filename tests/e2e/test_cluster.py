@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import openai
 import pytest
 
 from kvbaton.engine.worker import reference_answers
-from tests.e2e.cluster import all_at_rest, ask_all, eventually, some_prompts, up
+from tests.e2e.cluster import all_at_rest, ask_all, eventually, pauses, some_prompts, up
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -43,17 +44,25 @@ def test_an_unmodified_openai_client_streams_completions_and_chat(tmp_path):
 
 def test_512_requests_at_once_are_all_right_with_a_lease_shorter_than_the_queue(tmp_path):
     """Promises 1 to 3, in pull and in push."""
+    by_handoff = {"pull": False, "push": False}
     with up(tmp_path, "--prefill", "2", "--decode", "2", "--lease-s", "2") as cluster:
-        for mode in ("pull", "push"):
-            prompts = some_prompts(512, mode)
-            answers = asyncio.run(ask_all(cluster.url, prompts, mode))
+        before = 0
+        for turn, mode in itertools.product(range(3), ("pull", "push")):
+            prompts = some_prompts(512, f"{turn} {mode}")
+            with pauses() as longest:
+                answers = asyncio.run(ask_all(cluster.url, prompts, mode))
+                stats = asyncio.run(all_at_rest(cluster, {"p0", "p1", "d0", "d1"}))
             assert {answer.status for answer in answers} == {200}
             assert [answer.text for answer in answers] == reference_answers(prompts, 16)
             assert max(answer.seconds for answer in answers) > 2.0, "the queue must outlast the lease"
-        stats = asyncio.run(all_at_rest(cluster, {"p0", "p1", "d0", "d1"}))
-        delivered = sum(stats[name]["delivered_total"] for name in ("d0", "d1"))
-        assert delivered == 1024, "every one of them by a handoff, none by recomputing"
-        assert all(worker["faults_total"] == 0 for worker in stats.values())
+            assert all(worker["faults_total"] == 0 for worker in stats.values())
+            delivered = sum(stats[name]["delivered_total"] for name in ("d0", "d1"))
+            by_handoff[mode] |= delivered - before == 512
+            assert by_handoff[mode] or longest[0] > 1.0, "every one of them by a handoff, none by recomputing"
+            before = delivered
+            if all(by_handoff.values()):
+                break
+        assert all(by_handoff.values()), "not once, whenever the machine did not stand still for half a lease"
 
 
 def test_killed_workers_cost_no_wrong_answer_and_leave_no_pin(tmp_path):

@@ -907,7 +907,7 @@ def test_the_deadline_passes_before_the_first_byte(crew: Crew, mode: str, stream
             is_leg = stream or where == "keeper"
             code = "worker_timeout" if is_leg else "deadline"
             assert got.fault == (504, code)
-            assert got.seconds < settings.deadline_s + 1.0
+            assert got.seconds < settings.deadline_s + 10.0
             await until(lambda: only(town[where].seen).left)
             side = "prefill" if where == "keeper" else "decode"
             await town.counted(ends={code: 1}, leg_failures={f"{side}:{code}": 1} if is_leg else {})
@@ -919,7 +919,7 @@ def test_the_deadline_passes_before_the_first_byte(crew: Crew, mode: str, stream
 def test_the_deadline_passes_in_mid_stream(crew: Crew, mode: str) -> None:
     async def story() -> None:
         prompt, _ = next(crew.prompts)
-        settings = msgspec.structs.replace(HASTY, deadline_s=HASTY.first_byte_s + 1.5)
+        settings = msgspec.structs.replace(HASTY, first_byte_s=5.0, deadline_s=6.5)
         async with row(crew, mode, "keeper", "d0", settings=settings) as town:
             town["d0"].script = stops_after(2, faulty.stalls)
             got = await town.ask(mode, prompt, stream=True)

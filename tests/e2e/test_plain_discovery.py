@@ -36,10 +36,10 @@ async def router(log: Path, *flags: str) -> AsyncIterator[tuple[str, str]]:
             assert process.returncode is None, log.read_text()
             return re.search(r"clients (\S+)/v1.* plain discovery tcp://([\d.:]+)", log.read_text())
 
-        found = await eventually(spoken, 20.0)
+        found = await eventually(spoken, 60.0)
         yield found[1], found[2]
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 10.0) == 0, log.read_text()
+        assert await asyncio.wait_for(process.wait(), 40.0) == 0, log.read_text()
     finally:
         if process.returncode is None:
             process.kill()

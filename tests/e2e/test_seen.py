@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import Up, ask_all, some_prompts, up, wait_for
-from tests.journeys import check_whole, inspect, journeys_of
+from tests.journeys import inspect, inspect_whole, journeys_of
 
 pytestmark = pytest.mark.timeout(180)
 MODES = ("pull", "stream", "push")
@@ -29,12 +29,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_the_last_handoffs_have_every_stage_from_router_p_and_d(cluster: Up, mode: str) -> None:
     answers = asyncio.run(ask_all(cluster.url, some_prompts(EACH, mode), mode))
     assert all(answer.status == 200 for answer in answers)
-    status, found = inspect("--last", str(EACH), "--router", cluster.url)
-    assert status == 0 and len(journeys_of(found)) == EACH
-    for journey in journeys_of(found):
-        assert journey["mode"] == mode
-        by_p = mode == "push" and journey["transport"] == "tcp"
-        check_whole(journey, pushed=by_p)
+    found = inspect_whole(cluster.url, EACH, mode, lambda journey: mode == "push" and journey["transport"] == "tcp")
     for lane in journeys_of(found)[0]["lanes"]:
         status, same = inspect(lane["request"], "--router", cluster.url)
         assert status == 0, "found by each side's name of it"

@@ -99,7 +99,7 @@ def test_a_put_that_takes_too_long(
         await served(one, OTHER, right[1])
         await one.at_rest()
 
-    run(tmp_path, monkeypatch, MemoryBackend(1 << 24), test, transfer_timeout=1.0, store_timeout=0.5)
+    run(tmp_path, monkeypatch, MemoryBackend(1 << 24), test, transfer_timeout=3.0, store_timeout=1.5)
 
 
 @pytest.mark.parametrize("what", ["exists", "put"])
@@ -128,8 +128,8 @@ def test_a_shutdown_while_putting(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def master() -> Iterator[Master]:
-    master = Master()
+def master(request: pytest.FixtureRequest) -> Iterator[Master]:
+    master = Master(client_ttl_s=getattr(request, "param", 60))
     yield master
     master.kill()
 
@@ -181,6 +181,7 @@ def test_a_master_killed_during_the_put(
     run(tmp_path, monkeypatch, backend(master), test)
 
 
+@pytest.mark.parametrize("master", [2], indirect=True, ids=["quick"])
 def test_an_owner_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: list[str], master: Master, owner: Owner
 ) -> None:

@@ -23,6 +23,7 @@ from kvbaton.engine.worker import Worker, reference_answers
 from tests.e2e.cluster import get_json, up, wait_for
 from tests.e2e.pair import Pair
 from tests.e2e.storehouse import StoreProcess, house, key_directory, some_store
+from tests.mooncake_store.mooncake_processes import free_port
 
 KINDS = ["kvbaton", "mooncake"]
 SHARED = "A long system prompt that every request of this service begins with, word for word, again and again. " * 3
@@ -97,10 +98,10 @@ def test_a_store_that_is_gone_costs_misses_and_one_that_is_back_has_what_was_on_
     async def run() -> None:
         directory = key_directory(tmp_path)
         flags = ("--disk", str(tmp_path / "disk"), "--bytes", "1MiB")
-        served = StoreProcess(directory, *flags)
+        served = StoreProcess(directory, *flags, port=free_port())  # which it needs again
         try:
             right = reference_answers(PROMPTS[:1], 12)[0]
-            async with house(directory, served.url, "p0", "d0", store_timeout=0.5) as both:
+            async with house(directory, served.url, "p0", "d0", store_timeout=2.0) as both:
                 assert await both.answer("p0", PROMPTS[0]) == right
                 await both.until(lambda: both.stat("p0", "store_puts_total") == 1)
                 served.child.send_signal(signal.SIGTERM)
@@ -161,7 +162,7 @@ async def _second_source(
     right = reference_answers(PROMPTS[:2], 12)
     [listed] = registry.workers()
     ring = keys.load(directory, "d0")
-    async with house(directory, store, "d0", policy=policy) as one:
+    async with house(directory, store, "d0", policy=policy, claim_timeout=1.0) as one:
         d: Worker = one["d0"]
         d.control.set_directory({listed.registration.worker: (listed.registration.control_endpoint, ring.peers["p0"])})
         await one.answer("d0", "D is known to the store, and lends its memory, once it has asked", 1)

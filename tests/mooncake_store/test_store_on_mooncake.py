@@ -45,8 +45,8 @@ class MooncakeHarness:
 
 
 @pytest.fixture
-def master() -> Iterator[Master]:
-    master = Master()
+def master(request: pytest.FixtureRequest) -> Iterator[Master]:
+    master = Master(client_ttl_s=getattr(request, "param", 60))
     yield master
     master.kill()
 
@@ -142,6 +142,7 @@ def test_a_stopped_master_costs_a_time_out_and_then_nothing_and_comes_back(maste
         assert poll(lambda: p.end(p.put(names(3, 1), values(3))).reason is None, DEADLINE_S), "it did not come back"
 
 
+@pytest.mark.parametrize("master", [2], indirect=True, ids=["quick"])
 def test_a_killed_owner_is_misses_and_no_pin_is_left(master: Master, owner: Owner) -> None:
     with engine(MooncakeHarness(master)) as p:
         p.kept(names(3), values(3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import re
 import shutil
 import signal
@@ -134,6 +135,9 @@ def _is_ready(url: str) -> bool:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """Below those that the kernel gives to connections meanwhile: the server binds it a second later."""
+    while True:
+        port = random.randrange(12000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

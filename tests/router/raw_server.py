@@ -26,7 +26,7 @@ def run_on(loop: str, work: Coroutine[Any, Any, None]) -> None:
 
     async def bounded() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: escaped.append(context))
-        await asyncio.wait_for(work, 20)
+        await asyncio.wait_for(work, 60)
 
     with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
         runner.run(bounded())

@@ -31,7 +31,7 @@ from kvbaton.router.settings import RouterSettings
 
 BODY = {"prompt": "abc", "max_tokens": 4}
 MODES = ("pull", "stream", "push")
-HASTY = msgspec.structs.replace(QUICK, first_byte_s=0.4)
+HASTY = msgspec.structs.replace(QUICK, first_byte_s=1.0)
 HANDOFF_FAILED = refuse(500, "peer_gone: P is gone", type="handoff_failed", code="peer_gone")
 
 BROKEN: dict[str, tuple[Script, int, str]] = {
@@ -123,7 +123,7 @@ def test_a_d_that_hangs_before_its_first_event_times_out(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_request_past_its_deadline_ends_with_504_and_both_legs_with_it(mode: str) -> None:
     async def story() -> None:
-        settings = RouterSettings(deadline_s=0.5)
+        settings = RouterSettings(deadline_s=2.0)  # P answers well before it
         async with cluster(1, [hang], settings=settings) as c:
             status, answer, _ = await c.post(BODY, x_kvbaton_mode=mode)
             assert (status, answer["error"]["code"]) == (504, "deadline")
@@ -266,7 +266,7 @@ def test_a_stream_past_its_deadline_ends_with_an_error_event() -> None:
         async def wait(*_: Any) -> None:
             await asyncio.Event().wait()
 
-        async with cluster(1, [begin_then(wait)], settings=RouterSettings(deadline_s=0.6)) as c:
+        async with cluster(1, [begin_then(wait)], settings=RouterSettings(deadline_s=2.0)) as c:
             events = await c.events(BODY)
             assert events[-1]["error"]["code"] == "deadline"
             await until(lambda: c.d[0].aborted == 1)

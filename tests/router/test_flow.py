@@ -185,7 +185,7 @@ def test_a_client_that_goes_in_mid_stream_closes_d(mode: str) -> None:
 
 
 async def until_idle(c: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while (await c.get("/stats"))[1]["in_flight"]:
             await asyncio.sleep(0.005)
 

@@ -42,7 +42,7 @@ async def exchange(c: Cluster, data: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(found[1], int(found[2]))
     try:
         writer.write(data)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             return await reader.read()
     finally:
         writer.close()

@@ -134,7 +134,7 @@ async def outcome(*pieces: bytes, served: bool = False, lost: bool = True) -> tu
         exchange.connection_lost(None)
     pool.close()
     try:
-        data = await asyncio.wait_for(exchange.whole(1 << 20), 5)
+        data = await asyncio.wait_for(exchange.whole(1 << 20), 20)
     except WireError as error:
         return error
     return exchange.status, data
@@ -581,14 +581,14 @@ def test_what_a_new_connection_says_before_it_is_asked_is_its_answer() -> None:
         exchange, _ = unplugged(pool)
         exchange.data_received(full)
         exchange.send(b"?")
-        assert (await asyncio.wait_for(exchange.whole(9), 5), exchange.status) == (b"no", 503)
+        assert (await asyncio.wait_for(exchange.whole(9), 20), exchange.status) == (b"no", 503)
 
         exchange, transport = unplugged(pool)
         transport.gone = True
         exchange.connection_lost(ConnectionResetError())
         exchange.send(b"?")
         with pytest.raises(BrokenError, match="ConnectionResetError"):
-            await asyncio.wait_for(exchange.whole(9), 5)
+            await asyncio.wait_for(exchange.whole(9), 20)
 
     run_on("asyncio", story())
 
@@ -679,7 +679,7 @@ def test_a_body_over_the_limit_that_came_whole_is_garbage_too() -> None:
         exchange.send(b"?")
         exchange.data_received(CHUNKED + b"2\r\nok\r\n")  # and no end
         with pytest.raises(GarbageError, match="more than 1 bytes"):
-            await asyncio.wait_for(exchange.whole(1), 5)
+            await asyncio.wait_for(exchange.whole(1), 20)
 
     run_on("asyncio", story())
 
@@ -750,7 +750,7 @@ def test_what_is_broken_off_here_is_broken_and_neither_stale_nor_whole(run: Run,
             await until(lambda: exchange._heard)
         exchange.abort()
         with pytest.raises(BrokenError):
-            await asyncio.wait_for(waiting, 5)
+            await asyncio.wait_for(waiting, 20)
         exchange.close()
         assert (server.conns, pool.idle) == (1, 0)
 
@@ -820,7 +820,7 @@ def test_what_was_stopped_before_all_of_it_was_wanted_goes_on(run: Run) -> None:
         exchange = await pool.exchange(*get(server))
         await exchange.head()
         await until(lambda: exchange._paused)
-        assert await asyncio.wait_for(exchange.whole(1 << 20), 5) == bytes(length)
+        assert await asyncio.wait_for(exchange.whole(1 << 20), 20) == bytes(length)
         exchange.close()
         assert pool.idle == 1
 

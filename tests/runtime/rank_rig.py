@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -195,12 +194,6 @@ def log_of(side: Side) -> Log:
     return Log(_Polled(), side)  # type: ignore[arg-type]
 
 
-def elapsed(action: Callable[[], object]) -> float:
-    before = time.monotonic()
-    action()
-    return time.monotonic() - before
-
-
 __all__: Sequence[str] = [
     "FAR",
     "NEAR",
@@ -208,7 +201,6 @@ __all__: Sequence[str] = [
     "LinkedProcessHarness",
     "RankProcess",
     "Rig",
-    "elapsed",
     "endpoint",
     "join",
     "log_of",

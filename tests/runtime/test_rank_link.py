@@ -21,8 +21,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import LeaseProgressed
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
 from kvbaton.protocol.progress import whole
-from kvbaton.runtime import rank_host, rank_link, rank_stream, rank_transport
-from kvbaton.runtime.rank_endpoints import ENDPOINT_WAIT_S
+from kvbaton.runtime import rank_endpoints, rank_host, rank_link, rank_stream, rank_transport
 from kvbaton.runtime.rank_host import RankHost
 from kvbaton.runtime.rank_link import RankLink, RankLinks
 from kvbaton.runtime.rank_messages import (
@@ -43,7 +42,7 @@ from kvbaton.testing.transport_case import READ, WRITE, copy, flat
 from kvbaton.transports.base import Copy, CopyEnded, CopyRested, FenceEnded, TransportEvent
 from kvbaton.transports.shm_door import ShmEndpoint
 
-from .rank_rig import FAR, NEAR, Rig, elapsed, endpoint, join, log_of, until
+from .rank_rig import FAR, NEAR, Rig, endpoint, join, log_of, until
 
 SIZE = 64 << 10
 FAKE = Capabilities("fake", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False)
@@ -367,16 +366,19 @@ class TestEndpoints:
             forget(FAR)
             assert endpoint(side, FAR) != first
 
-    def test_a_late_endpoint_costs_one_wait_and_is_there_for_the_next_call(self, rig: Rig) -> None:
+    def test_a_late_endpoint_costs_one_wait_and_is_there_for_the_next_call(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         plane, transport = faked(rig)
         plane.go.clear()
         with pytest.raises(TimeoutError, match="ask again"):
             transport.endpoint(FAR)
-        waits = []
+        monkeypatch.setattr(rank_endpoints, "ENDPOINT_WAIT_S", 15.0)
+        begun = time.monotonic()
         for peer in (FAR, OTHER, FAR):
             with pytest.raises(TimeoutError):
-                waits.append(elapsed(lambda peer=peer: transport.endpoint(peer)))  # type: ignore[misc]
-        assert sum(waits) < ENDPOINT_WAIT_S, "only the first question is waited for"
+                transport.endpoint(peer)
+        assert time.monotonic() - begun < 15, "only the first question is waited for"
         plane.go.set()
         until(lambda: endpoint(Side(NEAR, transport, memoryview(b"")), OTHER))
         assert transport.endpoint(FAR) == b"endpoint 1" and len(plane.asked) == 2
@@ -532,7 +534,7 @@ class TestLosing:
             assert (log.end(job).reason, log.end(job).at_rest) == (Reason.TRANSFER_FAILED, False)
         begun = time.monotonic()
         transport.close()
-        assert links.stop() and time.monotonic() - begun < 3
+        assert links.stop() and time.monotonic() - begun < 10
         assert not any(isinstance(event, CopyRested) for event in log.events)
 
     @pytest.mark.slow
@@ -635,11 +637,14 @@ def _shut(sock: socket.socket) -> None:
 
 
 def test_one_thread_serves_all_ranks_and_everything_ends_at_a_stop(rig: Rig) -> None:
-    planes = [FakePlane() for _ in range(8)]
+    def serving() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "kvbaton-ranks"}
+
+    planes, before = [FakePlane() for _ in range(8)], serving()
     hosts = [rig.host(("fake", plane), rank=rank) for rank, plane in enumerate(planes)]
     links = rig.link(*(host.invitation for host in hosts))
     assert len(links) == 8
-    assert sum(thread.name == "kvbaton-ranks" for thread in threading.enumerate()) == 1
+    assert len(serving() - before) == 1
     for rank in range(8):
         assert links.transports(rank)["fake"].submit(a_copy(rank))
         until(lambda rank=rank: rank in planes[rank].moving)  # type: ignore[misc]

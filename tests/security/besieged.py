@@ -188,16 +188,22 @@ def protocol_of(place: Place) -> str:
             first = sock.recv(64)
         except TimeoutError:
             first = b""
-        if first.startswith(b"\xff"):
-            return "zmtp"
-        if len(first) == 32:
-            return "line"
-        sock.settimeout(5)
+        if first:
+            return _greeted(first)
+        sock.settimeout(20)
         sock.sendall(b"GET /nowhere HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Padding: " + b"x" * 64 + b"\r\n\r\n")
         try:
-            return "http" if sock.recv(64).startswith(b"HTTP/1.1") else "data"
+            return _greeted(sock.recv(64))  # a greeting too, if a busy machine was late with it
         except ConnectionError:
             return "data"
+
+
+def _greeted(said: bytes) -> str:
+    if said[:1] == b"\xff" and said[9:10] == b"\x7f":
+        return "zmtp"
+    if said.startswith(b"HTTP/1.1"):
+        return "http"
+    return "line" if len(said) == 32 else "data"  # a line's first word is 32 bytes of chance
 
 
 def until(condition: Any, seconds: float = STATUS_S) -> Any:

@@ -121,7 +121,10 @@ from kvbaton.control.zmq import ZmqControl
 control = ZmqControl(keys.load(sys.argv[1], "p0"), limits=Limits(frames_queued_max=64))
 print(control.endpoint, flush=True)
 for said in ("reads nothing", "reads all"):
-    until = time.monotonic() + float(sys.stdin.readline())
+    seconds = float(sys.stdin.readline())
+    while not control.counters["admitted"]:  # a busy machine takes seconds to start the other
+        control._poll(50)
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
         control._poll(50)  # who knocks is let in; what it sends is left where it is
     print(said, flush=True)

@@ -6,6 +6,7 @@ A guard is tested by breaking what it guards: servers here let everybody in.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import threading
@@ -19,6 +20,7 @@ from aiohttp import web
 from kvbaton.api.http import json_response, serving
 from kvbaton.chaos.strangers import KINDS, LET_IN, crowd, visit
 from kvbaton.chaos.strangers_ports import Place, family, is_local, listening
+from kvbaton.testing.transport_harness import poll
 
 BY_NAME = {kind.name: kind for kind in KINDS}
 
@@ -59,15 +61,20 @@ def visited(place: Place, kind: str, keys: tuple[str, ...] = ()) -> Counter[str]
     return asyncio.run(visit([place], 0.5, random.Random(1), public_keys=keys, kinds=[BY_NAME[kind]], at_once=2))
 
 
+def is_let_in(place: Place, kind: str, keys: tuple[str, ...] = ()) -> bool:
+    """Sooner or later: on a busy machine half a second may be too short for one visit."""
+    return poll(lambda: visited(place, kind, keys)[f"{LET_IN}: {kind}"] > 0, 30.0)
+
+
 def test_a_socket_without_keys_is_noticed() -> None:
     with open_router(curve=False) as (place, _):
-        assert visited(place, "plain-zmq")[LET_IN] > 0
+        assert is_let_in(place, "plain-zmq")
         assert visited(place, "curve")[LET_IN] == 0
 
 
 def test_a_gate_that_nobody_keeps_is_noticed() -> None:
     with open_router(curve=True) as (place, key):
-        assert visited(place, "curve", (key,))[f"{LET_IN}: curve"] > 0
+        assert is_let_in(place, "curve", (key,))
         assert visited(place, "curve")[LET_IN] == 0, "without the server's key there is no handshake at all"
         assert visited(place, "plain-zmq")[LET_IN] == 0
 
@@ -88,11 +95,12 @@ def test_an_administrators_path_is_noticed_and_no_connection_outlives_the_call()
                 assert held == 20
             return counts
 
+    gc.collect()  # what earlier tests left
     before = fds()
     counts = asyncio.run(story())
     assert counts[f"{LET_IN}: http"] > 0
     assert counts["visits"] == sum(counts[kind.name] for kind in KINDS)
-    assert fds() == before
+    assert fds() <= before
 
 
 def test_a_port_that_is_closed_is_unreached_and_costs_no_busy_loop() -> None:

@@ -131,7 +131,7 @@ def test_calls_at_once_have_lines_of_their_own(harness: LinedHarness) -> None:
 
 
 def test_a_server_that_hangs_or_is_gone_is_silence_in_time_and_no_byte_lands_later(harness: LinedHarness) -> None:
-    backend = harness.backend(timeout_s=0.5)
+    backend = harness.backend(timeout_s=2.0)
     assert backend.put(["a"], [memoryview(b"12345")]) == [""]
     harness.memory.hangs.add("get")
     into = memoryview(bytearray(5))

@@ -94,7 +94,7 @@ def test_a_value_over_the_bound_is_refused_by_name(harness: ServedHarness) -> No
 
 
 def test_a_server_that_is_gone_is_silence_within_the_time(harness: ServedHarness) -> None:
-    backend = harness.backend(timeout_s=1.0)
+    backend = harness.backend(timeout_s=2.0)
     assert backend.exists(["a"]) == [False]
     harness.server.close()
     for call in (

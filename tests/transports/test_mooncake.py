@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
@@ -389,7 +390,7 @@ def test_close_leaves_no_thread_and_no_socket_behind(regions: list[Region]) -> N
         sockets = [name for name in os.listdir("/proc/self/fd") if _link(name).startswith("socket:")]
         return len(os.listdir("/proc/self/task")), len(sockets)
 
-    before = held()
+    before = _settled(held)
     harness = in_process(regions)
     pair = harness.pair(SMALL_BYTES, SMALL_BYTES)
     assert pair.near.transport.submit(copy(1, pair.far, READ, [(0, 0, 64)]))
@@ -397,6 +398,19 @@ def test_close_leaves_no_thread_and_no_socket_behind(regions: list[Region]) -> N
     assert held() > before
     harness.reset()
     assert poll(lambda: held() <= before, DEADLINE_S), (before, held())
+
+
+def _settled(held: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+    """What it tells once it tells the same for a while: what earlier tests left is on its way out."""
+    told = [held()]
+
+    def stays() -> bool:
+        time.sleep(0.3)
+        told.append(held())
+        return told[-1] == told[-2]
+
+    assert poll(stays, DEADLINE_S), told
+    return told[-1]
 
 
 def _link(name: str) -> str:

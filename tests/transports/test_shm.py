@@ -329,7 +329,7 @@ def test_a_forgotten_peers_memory_is_unmapped(rig: Rig) -> None:
     gc.collect()  # what earlier tests left
     before = mappings()
     d.disconnect(P)
-    assert poll(lambda: mappings() == before - 1, 20)
+    assert poll(lambda: mappings() <= before - 1, 20)
 
 
 # --- the rest of the interface
@@ -372,7 +372,7 @@ def test_closing_under_load_ends_every_copy_and_leaves_no_thread(rig: Rig) -> No
     d.close()
     d.close()
     assert len(d.drain()) == 200
-    assert not [thread for thread in threading.enumerate() if thread.name.endswith(str(D))]
+    assert poll(lambda: not [thread for thread in threading.enumerate() if thread.name.endswith(str(D))], 20)
 
 
 def test_threads_are_named_and_bounded(rig: Rig) -> None:

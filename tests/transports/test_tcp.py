@@ -367,7 +367,7 @@ def test_closing_under_load_ends_every_copy_and_leaves_no_thread(make: Callable[
     d.close()
     assert len(ends(d, 50)) == 50
     assert not d.submit(read(99))
-    assert not [thread for thread in threading.enumerate() if thread.name.endswith(str(D))]
+    assert poll(lambda: not [thread for thread in threading.enumerate() if thread.name.endswith(str(D))], 20)
 
 
 def test_what_tcp_promises() -> None:

@@ -20,7 +20,7 @@ import pytest
 from kvbaton.flight.records import STAGES
 from kvbaton.metrics import names
 from kvbaton.protocol.ticket import seal, unseal
-from tests.journeys import check_whole, inspect, journeys_of
+from tests.journeys import inspect_whole
 from tests.vllm.cache_memory import overwrite_cache
 from tests.vllm.duo import MODES, TOKENS, Duo, ends, forty_prompts, prompt_of, reference_of, running_duo, same
 from tests.vllm.engines import Answer, EngineError, free_port, post, start_engine, until
@@ -260,11 +260,7 @@ def test_every_handoff_can_be_seen_from_router_p_and_d(duo: Duo, oracle: Oracle,
     first = 31 + 5 * MODES.index(mode)
     for number in range(first, first + 5):
         assert same(duo.ask(extra(number), mode), oracle(extra(number)))
-    status, found = inspect("--last", "5", "--router", duo.url)
-    assert status == 0 and len(journeys_of(found)) == 5
-    for journey in journeys_of(found):
-        assert journey["mode"] == mode
-        check_whole(journey)
+    inspect_whole(duo.url, 5, mode, lambda _: False)
 
 
 def test_clients_that_leave_leave_nothing_behind(duo: Duo, oracle: Oracle) -> None:

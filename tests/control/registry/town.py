@@ -15,12 +15,12 @@ from kvbaton.control.registry import (
 )
 from kvbaton.protocol.ids import Incarnation, WorkerId
 
-from ..rig import cluster
+from ..rig import cluster, steady_bind
 
 RINGS = cluster("router", "operator", "p0", "d0", "d1")
 ROUTER = WorkerId("router")
 CALM = RegistrySettings(ping_s=0.03, suspect_s=30.0, evict_s=60.0, settle_s=0.1)  # nobody is ever late
-HASTY = RegistrySettings(ping_s=0.03, suspect_s=0.2, evict_s=0.6, settle_s=0.1)
+HASTY = RegistrySettings(ping_s=0.03, suspect_s=0.5, evict_s=4.0, settle_s=0.1)
 _lives = itertools.count(1)
 
 
@@ -66,7 +66,8 @@ class Town:
         self.settings = settings
         self.server = self.open_server()
 
-    def open_server(self, bind: str = "tcp://127.0.0.1:0") -> RegistryServer:
+    def open_server(self, bind: str | None = None) -> RegistryServer:
+        bind = bind or steady_bind()
         self.server = RegistryServer(RINGS["router"], bind, settings=self.settings, on_change=self.changes.append)
         self.server.start()
         self.stack.callback(self.server.close)
