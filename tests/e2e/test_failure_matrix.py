@@ -25,7 +25,7 @@ from kvbaton.protocol.ticket import Ticket, seal
 from kvbaton.router.policy import Policy
 from kvbaton.router.settings import Fallback, RouterSettings
 from tests.e2e import faulty
-from tests.e2e.cluster import eventually
+from tests.e2e.cluster import eventually, pauses
 from tests.e2e.crew import Crew, Got, Town, crew_in, decoded, only, row, until
 from tests.e2e.faulty import Script, dies, first, hangs, held, loses, says, stops_after, talks_nonsense
 
@@ -46,6 +46,8 @@ QUICK = RouterSettings(
 )
 HASTY = msgspec.structs.replace(QUICK, first_byte_s=2.0)
 LOCAL = msgspec.structs.replace(QUICK, fallback=Fallback.LOCAL)
+STILL_S = 0.1
+"""A leg ends this much before its request, or more: while the machine stood still for longer both may come due."""
 
 modes = pytest.mark.parametrize("mode", MODES)
 together = pytest.mark.parametrize("mode", TOGETHER)
@@ -903,8 +905,11 @@ def test_the_deadline_passes_before_the_first_byte(crew: Crew, mode: str, stream
         settings = msgspec.structs.replace(QUICK, deadline_s=1.5)
         async with row(crew, mode, "keeper", "d0", settings=settings) as town:
             town[where].script = hangs
-            got = await town.ask(mode, prompt, stream=stream)
+            with pauses() as longest:
+                got = await town.ask(mode, prompt, stream=stream)
             is_leg = stream or where == "keeper"
+            if longest[0] > STILL_S and got.fault == (504, "deadline"):
+                is_leg = False  # both were due when the machine went on
             code = "worker_timeout" if is_leg else "deadline"
             assert got.fault == (504, code)
             assert got.seconds < settings.deadline_s + 10.0
