@@ -1,8 +1,10 @@
-"""Run a command on a machine that stands still now and then: `tools/stalls.py [-s SECONDS] [-e EVERY] [--seed N] CMD…`.
+"""Run a command on a machine that stands still now and then: `tools/stalls.py [-s SECONDS] [-e EVERY] [--share F] …`.
 
 At random times the command and all its descendants are stopped together and go on later, as on a shared machine whose
 cores are taken away for a while. What fails then and not otherwise asserts on time, or has a time-out that is too short
-for what it is about. Processes that somebody has stopped already are left alone. The status is the command's.
+for what it is about. With `--share` less than 1 only some of them are stopped each time, as when they get no core while
+the others do (`--share 0.25 -s 0.15 -e 0.1`): what fails then takes for granted which of two processes comes first.
+Processes that somebody has stopped already are left alone. The status is the command's.
 """
 
 from __future__ import annotations
@@ -46,11 +48,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("-s", "--seconds", type=float, default=2.5, help="how long each stall lasts (2.5)")
     parser.add_argument("-e", "--every", type=float, default=8.0, help="seconds between two, on average (8)")
+    parser.add_argument("--share", type=float, default=1.0, help="how likely each process is to be stopped (1: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     if not args.command:
         parser.error("give the command to run, such as .venv/bin/pytest tests/control")
+    if not 0 < args.share <= 1:
+        parser.error(f"--share {args.share:g}: give a share of the processes, over 0 and up to 1")
     rng, stalls = random.Random(args.seed), 0
     child = subprocess.Popen(args.command)
     try:
@@ -58,7 +63,7 @@ def main() -> int:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(rng.expovariate(1 / args.every))
                 break
-            stopped = family(child.pid)
+            stopped = [pid for pid in family(child.pid) if rng.random() < args.share]
             try:
                 signal_all(stopped, signal.SIGSTOP)
                 time.sleep(args.seconds)

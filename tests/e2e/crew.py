@@ -45,11 +45,13 @@ REST_S = 20.0
 """More than any lease or time-out of these workers, but of the keeper's."""
 LONG_S = 300.0
 """Nothing here waits for it."""
+WAITING_MAX = 4
+"""Of those who keep what they have: more than the tries that one request leaves behind."""
 HELD = ("pins", "leases", "intakes", "running", "waiting", "loading", "quarantined_blocks")
 ANSWER_TOKENS = 8
 
 _SHORT = {"--lease-s": LEASE_S, "--claim-timeout": CLAIM_S, "--defer-timeout": DEFER_S, "--transfer-timeout": DEFER_S}
-_PATIENT = {"--lease-s": LONG_S, "--claim-timeout": LONG_S, "--defer-timeout": LONG_S, "--waiting-max": 1}
+_PATIENT = {"--lease-s": LONG_S, "--claim-timeout": LONG_S, "--defer-timeout": LONG_S, "--waiting-max": WAITING_MAX}
 SPECS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "p0": ("prefill", _SHORT),
     "p1": ("prefill", _SHORT),

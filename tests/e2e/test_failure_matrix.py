@@ -26,7 +26,7 @@ from kvbaton.router.policy import Policy
 from kvbaton.router.settings import Fallback, RouterSettings
 from tests.e2e import faulty
 from tests.e2e.cluster import eventually, pauses
-from tests.e2e.crew import Crew, Got, Town, crew_in, decoded, only, row, until
+from tests.e2e.crew import WAITING_MAX, Crew, Got, Town, crew_in, decoded, only, row, until
 from tests.e2e.faulty import Script, dies, first, hangs, held, loses, says, stops_after, talks_nonsense
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -796,24 +796,26 @@ def test_without_d_nobody_answers(crew: Crew, mode: str, settings: RouterSetting
 
 @contextlib.asynccontextmanager
 async def filled(town: Town, name: str, source: str) -> AsyncIterator[None]:
-    """A worker whose queue holds all that it may: one request that waits for KV of `source`, which never begins."""
+    """A worker whose queue holds all that it may: requests that wait for KV of `source`, which never begins."""
+    url = f"{town.crew.url(name)}/v1/completions"
+    async with aiohttp.ClientSession() as session:
+        waiting = [asyncio.create_task(_waits(session, url, town, name, source)) for _ in range(WAITING_MAX)]
+        try:
+            await town.holds(name, waiting=WAITING_MAX)
+            yield
+            assert not any(each.done() for each in waiting)
+        finally:
+            for each in waiting:
+                each.cancel()
+            await asyncio.wait(waiting)
+
+
+async def _waits(session: aiohttp.ClientSession, url: str, town: Town, name: str, source: str) -> None:
     handoff = handoff_id(TransferId(secrets.token_hex(16)))
     ticket = seal(
         Ticket(handoff, WorkerId(source), time.time() + 60, target=WorkerId(name)), town.crew.keyring.ticket_keys[0]
     )
     body = {"prompt": "waits", "max_tokens": 1, FIELD: target_params(Mode.STREAM, ticket)}
-    async with aiohttp.ClientSession() as session:
-        waiting = asyncio.create_task(_posted(session, f"{town.crew.url(name)}/v1/completions", body))
-        try:
-            await town.holds(name, waiting=1)
-            yield
-            assert not waiting.done()
-        finally:
-            waiting.cancel()
-            await asyncio.wait([waiting])
-
-
-async def _posted(session: aiohttp.ClientSession, url: str, body: Any) -> None:
     async with session.post(url, json=body) as response:
         await response.read()
 
