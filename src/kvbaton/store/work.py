@@ -70,22 +70,26 @@ class Workers:
         self._lock = threading.Lock()
         self._threads = 0
         self._idle = 0
+        self._stopped = False
 
     def begin(self, call: Call) -> None:
+        """RuntimeError when no thread can take it, as after `stop`: the back end may be closed by then."""
         with self._lock:
+            if self._stopped:
+                raise RuntimeError("the store was closed")
             if self._idle:
                 self._idle -= 1
             else:
                 threading.Thread(target=self._run, name=f"kvbaton-store-{self._threads + 1}", daemon=True).start()
                 self._threads += 1
-        self._calls.put(call)
+            self._calls.put(call)
 
     def stop(self) -> None:
         """Threads end when they are idle; one that is stuck ends when it comes back."""
         with self._lock:
-            threads = self._threads
-        for _ in range(threads):
-            self._calls.put(None)
+            self._stopped = True
+            for _ in range(self._threads):
+                self._calls.put(None)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
