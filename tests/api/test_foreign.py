@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbaton.api.foreign import Lookup, one_of, together, translated
@@ -105,6 +105,7 @@ json_values = st.recursive(
 fields = st.sampled_from([*TO_P, "ticket", "tickets", "mode"])
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 @given(
     st.dictionaries(fields, json_values | st.just(f"tx-{HEX}"), max_size=6),
     st.text(max_size=80) | st.sampled_from([ID, ID[:-1], f"cmpl-{ID}-0", ID.replace("7100", "")]),

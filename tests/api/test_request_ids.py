@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvbaton.api.request_ids import (
@@ -43,7 +43,7 @@ tails = st.text("0123456789abcdef", min_size=8, max_size=8)
 indexes = st.integers(0, 9_999_999)
 
 
-unhurried = settings(deadline=None)  # the machine may be busy
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
 
 def refused(request_id: str) -> str:

@@ -167,11 +167,11 @@ def test_after_its_seconds_a_part_sends_nothing_more() -> None:
         meter = Meter()
         shape = msgspec.structs.replace(SHAPE, requests=100_000, rate=50.0)
         async with serving(right) as url:
-            await loaded(url, meter, Pace(seconds=0.5, timed=True), shape)
+            await loaded(url, meter, Pace(seconds=4.0, timed=True), shape)
         return meter
 
     meter = within(work())
-    due = sum(ask.due_s < 0.5 for ask in drawn(msgspec.structs.replace(SHAPE, requests=100, rate=50.0)))
+    due = sum(ask.due_s < 4.0 for ask in drawn(msgspec.structs.replace(SHAPE, requests=1000, rate=50.0)))
     assert 1 <= meter.sent <= due and meter.right == meter.sent and not meter.errors
 
 
@@ -256,7 +256,7 @@ def test_a_part_ends_by_its_own_deadline() -> None:
     async def work() -> Meter:
         meter = Meter()
         async with serving(silent) as url:
-            await loaded(url, meter, Pace(deadline_s=2.0, concurrency=5))
+            await loaded(url, meter, Pace(deadline_s=4.0, concurrency=5))
         return meter
 
     meter = within(work())

@@ -46,7 +46,9 @@ def _with_line(tmp_path: Path, act: Callable[[Hand, Held], Any]) -> Any:
     return asyncio.run(go())
 
 
-def test_whoever_is_at_the_moment_waits_until_it_is_let_go(tmp_path: Path) -> None:
+def test_whoever_is_at_the_moment_waits_until_it_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbaton.chaos.worker_main.HOLD_S", WITHIN_S)
+
     async def act(hand: Hand, held: Held) -> None:
         came = threading.Event()
 

@@ -37,9 +37,9 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_steps, "SETTLE_S", 0.0)
     for name in ("RECOVER_S", "REST_S", "GRACE_S", "LEASE_S", "FIGURES_LAG_S"):
         monkeypatch.setattr(vllm_judge, name, 0.3)
-    monkeypatch.setattr(vllm_judge, "RECOVER_S", 1.0)
+    monkeypatch.setattr(vllm_judge, "RECOVER_S", 3.0)  # in which there is a probe, and it is answered
     monkeypatch.setattr(vllm_judge, "LOOK_S", 0.02)
-    monkeypatch.setattr(vllm_judge, "PROBE_DEADLINE_S", 1.0)
+    monkeypatch.setattr(vllm_judge, "PROBE_DEADLINE_S", 3.0)
     for name in ("DEADLINE_S", "CROWDED_DEADLINE_S", "POISON_DEADLINE_S"):
         monkeypatch.setattr(vllm_steps, name, 5.0)
 

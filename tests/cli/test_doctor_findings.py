@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.cli import doctor_machine
+from kvbaton.cli import doctor_machine, doctor_ports
 from kvbaton.cli.main import main
 from kvbaton.codes.entry import Severity
 from kvbaton.codes.findings import SEVERITY
@@ -555,21 +555,13 @@ def test_notes_are_no_verdict(
     huge.write_text("always [never]")
     monkeypatch.setattr(doctor_machine, "HUGE", huge)
     del place.transfer("p")["kv_load_failure_policy"]
-    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    free = next(port for port in range(low, low + 1000) if _is_free(port))
+    free = free_ports(1)[0]  # and no connection takes it meanwhile: the range is only said to hold it
+    (place.base / "range").write_text(f"{free}\t{free}\n")
+    monkeypatch.setattr(doctor_ports, "EPHEMERAL", place.base / "range")
     place.more = ["--port", f"{ELSEWHERE}:80", "--port", str(free)]
     status, found = told(capsys, place.words())
     notes = {"huge-pages", "policy-default", "host-foreign", "port-ephemeral"}
     assert status == 0 and notes <= set(codes(found, Severity.NOTE)) and codes(found, Severity.WARNING) == []
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind((HERE, port))
-        except OSError:
-            return False
-    return True
 
 
 def test_a_configuration_for_another_host_is_not_held_to_this_one(

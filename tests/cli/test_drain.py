@@ -94,7 +94,7 @@ def test_a_worker_that_does_not_go_in_time_is_told_with_what_it_holds(
     client = town.join()
     client.tell_held("2 leases")
     town.on_drain = client.drain
-    assert town.drain("p0", "--timeout-s", "3", "--json") == 1
+    assert town.drain("p0", "--timeout-s", "5", "--json") == 1
     out, err = capsys.readouterr()
     assert (json.loads(out)["outcome"], json.loads(out)["held"]) == ("held", "2 leases")
     assert re.search(r"p0 is still there after \d+ s, with: 2 leases; it goes on draining, ask again", err)

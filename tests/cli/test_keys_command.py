@@ -11,7 +11,7 @@ import pytest
 
 from kvbaton.cli.main import main
 from kvbaton.control import key_rotation, keys
-from kvbaton.control.key_report import fingerprint
+from kvbaton.control.key_report import fingerprint, report
 
 
 @pytest.fixture
@@ -31,6 +31,8 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
 
 def test_show_prints_names_fingerprints_and_no_secret(capsys: pytest.CaptureFixture[str], minted: str) -> None:
     ring = keys.load(minted, "p0")
+    later = time.time() + 600  # however long it takes from here to there
+    os.utime(Path(minted) / "public" / "p0.json", (later, later))
     status, out, _ = call(capsys, "show", minted)
     assert status == 0
     assert f"p0        {fingerprint(ring.public)}  0 s old, secret here" in out
@@ -122,9 +124,9 @@ def test_what_does_not_go_together_is_refused_before_anything_is_touched(
 
 @pytest.mark.parametrize(("age_s", "said"), [(5, "5 s"), (125, "2 min"), (7300, "2 h"), (200_000, "2 d")])
 def test_ages_are_told_in_the_unit_that_fits(
-    capsys: pytest.CaptureFixture[str], minted: str, age_s: int, said: str
+    capsys: pytest.CaptureFixture[str], minted: str, age_s: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
-    then = time.time() - age_s
+    then = time.time()
     os.utime(Path(minted) / "public" / "p0.json", (then, then))
+    monkeypatch.setattr(report, "__defaults__", (lambda: then + age_s,))
     assert f"{said} old" in call(capsys, "show", minted)[1]

@@ -95,10 +95,10 @@ def test_an_interrupt_ends_a_command_at_once_and_without_a_word(tmp_path: Path) 
     where = str(tmp_path / "keys")
     assert cli.main(["keys", "new", where, "p0"]) == 0
     words = ["keys", "rotate", where, "--tickets", "--settle-s", "600"]
+    before = (tmp_path / "keys" / "tickets.json").read_bytes()
     waiting = subprocess.Popen([*KVBATON, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         until = time.monotonic() + WAIT_S
-        before = (tmp_path / "keys" / "tickets.json").read_bytes()
         while (tmp_path / "keys" / "tickets.json").read_bytes() == before:  # changed: it has begun to wait
             assert time.monotonic() < until
             time.sleep(0.02)

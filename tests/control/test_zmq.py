@@ -14,7 +14,7 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.runtime.loop import LoopControl
 from kvbaton.runtime.ports import ControlPort
 
-from .rig import STALL_S, Post, cluster, costs_less, exchange, posted, until
+from .rig import DEADLINE_S, STALL_S, Post, cluster, costs_less, exchange, posted, until
 
 RINGS = cluster("p0", "d0", "d1")
 
@@ -175,6 +175,8 @@ def test_connections_that_flood_and_one_that_whispers_share_each_helping() -> No
         for _ in range(1000):
             d1.send(d0, b"flood")
         p0.send(d0, b"whisper")
+        line = d0.control._dialler._lines[p0.name].socket
+        assert line.poll(int(DEADLINE_S * 1000))  # both are there before anything is taken
         until(lambda: ("p0", b"whisper") in d0.inbox, d0)
         assert len(d0.inbox) < 1000
 
@@ -205,7 +207,7 @@ def test_closing_is_idempotent_bounded_and_returns_every_descriptor() -> None:
     before = descriptors()
     for _ in range(5):
         live()
-    assert descriptors() <= before
+    until(lambda: descriptors() <= before)  # threads that earlier tests left may open some for a moment
 
 
 def test_what_was_said_just_before_closing_still_arrives() -> None:
@@ -225,7 +227,7 @@ def test_a_failed_bind_leaves_nothing_behind() -> None:
             before = len(os.listdir("/proc/self/fd"))
             with pytest.raises(Exception, match="in use"):
                 ZmqControl(RINGS["d0"], p0.control.endpoint)
-            assert len(os.listdir("/proc/self/fd")) <= before
+            until(lambda before=before: len(os.listdir("/proc/self/fd")) <= before)  # type: ignore[misc]
 
 
 def test_idle_it_costs_no_cpu() -> None:

@@ -54,6 +54,12 @@ class Visit:
         assert self.failed == []
         assert {f"{each.scheme}://{each.netloc}" for each in map(urlsplit, self.asked)} == {self.origin}
 
+    def reload(self) -> None:
+        """Ask for the page again; what was being fetched for the old one is cut off by this."""
+        before = len(self.failed)
+        self.page.reload()
+        self.failed[before:] = [each for each in self.failed[before:] if "net::ERR_ABORTED" not in each]
+
     def fits(self) -> bool:
         """Whether nothing has to be scrolled sideways."""
         return bool(self.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))

@@ -167,23 +167,23 @@ def test_everything_can_be_reached_with_the_keyboard(browser: Browser) -> None:
         page.keyboard.press("Tab")
         assert focused(page) == "A skip"
         page.keyboard.press("Enter")
-        assert page.evaluate("document.activeElement.id") == "main"
+        expect(page.locator("#main")).to_be_focused()
         page.keyboard.press("/")
-        assert page.evaluate("document.activeElement.id") == "find"
+        expect(page.locator("#find")).to_be_focused()
         page.keyboard.type("h3/")  # here a slash is a slash
         assert page.locator("#find").input_value() == "h3/"
         page.keyboard.press("Enter")
         expect(page.locator("#drawer")).to_be_visible()
         page.keyboard.press("Escape")
-        assert page.evaluate("document.activeElement.id") == "find"
+        expect(page.locator("#find")).to_be_focused()
         visited = tabbed(page)
         assert visited[:3] == ["BUTTON plain", "A plain", "BUTTON plain"]
         assert visited.count("BUTTON failure") == 1  # one of the list; arrows go on from there
         page.locator('#failures button[tabindex="0"]').focus()
         page.keyboard.press("End")
-        assert page.evaluate("document.activeElement.dataset.find") == "h4"
+        expect(page.locator('#failures button[data-find="h4"]')).to_be_focused()
         page.keyboard.press("ArrowUp")
-        assert page.evaluate("document.activeElement.dataset.find") == "h3"
+        expect(page.locator('#failures button[data-find="h3"]')).to_be_focused()
         width = page.evaluate("parseFloat(getComputedStyle(document.activeElement).outlineWidth)")
         assert width >= 2  # what has the focus is seen
         page.keyboard.press("Space")
@@ -194,7 +194,7 @@ def test_everything_can_be_reached_with_the_keyboard(browser: Browser) -> None:
             page.keyboard.press("Tab")
             assert page.evaluate(f"{inside} || document.activeElement === document.body")
         page.keyboard.press("Escape")
-        assert page.evaluate("document.activeElement.dataset.find") == "h3"
+        expect(page.locator('#failures button[data-find="h3"]')).to_be_focused()
         visit.check()
 
 
@@ -237,7 +237,7 @@ def test_the_theme_that_was_chosen_is_remembered(browser: Browser) -> None:
         expect(page.locator("#theme")).to_have_text("Light")
         light = page.evaluate(ground)
         assert light != dark
-        page.reload()
+        visit.reload()
         expect(page.locator("#theme")).to_have_text("Light")
         assert page.evaluate(ground) == light
         page.locator("#theme").click()

@@ -313,7 +313,7 @@ def test_the_demo_overlay_serves_with_the_very_command_lines_of_its_pods(
             with urllib.request.urlopen(request, timeout=30) as answer:
                 assert answer.status == 200
             until("the put", lambda: _figure(pods["prefill-0"], "store_puts_total") == 1)
-            assert _figure(pods["decode-0"], "delivered_total") == 1
+            until("the handoff", lambda: _figure(pods["decode-0"], "delivered_total") == 1)
             processes["decode-0"].send_signal(signal.SIGTERM)  # as kubelet does
             until("the drain", lambda: '"ok"' not in (answered(pods["decode-0"].url("/health")) or ""))
             processes["decode-0"].wait(pod_spec(named["decode"])["terminationGracePeriodSeconds"])

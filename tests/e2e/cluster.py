@@ -102,22 +102,30 @@ def wait_for(look: Callable[[], object], seconds: float, log: Path | None = None
 
 @contextlib.contextmanager
 def pauses() -> Iterator[list[float]]:
-    """The longest time that this process stood still, as the list's one number: a busy machine does for seconds."""
-    longest, over = [0.0], threading.Event()
+    """The longest time that any core stood still, as the list's one number: those of a busy machine do for seconds.
 
-    def watch() -> None:
+    One thread looks at each core: when one of them is taken away, only those stand still who are on it.
+    """
+    longest, over, lock = [0.0], threading.Event(), threading.Lock()
+
+    def watch(core: int) -> None:
+        os.sched_setaffinity(0, {core})  # of this thread
         before = time.monotonic()
         while not over.wait(0.02):
             now = time.monotonic()
-            longest[0], before = max(longest[0], now - before), now
+            with lock:
+                longest[0] = max(longest[0], now - before)
+            before = now
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
+    threads = [threading.Thread(target=watch, args=(core,), daemon=True) for core in os.sched_getaffinity(0)]
+    for thread in threads:
+        thread.start()
     try:
         yield longest
     finally:
         over.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
 
 
 async def eventually(look, seconds: float):

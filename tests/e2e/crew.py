@@ -41,14 +41,17 @@ START_S = 90.0
 LEASE_S = 3.0
 CLAIM_S = 2.0
 DEFER_S = 4.0
-REST_S = 20.0
+REST_S = 30.0
 """More than any lease or time-out of these workers, but of the keeper's."""
 LONG_S = 300.0
 """Nothing here waits for it."""
+EVICT_S = 12.0
+"""Far longer than anybody is stopped: whoever is off the list is not told which tickets are for nobody."""
 WAITING_MAX = 4
 """Of those who keep what they have: more than the tries that one request leaves behind."""
 HELD = ("pins", "leases", "intakes", "running", "waiting", "loading", "quarantined_blocks")
 ANSWER_TOKENS = 8
+NEXT_S = 60.0
 
 _SHORT = {"--lease-s": LEASE_S, "--claim-timeout": CLAIM_S, "--defer-timeout": DEFER_S, "--transfer-timeout": DEFER_S}
 _PATIENT = {"--lease-s": LONG_S, "--claim-timeout": LONG_S, "--defer-timeout": LONG_S, "--waiting-max": WAITING_MAX}
@@ -69,7 +72,7 @@ class Crew:
         self.directory = directory
         keys.mint(directory / "keys", ["router", *SPECS])
         self.keyring = keys.load(directory / "keys", "router")
-        settings = RegistrySettings(suspect_s=2.5, evict_s=5.0)
+        settings = RegistrySettings(suspect_s=4.0, evict_s=EVICT_S)
         self.registry = RegistryServer(self.keyring, settings=settings)
         self.registry.start()
         self.prompts = _prompts()
@@ -238,7 +241,7 @@ class Town:
     def __getitem__(self, name: str) -> Door:
         return self.doors[name]
 
-    async def ask(self, mode: str, prompt: str, *, stream: bool = False, **more: Any) -> Got:
+    async def ask(self, mode: str, prompt: str | Sequence[str], *, stream: bool = False, **more: Any) -> Got:
         """One request, answered or refused before its deadline and a little more."""
         begun = time.monotonic()
         async with asyncio.timeout(self.settings.deadline_s + 5):
@@ -249,7 +252,7 @@ class Town:
             return Got(response.status, decoded(data), response.headers, seconds)
         return Got(response.status, msgspec.json.decode(data), response.headers, seconds)
 
-    def post(self, mode: str, prompt: str, *, stream: bool = False, **more: Any) -> Any:
+    def post(self, mode: str, prompt: str | Sequence[str], *, stream: bool = False, **more: Any) -> Any:
         body = {"model": "kvbaton-tiny", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, **more}
         if stream:
             body["stream"] = True
@@ -276,11 +279,18 @@ class Town:
 
     async def holds(self, name: str, call: asyncio.Task[Got] | None = None, **wanted: int) -> None:
         """Wait until a worker says so; a call that should still be under way then must not have ended."""
+        await self._says(name, call, lambda told: all(told[key] == value for key, value in wanted.items()))
 
+    async def computes(self, name: str, call: asyncio.Task[Got]) -> None:
+        """The same, until it has begun to compute something."""
+        await self._says(name, call, lambda told: told["running"] > 0)
+
+    async def _says(
+        self, name: str, call: asyncio.Task[Got] | None, wanted: Callable[[Mapping[str, Any]], bool]
+    ) -> None:
         async def look() -> bool:
             assert call is None or not call.done(), f"it ended too early: {call and call.result()}"
-            told = await self.stats(name)
-            return all(told[key] == value for key, value in wanted.items())
+            return wanted(await self.stats(name))
 
         await eventually(look, REST_S)
 
@@ -332,7 +342,7 @@ async def row(
 ) -> AsyncIterator[Town]:
     """One row of the matrix: whatever happens within, all come to rest, and the next request is answered right."""
     await asyncio.to_thread(crew.need, *names)
-    async with town(crew, *names, settings=settings) as made:
+    async with town(crew, *names, settings=msgspec.structs.replace(settings)) as made:
         yield made
         await made.at_rest(rest_s)
         await _serves_again(made, mode)
@@ -341,6 +351,9 @@ async def row(
 
 
 async def _serves_again(made: Town, mode: str) -> None:
+    """The next request has plenty of time: what a row is short of is its own matter."""
+    for name in ("deadline_s", "first_byte_s"):
+        msgspec.structs.force_setattr(made.settings, name, NEXT_S)
     made.listing.urls.clear()
     made.listing.gone = frozenset()
     for door in made.doors.values():

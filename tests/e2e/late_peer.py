@@ -46,7 +46,7 @@ LAYERS = 4
 PAGE_BYTES = 32 << 10
 """144 MiB in all: a read of most of it takes long enough to be caught half-way."""
 
-SETTINGS = Settings(transfer_timeout=1.5, claim_timeout=2.0, revoke_timeout=0.5, retry_s=0.25)
+SETTINGS = Settings(transfer_timeout=1.5, claim_timeout=4.0, revoke_timeout=0.5, retry_s=0.25)
 ANSWER_S = 30.0
 END_S = 10.0
 

@@ -17,6 +17,7 @@ from kvbaton.engine.options import WorkerOptions
 from kvbaton.engine.server import Token
 from kvbaton.engine.server_plan import GenerateRequest
 from kvbaton.engine.worker import Worker
+from kvbaton.protocol.events import Departed
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.ticket import Ticket, seal
 
@@ -72,6 +73,15 @@ class Pair:
 
     def ends(self) -> dict[str, int]:
         return dict(self.d.stats()["ends_total"])
+
+    async def lose_sight(self, *, both: bool = True) -> None:
+        """D no longer sees P, nor P D, and each knows it: what is asked from now on comes after that."""
+        told = [(self.d, self.p.peer), *([(self.p, self.d.peer)] if both else [])]
+        for worker, peer in told:
+            worker.loop.tell(Departed(peer.worker, peer.incarnation))
+        for worker, _ in told:
+            for _turn in range(2):  # a call may be answered in the turn before
+                await asyncio.wrap_future(worker.loop.call(lambda: None))
 
 
 def idle(worker: Worker) -> bool:

@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 AT_ONCE = 16
 REQUEST_S = 30.0
+PAIRED_S = 40.0
 EXPONENT = re.compile(r"[0-9][eE][+-]?[0-9]")
 NOBODY = "host:127.0.0.1,handshake:9,notify:9"
 
@@ -154,7 +155,7 @@ def announced(discovery: str, dialect: str) -> tuple[str, ...]:
 def test_moriio_read_by_discovery_and_nixl_by_urls(tmp_path: Path) -> None:
     async def work() -> None:
         async with moriio_router() as router, fleet(tmp_path, *announced(router.discovery, "moriio-read")) as workers:
-            await router.until_paired()
+            await router.until_paired(PAIRED_S)
             await exercise(router.url, workers, "moriio read")
             urls = [[member.url for member in side] for side in (workers.prefill, workers.decode)]
             async with nixl_router(*urls) as by_urls:
@@ -166,7 +167,7 @@ def test_moriio_read_by_discovery_and_nixl_by_urls(tmp_path: Path) -> None:
 def test_p2p_nccl_by_discovery(tmp_path: Path) -> None:
     async def work() -> None:
         async with p2p_nccl_router() as router, fleet(tmp_path, *announced(router.discovery, "p2p-nccl")) as workers:
-            await router.until_paired()
+            await router.until_paired(PAIRED_S)
             await exercise(router.url, workers, "p2p nccl")
 
     run(work())
@@ -177,7 +178,7 @@ def test_moriio_write_by_discovery_with_two_of_each(tmp_path: Path) -> None:
         async with moriio_router() as router:
             flags = announced(router.discovery, "moriio-write")
             async with fleet(tmp_path, *flags, prefill=2, decode=2) as workers:
-                await router.until_paired()
+                await router.until_paired(PAIRED_S)
                 await eventually(_all_used(router.url, workers), 60.0)
                 await workers.at_rest()
                 await exercise(router.url, workers, "moriio write")
@@ -232,7 +233,7 @@ def test_an_address_that_no_peer_has_fails_its_request_alone(tmp_path: Path) -> 
             fleet(tmp_path, *announced(router.discovery, "moriio-write")) as workers,
             aiohttp.ClientSession() as session,
         ):
-            await router.until_paired()
+            await router.until_paired(PAIRED_S)
             said = registration("P", url.removeprefix("http://"), NOBODY, transfer_mode="WRITE")
             announcer = MoriioAnnouncer(router.discovery, said)
             announcer.start()

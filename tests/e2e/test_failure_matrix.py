@@ -12,7 +12,7 @@ import json
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -26,7 +26,7 @@ from kvbaton.router.policy import Policy
 from kvbaton.router.settings import Fallback, RouterSettings
 from tests.e2e import faulty
 from tests.e2e.cluster import eventually, pauses
-from tests.e2e.crew import WAITING_MAX, Crew, Got, Town, crew_in, decoded, only, row, until
+from tests.e2e.crew import EVICT_S, WAITING_MAX, Crew, Got, Town, crew_in, decoded, only, row, until
 from tests.e2e.faulty import Script, dies, first, hangs, held, loses, says, stops_after, talks_nonsense
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -45,9 +45,17 @@ QUICK = RouterSettings(
     show_pair=True,
 )
 HASTY = msgspec.structs.replace(QUICK, first_byte_s=2.0)
+"""Where nobody has to answer in time."""
+AMPLE_S = 3.5
+AMPLE = msgspec.structs.replace(QUICK, first_byte_s=AMPLE_S)
+"""Where one hangs, and others do have to."""
 LOCAL = msgspec.structs.replace(QUICK, fallback=Fallback.LOCAL)
 STILL_S = 0.1
-"""A leg ends this much before its request, or more: while the machine stood still for longer both may come due."""
+"""A leg ends this much before its request, or more: while a core stood still for longer both may come due."""
+LONG_TOKENS = 4000
+"""Of an answer that takes seconds, all that fits: whoever is to be met in the middle of it is."""
+LONG_PROMPTS = 3
+"""That P computes one after the other, for the same reason; no more than may wait."""
 
 modes = pytest.mark.parametrize("mode", MODES)
 together = pytest.mark.parametrize("mode", TOGETHER)
@@ -205,12 +213,12 @@ def test_a_fault_that_only_the_engine_finds_is_passed_on(crew: Crew, mode: str, 
 def test_the_only_p_hangs(crew: Crew, mode: str) -> None:
     async def story() -> None:
         prompt, _ = next(crew.prompts)
-        async with row(crew, mode, "p0", "d0", settings=HASTY) as town:
+        async with row(crew, mode, "p0", "d1", settings=HASTY) as town:
             town["p0"].script = hangs
             got = await town.ask(mode, prompt)
             assert got.fault == (504, "worker_timeout")
             assert got.seconds >= HASTY.first_byte_s
-            await until(lambda: only(town["p0"].seen).left and all(seen.left for seen in town["d0"].seen))
+            await until(lambda: only(town["p0"].seen).left and all(seen.left for seen in town["d1"].seen))
             await town.counted(leg_failures={"prefill:worker_timeout": 1}, ends={"worker_timeout": 1})
 
     run(story())
@@ -220,11 +228,11 @@ def test_the_only_p_hangs(crew: Crew, mode: str) -> None:
 def test_a_p_that_hangs_is_followed_by_another(crew: Crew, mode: str) -> None:
     async def story() -> None:
         prompt, right = next(crew.prompts)
-        async with row(crew, mode, "p0", "p1", "d0", settings=HASTY) as town:
+        async with row(crew, mode, "p0", "p1", "d1", settings=AMPLE) as town:
             town["p0"].script = hangs
             got = await town.ask(mode, prompt)
-            assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p1/d0")
-            assert only(town["p0"].seen).left
+            assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p1/d1")
+            await until(lambda: only(town["p0"].seen).left)
 
     run(story())
 
@@ -234,14 +242,14 @@ def test_a_p_that_hangs_is_followed_by_another(crew: Crew, mode: str) -> None:
 def test_p_is_killed_before_its_answer(crew: Crew, mode: str, others: tuple[str, ...]) -> None:
     async def story() -> None:
         prompt, right = next(crew.prompts)
-        async with row(crew, mode, "p0", *others, "d0", settings=QUICK) as town:
+        async with row(crew, mode, "p0", *others, "d1", settings=QUICK) as town:
             with crew.stopped("p0"):
                 call = asyncio.create_task(town.ask(mode, prompt))
                 await until(lambda: town["p0"].seen and town["p0"].seen[0].sent, call)
                 crew.kill("p0")
             got = await call
             if others:
-                assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p1/d0")
+                assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p1/d1")
             else:
                 assert got.fault == (502, "worker_died")
             await town.counted(leg_failures={"prefill:worker_died": 1})
@@ -254,20 +262,20 @@ def test_p_is_killed_after_its_answer(crew: Crew, mode: str) -> None:
     """Before D has come for the KV: D computes the prompt itself, or tells why it must not (policy `fail`)."""
 
     async def story() -> None:
-        (prompt, right), (other, _) = next(crew.prompts), next(crew.prompts)
+        asked = [next(crew.prompts), next(crew.prompts)]
         settings = msgspec.structs.replace(QUICK, decode_retries=0)
         async with row(crew, mode, "p0", "d0", "strict", settings=settings) as town:
             gate = asyncio.Event()
             town["d0"].script = town["strict"].script = held(gate)
-            calls = [asyncio.create_task(town.ask(mode, text)) for text in (prompt, other)]
+            calls = [asyncio.create_task(town.ask(mode, prompt)) for prompt, _ in asked]
             await until(lambda: len(town["p0"].seen) == 2 and all(seen.answered for seen in town["p0"].seen))
             await until(lambda: town["d0"].seen and town["strict"].seen)
             crew.kill("p0")
             gate.set()
-            by_pair = {"strict" if got.status != 200 else "d0": got for got in [await call for call in calls]}
-            got = by_pair["d0"]
+            told = [(await call, right) for call, (_, right) in zip(calls, asked, strict=True)]
+            ((got, right),) = [each for each in told if each[0].status == 200]
             assert (got.text, got.headers["x-kvbaton-pair"]) == (right, "p0/d0")
-            got = by_pair["strict"]
+            ((got, _),) = [each for each in told if each[0].status != 200]
             assert (got.status, got.body["error"]["type"]) == (502, "handoff_failed")
             assert got.body["error"]["code"] in GONE
 
@@ -416,7 +424,7 @@ def test_when_both_begin_at_once_nobody_reads_what_p_answers(crew: Crew, mode: s
 def test_p_is_stopped_and_another_takes_over_in_time(crew: Crew, mode: str) -> None:
     async def story() -> None:
         prompt, right = next(crew.prompts)
-        async with row(crew, mode, "p0", "p1", "d1", settings=HASTY) as town:
+        async with row(crew, mode, "p0", "p1", "d1", settings=AMPLE) as town:
             with crew.stopped("p0"):
                 got = await town.ask(mode, prompt)
             assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p1/d1")
@@ -445,7 +453,8 @@ def test_p_misses_its_pings(crew: Crew) -> None:
 
     async def story() -> None:
         (first_prompt, first_right), (prompt, right) = next(crew.prompts), next(crew.prompts)
-        async with row(crew, "pull", "p0", "p1", "d0", settings=QUICK) as town:
+        settings = msgspec.structs.replace(QUICK, first_byte_s=5 * EVICT_S, deadline_s=6 * EVICT_S)
+        async with row(crew, "pull", "p0", "p1", "d0", settings=settings) as town:
             town.listing.follows_pings = True
             with crew.stopped("p0"):
                 call = asyncio.create_task(town.ask("pull", first_prompt))
@@ -476,7 +485,7 @@ D_FAULTS = {**FAULTS, "answers no answer": (says(200, b"<html>", "text/html"), 5
 
 def p_is_done(town: Town, mode: str) -> Callable[[], object]:
     """When both are asked at once, D fails after P has leased and answered."""
-    return lambda: mode == "pull" or town["keeper"].seen[-1].answered
+    return lambda: mode == "pull" or (town["keeper"].seen and town["keeper"].seen[-1].answered)
 
 
 @modes
@@ -509,7 +518,8 @@ def test_another_d_takes_over(crew: Crew, mode: str, stream: bool, fault: Fault,
                 got = await town.ask(mode, prompt, stream=stream)
             assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "keeper/d1")
             assert not stream or got.body[-1] == "[DONE]"
-            assert len(town["keeper"].seen) == 2, "with a lease of its own"
+            asked = {1, 2} if fault is None and mode != "pull" else {2}  # of a D that is away it may hear too late
+            assert len(town["keeper"].seen) in asked, "with a lease of its own"
             await town.counted(leg_failures={f"decode:{code}": 1}, ends={"ok": 1}, retries={"decode": 1})
 
     run(story())
@@ -538,7 +548,7 @@ def test_the_only_d_hangs_before_its_first_byte(crew: Crew, mode: str, stream: b
 
     async def story() -> None:
         prompt, _ = next(crew.prompts)
-        settings = HASTY if stream else msgspec.structs.replace(QUICK, deadline_s=2.0)
+        settings = AMPLE if stream else msgspec.structs.replace(QUICK, deadline_s=AMPLE_S)
         async with row(crew, mode, "keeper", "d0", settings=settings) as town:
             town["d0"].script = hangs
             got = await town.ask(mode, prompt, stream=stream)
@@ -552,11 +562,11 @@ def test_the_only_d_hangs_before_its_first_byte(crew: Crew, mode: str, stream: b
 def test_a_d_that_hangs_before_its_first_byte_is_followed_by_another(crew: Crew, mode: str) -> None:
     async def story() -> None:
         prompt, right = next(crew.prompts)
-        async with row(crew, mode, "keeper", "d0", "d1", settings=HASTY) as town:
+        async with row(crew, mode, "keeper", "d0", "d1", settings=AMPLE) as town:
             town["d0"].script = hangs
             got = await town.ask(mode, prompt, stream=True)
             assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "keeper/d1")
-            assert only(town["d0"].seen).left
+            await until(lambda: only(town["d0"].seen).left)
 
     run(story())
 
@@ -639,7 +649,7 @@ def test_d_is_killed_in_mid_stream(crew: Crew, mode: str) -> None:
     async def story() -> None:
         prompt, _ = next(crew.prompts)
         async with row(crew, mode, "keeper", "d0", "d1", settings=QUICK) as town:
-            async with town.post(mode, prompt, stream=True, max_tokens=3000, ignore_eos=True) as response:
+            async with town.post(mode, prompt, stream=True, max_tokens=LONG_TOKENS, ignore_eos=True) as response:
                 begun = await response.content.readuntil(b"\n\n")
                 crew.kill("d0")
                 rest = await response.read()
@@ -654,7 +664,7 @@ def test_d_is_killed_in_mid_stream(crew: Crew, mode: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def leaving(town: Town, mode: str, prompt: str, **more: Any) -> AsyncIterator[asyncio.Task[Got]]:
+async def leaving(town: Town, mode: str, prompt: str | Sequence[str], **more: Any) -> AsyncIterator[asyncio.Task[Got]]:
     """A client that goes when the block ends, before its first byte has come."""
     call = asyncio.create_task(town.ask(mode, prompt, **more))
     yield call
@@ -678,11 +688,11 @@ def _ended(town: Town) -> Callable[[], Awaitable[bool]]:
 @told
 def test_the_client_leaves_while_p_computes(crew: Crew, mode: str, stream: bool) -> None:
     async def story() -> None:
-        prompt, _ = next(crew.prompts)
-        async with row(crew, mode, "keeper", "d0", settings=QUICK) as town:
-            async with leaving(town, mode, prompt * 70, stream=stream) as call:
-                await town.holds("keeper", call, running=1)
-            assert only(town["keeper"].seen).left
+        prompts = [next(crew.prompts)[0] * 70 for _ in range(LONG_PROMPTS)]
+        async with row(crew, mode, "keeper", "d1", settings=QUICK) as town:
+            async with leaving(town, mode, prompts, stream=stream) as call:
+                await town.computes("keeper", call)
+            assert any(seen.left for seen in town["keeper"].seen)
 
     run(story())
 
@@ -743,7 +753,7 @@ def test_the_client_leaves_in_mid_stream(crew: Crew, mode: str) -> None:
     async def story() -> None:
         prompt, _ = next(crew.prompts)
         async with row(crew, mode, "keeper", "d0", settings=QUICK) as town:
-            async with town.post(mode, prompt, stream=True, max_tokens=3000, ignore_eos=True) as response:
+            async with town.post(mode, prompt, stream=True, max_tokens=LONG_TOKENS, ignore_eos=True) as response:
                 await response.content.readuntil(b"\n\n")
                 await town.holds("d0", running=1)
                 response.close()
@@ -846,12 +856,12 @@ def test_d_is_full(crew: Crew, mode: str, stream: bool, others: bool) -> None:
 def test_p_is_full(crew: Crew, mode: str, others: bool) -> None:
     async def story() -> None:
         prompt, right = next(crew.prompts)
-        names = ("keeper", *(("p0",) if others else ()), "d0")
+        names = ("keeper", *(("p0",) if others else ()), "d1")
         async with row(crew, mode, *names, settings=QUICK) as town:
-            async with filled(town, "keeper", "d0"):
+            async with filled(town, "keeper", "d1"):
                 got = await town.ask(mode, prompt)
             if others:
-                assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p0/d0")
+                assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p0/d1")
             else:
                 assert (got.status, got.headers["Retry-After"]) == (429, "1")
                 assert got.body["error"]["type"] == "overloaded_error"
@@ -868,11 +878,11 @@ def test_all_are_draining(crew: Crew, victim: str, other: str) -> None:
         async with row(crew, "pull", "keeper", "d1", settings=QUICK) as town:
             async with filled(town, victim, other):
                 crew.signal(victim, signal.SIGTERM)
-                await eventually(_is(town, victim, "draining"), 10.0)
+                await eventually(_is(town, victim, "draining"), 20.0)
                 got = await town.ask("pull", prompt)
             assert (*got.fault, got.headers["Retry-After"]) == (503, "no_pair", "1")
             assert "worker is draining" in got.body["error"]["message"]
-            assert await asyncio.to_thread(crew.wait_ended, victim, 20.0) == 0
+            assert await asyncio.to_thread(crew.wait_ended, victim, 40.0) == 0
 
     run(story())
 
@@ -898,14 +908,14 @@ def test_the_router_is_full(crew: Crew) -> None:
 
 @modes
 @told
-@pytest.mark.parametrize("where", ["keeper", "d0"])
+@pytest.mark.parametrize("where", ["keeper", "d1"])
 def test_the_deadline_passes_before_the_first_byte(crew: Crew, mode: str, stream: bool, where: str) -> None:
     """A silent leg ends just before the request and is held against its worker; D with a whole answer is not."""
 
     async def story() -> None:
         prompt, _ = next(crew.prompts)
-        settings = msgspec.structs.replace(QUICK, deadline_s=1.5)
-        async with row(crew, mode, "keeper", "d0", settings=settings) as town:
+        settings = msgspec.structs.replace(QUICK, deadline_s=AMPLE_S)
+        async with row(crew, mode, "keeper", "d1", settings=settings) as town:
             town[where].script = hangs
             with pauses() as longest:
                 got = await town.ask(mode, prompt, stream=stream)
@@ -914,7 +924,7 @@ def test_the_deadline_passes_before_the_first_byte(crew: Crew, mode: str, stream
                 is_leg = False  # both were due when the machine went on
             code = "worker_timeout" if is_leg else "deadline"
             assert got.fault == (504, code)
-            assert got.seconds < settings.deadline_s + 10.0
+            assert got.seconds < AMPLE_S + 10.0
             await until(lambda: only(town[where].seen).left)
             side = "prefill" if where == "keeper" else "decode"
             await town.counted(ends={code: 1}, leg_failures={f"{side}:{code}": 1} if is_leg else {})
@@ -992,18 +1002,16 @@ def test_a_dead_p_is_probed_instead_of_asked_and_its_next_life_serves(crew: Crew
                 assert (got.status, got.text) == (200, right)
                 return got
 
-            for _ in range(20):
+            while (await town.states())["p0"] != "broken":
                 assert (await asked()).headers["x-kvbaton-pair"] == "p1/d0"
-                if (await town.states())["p0"] == "broken":
-                    break
             assert len(town["p0"].seen) == settings.breaker_failures
             for _ in range(4):
                 await asked()
             assert len(town["p0"].seen) == settings.breaker_failures, "never while it is broken"
-            await eventually(_was_silent(town), 10.0)
+            await eventually(_was_silent(town), 20.0)
             assert (await town.router_stats())["breakers_opened_total"] == 1
             await asyncio.to_thread(crew.need, "p0")
-            await eventually(_is(town, "p0", "serving"), 10.0)
+            await eventually(_is(town, "p0", "serving"), 20.0)
             served = {(await asked()).headers["x-kvbaton-pair"] for _ in range(2)}
             assert served == {"p0/d0", "p1/d0"}, "the router was not restarted for it"
 
@@ -1030,7 +1038,7 @@ def test_a_p_that_comes_to_itself_serves_after_a_probe(crew: Crew, mode: str) ->
                 got = await town.ask(mode, prompt)
                 assert (*got.fault, got.headers["Retry-After"]) == (503, "no_pair", "1")
                 assert "no prefill worker answers" in got.body["error"]["message"]
-            await eventually(_is(town, "p0", "serving"), 10.0)
+            await eventually(_is(town, "p0", "serving"), 20.0)
             assert (await town.router_stats())["probes_total"]["answered"] == 1
 
     run(story())
@@ -1060,10 +1068,11 @@ def test_a_d_that_leaves_the_list_in_mid_stream_ends_it(crew: Crew, mode: str) -
         prompt, _ = next(crew.prompts)
         async with row(crew, mode, "p0", "d0", "d1", settings=QUICK) as town:
             town["d0"].script = stops_after(2, faulty.stalls)
-            call = asyncio.create_task(town.ask(mode, prompt, stream=True))
-            await until(lambda: town["d0"].seen and town["d0"].seen[0].answered)
-            town.listing.gone = frozenset({"d0"})
-            ends_with(await call, "worker_died")
+            async with town.post(mode, prompt, stream=True) as response:
+                begun = await response.content.readuntil(b"\n\n")
+                town.listing.gone = frozenset({"d0"})
+                rest = await response.read()
+            ends_with(Got(response.status, decoded(begun + rest), response.headers, 0.0), "worker_died")
             assert town["d1"].seen == []
 
     run(story())

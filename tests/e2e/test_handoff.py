@@ -9,7 +9,6 @@ import pytest
 from kvbaton.engine.config import CacheConfig, EngineConfig, ModelConfig
 from kvbaton.engine.server import RefusedError
 from kvbaton.engine.worker import reference_answers
-from kvbaton.protocol.events import Departed
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.ticket import Ticket, seal
 from kvbaton.transports.base import CopyEnded
@@ -148,7 +147,8 @@ def test_a_replayed_ticket_is_answered_by_recomputing(tmp_path):
             params = await two.prefill(prompt)
             expected = reference_answers([prompt], 12)[0]
             assert await two.decode(prompt, params) == expected
-            two.d.engine.reset_prefix_cache()
+            await two.at_rest()
+            assert two.d.engine.reset_prefix_cache()
             assert await two.decode(prompt, params) == expected
             assert two.ends() == {"delivered": 1, "ticket_spent": 1}
             await two.at_rest()
@@ -226,9 +226,10 @@ def test_a_prefiller_that_never_begins_costs_the_deadline_and_nothing_else(tmp_p
         async with pair(tmp_path, d={"defer_timeout": 0.5}, p={"defer_timeout": 0.5}) as two:
             from kvbaton.api.params import Mode, TransferParams, target_params
 
+            await two.answer("so that the two know each other, however long that takes", "pull")
             params = TransferParams.parse(target_params(Mode(mode), two.ticket()))
             assert await two.decode(prompt, params) == reference_answers([prompt], 12)[0]
-            assert two.ends() == {"defer_timeout": 1}
+            assert two.ends() == {"delivered": 1, "defer_timeout": 1}
             await two.at_rest()
 
     asyncio.run(scenario())
@@ -264,8 +265,7 @@ def test_workers_that_lost_sight_of_each_other_pair_again(tmp_path, transport):
                 for mode in ("pull", "stream", "push"):
                     prompt = f"{turn} {mode} after every flap we hand over again " * 2
                     assert await two.answer(prompt, mode) == reference_answers([prompt], 12)[0]
-                two.d.loop.tell(Departed(two.p.peer.worker, two.p.peer.incarnation))
-                two.p.loop.tell(Departed(two.d.peer.worker, two.d.peer.incarnation))
+                await two.lose_sight()
                 await two.at_rest()
             assert two.ends() == {"delivered": 9}
 
@@ -284,7 +284,7 @@ def test_two_workers_of_both_roles_hand_over_to_each_other(tmp_path):
                         prompt = f"{turn}{way} {mode} there and back again, with the same two workers " * 2
                         there.names = names
                         assert await there.answer(prompt, mode) == reference_answers([prompt], 12)[0]
-                two.d.loop.tell(Departed(two.p.peer.worker, two.p.peer.incarnation))
+                await two.lose_sight(both=False)
                 await two.at_rest()
             assert two.ends() == {"delivered": 4}
             assert back.ends() == {"delivered": 4}

@@ -63,7 +63,7 @@ def test_workers_that_announce_themselves_are_served_as_others_would(tmp_path: P
                 async def complete() -> bool:
                     return (await health(url))[1]["pairs"] == {"pull": 0, "stream": 0, "push": 0, mode: 2}
 
-                await eventually(complete, 20.0)
+                await eventually(complete, 60.0)
                 await exercise(url, workers, dialect)
                 async with aiohttp.ClientSession() as session:
                     listed = (await get_json(session, f"{url}/workers"))["workers"]

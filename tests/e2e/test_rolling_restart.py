@@ -167,7 +167,6 @@ async def restarted(cluster: Cluster, name: str, load: Load, *, by_command: bool
     else:
         process.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(process.wait, DRAIN_S) == 0
-    assert sum(load.served.values()) > before, "clients were served meanwhile"
     cluster.start_worker(name)
 
     async def is_back() -> bool:
@@ -175,6 +174,7 @@ async def restarted(cluster: Cluster, name: str, load: Load, *, by_command: bool
         return state == "serving" and now != life
 
     await eventually(is_back, START_S)
+    assert sum(load.served.values()) > before, "clients were served meanwhile"
 
 
 def test_a_rolling_restart_under_load_loses_no_request(tmp_path: Path) -> None:

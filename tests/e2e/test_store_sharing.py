@@ -20,7 +20,7 @@ from kvbaton.engine.config import CacheConfig, EngineConfig, ModelConfig
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.engine.server import RefusedError
 from kvbaton.engine.worker import Worker, reference_answers
-from tests.e2e.cluster import get_json, up, wait_for
+from tests.e2e.cluster import eventually, get_json, up, wait_for
 from tests.e2e.pair import Pair
 from tests.e2e.storehouse import StoreProcess, house, key_directory, some_store
 from tests.mooncake_store.mooncake_processes import free_port
@@ -202,10 +202,10 @@ def test_up_starts_a_store_beside_the_cluster(tmp_path: Path) -> None:
                 async with session.post(f"{cluster.url}/v1/completions", json=body) as response:
                     text = (await response.json())["choices"][0]["text"]
             assert text == reference_answers(PROMPTS[:1], 12)[0]
-            for _ in range(500):
-                if int(str((await cluster.workers())["p0"]["store_puts_total"])):
-                    return
-                await asyncio.sleep(0.02)
-            raise AssertionError("nothing was put")
+
+            async def was_put() -> int:
+                return int(str((await cluster.workers())["p0"]["store_puts_total"]))
+
+            await eventually(was_put, START_S)
 
     asyncio.run(run())

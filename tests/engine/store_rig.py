@@ -26,7 +26,9 @@ from kvbaton.testing.transport_harness import poll
 from .helpers import TINY, engine
 
 COMPAT = "d" * 32
-DEADLINE_S = 20.0
+DEADLINE_S = 40.0
+PATIENT = ShelfSettings(lookup_timeout_s=30.0, get_timeout_s=30.0, put_timeout_s=30.0)
+"""The machine may stand still for seconds, and what is not answered in time is a miss."""
 KEY = b"k" * 32
 
 
@@ -125,7 +127,7 @@ def store_rig(
     regions = [memoryview(bytearray(geometry.region_bytes)) for _ in range(geometry.cache.tp)]
     layout = engine_layout(geometry)
     ranks = [LocalShelf(faulty, rank_values(layout, rank, COMPAT), [region]) for rank, region in enumerate(regions)]
-    shelf = Shelf(ranks, settings)
+    shelf = Shelf(ranks, settings or PATIENT)
     more = {} if clock is None else {"clock": clock}
     storing = Storing(shelf, doorway, geometry.cache.block_tokens, **more)
     connector = BatonConnector(doorway, model.groups, geometry.cache.block_tokens, policy, storing=storing)

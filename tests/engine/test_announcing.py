@@ -81,12 +81,11 @@ def test_it_is_announced_from_when_it_is_listed_until_it_stops() -> None:
                 assert await hears(socket, 10.0)
                 assert msgspec.msgpack.decode((await socket.recv_multipart())[1])["type"] == "P"
             herald.stop()
-            while await hears(socket, QUIET_S):
+            while await hears(socket, 1.5):  # longer than an interval: one that goes on is heard without end
                 await socket.recv_multipart()
-            assert not await hears(socket, 1.5), "longer than an interval"
             herald.stop()
 
-    asyncio.run(asyncio.wait_for(story(), 30))
+    asyncio.run(asyncio.wait_for(story(), 60))
 
 
 def test_one_that_is_stopped_before_it_is_listed_is_never_announced() -> None:

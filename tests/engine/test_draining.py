@@ -161,12 +161,12 @@ class TestLoop:
             engine, listing = Engine(), Listing()
             door = Door(engine)
             shut: list[bool] = []
-            settings = DrainSettings(drain_s=20.0, quiet_s=0.2, confirm_s=1.0)
+            settings = DrainSettings(drain_s=60.0, quiet_s=3.5, confirm_s=1.0)
             ending = asyncio.create_task(
                 drain(door, listing, held_by(door), settings, asyncio.Event(), lambda: shut.append(True))
             )
             await until(lambda: listing.drained)
-            late = asyncio.create_task(consumed(door))
+            late = asyncio.create_task(consumed(door))  # well before the quiet is over
             await until(lambda: "1 request" in listing.told)
             assert not ending.done() and not shut
             engine.may_end.set()

@@ -62,7 +62,7 @@ def test_the_clients_own_stream_helper_finds_the_final_response() -> None:
             async with client.responses.stream(model="tiny", input="hey", extra_body=extra) as stream:
                 final = await stream.get_final_response()
             assert (final.output_text, final.status) == ("HEY", "completed")
-            assert d.backend.aborted == 1  # the stop text ended it
+            await until(lambda: d.backend.aborted == 1)  # the stop text ended it
 
     run(story())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 from kvbaton.api.params import TransferParams
@@ -17,7 +18,7 @@ from kvbaton.runtime.shelf import ShelfSettings
 from kvbaton.store.memory import MemoryBackend
 
 from .helpers import answer_alone, prompt, request
-from .store_rig import KEY, StoreRig, store_rig
+from .store_rig import KEY, PATIENT, StoreRig, store_rig
 
 Make = Callable[..., StoreRig]
 
@@ -210,14 +211,14 @@ def test_a_damaged_value_is_never_decoded_on(make: Make) -> None:
 
 def test_a_look_up_that_hangs_holds_its_request_no_longer_than_its_time(make: Make) -> None:
     now = [0.0]
-    rig = make(clock=lambda: now[0], settings=ShelfSettings(lookup_timeout_s=30.0))
+    rig = make(clock=lambda: now[0], settings=PATIENT)
     rig.faulty.hangs.add("exists")
     ask(rig, "a", prompt(1, 50))
     rig.until(lambda: rig.faulty.inside == 1)
     ask(rig, "b", prompt(2, 6))
     rig.until(lambda: len(rig.answer("b")) == 6)
     assert rig.answer("a") == [], "it waits, and the one behind it went on"
-    now[0] = 32.0
+    now[0] = PATIENT.lookup_timeout_s + 2.0
     rig.until(lambda: len(rig.answer("a")) == 6)
     rig.faulty.go_on()
     rig.rest()
@@ -235,7 +236,7 @@ def test_the_node_times_a_look_up_out_first(make: Make) -> None:
 
 
 def test_more_questions_than_a_shelf_takes_are_computed(make: Make) -> None:
-    rig = make(settings=ShelfSettings(asks_max=1), blocks=256)
+    rig = make(settings=msgspec.structs.replace(PATIENT, asks_max=1), blocks=256)
     rig.faulty.hangs.add("exists")
     for seed in range(4):
         ask(rig, str(seed), prompt(seed, 50))
@@ -247,7 +248,7 @@ def test_more_questions_than_a_shelf_takes_are_computed(make: Make) -> None:
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_get_that_is_refused_is_computed(make: Make, policy: str) -> None:
-    p, d = make(), make(policy=policy, settings=ShelfSettings(asks_max=1))
+    p, d = make(), make(policy=policy, settings=msgspec.structs.replace(PATIENT, asks_max=1))
     tokens = prompt(1, 50)
     put(p, tokens)
     d.faulty.hangs.add("get")

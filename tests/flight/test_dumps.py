@@ -17,6 +17,12 @@ GOOD = Flight(Seat.DECODE, "d0", handoff="ab.0", moments=(Moment("asked", 1.0),)
 BAD = Flight(Seat.DECODE, "d0", handoff="cd.0", moments=(Moment("asked", 2.0),), end="stale", detail="reused")
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is written by the end of a `close`, also where the disk or the machine stands still."""
+    monkeypatch.setattr(under_test, "CLOSE_S", 60.0)
+
+
 def test_failures_are_written_as_they_happen_and_nothing_else(tmp_path: Path) -> None:
     dumps = Dumps(tmp_path / "f", "d0", list)
     for flight in (GOOD, BAD, GOOD, BAD):

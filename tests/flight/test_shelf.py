@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.flight.shelf import Shelf, Story
@@ -25,6 +25,7 @@ def most(shelf: Shelf, *, in_bytes: bool) -> set[str]:
     return {who for who, size in sizes.items() if size == max(sizes.values())}
 
 
+@settings(deadline=None)
 @given(steps)
 def test_the_largest_pays_with_its_oldest(steps: list[tuple[str, int, str, int]]) -> None:
     shelf, ages = Shelf(), dict[str, int]()

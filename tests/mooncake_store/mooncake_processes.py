@@ -14,6 +14,7 @@ from kvbaton.testing.transport_harness import poll
 
 DEADLINE_S = 30.0
 SEGMENT_BYTES = 64 << 20
+_given: set[int] = set()  # to whoever may not have bound it yet
 
 # Lends memory, puts what it is told on its input, and says when it has done so.
 OWNER = """
@@ -34,10 +35,12 @@ for order, line in enumerate(sys.stdin):
 
 
 def free_port() -> int:
+    """Another one each time. Not from 15000 to 17000, where the library looks for its own."""
     while True:
-        port = random.randint(12_000, 32_000)
+        port = random.randrange(17_001, 32_000)
         with socket.socket() as taken:
-            if taken.connect_ex(("127.0.0.1", port)):
+            if taken.connect_ex(("127.0.0.1", port)) and port not in _given:
+                _given.add(port)
                 return port
 
 

@@ -181,6 +181,16 @@ def after(gate: asyncio.Event, script: Script) -> Script:
     return waiting
 
 
+def tells(asked: asyncio.Event, script: Script) -> Script:
+    """Say that it was asked, then follow the script."""
+
+    async def telling(worker: FakeWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        asked.set()
+        return await script(worker, request, body)
+
+    return telling
+
+
 def only_first(script: Script, then: Script) -> Script:
     """One script for the first request, another for the rest."""
 

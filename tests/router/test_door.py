@@ -417,7 +417,7 @@ def test_an_answer_that_cannot_be_written_cuts_the_connection_and_is_logged(
 
     with caplog.at_level(logging.ERROR):
         run(told(story, Stage(nothing=nothing, stream=handler)))
-    assert [record.name for record in caplog.records] == [door.__name__] * 2
+    assert [record.name for record in caplog.records].count(door.__name__) == 2
 
 
 # --- requests sent ahead
@@ -794,13 +794,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("begun", [b"G", b"GET /echo HTTP/1.1\r\nX-A: 1\r\n", GET + b"POST"])
 def test_headers_that_do_not_come_are_not_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
-    monkeypatch.setattr(door, "HEAD_S", 0.05)
-
     async def story(town: Town, _: Stage) -> None:
         client = await town.client()
         if begun.startswith(GET):
             await client.say(GET)
             await client.expect(whole(b"GET"))
+        monkeypatch.setattr(door, "HEAD_S", 0.05)
         await client.say(begun.removeprefix(GET))
         assert await client.refusal() == (408, "headers_timeout")
 
@@ -825,12 +824,11 @@ def test_a_body_that_does_not_come_is_not_waited_for(run: Run, begun: bytes) -> 
 
 @pytest.mark.usefixtures("quick")
 def test_an_idle_connection_is_closed_without_a_word(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "KEEPALIVE_S", 0.5)
-
     async def story(town: Town, _: Stage) -> None:
         silent, served = await town.client(), await town.client()
         await served.say(GET)
         await served.expect(whole(b"GET"))
+        monkeypatch.setattr(door, "KEEPALIVE_S", 0.05)
         await served.end()
         await silent.end()
 

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from fake_workers import (
     QUICK,
+    FakeWorker,
     Script,
     after,
     begin_then,
@@ -23,6 +24,7 @@ from fake_workers import (
     run,
     say,
     speak,
+    tells,
     until,
 )
 
@@ -52,6 +54,11 @@ P_ONLY: dict[str, tuple[Script, int, str]] = {
     "gives a list": (say(b'{"kv_transfer_params": [1]}'), 502, "bad_answer"),
     "hangs": (hang, 504, "worker_timeout"),
 }
+
+
+def closed(worker: FakeWorker) -> bool:
+    """Whatever it was asked was broken off; time may be up before it is asked, where the machine stood still."""
+    return worker.aborted == len(worker.bodies)
 
 
 def rows(table: dict[str, tuple[Script, int, str]]) -> Any:
@@ -84,12 +91,12 @@ def test_when_p_fails_beside_d_the_client_hears_at_once_and_d_is_closed(
         settings = HASTY if script is hang else QUICK
         async with cluster([after(gate, script)], [hang], settings=settings) as c:
             call = asyncio.create_task(c.post(BODY, x_kvbaton_mode=mode))
-            await until(lambda: c.d[0].bodies)
+            await until(lambda: c.d[0].bodies or call.done())
             gate.set()
             got, answer, _ = await call
             assert got == status
             assert answer["error"]["code"] == code
-            await until(lambda: c.d[0].aborted == 1)
+            await until(lambda: closed(c.d[0]))
 
     run(story())
 
@@ -115,7 +122,7 @@ def test_a_d_that_hangs_before_its_first_event_times_out(mode: str) -> None:
         async with cluster(1, [hang], settings=HASTY) as c:
             status, answer, _ = await c.post({**BODY, "stream": True}, x_kvbaton_mode=mode)
             assert (status, answer["error"]["code"]) == (504, "worker_timeout")
-            await until(lambda: c.d[0].aborted == 1)
+            await until(lambda: closed(c.d[0]))
 
     run(story())
 
@@ -126,8 +133,10 @@ def test_a_request_past_its_deadline_ends_with_504_and_both_legs_with_it(mode: s
         settings = RouterSettings(deadline_s=2.0)  # P answers well before it
         async with cluster(1, [hang], settings=settings) as c:
             status, answer, _ = await c.post(BODY, x_kvbaton_mode=mode)
-            assert (status, answer["error"]["code"]) == (504, "deadline")
-            await until(lambda: c.d[0].aborted == 1)
+            steps = [moment.step for flight in c.app.gathering.records() for moment in flight.moments]
+            codes = ["deadline"] if "prefill_answered" in steps else ["deadline", "worker_timeout"]
+            assert status == 504 and answer["error"]["code"] in codes
+            await until(lambda: closed(c.d[0]))
 
     run(story())
 
@@ -136,8 +145,10 @@ def test_a_request_past_its_deadline_ends_with_504_and_both_legs_with_it(mode: s
 @pytest.mark.parametrize("name", ["is full", "is stopping", "fails with 500", "dies"])
 def test_another_p_is_asked_with_a_new_ticket(mode: str, name: str) -> None:
     async def story() -> None:
-        waits_for_its_kv = speak if mode == "pull" else only_first(hang, speak)
-        async with cluster([BROKEN[name][0], lease], [waits_for_its_kv]) as c:
+        asked = asyncio.Event()
+        waits_for_its_kv = speak if mode == "pull" else tells(asked, only_first(hang, speak))
+        fails = BROKEN[name][0] if mode == "pull" else after(asked, BROKEN[name][0])
+        async with cluster([fails, lease], [waits_for_its_kv]) as c:
             status, answer, _ = await c.post(BODY, x_kvbaton_mode=mode)
             assert (status, answer["choices"][0]["text"]) == (200, "ABC")
             assert (len(c.p[0].bodies), len(c.p[1].bodies)) == (1, 1)
@@ -153,7 +164,8 @@ def test_another_p_is_asked_with_a_new_ticket(mode: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["is full", "fails with 500", "dies", "answers nonsense"])
 def test_another_pair_is_asked_when_d_fails_before_its_first_byte(mode: str, stream: bool, name: str) -> None:
     async def story() -> None:
-        async with cluster(1, [BROKEN[name][0], speak]) as c:
+        asked = asyncio.Event()
+        async with cluster([tells(asked, lease)], [after(asked, BROKEN[name][0]), speak]) as c:
             body = {**BODY, "stream": stream}
             async with c.session.post(f"{c.url}/v1/completions", json=body, headers={"x-kvbaton-mode": mode}) as got:
                 assert got.status == 200
@@ -266,10 +278,10 @@ def test_a_stream_past_its_deadline_ends_with_an_error_event() -> None:
         async def wait(*_: Any) -> None:
             await asyncio.Event().wait()
 
-        async with cluster(1, [begin_then(wait)], settings=RouterSettings(deadline_s=2.0)) as c:
+        async with cluster(1, [begin_then(wait)], settings=RouterSettings(deadline_s=4.5)) as c:
             events = await c.events(BODY)
             assert events[-1]["error"]["code"] == "deadline"
-            await until(lambda: c.d[0].aborted == 1)
+            await until(lambda: closed(c.d[0]))
 
     run(story())
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
-from fake_workers import after, cluster, hang, lease, only_first, refuse, run, speak, until
+from fake_workers import QUICK, after, cluster, hang, lease, only_first, refuse, run, speak, until
 
 BODY = {"prompt": "abc", "max_tokens": 4}
 TOGETHER = ("stream", "push")
@@ -31,7 +32,7 @@ def test_a_minted_ticket_is_given_back_when_d_has_answered_without_p(mode: str) 
 
     async def story() -> None:
         gate = asyncio.Event()
-        async with cluster([after(gate, lease)], 1) as c:
+        async with cluster([after(gate, lease)], 1, settings=msgspec.structs.replace(QUICK, settle_s=20)) as c:
             assert (await c.post(BODY, x_kvbaton_mode=mode))[0] == 200
             assert c.discarded == []
             gate.set()

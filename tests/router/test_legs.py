@@ -14,6 +14,7 @@ from raw_server import LOOPS, OK, Conn, Script, Server, answers, listening, run_
 from kvbaton.api import sse
 from kvbaton.api.errors import ApiError
 from kvbaton.protocol.ids import Incarnation, WorkerId
+from kvbaton.router import wire
 from kvbaton.router.directory import Worker
 from kvbaton.router.legs import RETRY_AFTER_S_MAX, Leg, LegError, Legs
 from kvbaton.router.settings import RouterSettings
@@ -24,6 +25,13 @@ Story = Callable[[Legs, Leg], Awaitable[None]]
 STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
 FIRST = event({"choices": [{"text": "one"}]})
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections grow stale and old only where a test wants it: the machine may stand still for seconds."""
+    monkeypatch.setattr(wire, "STALE_S", 60.0)
+    monkeypatch.setattr(wire, "IDLE_S", 60.0)
 
 
 @pytest.fixture(params=LOOPS)

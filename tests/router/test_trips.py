@@ -102,7 +102,7 @@ def test_where_both_are_asked_at_once_the_handoff_is_the_tickets(mode: str) -> N
 def test_a_p_that_answers_after_d_is_written_down_and_nobody_is_told_twice(mode: str) -> None:
     async def story() -> None:
         gate, told = asyncio.Event(), list[Flight]()
-        async with cluster([after(gate, lease)]) as c:
+        async with cluster([after(gate, lease)], settings=fallback(settle_s=20)) as c:
             c.app.gathering.on_flight.append(told.append)
             await c.post(BODY, x_kvbaton_mode=mode)
             assert "prefill_answered" not in steps(flights(c)[0])
@@ -126,7 +126,7 @@ def test_d_alone_is_said_to_be_alone() -> None:
 
 def test_each_try_has_a_record_of_its_own_and_the_failed_one_says_why() -> None:
     async def story() -> None:
-        async with cluster([die, lease], settings=fallback(prefill_retries=1)) as c:
+        async with cluster([die, lease], settings=fallback(prefill_retries=1, suspect_s=60)) as c:
             for _ in range(2):  # whoever is asked first
                 assert (await c.post(BODY, X_Request_Id="mine"))[0] == 200
             found = sorted(flights(c), key=lambda flight: (flight.began, flight.retries))
@@ -304,7 +304,8 @@ def test_with_an_exporter_each_leg_is_told_of_its_own_span(mode: str) -> None:
 
 def test_with_an_exporter_a_request_without_a_trace_begins_one() -> None:
     async def story() -> None:
-        async with cluster([die, lease], settings=fallback(trace=True), incarnation=Incarnation(5)) as c:
+        settings = fallback(trace=True, suspect_s=60)
+        async with cluster([die, lease], settings=settings, incarnation=Incarnation(5)) as c:
             for _ in range(2):
                 await c.post(BODY)
             found = flights(c)

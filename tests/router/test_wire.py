@@ -37,6 +37,13 @@ READ_BYTES_MAX = 256 << 10
 """What either loop hands over at once, at most."""
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections grow stale and old only where a test wants it: the machine may stand still for seconds."""
+    monkeypatch.setattr(wire, "STALE_S", 60.0)
+    monkeypatch.setattr(wire, "IDLE_S", 60.0)
+
+
 @pytest.fixture(params=LOOPS)
 def run(request: pytest.FixtureRequest) -> Run:
     """Runs a story on each kind of loop."""

@@ -123,8 +123,8 @@ def test_a_cancelled_order_and_a_closed_shelf_end_what_is_open(faulty: FaultyBac
     assert p.end(order).reason is Reason.CANCELLED
     order = p.order()
     assert p.shelf.put(order, HASHES[:2], [1, 2], TIMEOUT_S)
-    p.shelf.close()
-    assert [end.reason for end in p.shelf.drain()] == [Reason.CANCELLED]
+    p.shelf.close()  # waits for a second at most, which a busy machine may need to end it
+    assert p.end(order).reason is Reason.CANCELLED
     assert p.shelf.counters["pins"] == 0
     assert not p.shelf.lookup(p.order(), HASHES, TIMEOUT_S), "closed: nothing begins"
 

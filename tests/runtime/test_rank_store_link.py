@@ -42,8 +42,9 @@ from kvbaton.runtime.rank_store_messages import (
 )
 from kvbaton.runtime.rank_stream import Envelope
 from kvbaton.store.base import OrderEnded, OrderId
+from kvbaton.testing import Side
 
-from .rank_rig import NEAR, Rig, until
+from .rank_rig import NEAR, Rig, endpoint, until
 
 COMPAT = "ab" * 16
 HASHES = tuple(bytes([each]) * 32 for each in range(5))
@@ -503,4 +504,4 @@ def test_a_peer_is_still_told_whose_it_is(rig: Rig) -> None:
     shelf = linked(rig, lambda compat: FakeShelf())
     shelf.open(COMPAT)
     assert shelf.lookup(ONE, HASHES, 1.0)
-    assert rig.links[0].transports(0)["tcp"].endpoint(NEAR)
+    assert endpoint(Side(NEAR, rig.links[0].transports(0)["tcp"], memoryview(b"")), NEAR)

@@ -7,6 +7,9 @@ import signal
 import threading
 from pathlib import Path
 
+import pytest
+
+from kvbaton.flight import dumps
 from kvbaton.flight.dumps import Dumps, read
 from kvbaton.flight.report import decode
 from kvbaton.protocol.errors import Reason
@@ -15,6 +18,12 @@ from kvbaton.protocol.ids import RequestId
 from kvbaton.runtime.watching import Watch, dump_on_signal
 from tests.runtime.test_node import DIGEST, TOKENS, R
 from tests.runtime.test_node import Net as Two
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is written by the end of a `close`, also where the disk or the machine stands still."""
+    monkeypatch.setattr(dumps, "CLOSE_S", 60.0)
 
 
 def watched(net: Two, directory: str = "") -> tuple[Watch, Watch]:
@@ -95,9 +104,9 @@ def test_a_signal_has_all_of_it_written(tmp_path: Path) -> None:
 
 
 def test_only_the_main_thread_may_ask_for_signals(tmp_path: Path) -> None:
-    dumps, said = Dumps(tmp_path, "d", list), list[bool]()
-    thread = threading.Thread(target=lambda: said.append(dump_on_signal(dumps)))
+    writes, said = Dumps(tmp_path, "d", list), list[bool]()
+    thread = threading.Thread(target=lambda: said.append(dump_on_signal(writes)))
     thread.start()
-    thread.join(5)
-    dumps.close()
+    thread.join(30)
+    writes.close()
     assert said == [False]

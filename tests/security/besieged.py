@@ -29,6 +29,8 @@ ANSWER_TOKENS = 8
 ASKERS = 4
 REQUEST_S = 60.0
 STATUS_S = 30.0
+ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+"""All of it, so that whoever speaks ZMTP answers; to others it is nonsense, and as long as a greeting of theirs."""
 _SALTS = itertools.count()
 _SCRIPT = Path(__file__).with_name("intruders.py")
 
@@ -104,7 +106,7 @@ def siege(directory: Path, *flags: str) -> Iterator[Siege]:
 
 
 async def honest(made: Siege, seconds: float, modes: Sequence[str]) -> Figures:
-    """Ask for so long, from some clients at once; every request that was begun is seen to its end."""
+    """Ask for so long, from some clients at once, each once at least; every request is seen to its end."""
     told = Figures()
     begun = time.monotonic()
     timeout = aiohttp.ClientTimeout(total=REQUEST_S)
@@ -112,7 +114,7 @@ async def honest(made: Siege, seconds: float, modes: Sequence[str]) -> Figures:
     async with aiohttp.ClientSession(timeout=timeout) as session:
 
         async def ask() -> None:
-            while time.monotonic() - begun < seconds:
+            while True:
                 number = next(_SALTS)
                 prompt, right = (each[number % len(made.prompts)] for each in (made.prompts, made.answers))
                 body = {"prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "cache_salt": f"s{number}"}
@@ -131,6 +133,8 @@ async def honest(made: Siege, seconds: float, modes: Sequence[str]) -> Figures:
                 except (aiohttp.ClientError, TimeoutError) as error:
                     told.bad.append(repr(error))
                 told.slowest_s = max(told.slowest_s, time.monotonic() - at)
+                if time.monotonic() - begun >= seconds:
+                    return
 
         await asyncio.gather(*(ask() for _ in range(ASKERS)))
     told.seconds = time.monotonic() - begun
@@ -180,30 +184,20 @@ class Intruders:
 
 
 def protocol_of(place: Place) -> str:
-    """What a port speaks, by how it greets and what it says to something that is no greeting."""
+    """What a port speaks, by what it says to a stranger that greets it in ZMTP, however late it is."""
     with socket.socket(socket.AF_UNIX if not place[1] else socket.AF_INET) as sock:
-        sock.settimeout(0.3)
+        sock.settimeout(STATUS_S)
         sock.connect(place if place[1] else place[0])
         try:
-            first = sock.recv(64)
-        except TimeoutError:
-            first = b""
-        if first:
-            return _greeted(first)
-        sock.settimeout(20)
-        sock.sendall(b"GET /nowhere HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Padding: " + b"x" * 64 + b"\r\n\r\n")
-        try:
-            return _greeted(sock.recv(64))  # a greeting too, if a busy machine was late with it
+            sock.sendall(ZMTP_GREETING)
+            said = sock.recv(64)
         except ConnectionError:
             return "data"
-
-
-def _greeted(said: bytes) -> str:
+    if len(said) == 32:
+        return "line"  # whose first word is 32 bytes of chance
     if said[:1] == b"\xff" and said[9:10] == b"\x7f":
         return "zmtp"
-    if said.startswith(b"HTTP/1.1"):
-        return "http"
-    return "line" if len(said) == 32 else "data"  # a line's first word is 32 bytes of chance
+    return "http" if said.startswith(b"HTTP/1.") else "data"
 
 
 def until(condition: Any, seconds: float = STATUS_S) -> Any:

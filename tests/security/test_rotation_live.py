@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +51,7 @@ class Town:
     workers: dict[str, Worker] = field(default_factory=dict)
     stops: dict[str, Stopping] = field(default_factory=dict)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    served: int = 0
+    served: Counter[int] = field(default_factory=Counter)  # by client
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -60,7 +61,7 @@ class Town:
     async def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
-            assert time.monotonic() < deadline, f"served {self.served}, failed {self.failures}"
+            assert time.monotonic() < deadline, f"served {dict(self.served)}, failed {self.failures}"
             await asyncio.sleep(0.02)
 
     async def start(self, name: str) -> None:
@@ -102,24 +103,28 @@ class Town:
             ) as response:
                 said = await response.json()
             if response.status == 200 and said["choices"][0]["text"] == self.right[which]:
-                self.served += 1
+                self.served[number] += 1
             else:
                 self.failures.append(f"{mode}: {response.status} {said}")
                 return
 
     async def more_served(self) -> None:
-        """Whoever asked before this has its answer, and the new keys were used."""
-        enough = self.served + 3 * CLIENTS
-        await self.until(lambda: self.served >= enough or self.failures)
+        """Whoever asked before this has its answer, and each client has asked again: the new keys were used."""
+        enough = {number: self.served[number] + 3 for number in range(CLIENTS)}
+        await self.until(lambda: all(self.served[each] >= many for each, many in enough.items()) or self.failures)
         assert self.failures == []
 
     async def loaded_again(self, change: Callable[[], object]) -> None:
-        """Make a change in the key directory, and wait until every worker has it in force."""
+        """Make a change in the key directory, and wait until every worker has it in force, and the router signs so."""
         before = {name: worker.control.counters["keys_changed"] for name, worker in self.workers.items()}
         change()
         await self.until(
             lambda: all(self.workers[name].control.counters["keys_changed"] > count for name, count in before.items())
         )
+        sign = keys.load(self.keys, "router").ticket_keys
+        await self.until(lambda: all(each.doorway.config.ticket_keys == sign for each in self.workers.values()))
+        minter = self.front.app._minter
+        await self.until(lambda: minter is not None and minter.key == sign[0])
         await self.more_served()
 
     def recomputed(self) -> int:
@@ -209,7 +214,7 @@ def test_a_worker_whose_name_was_removed_is_no_longer_listed_nor_heard(tmp_path:
             key_rotation.remove(made.keys, "p1")
             await made.until(lambda: WorkerId("p1") not in [each.name for each in made.front.directory.snapshot()])
             client = asyncio.create_task(made.asked(0))
-            await made.until(lambda: made.served >= 6 or made.failures)
+            await made.until(lambda: made.served[0] >= 6 or made.failures)
             client.cancel()
             await asyncio.gather(client, return_exceptions=True)
             assert made.failures == [], "the others go on"

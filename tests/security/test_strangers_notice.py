@@ -90,7 +90,9 @@ def test_an_administrators_path_is_noticed_and_no_connection_outlives_the_call()
             place = ("127.0.0.1", int(url.rpartition(":")[2]))
             assert place in listening(family(os.getpid())) and is_local(place)
             counts = await visit([place], 0.5, random.Random(2), at_once=8)
-            counts += await visit([place], 0.3, random.Random(3), kinds=[BY_NAME["http"]], at_once=2)
+            async with asyncio.timeout(30):
+                while not counts[f"{LET_IN}: http"]:  # on a busy machine half a second may be too short
+                    counts += await visit([place], 0.3, random.Random(3), kinds=[BY_NAME["http"]], at_once=2)
             async with crowd([place], 20, (b"", b"GET")) as held:
                 assert held == 20
             return counts
@@ -98,14 +100,20 @@ def test_an_administrators_path_is_noticed_and_no_connection_outlives_the_call()
     gc.collect()  # what earlier tests left
     before = fds()
     counts = asyncio.run(story())
-    assert counts[f"{LET_IN}: http"] > 0
     assert counts["visits"] == sum(counts[kind.name] for kind in KINDS)
-    assert fds() <= before
+    assert poll(lambda: fds() <= before, 30.0)  # a thread of an earlier test may have a file open for a moment
 
 
 def test_a_port_that_is_closed_is_unreached_and_costs_no_busy_loop() -> None:
-    counts = asyncio.run(visit([("127.0.0.1", 1)], 0.3, random.Random(4), at_once=4))
-    assert counts["unreached"] > 0 and counts["visits"] < 400
+    seen: list[Counter[str]] = []
+
+    def unreached() -> bool:
+        """Sooner or later: a busy machine may take longer than that for the first visit."""
+        seen.append(asyncio.run(visit([("127.0.0.1", 1)], 0.3, random.Random(4), at_once=4)))
+        return seen[-1]["unreached"] > 0
+
+    assert poll(unreached, 30.0)
+    assert all(counts["visits"] < 400 for counts in seen)
     assert asyncio.run(visit([], 10.0, random.Random(5))) == Counter()
 
 

@@ -50,7 +50,7 @@ def test_a_ticket_of_one_tenant_shows_another_nothing(tmp_path: Path) -> None:
     right = reference_answers([PROMPT], TOKENS)[0]
 
     async def story() -> None:
-        async with pair(tmp_path, p={"lease_s": 2.0}) as made:
+        async with pair(tmp_path, p={"lease_s": 8.0}) as made:  # plenty, and less than `at_rest` waits
             for mine, theirs, delivered in (("a", "a", 1), ("a", "b", 1), ("a", "", 1), ("", "", 2)):
                 _, end = await ask(made.p, mine, 1, TransferParams(do_remote_decode=True))
                 given = TransferParams.parse(dict(end.kv_transfer_params or {}))

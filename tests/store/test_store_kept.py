@@ -119,7 +119,7 @@ def test_a_shared_back_end_is_left_open() -> None:
     KeptStore(faulty, PinBook(), SETTINGS, owned=False).close()
     assert faulty.calls["close"] == 0
     KeptStore(faulty, PinBook(), SETTINGS).close()
-    assert faulty.calls["close"] == 1
+    assert poll(lambda: faulty.calls["close"] == 1, 10)
 
 
 def test_submit_and_drain_do_not_wait_for_a_keeper_that_copies() -> None:

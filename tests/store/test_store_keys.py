@@ -7,7 +7,7 @@ import sys
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.protocol.content import Content
@@ -97,6 +97,7 @@ def test_blocks_of_another_size_share_nothing() -> None:
     assert not set(hashes(CONTENT, 16)) & set(hashes(CONTENT, 32))
 
 
+@settings(deadline=None)  # a busy machine is not a failure
 @given(st.lists(st.integers(-(2**40), 2**40), max_size=40), st.lists(st.integers(-(2**40), 2**40), max_size=40))
 def test_prompts_share_exactly_the_blocks_of_their_common_prefix(ours: list[int], theirs: list[int]) -> None:
     common = next(

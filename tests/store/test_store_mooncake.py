@@ -109,11 +109,12 @@ def test_the_adapter_keeps_the_contract(case: StoreCase) -> None:
 
 
 def test_no_master_is_told_at_once_and_by_name() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    one = MooncakeBackend(MooncakeSettings(master=address), lambda: pytest.fail("the library would block for 90 s"))
-    with pytest.raises(MooncakeError, match="start mooncake_master there"):
-        one.exists(["a"])
+    with socket.socket() as nobody:  # bound, so that nobody else takes it meanwhile
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        one = MooncakeBackend(MooncakeSettings(master=address), lambda: pytest.fail("the library would block for 90 s"))
+        with pytest.raises(MooncakeError, match="start mooncake_master there"):
+            one.exists(["a"])
 
 
 @pytest.mark.parametrize("code", [-900, -901])

@@ -13,7 +13,6 @@ from kvbaton.control.keys import Keyring
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.store.base import Backend
 from kvbaton.store.client import ServedBackend, ServerSilent
 from kvbaton.store.memory import MemoryBackend
 from kvbaton.store.server import StoreServer
@@ -37,6 +36,7 @@ def keyrings(count: int) -> dict[WorkerId, Keyring]:
 
 class ServedHarness:
     offers = frozenset({"idle"})
+    timeout_s = 15.0  # not meant to run out
 
     def __init__(self) -> None:
         self.reset_to(MemoryBackend(64 << 20))
@@ -49,10 +49,10 @@ class ServedHarness:
         self.address = control.endpoint, self._rings[SERVER].public
         self.server = StoreServer(control, memory, arriving_bytes_max=16 << 20, value_bytes_max=VALUE_BYTES_MAX)
 
-    def backend(self, timeout_s: float = 4.0) -> Backend:
+    def backend(self) -> ServedBackend:
         control = ZmqControl(self._rings[next(self._names)], None)
         control.set_directory({SERVER: self.address})
-        return ServedBackend(control, SERVER, timeout_s=timeout_s)
+        return ServedBackend(control, SERVER, timeout_s=self.timeout_s)
 
     def reset(self) -> None:
         self.server.close()
@@ -94,9 +94,10 @@ def test_a_value_over_the_bound_is_refused_by_name(harness: ServedHarness) -> No
 
 
 def test_a_server_that_is_gone_is_silence_within_the_time(harness: ServedHarness) -> None:
-    backend = harness.backend(timeout_s=2.0)
+    backend = harness.backend()
     assert backend.exists(["a"]) == [False]
     harness.server.close()
+    backend._timeout_s = 1.0
     for call in (
         lambda: backend.exists(["a"]),
         lambda: backend.put(["a"], [memoryview(b"1")]),
@@ -108,6 +109,7 @@ def test_a_server_that_is_gone_is_silence_within_the_time(harness: ServedHarness
 
 
 def test_a_server_killed_while_engines_put_leaves_no_pin(harness: ServedHarness) -> None:
+    harness.timeout_s = 4.0
     with engine(harness, call_timeout_s=1.0) as p:
         p.kept(names(2), values(2))
         orders = [p.put(names(9, seed), values(9), 5.0) for seed in range(1, 20)]

@@ -16,7 +16,7 @@ from kvbaton.cli import traces, up, worker
 from kvbaton.cli.arguments import CommandError
 from kvbaton.cli.main import main
 from kvbaton.flight.gathering import Gathering
-from tests.tracing.collector import collecting
+from tests.tracing.collector import Collector, collecting
 from tests.tracing.flights import router
 
 URL = "http://127.0.0.1:4318"
@@ -104,13 +104,14 @@ def test_the_flags_reach_the_router_and_the_workers():
 def test_a_routers_flights_are_exported_while_the_context_lasts():
     gathering = Gathering()
 
-    async def scenario(endpoint: str) -> None:
-        async with traces.exported(endpoint, "r1", gathering):
+    async def scenario(collector: Collector) -> None:
+        async with traces.exported(collector.url, "r1", gathering):
             gathering.note(router())
+            await asyncio.to_thread(collector.wait, bool)  # the end of the context waits for two seconds at most
         gathering.note(router())
 
     with collecting() as collector:
-        asyncio.run(scenario(collector.url))
+        asyncio.run(scenario(collector))
         assert [span.name for span in collector.spans].count("kvbaton.request") == 1
         assert {span.resource["service.instance.id"] for span in collector.spans} == {"r1"}
         assert {span.service for span in collector.spans} == {"kvbaton-router"}
@@ -130,8 +131,10 @@ def test_nothing_is_started_without_an_endpoint():
 def test_the_operators_names_go_before_ours():
     """Read by the library, in a process of its own: it reads the environment once."""
     code = (
-        "import sys; from kvbaton.tracing.export import of_worker; from tests.tracing.flights import decode\n"
-        "export = of_worker(sys.argv[1], 'decode', 'd0'); export.take(decode()); export.close()"
+        "import sys, time; from kvbaton.tracing.export import of_worker; from tests.tracing.flights import decode\n"
+        "export = of_worker(sys.argv[1], 'decode', 'd0'); export.take(decode())\n"
+        "while not export.counts['exported']: time.sleep(0.01)  # a close waits for two seconds at most\n"
+        "export.close()"
     )
     names = {"OTEL_SERVICE_NAME": "chat", "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment=lab"}
     with collecting() as collector:

@@ -95,9 +95,9 @@ def test_memory_that_holds_little_costs_little() -> None:
         if touch:
             buffer[: 256 << 20] = 0
         buffer[123_456_789] = 5
-        before = time.process_time()
+        before = time.thread_time()
         with adopted(buffer) as region:
-            assert time.process_time() - before < 0.5
+            assert time.thread_time() - before < 0.5
             assert committed(region) <= 2 * adoption.PIECE_BYTES
             assert buffer[123_456_789] == 5 and buffer[0] == 0
 
@@ -230,13 +230,19 @@ class TestRefusals:
 
 def test_memory_that_was_freed_and_given_out_again_is_not_mistaken_for_what_was_there() -> None:
     """Promise 1: a peer of the new owner must never be handed the memfd of the old one."""
-    old = mmap.mmap(-1, 16 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(old))
-    first = adopt(address, len(old))
-    old[:3] = b"old"
-    old.close()  # its owner frees it, and tells nobody
-    new = mmap.mmap(-1, 16 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    assert ctypes.addressof(ctypes.c_char.from_buffer(new)) == address, "else this proves nothing"
+    elsewhere: list[mmap.mmap] = []
+    while True:
+        old = mmap.mmap(-1, 16 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(old))
+        first = adopt(address, len(old))
+        old[:3] = b"old"
+        old.close()  # its owner frees it, and tells nobody
+        new = mmap.mmap(-1, 16 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if ctypes.addressof(ctypes.c_char.from_buffer(new)) == address:
+            break
+        first.close()  # another thread took memory meanwhile, or gave some back: this one proves nothing
+        elsewhere.append(new)
+        assert len(elsewhere) < 100
     second = adopt(address, len(new))
     new[:3] = b"new"
     found = region_of(second.view)

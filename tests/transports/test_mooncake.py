@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import importlib
 import os
+import random
 import subprocess
 import sys
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from itertools import count
 
 import msgspec
 import pytest
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.testing import Case, InProcessHarness, Log, check_transport
+from kvbaton.testing import Case, InProcessHarness, Log, Pair, check_transport
 from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, WRITE, copy, fill, noise, offered
 from kvbaton.testing.transport_harness import DEADLINE_S, poll
 from kvbaton.transports import mooncake_engine, mooncake_link
@@ -55,6 +57,17 @@ def hasty() -> Iterator[MooncakeHarness]:
     harness = MooncakeHarness(MooncakeConfig(dial_deadline_s=1.0, stall_s=0.5, copies_max=8))
     yield harness
     harness.close()
+
+
+def arrives(log: Log, pair: Pair, jobs: Iterator[int], size: int = 64) -> None:
+    """A read arrives, however often a busy machine was too slow for hasty deadlines."""
+
+    def once() -> bool:
+        job = next(jobs)
+        assert pair.near.transport.submit(copy(job, pair.far, READ, [(0, 0, size)]))
+        return log.rest(job).reason is None
+
+    assert poll(once, DEADLINE_S), log.events
 
 
 def in_process(regions: list[Region]) -> InProcessHarness:
@@ -107,8 +120,7 @@ def test_a_read_that_timed_out_is_quarantined_until_its_engine_is_closed_and_nev
     pair = hasty.pair(LARGE_BYTES, LARGE_BYTES)
     log = Log(hasty, pair.near)
     fill(pair.far.memory, 2)
-    assert pair.near.transport.submit(copy(1, pair.far, READ, [(0, 0, 64)]))
-    assert log.end(1).reason is None
+    arrives(log, pair, count(100))
     hasty.pause(pair.far)
     for job in (2, 3):
         assert pair.near.transport.submit(copy(job, pair.far, READ, [(0, 0, LARGE_BYTES)]))
@@ -119,8 +131,7 @@ def test_a_read_that_timed_out_is_quarantined_until_its_engine_is_closed_and_nev
     assert [type(event) for event in order] == [CopyEnded, CopyRested]
     marks = fill(pair.near.memory, 3)
     hasty.resume(pair.far)
-    assert pair.near.transport.submit(copy(4, pair.far, READ, [(0, 0, 4096)]))
-    assert log.end(4).reason is None
+    arrives(log, pair, count(10_000), 4096)
     assert bytes(pair.near.memory) == bytes(pair.far.memory[:4096]) + marks[4096:]
 
 
@@ -169,14 +180,7 @@ def test_copies_in_line_for_a_peer_that_never_answers_end_by_the_dial_deadline(h
     assert pair.near.transport.submit(copy(2, pair.far, READ, [(0, 0, 64)]))
     assert log.end(2).at_rest
     hasty.resume(pair.far)
-
-    def arrives() -> bool:
-        job = next(jobs)
-        assert pair.near.transport.submit(copy(job, pair.far, READ, [(0, 0, 64)]))
-        return log.end(job).reason is None
-
-    jobs = iter(range(3, 10_000))
-    assert poll(arrives, DEADLINE_S), "a peer that is back is not reached again"
+    arrives(log, pair, count(3))  # a peer that is back is reached again
 
 
 @pytest.mark.slow
@@ -234,7 +238,8 @@ def test_a_copy_of_thousands_of_slices_never_has_more_than_1024_under_way(
 
 @pytest.mark.slow
 def test_a_peer_that_was_killed_and_came_back_at_its_port_is_a_new_peer() -> None:
-    before = MooncakeHarness()
+    low = random.randrange(18_000, 31_000)  # not where engines of other tests look for a port, 15000 to 17000
+    before = MooncakeHarness(MC_MIN_RPC_PORT=str(low), MC_MAX_RPC_PORT=str(low + 3))
     first = before.pair(SMALL_BYTES, SMALL_BYTES)  # not dialled: a port that was in use stays taken for a minute
     near, log = first.near, Log(before, first.near)
     port = parse(first.far.peer, first.far.transport.endpoint(near.peer)).port
@@ -390,11 +395,16 @@ def test_close_leaves_no_thread_and_no_socket_behind(regions: list[Region]) -> N
         sockets = [name for name in os.listdir("/proc/self/fd") if _link(name).startswith("socket:")]
         return len(os.listdir("/proc/self/task")), len(sockets)
 
+    def used() -> InProcessHarness:
+        harness = in_process(regions)
+        pair = harness.pair(SMALL_BYTES, SMALL_BYTES)
+        assert pair.near.transport.submit(copy(1, pair.far, READ, [(0, 0, 64)]))
+        Log(harness, pair.near).end(1)
+        return harness
+
+    used().reset()  # the first engine of a process starts what the library keeps for good
     before = _settled(held)
-    harness = in_process(regions)
-    pair = harness.pair(SMALL_BYTES, SMALL_BYTES)
-    assert pair.near.transport.submit(copy(1, pair.far, READ, [(0, 0, 64)]))
-    Log(harness, pair.near).end(1)
+    harness = used()
     assert held() > before
     harness.reset()
     assert poll(lambda: held() <= before, DEADLINE_S), (before, held())

@@ -177,7 +177,7 @@ def test_a_close_under_a_stuck_read_is_bounded_and_nothing_lands_later(far: Nixl
     stuck(far, pair, log, 1, LARGE_BYTES)
     begun = time.monotonic()
     pair.near.transport.close()
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 20
     assert log.end(1).at_rest and near_of(pair).handles == 0
     marks = fill(pair.near.memory, 3)
     far.resume(pair.far)

@@ -340,7 +340,7 @@ def test_ranks_tell_their_engine_unasked(monkeypatch: pytest.MonkeyPatch) -> Non
         ranks = [rig.direct("tcp", P, rig.memory(SIZE).view) for _ in range(2)]
         hosts = [rig.host(("tcp", plane), rank=rank) for rank, plane in enumerate(ranks)]
         links = rig.link(*(host.invitation for host in hosts), ping_s=0.05, lost_s=60.0)
-        assert links.data_refused() == {}
+        assert links.data_refused() in ({}, {f"tcp:{cause}": 0 for cause in Refusals()}), "some may have told already"
         until(lambda: all(links.transports(rank)["tcp"].refusals for rank in range(2)))
         assert links.data_refused() == {f"tcp:{cause}": 0 for cause in Refusals()}
         for count, plane in enumerate(ranks, 1):

@@ -137,7 +137,7 @@ def test_data_and_sums_have_doors_of_their_own(rig: Rig) -> None:
     assert is_closed(stream)
 
 
-@pytest.mark.parametrize("rig", [1.0], indirect=True, ids=["handshake_of_1_s"])
+@pytest.mark.parametrize("rig", [4.0], indirect=True, ids=["handshake_of_4_s"])
 def test_strangers_learn_nothing_and_do_not_stay(rig: Rig) -> None:
     stranger = PeerId(WorkerId("stranger"), Incarnation(9))
     with pytest.raises(Exception, match="hold our secret"):

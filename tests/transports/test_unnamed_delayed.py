@@ -11,6 +11,7 @@ import pytest
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.base import CopyEnded, Transport, TransportEvent
 from kvbaton.transports.delayed import DelayedTransport
 from kvbaton.transports.tcp import TcpTransport
@@ -23,7 +24,7 @@ def memory_of(fill: int) -> memoryview:
     return memoryview(bytearray([fill]) * 4096)
 
 
-def drained(transport: Transport, count: int, within_s: float = 5.0) -> list[TransportEvent]:
+def drained(transport: Transport, count: int, within_s: float = 20.0) -> list[TransportEvent]:
     found: list[TransportEvent] = []
     deadline = time.monotonic() + within_s
     while len(found) < count and time.monotonic() < deadline:
@@ -67,7 +68,8 @@ class TestUnnamed:
         late.open(D)
         late.connect(P, source.endpoint(D))
         assert late.submit(read_of(1)) and drained(late, 1) == [CopyEnded(JobId(1))]
-        assert bytes(into) == bytes([7]) * 4096 and woken
+        assert bytes(into) == bytes([7]) * 4096
+        assert poll(lambda: bool(woken), 20), "the waker is called after the news is there"
         late.close()
 
     def test_before_it_has_a_name_it_does_nothing_and_says_so(self) -> None:

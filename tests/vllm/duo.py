@@ -99,7 +99,7 @@ class Duo:
 
     def come_to_rest(self, within_s: float = 40.0) -> None:
         until(self.at_rest, within_s, "no pins and no used blocks in P and D")
-        assert self.p.is_healthy() and self.d.is_healthy()
+        until(lambda: self.p.is_healthy() and self.d.is_healthy(), 20, "P and D are healthy")
 
 
 def ends(engine: Engine) -> dict[str, float]:
@@ -144,7 +144,7 @@ def running_duo(
             before_waiting()
             for engine in engines:
                 engine.wait_ready()
-            until(lambda: listed() == {"p0", "d0"}, 20, "both engines are registered")
+            until(lambda: listed() == {"p0", "d0"}, 60, "both engines are registered")
             duo = Duo(engines[0], engines[1], url, key_directory)
             try:
                 yield duo
@@ -173,12 +173,12 @@ def _router(key_directory: Path) -> Iterator[tuple[str, str, Callable[[], set[st
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
     thread.start()
     try:
-        assert started.wait(10), "the router did not start"
+        assert started.wait(30), "the router did not start"
         front = found[0]
         yield front.url, front.registry_endpoint, lambda: {str(worker.name) for worker in front.directory.snapshot()}
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(30)
 
 
 def reference_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Answer]:

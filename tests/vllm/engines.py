@@ -33,6 +33,7 @@ ASK_S = 120.0
 TAIL_LINES = 40
 SERVED_NAME = "tiny"
 _HOST = "127.0.0.1"
+_given: set[int] = set()  # ports, to whoever may not have bound them yet
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)$")
 
 
@@ -176,12 +177,17 @@ def connector_config(
 
 
 def free_port() -> int:
-    """A port that is free now, below those that the kernel gives to whoever asks for any: it stays free for a while."""
+    """A port that is free now, below those that the kernel gives to whoever asks for any: it stays free for a while.
+
+    Another one each time: an engine binds its own half a minute later.
+    """
     while True:
         port = random.randrange(12000, 32000)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((_HOST, port))
-            return port
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 def make_cluster_keys(directory: Path, names: Sequence[str]) -> Path:

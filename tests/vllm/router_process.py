@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -18,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+
+from tests.vllm.engines import free_port
 
 START_S = 60.0
 END_S = 5.0
@@ -45,7 +45,7 @@ class RouterProcess:
         """All that it wrote so far."""
         return self.log.read_text(errors="replace")
 
-    async def until_paired(self, within_s: float = 15.0) -> None:
+    async def until_paired(self, within_s: float = 60.0) -> None:
         """Wait until it knows a prefill and a decode worker; in discovery mode it is healthy only then."""
         await _until_ok(self, "/health", within_s)
 
@@ -61,20 +61,20 @@ def nixl_router(
 
 def moriio_router(*more: str, policy: str = "round_robin") -> AbstractAsyncContextManager[RouterProcess]:
     """Discovery mode: workers announce themselves to `discovery`; the first decides READ or WRITE for good."""
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     words = ("--kv-connector", "moriio", "--vllm-discovery-address", address, "--policy", policy, *more)
     return _router(f"tcp://{address}", *words)
 
 
 def p2p_nccl_router(*more: str, policy: str = "round_robin") -> AbstractAsyncContextManager[RouterProcess]:
     """Discovery mode of P2pNccl, which is what the router does when it is given no connector."""
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     return _router(f"tcp://{address}", "--vllm-discovery-address", address, "--policy", policy, *more)
 
 
 @asynccontextmanager
 async def _router(discovery: str, *words: str) -> AsyncIterator[RouterProcess]:
-    port, metrics = _free_port(), _free_port()
+    port, metrics = free_port(), free_port()
     own = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics), "--log-level", "info")
     with tempfile.TemporaryDirectory(prefix="vllm-router-") as folder:
         log = Path(folder, "log")
@@ -131,12 +131,3 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         with suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-
-
-def _free_port() -> int:
-    """Below those that the kernel gives to connections meanwhile: the router binds it a second later."""
-    while True:
-        port = random.randrange(12000, 32000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

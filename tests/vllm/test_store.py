@@ -48,5 +48,5 @@ def test_what_one_engine_put_another_loads(
 
 def start(engines: StartEngine, model: Path, name: str, keys: Path, url: str) -> Engine:
     port = free_port()
-    config = connector_config("kv_both", name, keys, port, store=url)
+    config = connector_config("kv_both", name, keys, port, store=url, store_timeout=6.0)  # not meant to run out
     return engines(model, name, port=port, kv_transfer_config=config)

@@ -7,6 +7,7 @@ offer (killing or pausing the far side, idling in real time) it leaves out of `o
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -19,6 +20,7 @@ from kvbaton.transports.base import Copy, CopyEnded, CopyRested, HostTransport, 
 
 DEADLINE_S = 30.0
 POLL_S = 0.001
+IDLE_LOOKS = 10
 
 
 class Drives(Protocol):
@@ -158,3 +160,21 @@ def poll(predicate: Callable[[], bool], deadline_s: float) -> bool:
             return False
         time.sleep(POLL_S)
     return True
+
+
+def idle_cpu_s(idle_s: float, enough_s: float) -> float:
+    """The least CPU that this process used in some looks of `idle_s`; fewer of them once it is less than `enough_s`.
+
+    The process may have other things to do, and what spins does so each time. While the machine stands still nothing
+    spins, so a look that took twice its time shows nothing.
+    """
+    least_s = math.inf
+    for _ in range(IDLE_LOOKS):
+        begun, before = time.monotonic(), time.process_time()
+        time.sleep(idle_s)  # the measurement itself: nothing is waited for
+        spent_s = time.process_time() - before
+        if time.monotonic() - begun < 2 * idle_s:
+            least_s = min(least_s, spent_s)
+        if least_s < enough_s:
+            break
+    return least_s

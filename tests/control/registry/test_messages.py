@@ -4,7 +4,7 @@ from contextlib import suppress
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbaton.control.registry import DirectoryEntry, Registration, addresses
@@ -19,6 +19,7 @@ GOOD = Registration(
     WorkerId("p0"), LIFE, "prefill", "127.0.0.1:8000", "tcp://127.0.0.1:5000", ("pull",), ("shm",), "ab", 2
 )
 ENTRY = DirectoryEntry(WorkerId("p0"), Incarnation(7), "both", "tcp://[::1]:5", KEY)
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
 
 def _changed(**fields: object) -> bytes:
@@ -155,6 +156,7 @@ def test_a_worker_checks_what_the_registry_says_too(field: str) -> None:
         m.decode_from_registry(msgspec.msgpack.encode((m.VERSION, body)))
 
 
+@unhurried
 @given(st.binary(max_size=300))
 def test_whatever_the_bytes_decoding_fails_in_one_way_only(frame: bytes) -> None:
     for decode in (m.decode_to_registry, m.decode_from_registry, m.decode_to_operator):
@@ -162,6 +164,7 @@ def test_whatever_the_bytes_decoding_fails_in_one_way_only(frame: bytes) -> None
             decode(frame)
 
 
+@unhurried
 @given(st.data())
 def test_a_damaged_registration_is_refused_or_within_bounds(data: st.DataObject) -> None:
     frame = bytearray(m.encode(m.Register(GOOD)))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.api.params import Mode
@@ -120,6 +120,7 @@ json_values = st.recursive(
 fields = st.sampled_from(["do_remote_decode", "do_remote_prefill", "mode", "ticket", "transfer_id", "remote_engine_id"])
 
 
+@settings(deadline=None)  # a busy machine is not a failure
 @given(
     st.dictionaries(fields | st.text(max_size=4), json_values, max_size=6), st.text(max_size=80), st.sampled_from(Mode)
 )

@@ -122,10 +122,10 @@ def test_what_one_rank_put_another_engines_rank_gets(key_directory: Path, store:
     putting = made(settings_for(key_directory, url), memoryview(ours), rank=0)
     getting = made(settings_for(key_directory, url), memoryview(theirs), rank=1)
     try:
-        assert putting.put(OrderId(1), HASHES, (5, 2, 7, 1), 5.0)
+        assert putting.put(OrderId(1), HASHES, (5, 2, 7, 1), 20.0)
         assert ended(putting) == OrderEnded(OrderId(1), 4)
         assert len(held) == 4
-        assert getting.get(OrderId(1), HASHES, (0, 1, 2, 3), 5.0)
+        assert getting.get(OrderId(1), HASHES, (0, 1, 2, 3), 20.0)
         assert ended(getting) == OrderEnded(OrderId(1), 4)
     finally:
         putting.close()
