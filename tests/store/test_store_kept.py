@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -158,6 +159,29 @@ def test_threads_are_as_many_as_calls_at_once_and_go_when_it_closes() -> None:
     assert threads() == 2
     store.close()
     assert poll(lambda: threads() == 0, 10)
+
+
+def test_a_keeper_that_comes_late_calls_no_back_end_that_was_closed() -> None:
+    """It was about to take an order when it got no core; the store is closed meanwhile, and waits for it no longer."""
+    before = set(threading.enumerate())
+    faulty = FaultyBackend(MemoryBackend(1 << 20))
+    store = KeptStore(faulty, PinBook(), SETTINGS)
+    held, go_on = threading.Event(), threading.Event()
+    take = store._keeper.take
+
+    def late(*given: Any) -> None:
+        held.set()
+        go_on.wait(30)
+        take(*given)
+
+    store._keeper.take = late  # type: ignore[method-assign]
+    assert store.submit(Lookup(OrderId(1), names(1), 5.0))
+    assert held.wait(10)
+    store.close()
+    assert poll(lambda: faulty.calls["close"] == 1, 10)
+    go_on.set()
+    assert poll(lambda: set(threading.enumerate()) <= before, 10), "a thread is left"
+    assert faulty.calls["exists"] == 0
 
 
 def test_a_waker_may_close_the_store() -> None:
