@@ -106,9 +106,11 @@ FUZZ_TARGETS ?=
 fuzz: $(FUZZ_VENV)/.ready
 	$(FUZZ_VENV)/bin/python tools/fuzz.py all --seconds $(FUZZ_S) --targets "$(FUZZ_TARGETS)"
 
-# Without libFuzzer: ten times as many cases as in `make test`, and other ones each time. Twenty minutes.
+# Without libFuzzer: ten times as many cases as in `make test`, and other ones each time. Twenty minutes. Then all other
+# properties, with other examples than in `make test`.
 fuzz-own: $(VENV)/.dev
 	KVBATON_FUZZ=nightly $(BIN)/pytest -n 2 tests/fuzz
+	KVBATON_FUZZ=nightly $(BIN)/pytest -n 2 -m hypothesis tests --ignore tests/fuzz --ignore tests/vllm
 
 sim: $(VENV)/.dev
 	$(BIN)/kvbaton sim --seeds 0..149

@@ -4,7 +4,8 @@ At random times the command and all its descendants are stopped together and go 
 cores are taken away for a while. What fails then and not otherwise asserts on time, or has a time-out that is too short
 for what it is about. With `--share` less than 1 only some of them are stopped each time, as when they get no core while
 the others do (`--share 0.25 -s 0.15 -e 0.1`): what fails then takes for granted which of two processes comes first.
-Processes that somebody has stopped already are left alone. The status is the command's.
+Processes that somebody has stopped already are left alone, but one that a test stops while it stands still here goes on
+with the others, too early for that test. The status is the command's.
 """
 
 from __future__ import annotations
