@@ -8,9 +8,10 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 
-from tests.e2e.cluster import Up, ask_all, some_prompts, up, wait_for
+from tests.e2e.cluster import Up, ask_all, eventually, get_json, some_prompts, up, wait_for
 from tests.journeys import inspect, inspect_whole, journeys_of
 
 pytestmark = pytest.mark.timeout(180)
@@ -52,6 +53,13 @@ def test_a_killed_p_is_on_record_with_what_became_of_the_request(cluster: Up) ->
         """Stopped first, so that some of the requests are certain to be on it when it dies."""
         os.kill(cluster.pid("p1"), signal.SIGSTOP)
         load = [asyncio.create_task(ask_all(cluster.url, some_prompts(8, "killed"), mode)) for mode in MODES]
+        async with aiohttp.ClientSession() as session:
+
+            async def is_asked() -> bool:
+                told = await get_json(session, f"{cluster.url}/workers")
+                return any(each["name"] == "p1" and each["tokens_under_way"] for each in told["workers"])
+
+            await eventually(is_asked, 30)
         await asyncio.sleep(1.5)  # longer than a connection that was closed while idle takes to be known
         os.kill(cluster.pid("p1"), signal.SIGKILL)
         await asyncio.gather(*load)
