@@ -14,7 +14,7 @@ import pytest
 
 from kvbaton.flight.records import STAGES
 from kvbaton.tracing.context import Traceparent, new_trace
-from tests.e2e.cluster import STOP_S, Up, up
+from tests.e2e.cluster import STOP_S, Up, up, wait_for
 from tests.tracing.collector import Collector, Received, collecting
 
 D_STAGES = {f"kvbaton.{stage}" for stage in STAGES} - {"kvbaton.first_byte"}
@@ -134,6 +134,8 @@ def test_a_handoff_that_failed_is_an_error_in_the_stage_that_failed(traced):
         spans = traced.collector.wait(lambda spans: told <= set(of_trace(spans, trace.trace_id)))
     finally:
         os.kill(pid, signal.SIGCONT)
+    unrecorded = str(new_trace(sampled=False))
+    wait_for(lambda: ask(traced.cluster.url, "P is back", traceparent=unrecorded) == 200, 60)  # for whoever comes next
     found = of_trace(spans, trace.trace_id)
     handoff, claim = found["kvbaton.handoff"], found["kvbaton.claim"]
     assert handoff.error
