@@ -164,6 +164,7 @@ class Party:
         self.storing: dict[PutId, bool] = {}  # put -> told to stop
         self.copies: dict[JobId, Moving] = {}
         self.restless: dict[JobId, Moving] = {}
+        self.loans: dict[JobId, tuple[int, fx.Loan]] = {}  # with the rank
         self.fences: list[fx.StartFence] = []
         self.connected: dict[PeerId, fx.Connect] = {}
         self.holders: dict[PeerId, set[fx.Holder]] = {}
@@ -402,6 +403,19 @@ class Party:
             self.pair.note(self, f"copy {each} is at rest")
             self.tell(ev.CopyRested(each))
 
+    def lends(self, rank: int, peer: PeerId, direction: fx.Direction, blocks: set[int]) -> bool:
+        """Whether a data plane that enforces it would let `peer` at these blocks."""
+        if not self.ledger.desk.identity.transports[0].enforces:
+            return True
+        lent = {
+            block
+            for at, loan in self.loans.values()
+            if (at, loan.peer, loan.direction) == (rank, peer, direction)
+            for ids in loan.blocks
+            for block in ids
+        }
+        return blocks <= lent
+
     def end_fences(self) -> None:
         while self.fences:
             fence = self.fences.pop(0)
@@ -462,6 +476,11 @@ class Party:
             case fx.StartCopy(rank, transport, copy):
                 generation, due = self._generation_of(copy.peer, rank), self.pair.now + self.habits.copy_s
                 self.copies[copy.job] = Moving(rank, transport, copy, generation, due)
+            case fx.Lend(rank, _, loan):
+                self.loans[loan.job] = rank, loan
+            case fx.CancelCopy(_, _, job) if job in self.loans or job not in self.copies:
+                if self.loans.pop(job, None) is not None:  # a loan that is being taken back may be asked for once more
+                    self._todo.append(ev.CopyEnded(job, Reason.CANCELLED))
             case fx.CancelCopy(_, _, job):
                 self.copies[job].cancelled = True
             case fx.StartFence():
@@ -573,6 +592,8 @@ class Party:
         if remote is None:
             return False
         spans = [copy.spans[i : i + 3] for i in range(0, len(copy.spans), 3)]
+        if not remote.lends(rank, self.me, copy.direction, {remote.shape.block_at(far) for _, far, _ in spans}):
+            return False
         here, there = self.memory[moving.rank], remote.memory[rank]
         for local, far, size in spans if whole_way else spans[: len(spans) // 2]:
             if copy.direction is fx.Direction.READ:

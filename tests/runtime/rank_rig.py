@@ -19,6 +19,7 @@ from kvbaton.testing import InProcessHarness, Log, Pair, Side
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports import shm, tcp
 from kvbaton.transports.base import Transport
+from kvbaton.transports.loans import lend_everything
 from kvbaton.transports.memory import Region, allocate
 from kvbaton.transports.shm import ShmTransport
 from kvbaton.transports.tcp import TcpTransport
@@ -165,6 +166,9 @@ class LinkedProcessHarness(ProcessHarness):
 
 
 def join(near: Side, far: Side) -> None:
+    for side, other in ((near, far), (far, near)):
+        if getattr(side.transport, "capabilities", CAPABILITIES["shm"]).enforces:  # a far process has lent already
+            lend_everything(side.transport, other.peer)
     far.transport.connect(near.peer, endpoint(near, far.peer))
     near.transport.connect(far.peer, endpoint(far, near.peer))
 

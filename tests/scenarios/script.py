@@ -21,7 +21,7 @@ from kvbaton.protocol.progress import GroupProgress
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.versions import Versions
 from kvbaton.sim.memory import Shape
-from kvbaton.sim.transport import KINDS
+from kvbaton.sim.transport import KINDS, LENT_TCP, TCP
 
 HABITS = {"copies": "copies", "fences": "fences", "blocks": "allocates", "store": "store"}
 
@@ -217,7 +217,8 @@ def worker(options: dict[str, str]) -> dict[str, Any]:
         oldest, _, newest = options["speaks"].partition("-")
         found["versions"] = Versions(int(oldest), int(newest or oldest))
     if "transport" in options:
-        found["transports"] = (KINDS[options["transport"]],)
+        name = options["transport"]  # `lent`: tcp as it is, which enforces what is lent; elsewhere it would be noise
+        found["transports"] = (LENT_TCP if name == "lent" else TCP if name == "tcp" else KINDS[name],)
     sizes = {key: int(options[key]) for key in ("ranks", "block_tokens", "heads") if key in options}
     if sizes:
         found["shape"] = Shape(**sizes)  # type: ignore[arg-type]

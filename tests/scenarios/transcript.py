@@ -97,6 +97,10 @@ def _end(end: fx.End) -> str:
 
 _EFFECTS: dict[type, Callable[[Any], str]] = {
     fx.StartCopy: _copy,
+    fx.Lend: lambda effect: (
+        f"lends {effect.loan.peer.worker} {_groups(effect.loan.blocks)} to {effect.loan.direction.value}, "
+        f"as {effect.loan.job}"
+    ),
     fx.CancelCopy: lambda effect: f"copy {effect.job} is to stop",
     fx.StartFence: lambda effect: f"{effect.peer.worker} is to be shut out of rank {effect.rank}",
     fx.Connect: lambda effect: f"connects to {effect.peer.worker} by {effect.transport}",

@@ -8,10 +8,11 @@ import pytest
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.sim.transport import CMA, RDMA, SHM, TCP, Fabric, SimTransport, TransportFaults
+from kvbaton.sim.transport import CMA, LENT_TCP, RDMA, SHM, TCP, Fabric, SimTransport, TransportFaults
 from kvbaton.sim.world import World
 from kvbaton.testing import Case, Pair, Side, check_transport
 from kvbaton.testing.transport_case import offered
+from kvbaton.transports.loans import lend_everything
 
 STEP_S = 0.01
 
@@ -35,6 +36,8 @@ class SimHarness:
             transport.register(0, memory)
             sides.append(Side(peer, transport, memory))
         near, far = sides
+        lend_everything(near.transport, far.peer)
+        lend_everything(far.transport, near.peer)
         near.transport.connect(far.peer, far.transport.endpoint(near.peer))
         far.transport.connect(near.peer, near.transport.endpoint(far.peer))
         return Pair(near, far)
@@ -63,7 +66,7 @@ class SimHarness:
 
 RUNS = [
     pytest.param(kind, case, id=f"{kind.name}-{case.name}")
-    for kind in (SHM, TCP, RDMA, CMA)
+    for kind in (SHM, TCP, LENT_TCP, RDMA, CMA)
     for case in check_transport.cases
     if case.needs <= offered(SimHarness(kind))
 ]

@@ -20,6 +20,7 @@ from kvbaton.testing.transport_harness import Drives, poll
 from kvbaton.transports import cuda, staged
 from kvbaton.transports.cuda_driver import Gpu
 from kvbaton.transports.device import DeviceMemory
+from kvbaton.transports.loans import lend_everything
 
 from .device_peer import OpenDevice, make_gpu, make_plane
 from .process_harness import FarTransport, PeerProcess
@@ -120,6 +121,9 @@ class DeviceHarness:
         near_id, far_id = (PeerId(WorkerId(name), Incarnation(self._count)) for name in ("near", "far"))
         near = self._here(near_id, near_bytes)
         far = self._here(far_id, far_bytes) if self._together else self._there(far_id, far_bytes)
+        if self.capabilities.enforces:
+            lend_everything(near.transport, far_id)
+            lend_everything(far.transport, near_id)
         near.transport.connect(far_id, far.transport.endpoint(near_id))
         far.transport.connect(near_id, near.transport.endpoint(far_id))
         self._sides += [near, far]

@@ -8,13 +8,22 @@ from __future__ import annotations
 import os
 import sys
 from array import array
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.sealed.policy import Encrypt
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Direction, Transport, TransportEvent
+from kvbaton.transports.base import (
+    Copy,
+    CopyEnded,
+    CopyRested,
+    Direction,
+    LendingTransport,
+    Loan,
+    Transport,
+    TransportEvent,
+)
 from kvbaton.transports.memory import Region
 from kvbaton.transports.shm import ShmConfig, ShmTransport
 from kvbaton.transports.tcp import TcpConfig, TcpTransport
@@ -47,6 +56,13 @@ class Disconnect(Call):
     peer: PeerId
 
 
+class Lend(Call):
+    job: int
+    peer: PeerId
+    direction: Direction
+    blocks: tuple[tuple[int, ...], ...]
+
+
 class Submit(Call):
     job: int
     peer: PeerId
@@ -72,7 +88,7 @@ class Close(Call):
     pass
 
 
-Calls = Open | Endpoint | Connect | Disconnect | Submit | Cancel | Fence | Drain | Close
+Calls = Open | Endpoint | Connect | Disconnect | Lend | Submit | Cancel | Fence | Drain | Close
 
 
 class Answer(msgspec.Struct):
@@ -102,6 +118,9 @@ def carry_out(call: Calls, transports: dict[PeerId, Transport]) -> Answer:
             transports[call.me].connect(call.peer, call.endpoint)
         case Disconnect():
             transports[call.me].disconnect(call.peer)
+        case Lend():
+            lending = cast(LendingTransport, transports[call.me])
+            lending.lend(Loan(JobId(call.job), call.peer, call.direction, call.blocks))
         case Submit():
             spans = array("q", call.spans)
             regions = call.local_region, call.remote_region

@@ -21,7 +21,8 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
 from kvbaton.testing.transport_harness import DEADLINE_S, poll
 from kvbaton.transports import shm, tcp
-from kvbaton.transports.base import Copy, FenceEnded, Transport, TransportEvent
+from kvbaton.transports.base import Copy, FenceEnded, Loan, Transport, TransportEvent
+from kvbaton.transports.loans import lend_everything
 from kvbaton.transports.memory import Region, allocate
 
 from .peer_process import (
@@ -35,6 +36,7 @@ from .peer_process import (
     Endpoint,
     Fence,
     Kind,
+    Lend,
     Open,
     Submit,
     make,
@@ -103,6 +105,9 @@ class FarTransport:
     def disconnect(self, peer: PeerId) -> None:
         self._process.call(Disconnect(self._me, peer))
 
+    def lend(self, loan: Loan) -> None:
+        self._process.call(Lend(self._me, loan.job, loan.peer, loan.direction, loan.blocks))
+
     def submit(self, copy: Copy) -> bool:
         place = copy.direction, copy.local_region, copy.remote_region
         return self._process.call(Submit(self._me, copy.job, copy.peer, *place, copy.spans.tolist())).accepted
@@ -151,6 +156,9 @@ class ProcessHarness:
         transport.register(0, here.view)
         near = Side(near_id, transport, here.view)
         far = Side(far_id, FarTransport(self._process, far_id, self._kind, there), there.view)
+        if self.capabilities.enforces:
+            lend_everything(near.transport, far_id)
+            lend_everything(far.transport, near_id)
         near.transport.connect(far_id, far.transport.endpoint(near_id))
         far.transport.connect(near_id, near.transport.endpoint(far_id))
         self._sides += [near, far]

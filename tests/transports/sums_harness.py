@@ -11,6 +11,7 @@ from pathlib import Path
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
+from kvbaton.transports.loans import lend_everything
 from kvbaton.transports.memory import allocate
 from kvbaton.transports.summed import SummedTransport
 from kvbaton.transports.sums_pool import Digesters
@@ -54,6 +55,9 @@ class SummedHarness(ProcessHarness):
         near = Side(near_id, transport, here.view)
         far = Side(far_id, FarTransport(self._process, far_id, "tcp", there), there.view)
         self._sides += [near, far]
+        if self.capabilities.enforces:
+            lend_everything(near.transport, far_id)
+            lend_everything(far.transport, near_id)
         near.transport.connect(far_id, far.transport.endpoint(near_id))
         far.transport.connect(near_id, near.transport.endpoint(far_id))
         return Pair(near, far)

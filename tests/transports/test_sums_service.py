@@ -16,6 +16,7 @@ import xxhash
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.auth import greet
+from kvbaton.transports.loans import lend_everything
 from kvbaton.transports.spans import to_wire
 from kvbaton.transports.summed import SumConfig, SummedTransport
 from kvbaton.transports.sums_endpoint import SumEndpoint, parse
@@ -53,6 +54,7 @@ class Rig:
     def __init__(self, handshake_s: float = DEADLINE_S) -> None:
         self.server = SummedTransport(TcpTransport(P), P, SumConfig(dial_deadline_s=handshake_s, strangers_max=4))
         self.server.register(0, memoryview(bytearray(DATA)))
+        lend_everything(self.server, D)
         self.socks: list[socket.socket] = []
 
     @property

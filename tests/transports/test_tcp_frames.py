@@ -46,7 +46,7 @@ def test_noise_is_a_frame_within_bounds_or_refused(noise: bytes) -> None:
         ((2, 1, 0, 0, 0, 0, 0), Reason.WRONG_VERSION),
         ((1, 9, 0, 0, 0, 0, 0), Reason.BAD_MESSAGE),
         ((1, 3, 0, 0, 0, 0, 0), Reason.BAD_MESSAGE),
-        ((1, 1, 2, 0, 0, 0, 0), Reason.BAD_MESSAGE),
+        ((1, 1, 3, 0, 0, 0, 0), Reason.BAD_MESSAGE),
         ((1, 1, 0, 0, 8, 0, 0), Reason.BAD_MESSAGE),
         ((1, 1, 0, 0, (ROWS_MAX + 1) * 16, 0, 0), Reason.BAD_MESSAGE),
         ((1, 1, 0, 0, 16, 0, PAYLOAD_BYTES_MAX + 1), Reason.BAD_MESSAGE),

@@ -11,6 +11,7 @@ import pytest
 
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.base import FenceEnded
+from kvbaton.transports.loans import lend_everything
 from kvbaton.transports.tcp import TcpConfig, TcpTransport
 from kvbaton.transports.tcp_frames import WINDOW_MAX, Frame, Kind, Status
 from kvbaton.transports.tcp_server import STREAMS_PER_PEER_MAX
@@ -28,6 +29,7 @@ class Rig:
         self.memory = bytearray(DATA)
         self.server = TcpTransport(P, TcpConfig())
         self.server.register(0, memoryview(self.memory))
+        lend_everything(self.server, D)
         self.socks: list[socket.socket] = []
 
     def dial(self, stream: int = 0, endpoint: bytes | None = None) -> socket.socket:

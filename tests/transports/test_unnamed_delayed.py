@@ -14,6 +14,7 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.base import CopyEnded, Transport, TransportEvent
 from kvbaton.transports.delayed import DelayedTransport
+from kvbaton.transports.loans import lend_everything
 from kvbaton.transports.tcp import TcpTransport
 from kvbaton.transports.unnamed import UnnamedTransport
 
@@ -41,6 +42,7 @@ def read_of(job: int) -> Copy:
 def source() -> Iterator[TcpTransport]:
     transport = TcpTransport(P)
     transport.register(0, memory_of(7))
+    lend_everything(transport, D)
     yield transport
     transport.close()
 

@@ -67,7 +67,9 @@ class Startable(Protocol):
     def start_s(self) -> float:
         """Within which every worker must have registered."""
 
-    def names(self) -> list[str]: ...
+    def names(self) -> list[str]:
+        """Whom to mint keys for: `NAME`, or `NAME:ROLE` of who may not play every part."""
+
     def members(self, directory: str, registry: str) -> list[Member]:
         """The workers, for keys in `directory` and a registry that listens."""
 
@@ -87,7 +89,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     store_port: int = 0  # of a store to start beside them; 0: none
 
     def names(self) -> list[str]:
-        names = [place.name for place in places(self.prefills, self.decodes, self.tp_prefill, self.tp_decode)]
+        found = places(self.prefills, self.decodes, self.tp_prefill, self.tp_decode)
+        names = [f"{place.name}:{place.role}" for place in found]
         return [*names, STORE_NAME] if self.store_port else names
 
     def members(self, directory: str, registry: str) -> list[Member]:

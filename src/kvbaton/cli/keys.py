@@ -16,6 +16,7 @@ from kvbaton.cli.arguments import CommandError, seconds
 from kvbaton.control import key_rotation, keys
 from kvbaton.control.following import LOOK_S
 from kvbaton.control.key_report import Report, report
+from kvbaton.protocol.privileges import Role
 
 ALWAYS = ("router", "operator")
 """Whom every cluster has: its registry, and whoever may tell workers to go (kvbaton drain)."""
@@ -36,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", metavar="ACTION", choices=tuple(ACTIONS), help=actions)
     parser.add_argument("directory", metavar="DIR", help="where the keys are; keep DIR/secret to yourself")
     parser.add_argument(
-        "names", metavar="NAME", nargs="*", default=[], help=f"workers; new adds {' and '.join(ALWAYS)}"
+        "names",
+        metavar="NAME",
+        nargs="*",
+        default=[],
+        help=f"workers, of new and add also NAME:ROLE ({', '.join(Role)}); new adds {' and '.join(ALWAYS)}",
     )
     group = parser.add_argument_group("rotate")
     group.add_argument("--tickets", action="store_true", help="the key that signs tickets")
@@ -74,7 +79,8 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _new(args: argparse.Namespace) -> int:
-    names = [*(name for name in ALWAYS if name not in args.names), *args.names]
+    given = {name.partition(":")[0] for name in args.names}
+    names = [*(name for name in ALWAYS if name not in given), *args.names]
     keys.mint(args.directory, names)
     return _minted(names, args)
 
@@ -160,7 +166,7 @@ def _lines(found: Report) -> list[str]:
     lines = [f"{len(found.identities)} identities in {found.directory}"]
     for one in found.identities:
         notes = [f"{_age(one.age_s)} old", "secret here" if one.secret_here else "no secret here"]
-        notes += ["may drain workers"] if one.may_drain else []
+        notes += [one.role] + (["may drain workers"] if one.may_drain else [])
         notes += [f"being rotated: {key} is let in too" for key in one.also]
         lines.append(f"  {one.name:<{width}}  {one.fingerprint}  {', '.join(notes)}")
     lines.append(f"{len(found.ticket_keys)} ticket keys")

@@ -23,6 +23,7 @@ from kvbaton.cli.arguments import CommandError, port
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.control.keys import load
 from kvbaton.control.zmq import ZmqControl
+from kvbaton.protocol.privileges import Act, may
 from kvbaton.runtime.store_places import STORE_NAME, bytes_of
 from kvbaton.store.disk import DiskError, DiskTier
 from kvbaton.store.line_server import LineServer
@@ -74,7 +75,11 @@ def run(args: argparse.Namespace) -> int:
     control = ZmqControl(keyring, f"tcp://{host}:{args.port}")
     bounds = {"arriving_bytes_max": ARRIVING_BYTES_MAX, "value_bytes_max": args.value_bytes_max}
     lines = LineServer(memory, args.host, value_bytes_max=args.value_bytes_max)
-    server = StoreServer(control, memory, **bounds, lines=lines)
+    roles = [keyring]
+    control.on_keys = lambda fresh: roles.__setitem__(0, fresh)
+    server = StoreServer(
+        control, memory, **bounds, lines=lines, may_ask=lambda member: may(roles[0].role_of(member), Act.KEEP)
+    )
     try:
         first = {"name": args.name, "endpoint": control.endpoint, "pid": os.getpid(), "bytes_max": args.bytes}
         asyncio.run(_until_told(args, first, lambda: _tell(args.json, _figures(server, memory, disk))))

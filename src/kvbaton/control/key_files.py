@@ -1,7 +1,8 @@
 """The files of a key directory: what they hold, how they are read, and how they are written.
 
     DIR/public/NAME.json   {"name": NAME, "public": z85}       copied to every host; while NAME's key is rotated also
-                           "also": [z85], the key before, which is let in as well
+                           "also": [z85], the key before, which is let in as well; "role" says what the key is for
+                           (`protocol.privileges`), and is told by the name where it is missing
     DIR/secret/NAME.json   {"name": NAME, "secret": z85}       only where NAME runs; mode 0600
     DIR/tickets.json       {"keys": [hex, ...]}                everywhere; mode 0600; the first signs, all verify;
                            "next": hex only verifies, until everybody has it; "since" is when the first began to sign
@@ -28,6 +29,7 @@ from msgspec import Meta
 
 from kvbaton.control.base import ControlError
 from kvbaton.protocol.ids import WorkerId, is_worker_id
+from kvbaton.protocol.privileges import Role, role_by_name
 
 TICKET_KEY_BYTES = 32
 TICKET_KEYS_MAX = 8
@@ -45,6 +47,11 @@ class Public(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     name: str
     public: Key
     also: Annotated[tuple[Key, ...], Meta(max_length=1)] = ()
+    role: Role | None = None
+
+    @property
+    def plays(self) -> Role:
+        return self.role or role_by_name(self.name)
 
 
 class Secret(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -157,6 +164,14 @@ def checked(name: str) -> WorkerId:
     if not is_worker_id(name):
         raise ControlError(f"name: got {name[:80]!r}, expected letters, digits, '.', '_' and '-', at most 64")
     return WorkerId(name)
+
+
+def named(text: str) -> tuple[WorkerId, Role | None]:
+    """`NAME` or `NAME:ROLE`, as an operator gives whom to mint."""
+    name, colon, role = text.partition(":")
+    if colon and role not in set(Role):
+        raise ControlError(f"role of {name[:80]}: got {role[:80]!r}, expected one of {', '.join(Role)}")
+    return checked(name), Role(role) if colon else None
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import msgspec
 
 from kvbaton.control import key_files as files
 from kvbaton.control.base import ControlError
-from kvbaton.control.registry.messages import is_operator
+from kvbaton.protocol.privileges import Act, may
 
 FINGERPRINT_CHARS = 16
 
@@ -27,7 +27,8 @@ class Identity(msgspec.Struct, frozen=True):
     fingerprint: str
     also: tuple[str, ...]  # fingerprints of keys that are let in as well, while it is rotated
     secret_here: bool
-    may_drain: bool  # by its name: an operator
+    may_drain: bool  # an operator
+    role: str  # what its key is for: docs/security.md
     age_s: float  # since its public file was written
 
 
@@ -86,7 +87,9 @@ def _identity(base: Path, path: Path, now: float, problems: list[str]) -> Identi
             problems.append(str(error))
     also = tuple(fingerprint(key) for key in card.also)
     age_s = max(0.0, now - path.stat().st_mtime)
-    return Identity(card.name, fingerprint(card.public), also, secret.exists(), is_operator(card.name), round(age_s, 1))
+    drains = may(card.plays, Act.DRAIN)
+    print_ = fingerprint(card.public)
+    return Identity(card.name, print_, also, secret.exists(), drains, card.plays.value, round(age_s, 1))
 
 
 def _look_for_doubles(identities: list[Identity], problems: list[str]) -> None:

@@ -81,7 +81,7 @@ def rotate(directory: str | Path, name: str) -> None:
             raise ControlError(f"{base}: public/{wanted}.json does not belong to its secret; restore both")
         public, secret = zmq.curve_keypair()
         # Let in before it is used. Broken off between the two, the old secret is in use and still let in.
-        files.replace(base / "public" / f"{wanted}.json", files.Public(wanted, public.decode(), (in_use,)))
+        files.replace(base / "public" / f"{wanted}.json", files.Public(wanted, public.decode(), (in_use,), card.role))
         files.replace(path, files.Secret(wanted, secret.decode()))
 
 
@@ -97,7 +97,7 @@ def finish(directory: str | Path, name: str) -> bool:
             in_use = files.public_of(files.read(path, files.Secret, private=True).secret, path)
             if in_use != card.public:
                 raise ControlError(f"{base}: secret/{wanted}.json is still the old one; rotate {wanted} again")
-        files.replace(base / "public" / f"{wanted}.json", files.Public(wanted, card.public))
+        files.replace(base / "public" / f"{wanted}.json", files.Public(wanted, card.public, role=card.role))
         return True
 
 

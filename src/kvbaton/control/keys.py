@@ -29,6 +29,7 @@ from kvbaton.control.key_files import (
     is_public_key,
 )
 from kvbaton.protocol.ids import WorkerId
+from kvbaton.protocol.privileges import Role, role_by_name
 
 __all__ = [
     "FILE_BYTES_MAX", "IDENTITIES_MAX", "TICKET_KEYS_MAX", "TICKET_KEY_BYTES", "Keyring", "add", "is_public_key",
@@ -46,6 +47,11 @@ class Keyring(msgspec.Struct, frozen=True):
     ticket_keys: tuple[bytes, ...]  # the first signs, all verify
     also: Mapping[WorkerId, tuple[str, ...]] = {}  # further keys that are let in, while those identities are rotated
     directory: str = ""  # where it was loaded from, and is loaded again; "": nowhere
+    roles: Mapping[WorkerId, Role] = {}  # of those whose file says one; others by their names
+
+    def role_of(self, name: WorkerId) -> Role:
+        """What that identity's key is for."""
+        return self.roles.get(name) or role_by_name(name)
 
     def __repr__(self) -> str:
         return f"Keyring({self.name!r}, peers={len(self.peers)}, ticket_keys={len(self.ticket_keys)})"
@@ -57,19 +63,24 @@ class Keyring(msgspec.Struct, frozen=True):
 
 
 def mint(directory: str | Path, names: Iterable[str]) -> None:
-    """Create the key directory of a new cluster, all of it or nothing; an existing one is refused."""
+    """Create the key directory of a new cluster, all of it or nothing; an existing one is refused.
+
+    Of `names` each is `NAME` or `NAME:ROLE`.
+    """
     target = Path(directory)
-    wanted = [files.checked(name) for name in names]
-    if len(set(wanted)) != len(wanted):
-        raise ControlError(f"names: {', '.join(sorted(wanted))} repeats one; give each identity its own name")
+    wanted = [files.named(name) for name in names]
+    if len(dict(wanted)) != len(wanted):
+        raise ControlError(
+            f"names: {', '.join(sorted(name for name, _ in wanted))} repeats one; give each identity its own name"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         for each in (draft, draft / "public", draft / "secret"):
             each.mkdir(mode=0o700)
         files.write(draft / "tickets.json", files.Tickets((secrets.token_hex(TICKET_KEY_BYTES),)))
-        for name in wanted:
-            _mint_identity(draft, name)
+        for name, role in wanted:
+            _mint_identity(draft, name, role)
         os.rename(draft, target)
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
@@ -80,14 +91,14 @@ def mint(directory: str | Path, names: Iterable[str]) -> None:
 
 
 def add(directory: str | Path, name: str) -> None:
-    """Mint one further identity for an existing cluster; a name that exists is refused."""
-    base, wanted = files.existing(directory), files.checked(name)
+    """Mint one further identity (`NAME` or `NAME:ROLE`) for an existing cluster; a name that exists is refused."""
+    base, (wanted, role) = files.existing(directory), files.named(name)
     with files.locked(base):
         if (base / "public" / f"{wanted}.json").exists():
             raise ControlError(f"{base}: there is a {wanted} already; choose another name")
         if len(list((base / "public").iterdir())) >= IDENTITIES_MAX:
             raise ControlError(f"{base}: {IDENTITIES_MAX} identities are the most; remove those that are gone")
-        _mint_identity(base, wanted)
+        _mint_identity(base, wanted, role)
 
 
 def load(directory: str | Path, name: str) -> Keyring:
@@ -100,7 +111,7 @@ def load(directory: str | Path, name: str) -> Keyring:
     public = files.public_of(secret, path)
     if not _lists(cards, wanted, public):
         raise ControlError(f"{base}: public/{wanted}.json does not belong to its secret; restore both")
-    return Keyring(wanted, public, secret, *_peers(cards, tickets), str(base))
+    return Keyring(wanted, public, secret, *_peers(cards, tickets), str(base), _roles(cards))
 
 
 def reload(keyring: Keyring) -> Keyring:
@@ -112,7 +123,7 @@ def reload(keyring: Keyring) -> Keyring:
             f"{base}: public/{keyring.name}.json does not hold the key in use; restore it, or restart {keyring.name}"
         )
     peers, ticket_keys, also = _peers(cards, files.tickets(base))
-    return msgspec.structs.replace(keyring, peers=peers, ticket_keys=ticket_keys, also=also)
+    return msgspec.structs.replace(keyring, peers=peers, ticket_keys=ticket_keys, also=also, roles=_roles(cards))
 
 
 def _lists(cards: Iterable[files.Public], name: str, public: str) -> bool:
@@ -126,9 +137,13 @@ def _peers(
     return peers, tickets.all, {WorkerId(card.name): card.also for card in cards if card.also}
 
 
-def _mint_identity(base: Path, name: WorkerId) -> None:
+def _roles(cards: Iterable[files.Public]) -> dict[WorkerId, Role]:
+    return {WorkerId(card.name): card.role for card in cards if card.role is not None}
+
+
+def _mint_identity(base: Path, name: WorkerId, role: Role | None) -> None:
     public, secret = zmq.curve_keypair()
     with contextlib.suppress(FileNotFoundError):  # of an earlier attempt that got no further than this
         (base / "secret" / f"{name}.json").unlink()
     files.write(base / "secret" / f"{name}.json", files.Secret(name, secret.decode()))
-    files.write(base / "public" / f"{name}.json", files.Public(name, public.decode()))
+    files.write(base / "public" / f"{name}.json", files.Public(name, public.decode(), role=role))

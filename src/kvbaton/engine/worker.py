@@ -249,6 +249,7 @@ class Worker:
             transports=tuple(transport.capabilities for transport in ranks[0].values()),
             ticket_keys=keyring.ticket_keys,
             wall_offset_s=time.time() - time.monotonic(),
+            role_of=keyring.role_of,
         )
         settings = Settings(
             lease_s=options.lease_s,

@@ -16,3 +16,4 @@ class Capabilities(msgspec.Struct, frozen=True):
     same_host: bool  # reaches only processes of this host
     device_kinds: tuple[str, ...] = ("cpu",)
     weaves: bool = False  # takes spans in product form (`Copy.weave`); every other gets them one by one
+    enforces: bool = False  # a peer reaches only blocks that are lent to it now (`effects.Loan`), whatever it asks for

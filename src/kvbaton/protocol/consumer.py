@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvbaton.protocol.codec import pack_blocks, unpack_blocks
 from kvbaton.protocol.desk import Desk, Parts
-from kvbaton.protocol.effects import DropHold, End, MatchFailed, MatchFound, Report
+from kvbaton.protocol.effects import Direction, DropHold, End, MatchFailed, MatchFound, Report
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import Allocated, CopyEnded, GaveUp, NotNeeded, TurnedAway, Wanted
 from kvbaton.protocol.ids import HandoffId, RequestId, ReservationId, WorkerId
@@ -40,6 +40,7 @@ from kvbaton.protocol.messages import (
 )
 from kvbaton.protocol.movement import Cargo, Route, moves, start
 from kvbaton.protocol.peer import Link, LinkState
+from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.progress import nothing
 from kvbaton.protocol.readiness import covers
 from kvbaton.protocol.spans import Side
@@ -370,6 +371,9 @@ class Consumer:
 
     def _check_room(self, event: Wanted) -> None:
         settings = self.desk.settings
+        role = self.desk.identity.role_of(event.source)
+        if not may(role, Act.GRANT):
+            raise ProtocolError(Reason.FORBIDDEN, f"source: the key of {event.source} is for {role}")
         if event.handoff in self.by_handoff or event.request in self.by_request:
             raise ProtocolError(Reason.DUPLICATE, "transfer id: in use by another request of this engine")
         if len(self.by_handoff) >= settings.intakes_max:
@@ -513,8 +517,15 @@ class Consumer:
             self.by_reservation[intake.reservation] = intake
             self._wait(intake, self.desk.settings.transfer_timeout, now)
             self._mark(intake.attempt, Step.OFFERED, now)
+            self._lend(intake)
             self._send_offer(intake)
             self._pulse(intake, self.desk.settings.retry_s, now)
+
+    def _lend(self, intake: Intake) -> None:
+        """Before the source is told of these blocks; taken back when the handoff ends, whatever the source says."""
+        link, target = intake.link, intake.target
+        assert link.transport is not None and link.peer is not None and target is not None
+        self.desk.lend(intake.parts, link.transport, link.peer, Direction.WRITE, target.blocks)
 
     def _send_offer(self, intake: Intake) -> None:
         assert intake.source is not None and intake.target is not None
@@ -537,12 +548,15 @@ class Consumer:
             self._pulse(intake, self.desk.settings.retry_s, now)
 
     def _quiesced(self, intake: Intake, now: float) -> None:
-        self._step(intake, _E.QUIESCED)
+        if self._step(intake, _E.QUIESCED):  # only our own ranks are waited for now, who take back what was lent
+            self.desk.timers.clear(("intake", intake.wanted.handoff))
+            self.desk.timers.clear(("pulse", intake.wanted.handoff))
         self._rest(intake, now)
 
     def _finish(self, intake: Intake, end: End, now: float) -> None:
         intake.end = end
         self._tell_end(intake, now)
+        self.desk.cancel(intake.parts)  # what was lent; nothing of our own moves any more
         self._rest(intake, now)
 
     def _tell_end(self, intake: Intake, now: float) -> None:

@@ -13,11 +13,13 @@ import msgspec
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.clock import Timers
-from kvbaton.protocol.effects import CancelCopy, Copy, Direction, Effect, Send, StartCopy
+from kvbaton.protocol.effects import CancelCopy, Copy, Direction, Effect, Lend, Loan, Send, StartCopy
+from kvbaton.protocol.events import Groups
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.layout import EngineLayout
 from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 from kvbaton.protocol.messages import ALL_FEATURES, Card, Message
+from kvbaton.protocol.privileges import Act, Role, may
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.spans import Move
 from kvbaton.protocol.versions import SPOKEN, Versions
@@ -43,6 +45,7 @@ class Identity:
     required: int = 0
     optional: int = int(ALL_FEATURES)
     versions: Versions = SPOKEN
+    role_of: Callable[[WorkerId], Role] = lambda worker: Role.BOTH  # what a member's key is for
 
     @property
     def offered(self) -> int:
@@ -109,6 +112,18 @@ class Desk:
             else:
                 copy = Copy(job, remote, direction, *regions, move.spans)
             self.effects.append(StartCopy(rank, transport, copy))
+
+    def lend(self, parts: Parts, plane: Capabilities, peer: PeerId, direction: Direction, blocks: Groups) -> None:
+        """Let `peer` at these blocks of every rank for as long as `parts` last, where the data plane asks for that."""
+        act = Act.READ if direction is Direction.READ else Act.WRITE
+        if not plane.enforces or not any(blocks) or not may(self.identity.role_of(peer.worker), act):
+            return
+        for rank in range(len(self.identity.layout.ranks)):
+            self.last_job += 1
+            job = JobId(self.last_job)
+            self.owners[job] = parts
+            parts.moving[job] = Moving(rank, plane.name, 0)
+            self.effects.append(Lend(rank, plane.name, Loan(job, peer, direction, blocks)))
 
     def cancel(self, parts: Parts) -> None:
         for job, moving in parts.moving.items():

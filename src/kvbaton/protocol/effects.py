@@ -57,6 +57,18 @@ class Copy(msgspec.Struct, frozen=True):
     weave: Weave | None = None  # more of them, in product form: only for a data plane that `weaves`
 
 
+class Loan(msgspec.Struct, frozen=True):
+    """Lets all ranks of a peer at some blocks of one rank here, until `CancelCopy` takes it back.
+
+    It ends like a copy, by one `CopyEnded`, when nothing moves by it any more. Only where the data plane `enforces`.
+    """
+
+    job: JobId
+    peer: PeerId  # the engine
+    direction: Direction  # what the peer may do: READ these blocks, or WRITE into them
+    blocks: Groups
+
+
 class _Effect(msgspec.Struct, frozen=True):
     pass
 
@@ -91,6 +103,12 @@ class CancelCopy(_Effect, frozen=True):
     rank: int
     transport: str
     job: JobId
+
+
+class Lend(_Effect, frozen=True):
+    rank: int
+    transport: str
+    loan: Loan
 
 
 class StartFence(_Effect, frozen=True):
@@ -181,6 +199,7 @@ Effect = (
     Send
     | StartCopy
     | CancelCopy
+    | Lend
     | StartFence
     | Connect
     | Disconnect

@@ -32,6 +32,7 @@ class Reason(enum.StrEnum):
     DISCARDED = "discarded"
     DRAINING = "draining"
     DUPLICATE = "duplicate"
+    FORBIDDEN = "forbidden"
     HANDSHAKE_TIMEOUT = "handshake_timeout"
     INCOMPATIBLE = "incompatible"
     LEASE_EXPIRED = "lease_expired"
@@ -68,6 +69,7 @@ MEANING: dict[Reason, tuple[Blame, str]] = {
     Reason.DISCARDED: (Blame.NOBODY, "The router took the ticket back: the client left, or another pair was asked."),
     Reason.DRAINING: (Blame.OPERATOR, "The peer takes no new handoffs because it is about to stop."),
     Reason.DUPLICATE: (Blame.CALLER, "The transfer id is already in use by a live handoff."),
+    Reason.FORBIDDEN: (Blame.OPERATOR, "A member's key has a role that may not do this; mint it with another role."),
     Reason.HANDSHAKE_TIMEOUT: (Blame.PEER, "The peer did not answer the handshake in time."),
     Reason.INCOMPATIBLE: (Blame.OPERATOR, "P and D differ in a field that shapes the KV; the detail names it."),
     Reason.LEASE_EXPIRED: (Blame.OPERATOR, "The lease ran out before D could read."),

@@ -11,6 +11,8 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.desk import Parts
 from kvbaton.protocol.events import NO_BLOCK
 from kvbaton.protocol.ids import HandoffId, LeaseId, Reader, WorkerId
 from kvbaton.protocol.progress import Progress, nothing, slowest
@@ -92,6 +94,8 @@ class Seat:
     why: str = ""  # it left, in its own word
     work: int = 0  # rises whenever something got done for this reader
     version: int = NEWEST  # of the protocol, in which its session talks
+    plane: Capabilities | None = None  # over which it reads
+    loans: Parts = field(default_factory=lambda: Parts(None))  # the blocks as lent to it there
 
 
 @dataclass(slots=True)

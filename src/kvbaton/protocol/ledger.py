@@ -18,9 +18,11 @@ from kvbaton.protocol.effects import Effect
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.intake import Intake
+from kvbaton.protocol.lease import Lease
 from kvbaton.protocol.marks import Mark
 from kvbaton.protocol.outlet import Outlet
 from kvbaton.protocol.peer import Link
+from kvbaton.protocol.privileges import may_say
 from kvbaton.protocol.producer import Producer
 from kvbaton.protocol.puts import Puts
 from kvbaton.protocol.quotas import Buckets
@@ -105,7 +107,9 @@ class Ledger:
 
     def _on_message(self, envelope: Envelope, message: m.Message, now: float) -> None:
         sender, kind = envelope.sender, type(message)
-        if isinstance(message, m.Hello):
+        if not may_say(self.desk.identity.role_of(sender.worker), message):
+            self._forbid(envelope, message, now)
+        elif isinstance(message, m.Hello):
             if not self._may_greet(sender, message, now):
                 return
             self.sessions.on_hello(sender, message, envelope.version, now)
@@ -127,6 +131,15 @@ class Ledger:
                 self.desk.count("late.session")
             else:
                 self._of_source[kind](link, message, now)
+
+    def _forbid(self, envelope: Envelope, message: m.Message, now: float) -> None:
+        """A member's key that is not for this. One that greets may be set up wrongly, and is told."""
+        self.desk.count(f"forbidden.{type(message).__name__.lower()}")
+        sender = envelope.sender
+        if isinstance(message, m.Hello) and self._greetings.take(sender.worker, now):
+            role = self.desk.identity.role_of(sender.worker)
+            refusal = m.HelloRefused(message.nonce, Reason.FORBIDDEN, f"role: the key of {sender.worker} is for {role}")
+            self.desk.send(sender.worker, sender.incarnation, 0, refusal, envelope.version)
 
     def _may_greet(self, sender: PeerId, hello: m.Hello, now: float) -> bool:
         """A worker that greets ever again gets a few answers a second, and pushes out no session but its own."""
@@ -191,6 +204,8 @@ class Ledger:
             self.consumer.on_copy_ended(parts.owner, event, now)
         elif isinstance(parts.owner, Link):
             self.consumer.links.on_probe_ended(parts.owner, event, now)
+        elif isinstance(parts.owner, Lease):
+            self.producer.release_if_at_rest(parts.owner, now)
         else:
             assert isinstance(parts.owner, Outlet)
             self.producer.writer.on_copy_ended(parts.owner, event, moved.bytes, now)
@@ -203,6 +218,8 @@ class Ledger:
         parts.rested(event.job)
         if isinstance(parts.owner, Intake):
             self.consumer.on_rest(parts.owner, now)
+        elif isinstance(parts.owner, Lease):
+            self.producer.release_if_at_rest(parts.owner, now)
         elif not isinstance(parts.owner, Link):  # a probe has nothing that could land
             assert isinstance(parts.owner, Outlet)
             self.producer.writer.on_rest(parts.owner, now)

@@ -11,10 +11,18 @@ from dataclasses import dataclass
 
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.codec import pack_blocks
-from kvbaton.protocol.desk import Desk
-from kvbaton.protocol.effects import End, Unpin
+from kvbaton.protocol.desk import Desk, Parts
+from kvbaton.protocol.effects import Direction, End, Unpin
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
-from kvbaton.protocol.events import Discarded, LeaseBegun, LeaseCompleted, LeaseExtended, LeaseProgressed, SourceEnded
+from kvbaton.protocol.events import (
+    Discarded,
+    Groups,
+    LeaseBegun,
+    LeaseCompleted,
+    LeaseExtended,
+    LeaseProgressed,
+    SourceEnded,
+)
 from kvbaton.protocol.ids import HandoffId, LeaseId, PeerId, Reader, WorkerId
 from kvbaton.protocol.lease import (
     LEASE,
@@ -80,6 +88,7 @@ class Producer:
         self._block_bytes = block_bytes(desk.identity.layout)
         self.writer = Writer(desk, self)
         self.draining = False
+        self.leaving = False  # this life is over
 
     # --- the engine
 
@@ -121,6 +130,9 @@ class Producer:
             return
         for mine, ids in zip((*lease.blocks, *lease.epochs), (*event.blocks, *event.epochs), strict=True):
             mine.extend(ids)
+        for reader, seat in lease.seats.items():
+            if seat.state is ReaderState.LIVE:
+                self._lend(reader, seat, event.blocks)
 
     def on_progressed(self, event: LeaseProgressed, now: float) -> None:
         lease = self.leases.get(event.lease)
@@ -236,7 +248,7 @@ class Producer:
     def restless_blocks(self) -> int:
         """Blocks of leases that are over, but that something may still be sent from."""
         over = (lease for lease in self.leases.values() if lease.state is LeaseState.CLOSING)
-        return sum(len(ids) for lease in over for ids in lease.blocks)
+        return sum(len(ids) for lease in over if not self.writer.at_rest(lease) for ids in lease.blocks)
 
     def on_departed(self, worker: WorkerId, now: float) -> None:
         """What was meant for that worker alone, and is not being read, will not be read."""
@@ -266,6 +278,7 @@ class Producer:
             self.desk.count(f"{state.value}.reader")
             return
         seat.state = state
+        self.desk.cancel(seat.loans)
         self.held.give(lease.id, reader)
         if lease.state is not LeaseState.RELEASED:  # of which nothing more is said
             why = f": {reason_of(seat.why)}" if seat.why else ""
@@ -290,12 +303,14 @@ class Producer:
         for reader, seat in lease.seats.items():
             if seat.state is ReaderState.LIVE:
                 seat.state = ReaderState.GONE
+                self.desk.cancel(seat.loans)
                 self.held.give(lease.id, reader)
             self.writer.stop(lease, reader, reason, now)
         self.release_if_at_rest(lease, now)
 
     def release_if_at_rest(self, lease: Lease, now: float) -> None:
-        if lease.state is LeaseState.CLOSING and self.writer.at_rest(lease):
+        """Unpin once nothing moves from these blocks: neither by our own writes nor by what was lent to readers."""
+        if lease.state is LeaseState.CLOSING and self.writer.at_rest(lease) and self._lent_to_nobody(lease):
             self._step(lease, LeaseEvent.RESTED)
             del self.leases[lease.id]
             self.tombstones.put(lease.id, lease)
@@ -313,7 +328,12 @@ class Producer:
         self._refuse(waiting.session, waiting.claim, ProtocolError(Reason.DEFER_TIMEOUT, detail))
 
     def void(self, now: float) -> None:
-        """The cache was replaced: nothing that was leased, or remembered, can be vouched for any more."""
+        """The cache was replaced: nothing that was leased, or remembered, can be vouched for any more.
+
+        What is lent is not waited for: the data planes go with this life, and a reader that is still being sent to has
+        its own prompt's blocks, or blocks of a cache that is no more.
+        """
+        self.leaving = True
         for lease in list(self.leases.values()):
             self.close(lease, Reason.WRONG_INCARNATION, now)
         self.tombstones = Remembered(self.desk.settings.tombstones_max)
@@ -412,8 +432,13 @@ class Producer:
                 raise ProtocolError(Reason.TICKET_SPENT, f"max_readers: all {lease.max_readers} have claimed it")
             self._take_share(lease, reader)
             lease.seats[reader] = Seat(
-                session.number, told=tuple(len(ids) for ids in lease.blocks), version=session.version
+                session.number,
+                told=tuple(len(ids) for ids in lease.blocks),
+                version=session.version,
+                plane=session.transport,
+                loans=Parts(lease),
             )
+            self._lend(reader, lease.seats[reader], tuple(map(tuple, lease.blocks)))
             lease.transport = session.transport.name
             self._mark(lease.id, Step.SEATED, now, who=str(reader.peer.worker))
         elif lease.seats[reader].state is not ReaderState.LIVE:
@@ -425,6 +450,14 @@ class Producer:
             session,
             Granted(lease.handoff, reader.attempt, lease.id, ttl_s, lease.tokens, blocks, lease.progress, lease.final),
         )
+
+    def _lend(self, reader: Reader, seat: Seat, blocks: Groups) -> None:
+        """Before the reader is told of these blocks, so that it never asks in vain."""
+        if seat.plane is not None:
+            self.desk.lend(seat.loans, seat.plane, reader.peer, Direction.READ, blocks)
+
+    def _lent_to_nobody(self, lease: Lease) -> bool:
+        return self.leaving or all(seat.loans.at_rest for seat in lease.seats.values())
 
     def _take_share(self, lease: Lease, reader: Reader) -> None:
         """Whoever holds as much as one peer may is refused more, so that the others find some."""

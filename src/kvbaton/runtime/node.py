@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import msgspec
 
@@ -23,9 +24,10 @@ from kvbaton.protocol.events import CopyEnded, Departed, Event, PlaneFailed, Ran
 from kvbaton.protocol.ids import JobId, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.messages import Joined, Welcome
+from kvbaton.protocol.pages import pages
 from kvbaton.runtime.doorway import Doorway
 from kvbaton.runtime.ports import ControlPort, StorePort
-from kvbaton.transports.base import FenceEnded, Transport
+from kvbaton.transports.base import FenceEnded, LendingTransport, Transport
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class Node:
         self.say: Callable[..., None] = log.warning  # what an operator should know
         self._holders: dict[tuple[PeerId, str], set[fx.Holder]] = {}
         self._report_fault = report_fault or log_fault
+        self._lay_out()
 
     def step(self, now: float) -> None:
         """Take in all that has happened, decide, and do what follows."""
@@ -182,6 +185,8 @@ class Node:
             self._submit(effect.rank, effect.transport)
         elif isinstance(effect, fx.CancelCopy):
             self._cancel(effect.rank, effect.transport, effect.job)
+        elif isinstance(effect, fx.Lend):
+            self._lend(effect)
         elif isinstance(effect, fx.StartFence):
             self.ranks[effect.rank][effect.transport].fence(effect.peer)
         elif isinstance(effect, fx.Connect):
@@ -192,6 +197,24 @@ class Node:
             self._tell_given_up(effect)
         else:
             self._store(effect)
+
+    def _lay_out(self) -> None:
+        """Tell data planes that lend blocks, and not memory, where blocks are."""
+        for index, rank in enumerate(self.ranks):
+            for name, transport in rank.items():
+                if transport.capabilities.enforces:
+                    with self._guarded(f"lay_out.{name}"):
+                        tables = pages(self.ledger.desk.identity.layout, index)
+                        cast(LendingTransport, transport).lay_out(tables)
+
+    def _lend(self, effect: fx.Lend) -> None:
+        """One that throws has lent nothing: its reader is refused, and its loan is over."""
+        try:
+            cast(LendingTransport, self.ranks[effect.rank][effect.transport]).lend(effect.loan)
+        except Exception as error:
+            detail = f"{type(error).__name__}: {error}"[:DETAIL_CHARS_MAX]
+            self._next_events.append(CopyEnded(effect.loan.job, Reason.TRANSFER_FAILED, detail=detail))
+            raise
 
     def _send(self, effect: fx.Send) -> None:
         message = effect.message

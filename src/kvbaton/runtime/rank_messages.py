@@ -20,11 +20,12 @@ from msgspec import Meta
 from kvbaton.control.base import check_endpoint
 from kvbaton.control.keys import is_public_key
 from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.effects import Copy, Direction
+from kvbaton.protocol.effects import Copy, Direction, Loan
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, LeaseId, PeerId, WorkerId
-from kvbaton.protocol.layout import RANKS_MAX
+from kvbaton.protocol.layout import GROUPS_MAX, RANKS_MAX
+from kvbaton.protocol.pages import PageTable
 from kvbaton.protocol.progress import Progress
 from kvbaton.protocol.spans import SPANS_MAX
 from kvbaton.runtime.rank_store_messages import ShelfCommand, ShelfNews
@@ -38,6 +39,10 @@ DETAIL_CHARS_MAX = 512
 CAUSES_MAX = 32
 TRANSPORTS_MAX = 16
 NEWS_BATCH_MAX = 256  # whose details, at four bytes a character, fill half a frame
+
+TABLES_MAX = 4096
+LENT_BYTES_MAX = PART_BYTES_MAX
+"""Of one group's block ids: a million, which is more than one prompt has."""
 
 ENGINE = WorkerId("engine")
 
@@ -101,6 +106,31 @@ class Cancel(_Command, frozen=True):
     job: JobId
 
 
+class LayOut(_Command, frozen=True):
+    """Which bytes make which block; before anything is lent."""
+
+    tables: Annotated[tuple[PageTable, ...], Meta(max_length=TABLES_MAX)]
+
+
+class Lend(_Command, frozen=True):
+    """Let a peer at some blocks; `Cancel` takes it back, and `Ended` says that nothing moves by it any more."""
+
+    job: JobId
+    peer: PeerId
+    direction: Direction
+    blocks: Annotated[tuple[Annotated[bytes, Meta(max_length=LENT_BYTES_MAX)], ...], Meta(max_length=GROUPS_MAX)]
+
+    @classmethod
+    def of(cls, transport: str, loan: Loan) -> Lend:
+        packed = tuple(array("i", ids).tobytes() for ids in loan.blocks)
+        return cls(transport, loan.job, loan.peer, loan.direction, packed)
+
+    @property
+    def loan(self) -> Loan:
+        """ValueError when a list is torn."""
+        return Loan(self.job, self.peer, self.direction, tuple(tuple(_int32(ids)) for ids in self.blocks))
+
+
 class Fence(_Command, frozen=True):
     peer: PeerId
 
@@ -109,7 +139,7 @@ class Close(_Command, frozen=True):
     pass
 
 
-PlaneCommand = Open | Mint | Connect | Disconnect | SpansPart | Submit | Cancel | Fence | Close
+PlaneCommand = Open | Mint | Connect | Disconnect | SpansPart | Submit | Cancel | LayOut | Lend | Fence | Close
 Command = PlaneCommand | ShelfCommand
 
 
@@ -231,6 +261,13 @@ def copy_of(submit: Submit, before: bytes | bytearray = b"") -> Copy:
     spans.frombytes(submit.spans)
     place = submit.direction, submit.local_region, submit.remote_region
     return Copy(submit.job, submit.peer, *place, _little_endian(spans))
+
+
+def _int32(data: bytes) -> array[int]:
+    """Both ends are processes of one engine, on machines of one kind."""
+    found = array("i")
+    found.frombytes(data)
+    return found
 
 
 def _little_endian(spans: array[int]) -> array[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from typing import cast
 
 from kvbaton.codes.saying import worth_saying
 from kvbaton.protocol.errors import Reason
@@ -27,6 +28,8 @@ from kvbaton.runtime.rank_messages import (
     Ended,
     Fence,
     Fenced,
+    LayOut,
+    Lend,
     Mint,
     Minted,
     MintFailed,
@@ -38,7 +41,7 @@ from kvbaton.runtime.rank_messages import (
     Submit,
     copy_of,
 )
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Transport
+from kvbaton.transports.base import Copy, CopyEnded, CopyRested, LendingTransport, Transport
 from kvbaton.transports.refusals import refusals_of
 from kvbaton.transports.unnamed import UnnamedTransport
 
@@ -79,6 +82,11 @@ class HostedPlane:
         elif isinstance(command, Fence):
             self._end_waiting(lambda copy: copy.peer == command.peer, Reason.TRANSFER_FAILED, "the peer was fenced")
             self._guarded(lambda: self.transport.fence(command.peer))
+        elif isinstance(command, LayOut):
+            tables = command.tables
+            self._guarded(lambda: cast(LendingTransport, self.transport).lay_out(tables))
+        elif isinstance(command, Lend):
+            self._lend(command)
         elif isinstance(command, Open):
             self._open(command)
         elif isinstance(command, Close):
@@ -122,6 +130,12 @@ class HostedPlane:
             self._end(command.job, Reason.BUSY, f"{WAITING_MAX} copies wait for room in {self.name}")
         elif self._waiting or not self._started(copy):
             self._waiting.append(copy)
+
+    def _lend(self, command: Lend) -> None:
+        try:
+            cast(LendingTransport, self.transport).lend(command.loan)
+        except Exception as error:  # noqa: BLE001 - an adapter may throw anything
+            self._end(command.job, Reason.TRANSFER_FAILED, _told(error))
 
     def _open(self, command: Open) -> None:
         transport = self.transport

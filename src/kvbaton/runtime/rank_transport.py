@@ -34,6 +34,8 @@ from kvbaton.runtime.rank_messages import (
     Ended,
     Fence,
     Fenced,
+    LayOut,
+    Lend,
     Mint,
     Minted,
     MintFailed,
@@ -42,7 +44,7 @@ from kvbaton.runtime.rank_messages import (
     Rested,
     submit_commands,
 )
-from kvbaton.transports.base import Capabilities, Copy, FenceEnded, TransportEvent
+from kvbaton.transports.base import Capabilities, Copy, CopyEnded, FenceEnded, Loan, PageTable, TransportEvent
 from kvbaton.transports.jobs import Job, Jobs
 from kvbaton.transports.shm_door import ShmEndpoint
 from kvbaton.transports.tcp import TcpEndpoint
@@ -123,6 +125,7 @@ class RemoteTransport:
         self._spans_bytes = 0
         self._restless: Remembered[JobId, Job] = Remembered(RESTLESS_MAX)
         self._endpoints = Endpoints(f"rank {link.rank} ({name})", self._mint)
+        self._loans: set[JobId] = set()  # that the rank has not said to have ended
         self._known: set[PeerId] = set()  # for whom the rank may hold an endpoint or a connection
         self._fences = Fences()
         self._waker: Callable[[], None] | None = None
@@ -172,8 +175,20 @@ class RemoteTransport:
             self._link.post(commands)
         return True
 
+    def lay_out(self, tables: Sequence[PageTable]) -> None:
+        self._link.post([LayOut(self._name, tuple(tables))])
+
+    def lend(self, loan: Loan) -> None:
+        """While the link is lost nothing is known of the rank: what it has lent ends when it says so, or never."""
+        with self._jobs:
+            self._loans.add(loan.job)
+        self._link.post([Lend.of(self._name, loan)])
+
     def cancel(self, job: JobId) -> None:
         with self._jobs:
+            if job in self._loans:
+                self._link.post([Cancel(self._name, job)])
+                return
             found = self._jobs.find(job)
             if found is not None and not found.halt[0]:
                 found.halt[0] = 1  # asked once
@@ -226,6 +241,10 @@ class RemoteTransport:
 
     def _take_end(self, news: Ended) -> None:
         with self._jobs:
+            if news.job in self._loans:
+                self._loans.discard(news.job)
+                self._jobs.loan_ended(CopyEnded(news.job, news.reason, news.at_rest, news.detail))
+                return
             job = self._jobs.find(news.job)
             if job is None:
                 job = self._restless.get(news.job)

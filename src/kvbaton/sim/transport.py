@@ -1,14 +1,18 @@
 """Data planes in virtual time, over real bytes. They can be slow, fail half-way, stall, and land late.
 
 One class plays every kind by its capabilities: shared memory (reader copies, survives the source's death), sockets
-(both ways, fenced by closing), and one-sided hardware that cannot cancel (a copy that was given up still lands).
+(both ways, fenced by closing, only what is lent), and one-sided hardware that cannot cancel (a copy that was given up
+still lands).
 `kvbaton.testing.check_transport` runs on it as on the real ones.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Copy, Direction
@@ -16,13 +20,16 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.sim.world import InjectedFault, World
-from kvbaton.transports.base import FenceEnded, TransportEvent
+from kvbaton.transports.base import FenceEnded, Loan, PageTable, TransportEvent
+from kvbaton.transports.loans import GRACE_S, Flight, Loans
+from kvbaton.transports.mover import choose_mover
 
 SHM = Capabilities("shm", one_sided=True, can_write=False, can_fence=False, cancels=True, same_host=True)
 TCP = Capabilities("tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False)
+LENT_TCP = msgspec.structs.replace(TCP, enforces=True)
 RDMA = Capabilities("rdma", one_sided=True, can_write=True, can_fence=True, cancels=False, same_host=False)
 CMA = Capabilities("cma", one_sided=True, can_write=True, can_fence=False, cancels=False, same_host=True)
-KINDS = {kind.name: kind for kind in (SHM, TCP, RDMA, CMA)}
+KINDS = {kind.name: kind for kind in (SHM, LENT_TCP, RDMA, CMA)}
 
 
 @dataclass(slots=True)
@@ -48,6 +55,7 @@ class _Job:
     moved: int = 0  # spans landed
     given_up: bool = False
     over: bool = False
+    flight: Flight | None = None  # while the remote serves it, where that enforces what it has lent
 
 
 class Fabric:
@@ -85,9 +93,11 @@ class SimTransport:
     _jobs: dict[JobId, _Job] = field(default_factory=dict)
     _events: list[TransportEvent] = field(default_factory=list)
     _waker: Callable[[], None] = lambda: None
+    _loans: Loans = field(init=False)
 
     def __post_init__(self) -> None:
         self.address = self.fabric.add(self)
+        self._loans = Loans(choose_mover(), self._loan_ended, lambda cut: self.fabric.world.after(GRACE_S, cut))
 
     @property
     def capabilities(self) -> Capabilities:
@@ -95,6 +105,19 @@ class SimTransport:
 
     def register(self, region: int, memory: memoryview) -> None:
         self.regions[region] = memory.obj  # type: ignore[assignment]
+        self._loans.add_region(region, memory.nbytes)
+
+    def lay_out(self, tables: Sequence[PageTable]) -> None:
+        self._loans.lay_out(tables)
+
+    def lend(self, loan: Loan) -> None:
+        self._maybe_throw()
+        self._loans.lend(loan)
+
+    def _loan_ended(self, event: CopyEnded) -> None:
+        """Told a little later: the rank may be another process."""
+        world = self.fabric.world
+        world.after(world.rng.uniform(0, 0.002), lambda: self._note(event))
 
     def endpoint(self, peer: PeerId) -> bytes:
         self._maybe_throw()
@@ -156,6 +179,8 @@ class SimTransport:
         return True
 
     def cancel(self, job: JobId) -> None:
+        if self._loans.take_back(job):
+            return
         if job in self._jobs:
             self._give_up(self._jobs[job], Reason.CANCELLED)
 
@@ -185,6 +210,7 @@ class SimTransport:
         self.alive = False
         for job in list(self._jobs.values()):
             self._give_up(job, Reason.TRANSFER_FAILED)
+        self._loans.close()
 
     # --- how a copy goes
 
@@ -217,6 +243,8 @@ class SimTransport:
                 self._end(job, Reason.TRANSFER_FAILED)
             elif not self._admitted_by(job):
                 self._end(job, Reason.PEER_UNKNOWN)
+            elif not self._lent(job):
+                self._end(job, Reason.LEASE_EXPIRED)
             elif fate == "fail" and job.moved * 2 >= len(job.spans):
                 self._end(job, Reason.TRANSFER_FAILED)
             elif fate == "stall" and job.moved * 2 >= len(job.spans):
@@ -240,6 +268,17 @@ class SimTransport:
         if job.copy.direction is Direction.READ and self.kind.same_host:
             return True
         return job.generation in job.remote._admitted.get(self.me, ())
+
+    def _lent(self, job: _Job) -> bool:
+        """Whether the remote serves this, asked when it begins; from then on it is under way until it ends."""
+        if not job.remote.kind.enforces or job.flight is not None or not job.spans:
+            return True
+        pairs = array("q", [number for _, remote, size in job.spans for number in (remote, size)])
+        copy = job.copy
+        job.flight = job.remote._loans.begin(
+            self.me, copy.direction, copy.remote_region, pairs, lambda: self._end(job, Reason.TRANSFER_FAILED)
+        )
+        return job.flight is not None
 
     def _land(self, job: _Job, count: int) -> None:
         copy = job.copy
@@ -279,7 +318,11 @@ class SimTransport:
             self._note(CopyEnded(job.copy.job, reason, at_rest=False))
 
     def _end(self, job: _Job, reason: Reason | None) -> None:
+        if job.over:
+            return
         job.over = True
+        if job.flight is not None:
+            job.remote._loans.end(job.flight)
         self._jobs.pop(job.copy.job, None)
         self._note(CopyRested(job.copy.job) if job.given_up else CopyEnded(job.copy.job, reason))
 

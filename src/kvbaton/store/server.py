@@ -50,11 +50,14 @@ class StoreServer:
         arriving_bytes_max: int,
         value_bytes_max: int,
         lines: LineServer | None = None,
+        may_ask: Callable[[WorkerId], bool] = lambda worker: True,
     ) -> None:
+        """`may_ask`: whether a member's key is for this."""
         self.counters: Counter[str] = Counter()
         self._port = port
         self._backend = backend
         self._lines = lines  # owned, if given
+        self._may_ask = may_ask
         self._arriving_bytes_max = arriving_bytes_max
         self._value_bytes_max = value_bytes_max
         self._arriving: OrderedDict[tuple[WorkerId, int], bytearray] = OrderedDict()
@@ -80,7 +83,9 @@ class StoreServer:
     def _turn(self) -> None:
         for worker, frame in self._port.receive():
             said = request(frame)
-            if said is None:
+            if not self._may_ask(worker):
+                self.counters["forbidden"] += 1
+            elif said is None:
                 self.counters["malformed"] += 1
             else:
                 self._guard(partial(self._handle, worker, said))

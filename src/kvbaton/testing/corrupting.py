@@ -9,11 +9,20 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.transports.base import Copy, CopyEnded, Direction, HostTransport, TransportEvent
+from kvbaton.transports.base import (
+    Copy,
+    CopyEnded,
+    Direction,
+    HostTransport,
+    LendingTransport,
+    Loan,
+    PageTable,
+    TransportEvent,
+)
 
 Strike: TypeAlias = Callable[[Copy], int | None]
 """Which byte of a copy goes wrong, counted over its segments in order; None for a copy that is left alone."""
@@ -59,6 +68,12 @@ class CorruptingTransport:
 
     def disconnect(self, peer: PeerId) -> None:
         self._inner.disconnect(peer)
+
+    def lay_out(self, tables: Sequence[PageTable]) -> None:
+        cast(LendingTransport, self._inner).lay_out(tables)
+
+    def lend(self, loan: Loan) -> None:
+        cast(LendingTransport, self._inner).lend(loan)
 
     def submit(self, copy: Copy) -> bool:
         with self._lock:

@@ -60,7 +60,8 @@ class Cases(list[Case]):
 def offered(harness: TransportHarness) -> frozenset[str]:
     """What the transport and the harness together make possible."""
     able = harness.capabilities
-    extra = {"write": able.can_write, "fence": able.can_fence and able.can_write, "cancel": able.cancels}
+    fences = able.can_fence and able.can_write
+    extra = {"write": able.can_write, "fence": fences, "cancel": able.cancels, "lends": able.enforces}
     return harness.offers | {name for name, is_so in extra.items() if is_so}
 
 

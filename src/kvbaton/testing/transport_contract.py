@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import unittest
 
-from kvbaton.testing import transport_ending, transport_moving, transport_resting
+from kvbaton.testing import transport_ending, transport_lending, transport_moving, transport_resting
 from kvbaton.testing.transport_case import Case
 from kvbaton.testing.transport_harness import TransportHarness
 
@@ -21,7 +21,12 @@ from kvbaton.testing.transport_harness import TransportHarness
 class TransportContract:
     """Callable on a harness; `cases` to run them one by one."""
 
-    cases: tuple[Case, ...] = (*transport_moving.CASES, *transport_ending.CASES, *transport_resting.CASES)
+    cases: tuple[Case, ...] = (
+        *transport_moving.CASES,
+        *transport_ending.CASES,
+        *transport_resting.CASES,
+        *transport_lending.CASES,
+    )
 
     def __call__(self, harness: TransportHarness) -> list[str]:
         """Run every case; the names of those that could not be run."""

@@ -16,7 +16,8 @@ import msgspec
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested, HostTransport, TransportEvent
+from kvbaton.transports.base import Copy, CopyEnded, CopyRested, HostTransport, Loan, TransportEvent
+from kvbaton.transports.loans import lend_everything
 
 DEADLINE_S = 30.0
 POLL_S = 0.001
@@ -29,6 +30,7 @@ class Drives(Protocol):
     def endpoint(self, peer: PeerId) -> bytes: ...
     def connect(self, peer: PeerId, endpoint: bytes) -> None: ...
     def disconnect(self, peer: PeerId) -> None: ...
+    def lend(self, loan: Loan) -> None: ...
     def submit(self, copy: Copy) -> bool: ...
     def cancel(self, job: JobId) -> None: ...
     def fence(self, peer: PeerId) -> None: ...
@@ -59,7 +61,8 @@ class TransportHarness(Protocol):
     offers: frozenset[str]  # of "kill", "pause", "idle"
 
     def pair(self, near_bytes: int, far_bytes: int) -> Pair:
-        """Two fresh sides, connected both ways, each with that much memory."""
+        """Two fresh sides, connected both ways, each with that much memory; all of it lent to the other side, where the
+        transport enforces that (`loans.lend_everything`)."""
 
     def wait(self, predicate: Callable[[], bool], deadline_s: float) -> bool:
         """Let time pass until `predicate` holds; False at the deadline."""
@@ -134,6 +137,9 @@ class InProcessHarness:
             transport.register(0, memory)
             sides.append(Side(peer, transport, memory))
         near, far = sides
+        if self.capabilities.enforces:
+            lend_everything(near.transport, far.peer)
+            lend_everything(far.transport, near.peer)
         near.transport.connect(far.peer, far.transport.endpoint(near.peer))
         far.transport.connect(near.peer, near.transport.endpoint(far.peer))
         return Pair(near, far)

@@ -14,7 +14,7 @@
 #include <sys/uio.h>
 #include <time.h>
 
-#define CONTRACT 1            /* raise with every change of a signature, together with mover.CONTRACT */
+#define CONTRACT 2            /* raise with every change of a signature, together with mover.CONTRACT */
 #define PIECE_BYTES (1 << 20) /* the cancel flag is looked at this often: about 70 us of copying */
 #define IOVECS_MAX 512        /* per system call; the kernel takes 1024, 256 is already as fast */
 
@@ -74,6 +74,120 @@ static PyObject *check_spans(PyObject *self, PyObject *const *args, Py_ssize_t n
     }
     PyBuffer_Release(&table);
     return index < count ? bad_span(index) : PyLong_FromLongLong(total);
+}
+
+struct pages {
+    Py_buffer bands, counts;
+    Py_ssize_t rows, blocks, last; /* `last`: the band that was found before, where the next is likely too */
+};
+
+/* The band of (start, end, stride, extent) rows that `at` lies in, or NULL. */
+static const int64_t *band_of(struct pages *table, int64_t at)
+{
+    const int64_t *bands = table->bands.buf, *found = bands + 4 * table->last;
+    if (at >= found[0] && at < found[1])
+        return found;
+    Py_ssize_t low = 0, high = table->rows; /* the first whose start is beyond `at` */
+    while (low < high) {
+        Py_ssize_t middle = low + (high - low) / 2;
+        if (bands[4 * middle] <= at)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    if (low == 0 || at >= bands[4 * (low - 1) + 1])
+        return NULL;
+    table->last = low - 1;
+    return bands + 4 * table->last;
+}
+
+static int touchable(struct pages *table, int64_t at, int64_t bytes)
+{
+    const int32_t *counts = table->counts.buf;
+    while (bytes > 0) {
+        const int64_t *band = band_of(table, at);
+        if (!band)
+            return 0;
+        int64_t block = (at - band[0]) / band[2], left = band[3] - (at - band[0]) % band[2];
+        if (left <= 0 || block >= table->blocks || !counts[block])
+            return 0;
+        at += left;
+        bytes -= left;
+    }
+    return 1;
+}
+
+/* Fills `table` from a pair of buffers; sets an exception and returns -1 when it is not one of bands and counts. */
+static int get_pages(PyObject *pair, struct pages *table)
+{
+    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
+        PyErr_SetString(PyExc_TypeError, "tables are pairs of bands and counts");
+        return -1;
+    }
+    if ((table->rows = get_rows(PyTuple_GET_ITEM(pair, 0), &table->bands, 4)) < 0)
+        return -1;
+    if (PyObject_GetBuffer(PyTuple_GET_ITEM(pair, 1), &table->counts, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&table->bands);
+        return -1;
+    }
+    table->blocks = table->counts.len / 4;
+    table->last = 0;
+    const int64_t *band = table->bands.buf;
+    int good = table->rows > 0 && (uintptr_t)table->counts.buf % 4 == 0;
+    for (Py_ssize_t index = 0; good && index < table->rows; index++, band += 4)
+        good = band[0] >= 0 && band[1] >= band[0] && band[2] > 0 && band[3] > 0;
+    if (good)
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "bands must have a start, an end, a stride and an extent above 0");
+    PyBuffer_Release(&table->bands);
+    PyBuffer_Release(&table->counts);
+    return -1;
+}
+
+/* check_pages(spans, width, tables) -> whether every byte of every span lies in a block whose count is not 0 */
+static PyObject *check_pages(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    enum { TABLES_MAX = 256 };
+    struct pages tables[TABLES_MAX];
+    Py_buffer spans;
+    if (nargs != 3)
+        return PyErr_Format(PyExc_TypeError, "check_pages takes 3 arguments, got %zd", nargs);
+    Py_ssize_t width = PyLong_AsSsize_t(args[1]), used = 0;
+    if (PyErr_Occurred())
+        return NULL;
+    if (width != 2 && width != 3)
+        return PyErr_Format(PyExc_ValueError, "rows have 2 or 3 columns, not %zd", width);
+    if (!PyList_Check(args[2]) || PyList_GET_SIZE(args[2]) > TABLES_MAX)
+        return PyErr_Format(PyExc_ValueError, "tables must be a list of at most %d", TABLES_MAX);
+    Py_ssize_t count = get_rows(args[0], &spans, width), wanted = PyList_GET_SIZE(args[2]);
+    if (count < 0)
+        return NULL;
+    while (used < wanted && get_pages(PyList_GET_ITEM(args[2], used), &tables[used]) == 0)
+        used++;
+    int good = used == wanted;
+    if (good) {
+        Py_ssize_t hint = 0; /* the table that the span before was found in */
+        const int64_t *row = spans.buf;
+        for (Py_ssize_t index = 0; good && index < count; index++, row += width) {
+            int64_t bytes = row[width - 1];
+            if (bytes == 0)
+                continue;
+            good = used > 0 && touchable(&tables[hint], row[0], bytes);
+            for (Py_ssize_t other = 0; !good && other < used; other++)
+                if (other != hint && touchable(&tables[other], row[0], bytes)) {
+                    hint = other;
+                    good = 1;
+                }
+        }
+    }
+    for (Py_ssize_t index = 0; index < used; index++) {
+        PyBuffer_Release(&tables[index].bands);
+        PyBuffer_Release(&tables[index].counts);
+    }
+    PyBuffer_Release(&spans);
+    if (PyErr_Occurred())
+        return NULL;
+    return PyBool_FromLong(good);
 }
 
 static Py_ssize_t copy_rows(char *target, const char *source, const int64_t *row, Py_ssize_t count, int swap,
@@ -269,6 +383,7 @@ out:
 
 static PyMethodDef methods[] = {
     {"check_spans", (PyCFunction)(void (*)(void))check_spans, METH_FASTCALL, "Range-check every row."},
+    {"check_pages", (PyCFunction)(void (*)(void))check_pages, METH_FASTCALL, "Ask whether rows lie in blocks on loan."},
     {"copy_spans", (PyCFunction)(void (*)(void))copy_spans, METH_FASTCALL, "Copy rows between two buffers."},
     {"stream_spans", (PyCFunction)(void (*)(void))stream_spans, METH_FASTCALL, "Move rows to or from a socket."},
     {NULL, NULL, 0, NULL},

@@ -7,6 +7,9 @@ Laws, checked on every implementation by `kvbaton.testing.check_transport`:
  3. A peer can name only memory registered here; every access is range-checked where the memory lives.
  4. After `FenceEnded(peer)` no byte of that peer lands in local memory, whatever the peer does.
  5. Nothing spins: an idle transport costs no CPU; `waker` is called (from any thread) when `drain` has news.
+ 6. Where `enforces`: an admitted peer reaches only blocks that are lent to it, in the direction in which they are lent.
+    A loan that was taken back (`cancel`) serves no new request at once, and ends when what was under way by it has
+    come to rest, within a bounded time.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.effects import Copy, DeviceEvent, Direction
+from kvbaton.protocol.effects import Copy, DeviceEvent, Direction, Loan
 from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.protocol.pages import PageTable
 from kvbaton.transports.device import DeviceMemory
 
 __all__ = [
@@ -33,6 +37,9 @@ __all__ = [
     "Direction",
     "FenceEnded",
     "HostTransport",
+    "LendingTransport",
+    "Loan",
+    "PageTable",
     "Spans",
     "Transport",
     "TransportEvent",
@@ -84,6 +91,16 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Stop threads, close sockets, release memory. Idempotent; bounded in time."""
+
+
+class LendingTransport(Transport, Protocol):
+    """One that enforces what a peer may touch."""
+
+    def lay_out(self, tables: Sequence[PageTable]) -> None:
+        """Which bytes make which block. Without it each region is one block, number 0 of group 0."""
+
+    def lend(self, loan: Loan) -> None:
+        """Let a peer at some blocks until `cancel`; ends by one `CopyEnded`. Never blocks, never refuses."""
 
 
 class HostTransport(Transport, Protocol):

@@ -9,11 +9,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.transports.base import Copy, CopyEnded, Transport, TransportEvent
+from kvbaton.transports.base import (
+    Copy,
+    CopyEnded,
+    LendingTransport,
+    Loan,
+    PageTable,
+    Transport,
+    TransportEvent,
+)
 from kvbaton.transports.refusals import refusals_of
 
 WAITING_MAX = 4096
@@ -49,6 +58,12 @@ class DelayedTransport:
     def disconnect(self, peer: PeerId) -> None:
         self._drop(lambda copy: copy.peer == peer, Reason.PEER_GONE)
         self._inner.disconnect(peer)
+
+    def lay_out(self, tables: Sequence[PageTable]) -> None:
+        cast(LendingTransport, self._inner).lay_out(tables)
+
+    def lend(self, loan: Loan) -> None:
+        cast(LendingTransport, self._inner).lend(loan)
 
     def submit(self, copy: Copy) -> bool:
         with self._changed:

@@ -19,6 +19,11 @@ from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Spans, Transpor
 
 log = logging.getLogger(__name__)
 
+AGAIN_S, AGAIN_S_MAX = 0.005, 0.25
+LENT_WAIT_S = 2.0
+"""How long blocks that are not lent are asked for again, ever less often. The link to a rank takes a fraction of a
+millisecond, unless the machine stands still."""
+
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -32,6 +37,7 @@ class Job:
     ended: bool = False
     lost: bool = False  # the rest of some part cannot be proven
     halt: bytearray = field(default_factory=lambda: bytearray(1))  # read by movers while they copy
+    refused_at: float = 0.0  # when the peer first said that it does not lend this memory
 
 
 class Jobs:
@@ -138,6 +144,30 @@ class Jobs:
         with self:
             self._ring |= not self._news
             self._news.append(event)
+
+    def loan_ended(self, event: CopyEnded) -> None:
+        """A loan is no copy that was accepted here, but its end is drained as one."""
+        with self:
+            self._open += 1
+            self.post(event)
+
+    def again_s(self, job: Job, now: float) -> float | None:
+        """In how many seconds a part that the peer would not lend is to be asked for again; None: no more.
+
+        The word that blocks are lent may be on its way to the process that serves them while we ask there already.
+        """
+        with self:
+            job.refused_at = job.refused_at or now
+            waited_s = now - job.refused_at
+            return None if waited_s >= LENT_WAIT_S or job.ended else min(max(waited_s, AGAIN_S), AGAIN_S_MAX)
+
+    def put_back(self, job: Job, spans: Spans) -> None:
+        """A part that was begun is not under way any more, and is to be begun again."""
+        with self:
+            job.live -= 1
+            if not job.reason and not job.ended:
+                job.parts.append(spans)
+            self.settle(job)
 
     def drain(self) -> list[TransportEvent]:
         with self:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from kvbaton.transports.mover import Wait
@@ -90,6 +91,10 @@ class Loop:
         heapq.heappush(self._timers, (timer.at, next(self._order), timer))
         return timer
 
+    def call_later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """The same from any thread; it cannot be cancelled, and after `stop` it never runs."""
+        self.call(partial(self._start_timer, delay_s, action))
+
     def watch(self, fd: int, events: int, watcher: Watcher) -> None:
         self._watched[fd] = watcher
         self._epoll.register(fd, events)
@@ -144,6 +149,9 @@ class Loop:
     def _run_calls(self) -> None:
         for _ in range(len(self._calls)):  # those that are there now: what they add waits for the sockets
             self._guard(self._calls.popleft())
+
+    def _start_timer(self, delay_s: float, action: Callable[[], None]) -> None:
+        self.later(delay_s, action)
 
     def _timeout(self) -> float | None:
         if self._calls:

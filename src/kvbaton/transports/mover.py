@@ -10,13 +10,14 @@ what lets two threads copy at once (16.8 against 6.7 GB/s at 16 KiB, reference/t
 
 from __future__ import annotations
 
+import bisect
 import importlib
 import itertools
 import logging
 import socket
 from array import array
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -27,12 +28,17 @@ Memory = memoryview | bytearray
 Wait = tuple[int, int]
 """The epoll descriptor of a loop, and for how many milliseconds at most it has nothing better to do."""
 
-CONTRACT = 1
+CONTRACT = 2
 """Which signatures the extension must have; an extension left over from another version is not used."""
 
 NO_WAIT: Wait = (-1, 0)
 PIECE_BYTES = 1 << 20
 """How much is copied between two looks at a cancel flag."""
+
+Bands: TypeAlias = "np.ndarray[tuple[int, int], np.dtype[np.int64]]"
+"""Rows (start, end, stride, bytes of a block), in order and apart: see `protocol.pages`."""
+Counts: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int32]]"
+"""By block: whether it may be touched (not 0)."""
 
 IOVECS_MAX = 256
 SPAN_BAD = "span {} is outside its memory"
@@ -45,6 +51,9 @@ class Mover(Protocol):
 
     def check_spans(self, spans: array[int], width: int, local_bytes: int, remote_bytes: int) -> int:
         """Bytes named by all rows together."""
+
+    def check_pages(self, spans: array[int], width: int, tables: Sequence[tuple[Bands, Counts]]) -> bool:
+        """Whether every byte of every row lies in a block that may be touched; a row's bytes all in one table's."""
 
     def copy_spans(
         self,
@@ -83,6 +92,15 @@ class PythonMover:
 
     def check_spans(self, spans: array[int], width: int, local_bytes: int, remote_bytes: int) -> int:
         return _check(spans, width, local_bytes, remote_bytes, 0)
+
+    def check_pages(self, spans: array[int], width: int, tables: Sequence[tuple[Bands, Counts]]) -> bool:
+        rows = _rows(spans, width)
+        listed = [([tuple(map(int, row)) for row in bands], counts) for bands, counts in tables]
+        return all(
+            any(_touchable(int(row[0]), int(row[-1]), bands, counts) for bands, counts in listed)
+            for row in rows
+            if row[-1]
+        )
 
     def copy_spans(
         self,
@@ -149,6 +167,7 @@ class NativeMover:
         if getattr(_mover, "CONTRACT", None) != CONTRACT:
             raise ImportError("the block mover was built from another version: install the package again")
         self.check_spans = _mover.check_spans
+        self.check_pages = _mover.check_pages
         self.copy_spans = _mover.copy_spans
         self._stream_spans = _mover.stream_spans
 
@@ -202,6 +221,20 @@ def _check(spans: array[int], width: int, local_bytes: int, remote_bytes: int, f
     if total >= 1 << 63:
         raise ValueError(SPAN_BAD.format(first + len(rows) - 1))
     return total
+
+
+def _touchable(at: int, size: int, bands: Sequence[tuple[int, ...]], counts: Counts) -> bool:
+    end = at + size
+    while at < end:
+        index = bisect.bisect_right(bands, at, key=lambda band: band[0]) - 1
+        if at < 0 or index < 0 or at >= bands[index][1]:
+            return False
+        start, _, stride, extent = bands[index]
+        block, within = divmod(at - start, stride)
+        if within >= extent or block >= len(counts) or not counts[block]:
+            return False
+        at += extent - within
+    return True
 
 
 def _gather(

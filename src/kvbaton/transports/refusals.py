@@ -25,6 +25,7 @@ class Cause(enum.StrEnum):
     PLAIN = "plain"  # would not encrypt where that is wanted
     FULL = "full"  # as many are served as can be
     BAD_SPAN = "bad_span"  # asked for memory outside of what is registered
+    NOT_LENT = "not_lent"  # asked for blocks that are not lent to it: a reader that came late, or one that lies
     BAD_MESSAGE = "bad_message"  # a request that cannot be read, or a record that was altered
     OTHER = "other"  # of a data plane that counts what is not on this list
 

@@ -22,13 +22,14 @@ from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.sealed import policy
 from kvbaton.sealed.policy import Encrypt
 from kvbaton.sealed.records import load
-from kvbaton.transports.base import Capabilities, Copy, Direction, TransportEvent
+from kvbaton.transports.base import Capabilities, Copy, Direction, Loan, PageTable, TransportEvent
 from kvbaton.transports.cuda_driver import CudaGpu, Gpu
 from kvbaton.transports.cuda_gate import quiet_event
 from kvbaton.transports.cuda_table import PIECE_BYTES
 from kvbaton.transports.device import DeviceMemory, RegisteredDevice
 from kvbaton.transports.gate import Gate
 from kvbaton.transports.jobs import Job, Jobs
+from kvbaton.transports.loans import GRACE_S, Loans
 from kvbaton.transports.loop import Loop
 from kvbaton.transports.mover import choose_mover
 from kvbaton.transports.shm_door import host_identity
@@ -43,7 +44,7 @@ from kvbaton.transports.tcp_frames import ROWS_MAX
 CLOSE_S = 5.0
 _BASE = Capabilities(
     name="staged", one_sided=False, can_write=False, can_fence=False, cancels=True, same_host=True,
-    device_kinds=("cuda",),
+    device_kinds=("cuda",), enforces=True,
 )  # fmt: skip
 CAPABILITIES: dict[Carrier, Capabilities] = {
     "shm": msgspec.structs.replace(_BASE, name="staged-shm"),
@@ -99,9 +100,10 @@ class StagedTransport:
         self._loop = Loop(f"kvbaton-staged-{me}")
         self._stager = Stager(f"kvbaton-stager-{me}", self._gpu)
         slots = config.slot_bytes, config.slots
+        self._loans = Loans(self._mover, self._jobs.loan_ended, partial(self._loop.call_later, GRACE_S))
         self._server = StagedServer(
-            me, config.carrier, self._loop, self._memory, self._mover, self._stager, slots, config.dial_deadline_s,
-            config.encrypt,
+            me, config.carrier, self._loop, self._memory, self._mover, self._stager, self._loans, slots,
+            config.dial_deadline_s, config.encrypt,
         )  # fmt: skip
         if config.must_seal:
             load()
@@ -119,6 +121,13 @@ class StagedTransport:
     def register(self, region: int, memory: DeviceMemory) -> None:
         """It must stay allocated until `close`."""
         self._memory.add(region, memory)
+        self._loans.add_region(region, memory.nbytes)
+
+    def lay_out(self, tables: Sequence[PageTable]) -> None:
+        self._loans.lay_out(tables)
+
+    def lend(self, loan: Loan) -> None:
+        self._loans.lend(loan)
 
     def endpoint(self, peer: PeerId) -> bytes:
         """Listens from the first call on. The same until `peer` is disconnected, then a new one."""
@@ -172,6 +181,8 @@ class StagedTransport:
         return True
 
     def cancel(self, job: JobId) -> None:
+        if self._loans.take_back(job):
+            return
         with self._jobs:
             found = self._jobs.find(job)
             if found is not None:
@@ -194,6 +205,7 @@ class StagedTransport:
         self._gate.close(0)
         self._loop.stop(CLOSE_S)  # closes every connection, which gives its slots to the stager to release
         self._stager.close(CLOSE_S)
+        self._loans.close()
         for job in self._jobs.of_peer():
             self._jobs.abandon(job, Reason.CANCELLED)
         self._memory.clear()

@@ -8,6 +8,7 @@ the connection with all its slots is gone.
 from __future__ import annotations
 
 import os
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -108,8 +109,10 @@ class Line:
             if part is None or frame.payload_bytes != (part.size if frame.status is Status.OK else 0):
                 raise ProtocolError(Reason.BAD_MESSAGE, "an answer to nothing that was asked, or of another size")
             slot = frame.tag % slots.count
-            if frame.status is not Status.OK:
+            if frame.status is Status.BAD_SPAN:
                 self._end(part, Reason.BAD_SPAN, f"{link.there.owner} refused memory outside its regions")
+            elif frame.status is Status.NOT_LENT:
+                self._not_lent(part)
             elif by_wire:
                 self._asked[frame.tag] = part  # a cancel must find it while it comes in
                 yield Strip(link.mover, slots.view(slot, part.size), array("q", (0, part.size)), 2, part.size)
@@ -119,6 +122,16 @@ class Line:
                 self.pump()
             else:
                 self._scatter(slots, slot, part)
+
+    def _not_lent(self, part: Part) -> None:
+        link = self._link
+        again_s = None if part.over else link.jobs.again_s(part.job, time.monotonic())
+        if again_s is None:
+            self._end(part, Reason.LEASE_EXPIRED, f"{link.there.owner} does not lend this memory, or no longer")
+        else:
+            part.over = True
+            link.jobs.put_back(part.job, part.spans)
+            link.loop.later(again_s, partial(link.again, part.job))
 
     def _opened(self, hello: Hello, problem: str) -> None:
         """The slots are pinned: now the line can be used."""
@@ -205,6 +218,14 @@ class StagedLink:
         """From any thread; the caller holds the lock."""
         self._new.append(job)
         self.loop.call(self._pump)
+
+    def again(self, job: Job) -> None:
+        """On the loop: parts that were put back are due."""
+        with self.jobs:
+            if job.parts and job not in self._queue:
+                self._queue.append(job)
+        if self._line is not None and self._line.hello is not None:
+            self._line.pump()
 
     def remove(self, job: Job) -> None:
         """A job that has failed. From any thread; the caller holds the lock."""

@@ -1,7 +1,8 @@
 """P's side of staging: gathers what a proven peer asks for into a slot, and says when it is there.
 
-Law: no byte is gathered before every span of its request was checked against the memory here. A slot is filled for one
-request at a time; over tcp its bytes follow the answer on the same wire.
+Law: no byte is gathered before every span of its request was checked against the memory here, and against what is lent
+to that peer (`loans`). A slot is filled for one request at a time; over tcp its bytes follow the answer on the same
+wire.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.sealed.policy import Encrypt
 from kvbaton.transports.auth import Admitted, Keyring
+from kvbaton.transports.base import Direction
 from kvbaton.transports.device import RegisteredDevice
+from kvbaton.transports.loans import Loans
 from kvbaton.transports.loop import Loop
 from kvbaton.transports.memory import Region
 from kvbaton.transports.mover import Mover
@@ -30,7 +33,7 @@ from kvbaton.transports.staged_door import Carrier, Hello, listen
 from kvbaton.transports.staged_slots import Slots, allocate_slots, gather_rows
 from kvbaton.transports.staged_work import Chunk, Stager
 from kvbaton.transports.tcp_frames import FRAME_BYTES, Frame, Kind, Status, parse
-from kvbaton.transports.tcp_server import prepare
+from kvbaton.transports.tcp_server import REFUSED_AS, TOO_SLOW, prepare
 from kvbaton.transports.wire import Bytes, Script, Strip, Wire, take
 
 log = logging.getLogger(__name__)
@@ -60,6 +63,7 @@ class StagedServer:
         memory: RegisteredDevice,
         mover: Mover,
         stager: Stager,
+        loans: Loans,
         slots: tuple[int, int],
         handshake_s: float,
         encrypt: Encrypt = "auto",
@@ -70,6 +74,7 @@ class StagedServer:
         self._memory = memory
         self._mover = mover
         self._stager = stager
+        self._loans = loans
         self._slot_bytes, self._slot_count = slots
         self._sessions: list[Session] = []
         self._pinning = 0  # admitted, and not served yet
@@ -151,26 +156,34 @@ class StagedServer:
             if slot in session.busy or frame.payload_bytes > slots.slot_bytes:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"slot {slot} is in use, or too small for the request")
             chunk = self._chunk(session, slot, frame, pairs)
-            if chunk is None:
-                self.refusals.add(Cause.BAD_SPAN)
-                wire.out.append(Bytes(Frame(Kind.DATA, frame.tag, status=Status.BAD_SPAN).pack()))
+            if isinstance(chunk, Status):
+                self.refusals.add(REFUSED_AS[chunk])
+                wire.out.append(Bytes(Frame(Kind.DATA, frame.tag, status=chunk).pack()))
             else:
                 session.busy.add(slot)
                 self._stager.add(chunk)
 
-    def _chunk(self, session: Session, slot: int, frame: Frame, pairs: array[int]) -> Chunk | None:
-        """What a request names, or None when any of it lies outside."""
+    def _chunk(self, session: Session, slot: int, frame: Frame, pairs: array[int]) -> Chunk | Status:
+        """What a request names, or why it is refused."""
         memory = self._memory.get(frame.region)
         try:
             total = self._mover.check_spans(pairs, 2, memory.nbytes if memory else 0, 0)
         except ValueError:
-            return None
+            return Status.BAD_SPAN
         if memory is None:
-            return None
+            return Status.BAD_SPAN
         if total != frame.payload_bytes:
             raise ProtocolError(Reason.BAD_MESSAGE, f"spans of {total} bytes, payload of {frame.payload_bytes}")
 
+        def cut() -> None:
+            self._loop.call(partial(session.wire.close, TOO_SLOW))
+
+        flight = self._loans.begin(session.peer, Direction.READ, frame.region, pairs, cut)
+        if flight is None:
+            return Status.NOT_LENT
+
         def ended(problem: str) -> None:
+            self._loans.end(flight)  # what is in the slot now is the peer's
             self._loop.call(partial(self._answer, session, slot, frame, problem))
 
         return Chunk(session.slots, slot, total, memory.address, gather_rows(pairs), True, ended)

@@ -20,6 +20,7 @@ import ipaddress
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import cast
 
 import msgspec
 
@@ -30,8 +31,17 @@ from kvbaton.sealed import policy
 from kvbaton.sealed.policy import Encrypt
 from kvbaton.sealed.records import load
 from kvbaton.transports import sums_endpoint
-from kvbaton.transports.base import Copy, CopyEnded, HostTransport, TransportEvent
+from kvbaton.transports.base import (
+    Copy,
+    CopyEnded,
+    HostTransport,
+    LendingTransport,
+    Loan,
+    PageTable,
+    TransportEvent,
+)
 from kvbaton.transports.jobs import Job, Jobs
+from kvbaton.transports.loans import GRACE_S, Loans
 from kvbaton.transports.loop import Loop
 from kvbaton.transports.memory import Registered
 from kvbaton.transports.mover import choose_mover
@@ -105,7 +115,12 @@ class SummedTransport:
         self._loop = Loop(f"kvbaton-sums-{me}")
         self._digesters = Digesters(f"kvbaton-digest-{me}", config.threads)
         mover, limits = choose_mover(config.pure_python), (config.strangers_max, config.dial_deadline_s)
-        self._service = SumService(me, self._loop, self._memory, mover, self._digesters, *limits, config.encrypt)
+        self._loans = Loans(mover, self._loan_ended, partial(self._loop.call_later, GRACE_S))
+        self._lent: dict[JobId, int] = {}  # how many of the two, the inner plane and the service, have not let go
+        asked = self._loans if inner.capabilities.enforces else None
+        self._service = SumService(
+            me, self._loop, self._memory, mover, self._digesters, asked, *limits, config.encrypt
+        )  # fmt: skip
         if config.must_seal:
             load()
         inner.set_waker(self._has_news)
@@ -122,6 +137,17 @@ class SummedTransport:
     def register(self, region: int, memory: memoryview) -> None:
         self._inner.register(region, memory)
         self._memory.add(region, memory)
+        self._loans.add_region(region, memory.nbytes)
+
+    def lay_out(self, tables: Sequence[PageTable]) -> None:
+        self._loans.lay_out(tables)
+        cast(LendingTransport, self._inner).lay_out(tables)
+
+    def lend(self, loan: Loan) -> None:
+        with self._jobs:
+            self._lent[loan.job] = 2
+        self._loans.lend(loan)
+        cast(LendingTransport, self._inner).lend(loan)
 
     def endpoint(self, peer: PeerId) -> bytes:
         """The inner plane's, and the sum service's. Listens from the first call on."""
@@ -173,6 +199,7 @@ class SummedTransport:
             found = self._jobs.find(job)
             if found is not None:
                 self._stop(found, Reason.CANCELLED, "")
+        self._loans.take_back(job)
         self._inner.cancel(job)
 
     def fence(self, peer: PeerId) -> None:
@@ -196,6 +223,7 @@ class SummedTransport:
         self._inner.close()
         self._loop.stop(CLOSE_S)
         stopped = self._digesters.close(CLOSE_S)
+        self._loans.close()
         self._collect()
         with self._jobs:
             for job in self._jobs.of_peer():  # the inner plane did not say how they ended
@@ -218,6 +246,16 @@ class SummedTransport:
                     self._jobs.post(event)
                 elif job is not None:
                     self._landed(job, event)
+                elif event.job in self._lent:
+                    self._loan_ended(event)
+
+    def _loan_ended(self, event: CopyEnded) -> None:
+        """The inner plane, or the service, has let go of a loan."""
+        with self._jobs:
+            self._lent[event.job] -= 1
+            if not self._lent[event.job]:
+                del self._lent[event.job]
+                self._jobs.loan_ended(event)
 
     def _landed(self, job: Job, event: CopyEnded) -> None:
         """The inner plane is done with `job`. If that went well and nobody wants it stopped, its bytes are compared."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.transports.auth import greet
 from kvbaton.transports.base import Spans
-from kvbaton.transports.jobs import Job
+from kvbaton.transports.jobs import AGAIN_S_MAX, LENT_WAIT_S, Job
 from kvbaton.transports.loop import Loop, Timer
 from kvbaton.transports.spans import size_of, to_wire
 from kvbaton.transports.sums import DIGEST_BYTES
@@ -35,6 +35,7 @@ class Question:
     spans: Spans
     tell: Callable[[bytes], None]
     fail: Callable[[Reason, str], None]
+    refused_at: float = 0.0
 
 
 class SumLink:
@@ -122,9 +123,20 @@ class SumLink:
             self._heard_at = time.monotonic()
             if frame.status is Status.OK:
                 question.tell(found)
+            elif frame.status is Status.NOT_LENT:
+                self._not_lent(question)
             else:
                 question.fail(Reason.BAD_SPAN, f"{self.route.peer} refused to digest memory outside its regions")
             self._pump()
+
+    def _not_lent(self, question: Question) -> None:
+        """Asked again for a moment: the word that it is lent may be on its way."""
+        now = time.monotonic()
+        question.refused_at = question.refused_at or now
+        if now - question.refused_at >= LENT_WAIT_S:
+            question.fail(Reason.LEASE_EXPIRED, f"{self.route.peer} does not lend this memory, or no longer")
+        else:
+            self._loop.later(AGAIN_S_MAX / 5, lambda: self.ask([question]))
 
     def _look(self) -> None:
         """Whether the service still answers; again later, as long as it is being asked."""

@@ -1,7 +1,8 @@
 """The answering side of checksums: digests of registered memory, for admitted peers.
 
-Law: nothing is read before every span of a question was checked against the memory here, and nothing is digested on the
-loop. A question costs its connection's window until it is answered, so a peer can make at most that much work wait.
+Law: nothing is read before every span of a question was checked against the memory here and, where the plane enforces
+what is lent, against that (a digest tells whether a guess is right); and nothing is digested on the loop. A question
+costs its connection's window until it is answered, so a peer can make at most that much work wait.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.sealed.policy import Encrypt
 from kvbaton.transports.auth import Admitted, Keyring
-from kvbaton.transports.base import Spans
+from kvbaton.transports.base import Direction, Spans
+from kvbaton.transports.loans import Flight, Loans
 from kvbaton.transports.loop import Loop
 from kvbaton.transports.memory import Registered
 from kvbaton.transports.mover import Mover
 from kvbaton.transports.reception import BACKLOG, Reception
-from kvbaton.transports.refusals import Cause, Refusals, cause_of
+from kvbaton.transports.refusals import Refusals, cause_of
 from kvbaton.transports.spans import from_wire
 from kvbaton.transports.sums import PART_BYTES, PIECE_BYTES
 from kvbaton.transports.sums_hash import digests
 from kvbaton.transports.sums_pool import Digesters
 from kvbaton.transports.tcp_frames import FRAME_BYTES, WINDOW_MAX, Frame, Kind, Status, parse
-from kvbaton.transports.tcp_server import family_of, prepare
+from kvbaton.transports.tcp_server import REFUSED_AS, family_of, prepare
 from kvbaton.transports.wire import Bytes, Script, Wire, take
 
 QUESTION_BYTES_MAX = PART_BYTES + PIECE_BYTES
@@ -36,6 +38,7 @@ QUESTION_BYTES_MAX = PART_BYTES + PIECE_BYTES
 class Guest:
     """One connection of an admitted peer."""
 
+    peer: PeerId
     wire: Wire
     waiting: int = 0  # questions that are being digested or wait for it
     halt: bytearray = field(default_factory=lambda: bytearray(1))  # set when nobody waits for the answers any more
@@ -51,6 +54,7 @@ class SumService:
         memory: Registered,
         mover: Mover,
         digesters: Digesters,
+        loans: Loans | None,
         strangers_max: int,
         handshake_s: float,
         encrypt: Encrypt = "auto",
@@ -59,6 +63,7 @@ class SumService:
         self._memory = memory
         self._mover = mover
         self._digesters = digesters
+        self._loans = loans
         self._reception = Reception(me, loop, prepare, self._adopt, strangers_max, handshake_s, encrypt)
         self._guests: dict[PeerId, Guest] = {}  # touched by the loop only
 
@@ -98,7 +103,7 @@ class SumService:
             if guest.wire.fault is not None:
                 self.refusals.add(cause_of(guest.wire.fault))
 
-        guest = Guest(Wire(self._loop, sock, closed))
+        guest = Guest(admitted.peer, Wire(self._loop, sock, closed))
         if admitted.seals is not None:
             guest.wire.seal(admitted.seals)
         self._guests[admitted.peer] = guest
@@ -111,12 +116,23 @@ class SumService:
             if guest.waiting + len(guest.wire.out) >= WINDOW_MAX:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"more than {WINDOW_MAX} questions at once")
             memory = self._checked(frame, pairs)
-            if memory is None:
-                self.refusals.add(Cause.BAD_SPAN)
-                guest.wire.out.append(Bytes(Frame(Kind.SUMS, frame.tag, status=Status.BAD_SPAN).pack()))
+            flight = self._begin(guest, frame.region, pairs) if memory is not None and self._loans and pairs else None
+            if memory is None or (self._loans and pairs and flight is None):
+                status = Status.BAD_SPAN if memory is None else Status.NOT_LENT
+                self.refusals.add(REFUSED_AS[status])
+                guest.wire.out.append(Bytes(Frame(Kind.SUMS, frame.tag, status=status).pack()))
             else:
                 guest.waiting += 1
-                self._digesters.add(partial(self._digest, guest, frame.tag, memory, pairs))
+                self._digesters.add(partial(self._digest, guest, frame.tag, memory, pairs, flight))
+
+    def _begin(self, guest: Guest, region: int, pairs: Spans) -> Flight | None:
+        """Who was lent blocks, to read or to write, may ask for their digests."""
+        assert self._loans is not None
+        for way in Direction:
+            flight = self._loans.begin(guest.peer, way, region, pairs, lambda: None)  # a digest is short
+            if flight is not None:
+                return flight
+        return None
 
     def _checked(self, frame: Frame, pairs: Spans) -> memoryview | None:
         """The memory that a question is about, or None when any of it lies outside."""
@@ -133,13 +149,16 @@ class SumService:
             raise ProtocolError(Reason.BAD_MESSAGE, f"spans of {total} bytes, said to be {frame.payload_bytes}")
         return memory
 
-    def _digest(self, guest: Guest, tag: int, memory: memoryview, pairs: Spans) -> None:
+    def _digest(self, guest: Guest, tag: int, memory: memoryview, pairs: Spans, flight: Flight | None) -> None:
         """On a digester."""
         try:
             found = digests(memory, pairs, 2, guest.halt)
         except Exception:
             self._loop.call(partial(guest.wire.close, "cannot be digested"))
             raise
+        finally:
+            if self._loans is not None and flight is not None:
+                self._loans.end(flight)
         self._loop.call(partial(self._answer, guest, tag, found))
 
     def _answer(self, guest: Guest, tag: int, found: bytes) -> None:

@@ -31,9 +31,10 @@ from kvbaton.sealed import policy
 from kvbaton.sealed.policy import Encrypt
 from kvbaton.sealed.records import load
 from kvbaton.transports.auth import SECRET_BYTES
-from kvbaton.transports.base import Capabilities, Copy, Direction, FenceEnded, Spans, TransportEvent
+from kvbaton.transports.base import Capabilities, Copy, Direction, FenceEnded, Loan, PageTable, Spans, TransportEvent
 from kvbaton.transports.gate import Gate
 from kvbaton.transports.jobs import Job, Jobs
+from kvbaton.transports.loans import GRACE_S, Loans
 from kvbaton.transports.loop import Loop
 from kvbaton.transports.memory import Registered
 from kvbaton.transports.mover import choose_mover
@@ -47,7 +48,9 @@ CLOSE_S = 2.0
 PART_BYTES = range(512 << 10, 32 << 20)
 """Smaller copies are not split: a second request costs more than it saves."""
 
-CAPABILITIES = Capabilities(name="tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False)
+CAPABILITIES = Capabilities(
+    name="tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False, enforces=True
+)
 
 
 class TcpConfig(msgspec.Struct, frozen=True):
@@ -108,11 +111,14 @@ class TcpTransport:
         self._links: dict[PeerId, Link] = {}
         self._gate = Gate(f"kvbaton-tcp-gate-{me}")
         self._loops = [Loop(f"kvbaton-tcp-{index}-{me}") for index in range(self._config.threads)]
+        later = partial(self._loops[0].call_later, GRACE_S)
+        self._loans = Loans(self._mover, self._jobs.loan_ended, later)
         self._server = TcpServer(
             me,
             self._loops,
             self._memory,
             self._mover,
+            self._loans,
             self._config.strangers_max,
             self._config.dial_deadline_s,
             self._config.encrypt,
@@ -127,6 +133,13 @@ class TcpTransport:
 
     def register(self, region: int, memory: memoryview) -> None:
         self._memory.add(region, memory)
+        self._loans.add_region(region, memory.nbytes)
+
+    def lay_out(self, tables: Sequence[PageTable]) -> None:
+        self._loans.lay_out(tables)
+
+    def lend(self, loan: Loan) -> None:
+        self._loans.lend(loan)
 
     def endpoint(self, peer: PeerId) -> bytes:
         """Listens from the first call on. The same until `peer` is fenced or disconnected, then a new one."""
@@ -198,7 +211,10 @@ class TcpTransport:
         return True
 
     def cancel(self, job: JobId) -> None:
-        """A READ rests within one turn of a loop. A WRITE ends now; `CopyRested` follows if it was under way."""
+        """A READ rests within one turn of a loop. A WRITE ends now; `CopyRested` follows if it was under way. A loan is
+        taken back."""
+        if self._loans.take_back(job):
+            return
         with self._jobs:
             found = self._jobs.find(job)
             if found is None:
@@ -218,6 +234,8 @@ class TcpTransport:
             self._jobs.fail(job, Reason.CANCELLED, "the transport was closed")
         self._gate.close(0)
         stopped = [loop.stop(CLOSE_S) for loop in self._loops]
+        if all(stopped):
+            self._loans.close()
         with self._jobs:
             for job in self._jobs.of_peer():
                 job.live *= not all(stopped)  # no thread, no landing: at rest

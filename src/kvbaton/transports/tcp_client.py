@@ -12,6 +12,7 @@ import errno
 import itertools
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -124,9 +125,21 @@ class Conversation:
             self._asked_bytes -= part.size
             if frame.status is Status.OK:
                 self._end(part)
-            else:
+            elif frame.status is Status.BAD_SPAN:
                 self._end(part, Reason.BAD_SPAN, f"{route.peer} refused memory outside its regions")
+            else:
+                self._not_lent(part)
             self.pump()
+
+    def _not_lent(self, part: Part) -> None:
+        link = self._link
+        again_s = None if part.over else link.jobs.again_s(part.job, time.monotonic())
+        if again_s is None:
+            self._end(part, Reason.LEASE_EXPIRED, f"{link.route.peer} does not lend this memory, or no longer")
+        else:
+            part.over = True
+            link.jobs.put_back(part.job, part.spans)
+            link.loops[self._index].later(again_s, partial(link.add, part.job))
 
     def _closed(self, detail: str, by_peer: bool) -> None:
         self._deadline.cancel()
@@ -188,7 +201,8 @@ class Link:
         with self.jobs:
             if not job.parts:
                 return
-            self._queue.append(job)
+            if job not in self._queue:
+                self._queue.append(job)
             # One that is full asks for more by itself when an answer comes; the queue was filled before we look.
             roomy = [index for index, stream in enumerate(self._streams) if stream is None or stream.has_room()]
             turn = job.copy.job % len(self._streams)

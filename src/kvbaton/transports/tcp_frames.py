@@ -7,7 +7,8 @@
 Data streams carry the first two; SUM has a listener of its own (`sums_service`), so that it never waits behind payload.
 
 Law: a frame is checked against its bounds here before anything is allocated for it. What breaks a bound is malformed
-and costs the connection; spans that lie outside the memory are a bad request and cost that copy only.
+and costs the connection; spans that lie outside the memory, or in blocks that are not lent to who asks, are a bad
+request and cost that copy only.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Kind(enum.IntEnum):
 class Status(enum.IntEnum):
     OK = 0
     BAD_SPAN = 1
+    NOT_LENT = 2  # registered, but not lent to who asks: not yet, or no longer
 
 
 class Frame(msgspec.Struct, frozen=True):

@@ -6,10 +6,11 @@ Law: before `open` nothing but `register` and `set_waker` has an effect that las
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.transports.base import Copy, Transport, TransportEvent
+from kvbaton.transports.base import Copy, LendingTransport, Loan, PageTable, Transport, TransportEvent
 from kvbaton.transports.refusals import refusals_of
 
 
@@ -51,6 +52,12 @@ class UnnamedTransport:
 
     def disconnect(self, peer: PeerId) -> None:
         self.inner.disconnect(peer)
+
+    def lay_out(self, tables: Sequence[PageTable]) -> None:
+        cast(LendingTransport, self.inner).lay_out(tables)
+
+    def lend(self, loan: Loan) -> None:
+        cast(LendingTransport, self.inner).lend(loan)
 
     def submit(self, copy: Copy) -> bool:
         return self.inner.submit(copy)

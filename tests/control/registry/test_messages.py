@@ -130,12 +130,6 @@ def test_discards_are_bounded_in_number_and_length() -> None:
             m.decode_from_registry(m.encode(m.Discard(Incarnation(1), tickets)))
 
 
-@pytest.mark.parametrize("name", ["operator", "operator-alice"])
-def test_operators_are_known_by_their_names(name: str) -> None:
-    assert m.is_operator(name)
-    assert not any(map(m.is_operator, ("p0", "operators", "an-operator", "")))
-
-
 def test_what_the_registry_tells_an_operator_arrives_as_it_was() -> None:
     for message in (m.DrainState(WorkerId("p0"), "unknown", workers=("d0",)), m.Refused("why")):
         assert m.decode_to_operator(m.encode(message)) == message

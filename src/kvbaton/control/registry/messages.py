@@ -228,11 +228,6 @@ def encode(message: ToRegistry | FromRegistry | ToOperator) -> bytes:
     return _encoder.encode((VERSION, message))
 
 
-def is_operator(name: str) -> bool:
-    """Whether an identity may order workers about: by its name, which its key proves. Such a one is no worker."""
-    return name == OPERATOR or name.startswith(f"{OPERATOR}-")
-
-
 def decode_to_registry(frame: bytes) -> ToRegistry:
     message: ToRegistry = _decode(frame, _to_registry)
     if isinstance(message, Register):

@@ -14,6 +14,7 @@ from kvbaton.control.keys import Keyring
 from kvbaton.control.registry import messages as m
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import WorkerId
+from kvbaton.protocol.privileges import Act, may
 
 REPEAT_S = 1.0  # a question may be lost, and asking twice is asking once
 LIMITS = Limits(frames_queued_max=16)
@@ -27,7 +28,7 @@ class OperatorLine:
     ) -> None:
         self._registry = registry[0]
         self._clock = clock
-        if not m.is_operator(keyring.name):
+        if not may(keyring.role_of(keyring.name), Act.DRAIN):
             raise ControlError(f"name: {keyring.name} is no operator; use one named {m.OPERATOR} or {m.OPERATOR}-…")
         try:
             address = check_endpoint(registry[1], names=True)

@@ -3,7 +3,8 @@
 Laws: a worker registers only under the name that its key proves, and is told that it is listed only after the router
 can see it. A bad message is counted, answered with the field at fault and skipped; it never ends the server. Every
 worker hears of every change, once per turn however many there were, and whoever missed it gets it with the answer to
-its next ping. Only an operator's identity can have a worker drained, and the router knows before the worker is told.
+its next ping. Who may say what is decided by the role of its key (`protocol.privileges`): only an operator can have a
+worker drained, and the router knows before the worker is told.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvbaton.control.registry.reports import OnReport, Reports
 from kvbaton.control.registry.roster import Entry, RegistrySettings, Roster, Standing
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+from kvbaton.protocol.privileges import Act, Role, may
 from kvbaton.protocol.ticket import TICKET_CHARS_MAX
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class RegistryServer:
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._control = ZmqControl(keyring, bind, limits, clock)
+        self._role_of = keyring.role_of
         self._roster = Roster(settings or RegistrySettings(), 1 + secrets.randbits(62), clock())
         self._discards: deque[tuple[PeerId, str]] = deque()
         self._control.on_keys = self._take_keys
@@ -137,7 +140,7 @@ class RegistryServer:
     def _on_frame(self, sender: WorkerId, frame: bytes, key: str, now: float) -> list[tuple[WorkerId, Answer]]:
         try:
             message = m.decode_to_registry(frame)
-            _check_sender(sender, message)
+            _check_sender(sender, self._role_of(sender), message)
         except m.RegistryFault as fault:
             self.counters["bad_messages"] += 1
             if worth_saying(self.counters["bad_messages"]):
@@ -186,10 +189,12 @@ class RegistryServer:
         return [listed]
 
     def _take_keys(self, keyring: Keyring) -> None:
-        """Whoever was listed under a key that is no longer let in has left: it cannot say so itself."""
+        """Whoever was listed under a key that is no longer let in, or not for that any more, has left."""
+        self._role_of = keyring.role_of
         for entry in self._roster.entries():  # also who registered since the last that was published
             told = entry.registration
-            if entry.public_key not in (keyring.peers.get(told.worker), *keyring.also.get(told.worker, ())):
+            listed = entry.public_key in (keyring.peers.get(told.worker), *keyring.also.get(told.worker, ()))
+            if not listed or not _may_serve(keyring.role_of(told.worker), told.role):
                 log.warning("[key-withdrawn] %s is no longer in the key directory, and no longer listed", told.peer)
                 self._roster.deregister(told.worker, told.incarnation)
         self.on_keys(keyring)
@@ -233,14 +238,29 @@ class RegistryServer:
             self.counters["unreached"] += 1
 
 
-def _check_sender(sender: WorkerId, message: m.ToRegistry) -> None:
-    """Who may say this, by the name that the sender's key proves."""
-    if isinstance(message, m.Drain):
-        if not m.is_operator(sender):
-            raise m.RegistryFault(
-                f"drain: {sender} is no operator; use an identity named {m.OPERATOR} or {m.OPERATOR}-…"
-            )
-    elif m.is_operator(sender):
-        raise m.RegistryFault(f"worker: {sender} is the name of an operator; give the worker another")
-    elif isinstance(message, m.Register) and message.registration.worker != sender:
-        raise m.RegistryFault(f"worker: {sender} registers as {message.registration.worker}")
+_NEEDS: Mapping[type[m.ToRegistry], Act] = {
+    m.Register: Act.REGISTER,
+    m.Ping: Act.REGISTER,
+    m.Deregister: Act.REGISTER,
+    m.Report: Act.REPORT,
+    m.Drain: Act.DRAIN,
+}
+
+
+def _check_sender(sender: WorkerId, role: Role, message: m.ToRegistry) -> None:
+    """Who may say this, by the name that the sender's key proves and the role that it has."""
+    act = _NEEDS[type(message)]
+    if not may(role, act):
+        use = f"an identity named {m.OPERATOR} or {m.OPERATOR}-…" if act is Act.DRAIN else "a worker's"
+        raise m.RegistryFault(f"{act}: the key of {sender} is for {role}; use {use}, or mint one with another role")
+    if isinstance(message, m.Register):
+        told = message.registration
+        if told.worker != sender:
+            raise m.RegistryFault(f"worker: {sender} registers as {told.worker}")
+        if not _may_serve(role, told.role):
+            raise m.RegistryFault(f"role: {sender} registers as {told.role}, and its key is for {role}")
+
+
+def _may_serve(key: Role, registered: str) -> bool:
+    """Whether a worker whose key has this role may be listed as `registered`."""
+    return key is Role.BOTH or (may(key, Act.REGISTER) and registered == key)

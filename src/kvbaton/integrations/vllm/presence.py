@@ -271,6 +271,7 @@ class Presence:
             ticket_keys=keyring.ticket_keys,
             wall_offset_s=time.time() - time.monotonic(),
             exact_epochs=self.facts.exact_epochs,
+            role_of=keyring.role_of,
         )
         ledger = Ledger(identity, self.settings.protocol(), self.doorway.epochs.of)
         progress, recorder = self.links.drain_progress, self.watch.recorder

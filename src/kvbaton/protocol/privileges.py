@@ -1,0 +1,98 @@
+"""Who may do what: the one table of privileges, by the role that a member's key has.
+
+Law: whoever has not the privilege is not heard, whatever its key proves. A role says which part a member plays, no
+more: what a D may read, and a P may write, is decided handoff by handoff (`effects.Loan`). The page docs/security.md
+prints this table, and a test walks it cell by cell.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from kvbaton.protocol import messages as m
+
+
+class Role(enum.StrEnum):
+    """What a key is for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+    ROUTER = "router"
+    OPERATOR = "operator"
+    STORE = "store"
+
+
+class Act(enum.StrEnum):
+    """What a member can do to another."""
+
+    REGISTER = "register"  # be listed by the registry, and hear who else is
+    HELLO = "hello"  # greet a P, and get the addresses and secrets of its data planes
+    CLAIM = "claim"  # ask a P for a prompt's KV
+    OFFER = "offer"  # have a P write into blocks of its own
+    READ = "read"  # blocks of a P that are lent to it
+    GRANT = "grant"  # answer a D's greetings and claims: be a P
+    WRITE = "write"  # blocks of a D that are lent to it
+    KEEP = "keep"  # ask the shared store, and put there
+    REPORT = "report"  # tell the router how it fares
+    DRAIN = "drain"  # have a worker finish and go
+
+
+_READS = frozenset({Act.HELLO, Act.CLAIM, Act.OFFER, Act.READ})
+_WRITES = frozenset({Act.GRANT, Act.WRITE})
+_WORKS = frozenset({Act.REGISTER, Act.KEEP, Act.REPORT})
+
+MAY: Mapping[Role, frozenset[Act]] = {
+    Role.PREFILL: _WORKS | _WRITES,
+    Role.DECODE: _WORKS | _READS,
+    Role.BOTH: _WORKS | _WRITES | _READS,
+    Role.ROUTER: frozenset(),  # others come to it; it asks workers over HTTP
+    Role.OPERATOR: frozenset({Act.DRAIN}),
+    Role.STORE: frozenset(),  # others come to it
+}
+
+SAYS: Mapping[type[m.Message], frozenset[Act]] = {
+    m.Hello: frozenset({Act.HELLO}),
+    m.Joined: frozenset({Act.HELLO}),
+    m.Claim: frozenset({Act.CLAIM}),
+    m.Renew: frozenset({Act.CLAIM}),
+    m.Commit: frozenset({Act.CLAIM}),
+    m.Abandon: frozenset({Act.CLAIM}),
+    m.Offer: frozenset({Act.OFFER}),
+    m.Ack: frozenset({Act.OFFER}),
+    m.Revoke: frozenset({Act.OFFER}),
+    m.Welcome: frozenset({Act.GRANT}),
+    m.HelloRefused: frozenset({Act.GRANT}),
+    m.Linked: frozenset({Act.GRANT}),
+    m.Granted: frozenset({Act.GRANT}),
+    m.ClaimRefused: frozenset({Act.GRANT}),
+    m.Renewed: frozenset({Act.GRANT}),
+    m.RenewRefused: frozenset({Act.GRANT}),
+    m.Ready: frozenset({Act.GRANT}),
+    m.Committed: frozenset({Act.GRANT}),
+    m.Stale: frozenset({Act.GRANT}),
+    m.SourceLost: frozenset({Act.GRANT}),
+    m.Accepted: frozenset({Act.WRITE}),
+    m.Written: frozenset({Act.WRITE}),
+    m.Quiesced: frozenset({Act.WRITE}),
+    m.Reset: frozenset({Act.HELLO, Act.GRANT}),
+    m.Goodbye: frozenset({Act.HELLO, Act.GRANT}),
+}
+"""What a member must be allowed to do, one of these, for a message of it to be heard."""
+
+
+def may(role: Role, act: Act) -> bool:
+    return act in MAY[role]
+
+
+def may_say(role: Role, message: m.Message) -> bool:
+    return not MAY[role].isdisjoint(SAYS[type(message)])
+
+
+def role_by_name(name: str) -> Role:
+    """Of a key whose file says none, as they all were: operators, router and store by their names, all others work."""
+    for role in (Role.OPERATOR, Role.ROUTER, Role.STORE):
+        if name == role or name.startswith(f"{role}-"):
+            return role
+    return Role.BOTH
