@@ -111,6 +111,7 @@ class Habits:
     shut: frozenset[str] = frozenset()  # data planes that cannot be opened: their copies end so
     cancels: bool = True  # a cancelled copy is at rest at once; otherwise when it pleases
     fences: bool = True
+    loans: bool = True  # the data plane lets go of what is taken back
     store: bool = True
     allocates: bool = True  # the engine finds blocks as soon as there is a match
     acknowledges: bool = True  # the engine says that it has seen a failed match
@@ -165,6 +166,7 @@ class Party:
         self.copies: dict[JobId, Moving] = {}
         self.restless: dict[JobId, Moving] = {}
         self.loans: dict[JobId, tuple[int, fx.Loan]] = {}  # with the rank
+        self.taken_back: list[JobId] = []
         self.fences: list[fx.StartFence] = []
         self.connected: dict[PeerId, fx.Connect] = {}
         self.holders: dict[PeerId, set[fx.Holder]] = {}
@@ -437,6 +439,8 @@ class Party:
             self.allocate(found)
         elif self.habits.copies and self._end_a_copy():
             pass
+        elif self.habits.loans and self.taken_back:
+            self.tell(ev.CopyEnded(self.taken_back.pop(0), Reason.CANCELLED))
         elif self.habits.fences and self.fences:
             self.end_fences()
         elif self.habits.store and self.storing:
@@ -480,7 +484,7 @@ class Party:
                 self.loans[loan.job] = rank, loan
             case fx.CancelCopy(_, _, job) if job in self.loans or job not in self.copies:
                 if self.loans.pop(job, None) is not None:  # a loan that is being taken back may be asked for once more
-                    self._todo.append(ev.CopyEnded(job, Reason.CANCELLED))
+                    self.taken_back.append(job)
             case fx.CancelCopy(_, _, job):
                 self.copies[job].cancelled = True
             case fx.StartFence():

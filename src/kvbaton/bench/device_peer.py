@@ -5,15 +5,18 @@ It is asked by an `Order` and answers with an `Offer`; from then on block lists 
 
 from __future__ import annotations
 
+from typing import cast
+
 import msgspec
 
 from kvbaton.bench.children import Parent
 from kvbaton.bench.device_side import Address, DeviceSide
 from kvbaton.bench.device_world import DEVICE, Cache, pattern
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.transports.base import DeviceTransport
+from kvbaton.transports.base import DeviceTransport, LendingTransport
 from kvbaton.transports.cuda import CudaTransport
 from kvbaton.transports.cuda_driver import CudaGpu, Gpu
+from kvbaton.transports.loans import lend_everything
 from kvbaton.transports.staged import StagedConfig, StagedTransport
 from kvbaton.transports.staged_door import Carrier
 
@@ -58,6 +61,8 @@ def main() -> None:
     for name, reader in order.readers.items():
         plane = make_plane(name, P, gpu, order.slots)
         plane.register(0, cache.memory)
+        if plane.capabilities.enforces:
+            lend_everything(cast(LendingTransport, plane), reader)
         endpoints[name] = plane.endpoint(reader)
         planes.append(plane)
     side = DeviceSide("p", order.key_directory, cache.memory, gpu)

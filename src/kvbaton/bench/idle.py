@@ -13,12 +13,15 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence
+from typing import cast
 
 from kvbaton.bench.children import Child, Parent
 from kvbaton.bench.quiet import cpu_s
 from kvbaton.bench.workload import Driven, P, pattern, verify
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.transports import planes
+from kvbaton.transports.base import LendingTransport
+from kvbaton.transports.loans import lend_everything
 from kvbaton.transports.memory import allocate
 
 IDLE_S = 10.0
@@ -46,6 +49,8 @@ def serve(name: str, parent: Parent) -> None:
     memory = allocate(MEMORY_BYTES)
     memory.view[:] = pattern(MEMORY_BYTES).data
     transport = planes.make(name, P, planes.PlaneSettings(), [memory.view])
+    if transport.capabilities.enforces:
+        lend_everything(cast(LendingTransport, transport), D)
     parent.answer(transport.endpoint(D))
     for _ in sys.stdin:
         pass

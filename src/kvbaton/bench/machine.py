@@ -18,8 +18,9 @@ import msgspec
 
 from kvbaton.bench.children import Child, Parent
 from kvbaton.bench.workload import Driven, P, contiguous, pattern, scattered, verify
-from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.transports.base import HostTransport
+from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
+from kvbaton.protocol.pages import Band, PageTable
+from kvbaton.transports.base import Direction, HostTransport, Loan
 from kvbaton.transports.memory import allocate
 from kvbaton.transports.mover import choose_mover
 from kvbaton.transports.shm import ShmConfig, ShmTransport
@@ -27,6 +28,8 @@ from kvbaton.transports.tcp import TcpConfig, TcpTransport
 
 RAW_CHUNK_BYTES = 1 << 20
 STREAMS = 2
+PAGE_BYTES = 16 << 10
+"""Of a block as it is lent; larger segments lie in several."""
 RAW_S = 60.0
 MEMCPY, RAW, TCP, ENCRYPTED = "memcpy", "raw_sockets", "tcp", "tcp_encrypted"
 SHM = {"shm_1_thread": 1, "shm_2_threads": 2}
@@ -62,6 +65,10 @@ def serve(parent: Parent) -> None:
     encrypted = TcpTransport(P, TcpConfig(streams=STREAMS, encrypt="on"))
     for transport in (shm, tcp, encrypted):
         transport.register(0, memory.view)
+    for transport, name in ((tcp, TCP), (encrypted, ENCRYPTED)):  # as an engine lends: block by block
+        blocks = order.region_bytes // PAGE_BYTES
+        transport.lay_out([PageTable(0, 0, blocks, (Band(0, PAGE_BYTES, PAGE_BYTES),))])
+        transport.lend(Loan(JobId(1), _reader(name), Direction.READ, (tuple(range(blocks)),)))
     by_name = {name: shm.endpoint(_reader(name)) for name in SHM}
     parent.answer(Offer(by_name, tcp.endpoint(_reader(TCP)), encrypted.endpoint(_reader(ENCRYPTED))))
     socks = [socket.create_connection(("127.0.0.1", order.raw_port), RAW_S) for _ in range(STREAMS)]

@@ -14,14 +14,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import IO
+from typing import IO, cast
 
 import msgspec
 
 from kvbaton.bench.quiet import foreign_cpu_s
 from kvbaton.bench.workload import Driven, P, pattern, scattered, verify
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.transports.base import HostTransport, Spans
+from kvbaton.transports.base import HostTransport, LendingTransport, Spans
+from kvbaton.transports.loans import lend_everything
 from kvbaton.transports.memory import allocate
 from kvbaton.transports.shm import ShmTransport
 from kvbaton.transports.summed import SumConfig, SummedTransport
@@ -83,6 +84,8 @@ def serve() -> None:
     for way, reader in order.readers.items():
         transports.append(make(*ways()[way], P))
         transports[-1].register(0, memory.view)
+        if transports[-1].capabilities.enforces:
+            lend_everything(cast(LendingTransport, transports[-1]), reader)
         offers[way] = transports[-1].endpoint(reader)
     print(msgspec.json.encode(offers).decode(), flush=True)
     sys.stdin.read()

@@ -105,7 +105,9 @@ class TestDrain:
             odd.control.send(ROUTER, m.encode(m.Register(reg("operator", 5))))
             until(lambda: odd.inbox, odd)
             answer = m.decode_from_registry(odd.inbox[0][1])
-        assert isinstance(answer, m.Refused) and answer.detail.startswith("register: the key of operator is for operator")
+        assert isinstance(answer, m.Refused) and answer.detail.startswith(
+            "register: the key of operator is for operator"
+        )
         assert draining(town) == {}
 
     def test_a_registry_that_does_not_know_the_operator_gives_no_answer(self, town: Town) -> None:

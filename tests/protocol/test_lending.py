@@ -1,0 +1,187 @@
+"""Blocks are lent before the other side is told of them, taken back when its right ends, and let go after that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pair import Pair
+
+from kvbaton.protocol import effects as fx
+from kvbaton.protocol import events as ev
+from kvbaton.protocol.desk import Parts
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import JobId
+from kvbaton.protocol.privileges import Role
+from kvbaton.sim.transport import LENT_TCP
+
+Make = Callable[..., Pair]
+
+
+def lending(make_pair: Make) -> Pair:
+    return make_pair("p", "d", transports=(LENT_TCP,))
+
+
+def lent(pair: Pair, name: str) -> list[tuple[str, fx.Direction, tuple[tuple[int, ...], ...]]]:
+    return [(loan.peer.worker, loan.direction, loan.blocks) for _, loan in pair.parties[name].loans.values()]
+
+
+def test_a_reader_is_lent_the_blocks_of_its_lease_and_no_others(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    p, d = pair.parties["p"], pair.parties["d"]
+    ticket = p.grant(1)
+    other = p.grant(2)
+    d.habits.copies = False
+    d.want("r", ticket)
+    pair.settle()
+    (source,) = [s for s in p.sources.values() if s.lease == 1]
+    assert lent(pair, "p") == [("d", fx.Direction.READ, tuple(map(tuple, source.blocks)))]
+    assert other and not d.loans
+
+
+def test_after_a_commit_everything_is_taken_back_and_unpinned(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    p, d = pair.parties["p"], pair.parties["d"]
+    load = d.want("r", p.grant(1))
+    pair.settle()
+    assert load.end == fx.End() and not p.loans and not p.pins.total()
+
+
+def test_blocks_stay_pinned_until_the_data_plane_has_let_go(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    p, d = pair.parties["p"], pair.parties["d"]
+    d.want("r", p.grant(1))
+    p.habits.loans = False
+    pair.settle()
+    assert p.pins.total() and not p.sources[1].unpins
+    p.habits.loans = True
+    pair.settle()
+    assert not p.pins.total() and p.sources[1].unpins == 1
+
+
+def test_each_chunk_of_a_stream_is_lent_as_it_is_pinned(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    p, d = pair.parties["p"], pair.parties["d"]
+    source = p.begin(1, 5)
+    d.want("r", pair.router_ticket(1))
+    pair.settle()
+    p.chunk(source, 2, ready=False)
+    assert [blocks for _, _, blocks in lent(pair, "p")] == [tuple(tuple(ids) for ids in source.blocks)]
+    p.chunk(source, 1)
+    p.complete(source)
+    pair.settle()
+    assert d.loads["r"].end == fx.End() and not p.loans
+
+
+def test_a_writer_is_lent_the_reservation_until_it_says_written(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    p, d = pair.parties["p"], pair.parties["d"]
+    source = p.begin(1, 5)
+    load = d.want("r", pair.router_ticket(1), push=True)
+    pair.settle()
+    assert lent(pair, "d") == [("p", fx.Direction.WRITE, load.blocks)]
+    p.chunk(source, 3)
+    p.complete(source)
+    pair.settle()
+    assert load.end == fx.End() and not d.loans and load.drops == 1
+
+
+def test_a_writer_that_says_written_too_early_frees_no_block_that_it_may_still_write(
+    make_pair: Make,
+) -> None:
+    pair = lending(make_pair)
+    p, d = pair.parties["p"], pair.parties["d"]
+    d.habits.loans = False
+    load = d.want("r", pair.router_ticket(1), push=True)
+    p.stream(1)
+    pair.settle()
+    assert load.end == fx.End() and not load.drops
+    d.habits.loans = True
+    pair.settle()
+    assert load.drops == 1
+
+
+def test_what_was_offered_is_taken_back_when_d_gives_up(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    p, d = pair.parties["p"], pair.parties["d"]
+    p.begin(1, 5)
+    load = d.want("r", pair.router_ticket(1), push=True)
+    pair.settle()
+    d.habits.loans = False
+    d.give_up("r")
+    pair.settle()
+    assert not load.drops  # the source has stopped, our own data plane has not said so
+    d.habits.loans = True
+    pair.settle()
+    assert load.drops == 1 and not d.loans
+
+
+def test_a_lease_that_ends_early_is_lent_no_more(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    p, d = pair.parties["p"], pair.parties["d"]
+    source = p.begin(1, 5)
+    d.want("r", pair.router_ticket(1))
+    p.chunk(source, 2)
+    pair.settle()
+    p.tell(ev.SourceEnded(source.lease, Reason.SOURCE_ABORTED))
+    pair.settle()
+    assert not p.loans and source.unpins == 1
+
+
+def test_a_loan_that_could_not_be_made_costs_its_handoff_alone(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    p, d = pair.parties["p"], pair.parties["d"]
+    d.habits.copies = False
+    load = d.want("r", p.grant(1))
+    pair.settle()
+    (job,) = p.loans
+    del p.loans[job]
+    p.tell(ev.CopyEnded(job, Reason.TRANSFER_FAILED))
+    d.habits.copies = True
+    pair.settle()
+    assert load.end is not None and load.end.reason is not None and p.sources[1].unpins == 1
+
+
+def test_a_loan_that_ends_not_at_rest_keeps_the_pins_until_it_rests(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    p, d = pair.parties["p"], pair.parties["d"]
+    d.habits.copies = False
+    d.want("r", p.grant(1))
+    pair.settle()
+    (job,) = p.loans
+    p.loans.clear()
+    p.tell(ev.CopyEnded(job, Reason.TRANSFER_FAILED, at_rest=False))
+    d.give_up("r")
+    pair.settle()
+    assert not p.sources[1].unpins
+    p.tell(ev.CopyRested(JobId(job)))
+    assert p.sources[1].unpins == 1
+
+
+def test_a_node_that_leaves_waits_for_no_reader(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    p, d = pair.parties["p"], pair.parties["d"]
+    d.habits.copies = p.habits.loans = False
+    d.want("r", p.grant(1))
+    pair.settle()
+    p.leave()
+    assert p.sources[1].unpins == 1
+
+
+def test_nothing_is_lent_to_a_key_that_may_not_touch_it(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    desk = pair.parties["p"].ledger.desk
+    parts = Parts(None)
+    for role, ways in ((Role.PREFILL, {"write"}), (Role.DECODE, {"read"}), (Role.BOTH, {"read", "write"})):
+        desk.identity.role_of = lambda worker, role=role: role  # type: ignore[misc]
+        desk.effects.clear()
+        for way in fx.Direction:
+            desk.lend(parts, LENT_TCP, pair.parties["d"].me, way, ((1,),))
+        assert {effect.loan.direction.value for effect in desk.effects if isinstance(effect, fx.Lend)} == ways
+    for role in (Role.ROUTER, Role.OPERATOR, Role.STORE):
+        desk.identity.role_of = lambda worker, role=role: role  # type: ignore[misc]
+        desk.effects.clear()
+        for way in fx.Direction:
+            desk.lend(parts, LENT_TCP, pair.parties["d"].me, way, ((1,),))
+        assert not desk.effects
+    desk.effects.clear()
+    desk.owners.clear()
