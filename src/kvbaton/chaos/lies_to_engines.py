@@ -1,0 +1,402 @@
+"""Lies to an engine, P or D, from one who poses as its D: memory, tickets, leases, sessions and numbers.
+
+Law: each function returns by its instant, or soon after it where an answer is waited for.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from kvbaton.chaos.liar_door import Door, Question
+from kvbaton.chaos.liar_post import ANSWER_S, Greeted, Post, guessed, said
+from kvbaton.engine import tokenizer
+from kvbaton.protocol import messages as m
+from kvbaton.protocol.codec import unpack_blocks
+from kvbaton.protocol.content import Content, digest
+from kvbaton.protocol.errors import ProtocolError
+from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, TransferId, WorkerId, handoff_id, rank_peer
+from kvbaton.protocol.ticket import Ticket, seal, unseal
+from kvbaton.transports.base import Direction
+from kvbaton.transports.tcp import TcpEndpoint
+
+ROUNDS = 3
+ROUND_S = 0.2
+GREETINGS_MAX = 2000
+CHATTER_PER_S = 3000
+CHATTER_MAX = 6000
+TICKETS = 40
+BESIDE_BYTES = 64
+_REFUSALS = (m.HelloRefused, m.ClaimRefused, m.RenewRefused, m.Stale, m.Quiesced, m.Reset)
+_BELIEFS = (m.Granted, m.Renewed, m.Committed, m.Accepted, m.Written, m.Ready)
+"""What only a reader of its own lease is told."""
+
+Telling = Callable[[Post, Door, str, float], None]
+
+
+# --- memory
+
+
+def _all_memory(post: Post, to: str, until: float, direction: Direction) -> None:
+    for _ in range(ROUNDS):
+        greeted = post.greet(to, until)
+        if greeted is None:
+            post.count.refused += 1
+        else:
+            post.move_all(greeted.peer, greeted.welcome.endpoints, direction, until)
+        if time.monotonic() + ROUND_S >= until:
+            return
+        post.rest(time.monotonic() + ROUND_S)
+
+
+def read_all(post: Post, _: Door, to: str, until: float) -> None:
+    _all_memory(post, to, until, Direction.READ)
+
+
+def write_all(post: Post, _: Door, to: str, until: float) -> None:
+    _all_memory(post, to, until, Direction.WRITE)
+
+
+def beyond_lease(post: Post, door: Door, to: str, until: float) -> None:
+    """The router takes the liar for a D, and so gives it a ticket; what follows is more than the ticket says."""
+    door.asked.clear()
+    door.answer = "hold"
+    try:
+        while time.monotonic() < until:
+            question = next((each for each in list(door.asked) if each.ticket), None)
+            if question is not None:
+                _overuse(post, question, until)
+                return
+            post.rest(time.monotonic() + 0.02)
+        post.count.refused += 1  # nobody gave it a ticket
+    finally:
+        door.answer = "refuse"
+
+
+def _overuse(post: Post, question: Question, until: float) -> None:
+    try:
+        ticket = unseal(question.ticket, post.keyring.ticket_keys, time.time())
+    except ProtocolError:
+        return
+    source = str(ticket.source)
+    greeted = _session(post, source, until)
+    if greeted is None:
+        post.count.refused += 1
+        return
+    tokens = tuple(tokenizer.encode(question.prompt))
+    mine = digest(Content(tokens, len(tokens), salt=question.salt))
+    claim = said(m.Claim, ticket.handoff, 1, question.ticket, mine, True)
+    post.say(source, claim, session=greeted.session)
+    granted: m.Granted | None = post.hear(m.Granted, time.monotonic() + ANSWER_S)
+    for direction in (Direction.READ, Direction.WRITE):
+        post.move_all(greeted.peer, greeted.welcome.endpoints, direction, until)
+    if granted is not None and granted.blocks and granted.blocks[0]:
+        _write_leased(post, greeted, granted, until)
+    for name, member in post.errand.members.items():  # spent here, foreign elsewhere
+        if member.role == "prefill" and time.monotonic() < until:
+            session = greeted if name == source else _session(post, name, until)
+            if session is not None:
+                post.forget()
+                again = said(m.Claim, ticket.handoff, 2, question.ticket, mine, False)
+                post.say(name, again, session=session.session)
+                _judge(post, f"{name} granted a ticket that was spent or another's")
+    for message in (said(m.Commit, granted.lease, 1), said(m.Commit, granted.lease, 1)) if granted is not None else ():
+        post.say(source, message, session=greeted.session)
+    post.say(source, said(m.Abandon, ticket.handoff, 1, "aborted"), session=greeted.session)
+
+
+def _write_leased(post: Post, greeted: Greeted, granted: m.Granted, until: float) -> None:
+    """Leased for reading alone: some bytes of the first block."""
+    place = greeted.welcome.card.layout.ranks[0].shares[0].places[0]
+    block = unpack_blocks(granted.blocks[0])[0]
+    at = place.offset + block * place.block_stride
+    post.move(rank_peer(greeted.peer, 0), place.region, (0, at, BESIDE_BYTES), Direction.WRITE, until)
+
+
+# --- tickets, leases and sessions
+
+
+def forged_tickets(post: Post, _: Door, to: str, until: float) -> None:
+    greeted = _session(post, to, until)
+    if greeted is None:
+        post.count.refused += 1
+        return
+    for attempt, (handoff, text) in enumerate(_tickets(post, to, greeted), 1):
+        if time.monotonic() > until:
+            return
+        body = said(m.Claim, handoff, attempt, text, secrets.token_bytes(16), post.rng.random() < 0.5)
+        post.say(to, body, session=greeted.session)
+    _judge(post, f"{to} granted a ticket that was forged")
+
+
+def _tickets(post: Post, to: str, greeted: Greeted) -> Iterator[tuple[HandoffId, str]]:
+    rng, others = post.rng, [name for name in post.errand.members if name != to]
+    keys = (post.keyring.ticket_keys[0], secrets.token_bytes(32))  # a member's own, and one that is nobody's
+    lives = (0, greeted.peer.incarnation, 1 + rng.getrandbits(62))
+    ends = (time.time() + 60, time.time() - 60, math.inf, math.nan, 1e308, -1.0, 0.0)
+    for _ in range(TICKETS):
+        handoff = handoff_id(TransferId(secrets.token_hex(16)))
+        ticket = Ticket(
+            handoff,
+            WorkerId(rng.choice((to, to, *others))),
+            rng.choice(ends),
+            Incarnation(rng.choice(lives)),
+            LeaseId(rng.choice((0, 1, rng.randrange(400), (1 << 63) - 1))),
+            WorkerId(rng.choice(("", post.me.worker, *others))),
+            rng.choice((b"", secrets.token_bytes(16))),
+            rng.choice((1, 0, -1, 1 << 40)),
+        )
+        text = seal(ticket, rng.choice(keys))
+        yield handoff, rng.choice((text, text[:-3] + "AAA", "A" * rng.randrange(1100), "\u2603"))
+
+
+def others_leases(post: Post, _: Door, to: str, until: float) -> None:
+    greeted = _session(post, to, until)
+    if greeted is None:
+        post.count.refused += 1
+        return
+    for number in guessed(post.rng):
+        if time.monotonic() > until:
+            break
+        for body in _of_a_reader(post, number):
+            post.say(to, body, session=greeted.session)
+    _judge(post, f"{to} answered for the lease of another")
+
+
+def _of_a_reader(post: Post, number: int) -> list[bytes]:
+    """What a D says of a lease that it reads."""
+    attempt, reservation = post.rng.randrange(1, 40), post.rng.randrange(1, 40)
+    handoff = handoff_id(TransferId(secrets.token_hex(16)))
+    return [
+        said(m.Renew, number, attempt, (0,), False),
+        said(m.Commit, number, attempt),
+        said(m.Offer, number, attempt, reservation, 0, (b"\1\0\0\0",), secrets.token_bytes(16)),
+        said(m.Ack, number, attempt, reservation),
+        said(m.Revoke, number, attempt, reservation, "aborted"),
+        said(m.Abandon, handoff, attempt, "aborted"),
+    ]
+
+
+def others_sessions(post: Post, _: Door, to: str, until: float) -> None:
+    post.greet(to, until)  # so that its life is known
+    for number in guessed(post.rng):
+        if time.monotonic() > until:
+            break
+        life = post.rng.choice((None, None, 0, 1 + post.rng.getrandbits(62)))
+        known = list(post.lives.values()) or [Incarnation(1)]
+        for body in (said(m.Goodbye), said(m.Reset, post.rng.choice(known)), said(m.Joined, ()), said(m.Linked)):
+            post.say(to, body, session=number, life=life)
+        post.say(to, post.rng.choice(_of_a_reader(post, number)), session=number, life=life)
+    _judge(post, f"{to} answered in the session of another")
+
+
+def unasked_answers(post: Post, _: Door, to: str, until: float) -> None:
+    """As its P, which it never was."""
+    post.greet(to, until)
+    card = list(post.card().values())
+    for number in guessed(post.rng):
+        if time.monotonic() > until:
+            break
+        attempt, handoff = post.rng.randrange(1, 400), handoff_id(TransferId(secrets.token_hex(16)))
+        blocks, ready = (b"\1\0\0\0",), ((1, 0, 0),)
+        for body in (
+            said(m.Welcome, number, card, "tcp", (b"x",), post.rng.randrange(400)),
+            said(m.HelloRefused, number, "incompatible", "no"),
+            said(m.Granted, handoff, attempt, number, 5.0, 16, blocks, ready, True),
+            said(m.ClaimRefused, handoff, attempt, "busy", "no"),
+            said(m.Ready, number, attempt, (0,), blocks, ready, True),
+            said(m.Renewed, number, attempt, 5.0, 1 << 40),
+            said(m.RenewRefused, number, attempt, "lease_expired"),
+            said(m.Committed, number, attempt),
+            said(m.Stale, number, attempt, (1 << 40,), "stale"),
+            said(m.SourceLost, number, attempt, "source_aborted"),
+            said(m.Accepted, number),
+            said(m.Written, number, attempt, number, secrets.token_bytes(16)),
+            said(m.Quiesced, number, "source_aborted"),
+        ):
+            post.say(to, body, session=post.rng.choice((number, 1)))
+    _judge(post, f"{to} took an answer that it had not asked for")
+
+
+def another_name(post: Post, _: Door, to: str, until: float) -> None:
+    post.greet(to, until)
+    names = [name for name in post.errand.members if name != to]
+    card = list(post.card().values())
+    for number in guessed(post.rng):
+        if time.monotonic() > until:
+            break
+        name = post.rng.choice(names)
+        for body in (said(m.Hello, number, card), said(m.Goodbye), post.rng.choice(_of_a_reader(post, number))):
+            post.say(to, body, session=post.rng.randrange(60), name=name)
+    _judge(post, f"{to} took the liar for another")
+
+
+# --- how it introduces itself
+
+
+def greetings(post: Post, _: Door, to: str, until: float) -> None:
+    card = list(post.card().values())
+    for _number in range(GREETINGS_MAX):
+        if time.monotonic() > until:
+            break
+        post.say(to, said(m.Hello, post.rng.getrandbits(62), card))
+    post.rest(min(until, time.monotonic() + ANSWER_S))
+    post.count.refused += len(post.all_heard(m.HelloRefused))
+
+
+def odd_cards(post: Post, _: Door, to: str, until: float) -> None:
+    for card in _cards(post):
+        if time.monotonic() > until:
+            return
+        if post.greet(to, until, card) is None:
+            post.count.refused += 1
+        else:
+            post.count.believe(f"{to} welcomed one whose KV is of another shape")
+
+
+def _cards(post: Post) -> list[dict[str, Any]]:
+    honest = post.card()
+    no_ranks = {"groups": honest["layout"].groups, "ranks": []}
+    found = [
+        post.card(layout=huge_layout()),
+        post.card(layout={"groups": [], "ranks": []}),
+        post.card(layout=no_ranks),
+        post.card(layout=msgspec.structs.replace(honest["layout"], dcp=1 << 40)),
+        post.card(compat={}),
+        post.card(compat={str(n): "x" * 256 for n in range(64)}),
+        post.card(required=1 << 40),
+        post.card(required=-1),
+        post.card(transports=("none",) * 16),
+    ]
+    post.rng.shuffle(found)
+    return found
+
+
+def huge_layout(ranks: int = 250, groups: int = 3, layers: int = 1000) -> dict[str, Any]:
+    """Within every single bound, and 750,000 places altogether: nearly as much as a frame may hold."""
+    cell = ["k", 1, "token"]
+    names = [f"layer.{n}" for n in range(layers)]
+    told = [
+        {"name": f"g{n}", "kind": "full", "block_tokens": 1, "layers": names, "heads": 1, "cells": [cell], "dtype": "f"}
+        for n in range(groups)
+    ]
+    places = [[n, n, 1] for n in range(layers)]
+    share = {"head_start": 0, "head_count": 1, "block_count": 1, "places": places, "planes": [[0, 1, 1]]}
+    shares = msgspec.Raw(msgspec.msgpack.encode([share] * groups))
+    each = [{"pp": 0, "tp": n, "dcp": 0, "region_bytes": [1 << 20], "shares": shares} for n in range(ranks)]
+    return {"groups": told, "ranks": each}
+
+
+def odd_endpoints(post: Post, _: Door, to: str, until: float) -> None:
+    for endpoints in odd_places(post):
+        if time.monotonic() > until:
+            return
+        greeted = post.greet(to, until)
+        if greeted is None or not post.join(to, greeted, until, endpoints):
+            post.count.refused += 1
+        else:
+            post.say(to, said(m.Offer, 1, 1, 1, 0, (b"\1\0\0\0",), b""), session=greeted.session)
+
+
+def odd_places(post: Post) -> list[list[bytes]]:
+    """Endpoints of data planes that are none: of nobody, of others, and nothing at all."""
+    secret, encode = secrets.token_bytes(32), msgspec.msgpack.encode
+    member = post.rng.choice([each for each in post.errand.members.values() if each.http])
+    host, _, port = member.http.rpartition(":")
+    mine = rank_peer(post.me, 0)
+    found = [
+        [],
+        [b""],
+        [secrets.token_bytes(1024)],
+        [b"x"] * 4096,
+        [encode(TcpEndpoint(mine, "192.0.2.1", 9, secret, {0: 1 << 40}))],
+        [encode(TcpEndpoint(mine, host, int(port), secret, {0: 1 << 22}))],
+        [encode(TcpEndpoint(mine, post.errand.address, 1, secret, {}))],
+        [encode(TcpEndpoint(rank_peer(post.me, 7), "::1", 65535, secret, dict.fromkeys(range(40), -1)))],
+    ]
+    post.rng.shuffle(found)
+    return found
+
+
+# --- numbers
+
+
+def odd_numbers(post: Post, _: Door, to: str, until: float) -> None:
+    greeted = _session(post, to, until)
+    handoff = handoff_id(TransferId(secrets.token_hex(16)))
+    most = (1 << 63) - 1
+    odd: tuple[Any, ...] = (math.nan, math.inf, -math.inf, -1, 1 << 63, (1 << 64) - 1, 1.5, None, "1", [], True)
+    bodies = [
+        said(m.Claim, handoff, most, "A", b"x" * 64, True),
+        said(m.Renew, most, most, (most,) * 64, False),
+        said(m.Renew, 1, 1, (0,) * 65, False),
+        said(m.Offer, 1, 1, most, most, (b"\xff\xff\xff\x7f" * 4096,), b""),
+        said(m.Offer, 1, 1, 1, 0, (b"\1\0\0",), b""),
+        said(m.Offer, 1, 1, 1, 0, (b"\xfe\xff\xff\xff",) * 64, b""),
+        said(m.Offer, 1, 1, 1, 0, (bytes(4 << 20),), b""),
+        said(m.Revoke, most, most, most, "x" * 64),
+        said(m.Revoke, 1, 1, 1, "x" * 100_000),
+        said(m.Abandon, "x" * 100_000, 1, ""),
+    ]
+    bodies += [said(kind, *(value,) * 4) for kind in (m.Claim, m.Renew, m.Commit, m.Ack, m.Goodbye) for value in odd]
+    post.rng.shuffle(bodies)
+    for body in bodies:
+        if time.monotonic() > until:
+            break
+        post.say(to, body, session=greeted.session if greeted is not None else post.rng.randrange(60))
+    for frame in (b"", b"\xc1" * 64, b"\x96" + b"\x96" * 4096, secrets.token_bytes(65536)):
+        post.send(to, frame or b"\0")
+    _judge(post, f"{to} acted on numbers that count nothing")
+
+
+def chatter(post: Post, _: Door, to: str, until: float) -> None:
+    greeted = _session(post, to, until)
+    session = greeted.session if greeted is not None else 1
+    bodies = [body for number in range(1, 40) for body in _of_a_reader(post, number)]
+    begun = time.monotonic()
+    for number in range(CHATTER_MAX):
+        ahead_s = number / CHATTER_PER_S - (time.monotonic() - begun)
+        if ahead_s > 0.01:
+            post.rest(time.monotonic() + ahead_s)
+        if time.monotonic() > until:
+            break
+        post.say(to, bodies[number % len(bodies)], session=session, paced=False)
+    _judge(post, f"{to} answered for the lease of another")
+
+
+def _session(post: Post, to: str, until: float) -> Greeted | None:
+    """One that both have confirmed."""
+    greeted = post.greet(to, until)
+    if greeted is None or not post.join(to, greeted, until):
+        return None
+    return greeted
+
+
+def _judge(post: Post, evidence: str) -> None:
+    """What was answered to what was said just now."""
+    post.rest(time.monotonic() + ANSWER_S / 4)
+    post.count.refused += len(post.all_heard(_REFUSALS))
+    for message in post.all_heard(_BELIEFS):
+        post.count.believe(f"{evidence}: {type(message).__name__}")
+
+
+TELLINGS: Mapping[str, Telling] = {
+    "read-all": read_all,
+    "write-all": write_all,
+    "beyond-lease": beyond_lease,
+    "forged-tickets": forged_tickets,
+    "others-leases": others_leases,
+    "others-sessions": others_sessions,
+    "unasked-answers": unasked_answers,
+    "another-name": another_name,
+    "greetings": greetings,
+    "odd-cards": odd_cards,
+    "odd-endpoints": odd_endpoints,
+    "odd-numbers": odd_numbers,
+    "chatter": chatter,
+}
