@@ -30,8 +30,8 @@ CONNECTIONS_MAX = 128
 BODY_BYTES_MAX = 16 << 20
 HUGE_BYTES = 64 << 20
 PARAMETERS_BYTES = 10_000_000
-HOLD_S = 6.0
-"""The longest that one question is left without its end."""
+HOLD_S = 20.0
+"""The longest that one question is left without its end: longer than the router waits for anything."""
 CLOSE_S = 2.0
 ASKED_MAX = 64
 TICKET_S = 60.0
@@ -121,7 +121,7 @@ class Door:
                 async with asyncio.timeout(HOLD_S):
                     while await self._one(reader, writer):
                         pass
-        except (OSError, TimeoutError, ValueError, EOFError, asyncio.LimitOverrunError):
+        except (OSError, TimeoutError, ValueError, EOFError, asyncio.LimitOverrunError, asyncio.CancelledError):
             pass
         finally:
             self._open -= 1

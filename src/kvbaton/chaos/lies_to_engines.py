@@ -31,6 +31,8 @@ GREETINGS_MAX = 2000
 CHATTER_PER_S = 3000
 CHATTER_MAX = 6000
 TICKETS = 40
+CARD_S = 0.4
+"""What cannot be read is not answered."""
 BESIDE_BYTES = 64
 _REFUSALS = (m.HelloRefused, m.ClaimRefused, m.RenewRefused, m.Stale, m.Quiesced, m.Reset)
 _BELIEFS = (m.Granted, m.Renewed, m.Committed, m.Accepted, m.Written, m.Ready)
@@ -97,6 +99,9 @@ def _overuse(post: Post, question: Question, until: float) -> None:
         post.move_all(greeted.peer, greeted.welcome.endpoints, direction, until)
     if granted is not None and granted.blocks and granted.blocks[0]:
         _write_leased(post, greeted, granted, until)
+        for blocks in (b"\xff\xff\xff\x7f", b"\1\0\0\0" * 4096, b""):  # as if P had been asked to write
+            offer = said(m.Offer, granted.lease, 1, post.rng.randrange(1, 99), 0, (blocks,), secrets.token_bytes(16))
+            post.say(source, offer, session=greeted.session)
     for name, member in post.errand.members.items():  # spent here, foreign elsewhere
         if member.role == "prefill" and time.monotonic() < until:
             session = greeted if name == source else _session(post, name, until)
@@ -253,7 +258,7 @@ def odd_cards(post: Post, _: Door, to: str, until: float) -> None:
     for card in _cards(post):
         if time.monotonic() > until:
             return
-        if post.greet(to, until, card) is None:
+        if post.greet(to, min(until, time.monotonic() + CARD_S), card) is None:
             post.count.refused += 1
         else:
             post.count.believe(f"{to} welcomed one whose KV is of another shape")
