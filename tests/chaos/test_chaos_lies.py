@@ -55,6 +55,12 @@ def test_no_operator_is_said_to_lie_when_it_has_somebody_drained_nor_a_store_whe
     assert Guise.STORE not in BY_NAME["hoard"].guises
 
 
+def test_the_page_names_every_lie_as_the_list_does() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "chaos.md").read_text()
+    table = page.partition("<!-- lies -->\n")[2].partition("<!-- /lies -->")[0]
+    assert table.splitlines()[2:] == [f"| `{lie.name}` | {lie.what} |" for lie in LIES]
+
+
 # --- what is drawn
 
 

@@ -107,6 +107,7 @@ class Post:
         self.manner: Manner = self.refuse
         self.registration: registry.Registration | None = None
         self.lives: dict[str, Incarnation] = {}  # of others, as they told it
+        self.entitled: set[tuple[str, int]] = set()  # sessions in which it held a lease of its own, and may be answered
         self._heard: deque[tuple[WorkerId, int, Incarnation, Heard]] = deque(maxlen=HEARD_MAX)
         self._nonces = self.rng.getrandbits(40)
         self._jobs = 0
@@ -189,8 +190,8 @@ class Post:
             self._take()
 
     def all_heard(self, kind: Any) -> list[Any]:
-        """Everything of that kind that has come and was not asked for yet."""
-        found = [each for each in self._heard if isinstance(each[3], kind)]
+        """Everything of that kind that has come and was not asked for yet, but in sessions that are `entitled`."""
+        found = [each for each in self._heard if isinstance(each[3], kind) and (each[0], each[1]) not in self.entitled]
         for each in found:
             self._heard.remove(each)
         return [message for _, _, _, message in found]
