@@ -18,7 +18,7 @@ from kvbaton.chaos.draw import Size, draw
 from kvbaton.chaos.liar_main import TELLINGS
 from kvbaton.chaos.liar_post import honest_card, said
 from kvbaton.chaos.lies import ALWAYS, BY_NAME, EACH, LIAR, LIES, Count, Guise, Tally
-from kvbaton.chaos.lies_to_engines import huge_layout
+from kvbaton.chaos.lies_in_shapes import huge_layout
 from kvbaton.chaos.members import Ports, Spec
 from kvbaton.chaos.outcome import Outcome
 from kvbaton.chaos.plan import Plan, Step, from_json, to_json

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from kvbaton.chaos import lies, lies_to_engines, lies_to_places, lies_to_readers
+from kvbaton.chaos import lies, lies_in_shapes, lies_to_engines, lies_to_places, lies_to_readers
 from kvbaton.chaos.liar_door import Door
 from kvbaton.chaos.liar_post import Errand, Post, honest_registration
 from kvbaton.chaos.lies_to_engines import Telling
@@ -27,6 +27,7 @@ LISTED_S = 2.0
 
 TELLINGS: Mapping[str, Telling] = {
     **lies_to_engines.TELLINGS,
+    **lies_in_shapes.TELLINGS,
     **lies_to_readers.TELLINGS,
     **lies_to_places.TELLINGS,
 }

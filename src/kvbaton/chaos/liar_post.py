@@ -11,7 +11,7 @@ import random
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -144,6 +144,9 @@ class Post:
     def answer(self, asked: Asked, body: bytes) -> None:
         """To one who came, in its session."""
         self.count.told += 1
+        self._answer(asked, body)
+
+    def _answer(self, asked: Asked, body: bytes) -> None:
         envelope = asked.envelope
         frame = [
             NEWEST, self.me.worker, self.me.incarnation, envelope.incarnation, envelope.session or 1, msgspec.Raw(body),
@@ -259,11 +262,11 @@ class Post:
         """As an honest member does that can do nothing for who asks."""
         message = asked.message
         if isinstance(message, m.Hello):
-            self.answer(asked, said(m.HelloRefused, message.nonce, "busy", "not now"))
+            self._answer(asked, said(m.HelloRefused, message.nonce, "busy", "not now"))
         elif isinstance(message, m.Claim):
-            self.answer(asked, said(m.ClaimRefused, message.handoff, message.attempt, "busy", "not now"))
+            self._answer(asked, said(m.ClaimRefused, message.handoff, message.attempt, "busy", "not now"))
         elif isinstance(message, m.Revoke):
-            self.answer(asked, said(m.Quiesced, message.reservation, None))
+            self._answer(asked, said(m.Quiesced, message.reservation, None))
 
     # --- sessions
 
@@ -303,15 +306,17 @@ class Post:
             for region, size in self._connect(rank_peer(peer, rank), endpoint).items():
                 step = min(BUFFER_BYTES, -(-size // CHUNKS))
                 for at in range(0, size, max(step, 1)):
-                    spans = (0, at, min(step, size - at))
-                    self.move(rank_peer(peer, rank), region, spans, direction, until)
+                    self.move(rank_peer(peer, rank), region, ((at, min(step, size - at)),), direction, until)
 
-    def move(self, rank: PeerId, region: int, span: tuple[int, int, int], direction: Direction, until: float) -> None:
-        """One span of a rank that is connected."""
+    def move(
+        self, rank: PeerId, region: int, there: Sequence[tuple[int, int]], direction: Direction, until: float
+    ) -> None:
+        """One request for (offset, bytes) of a rank that is connected."""
         self._pace()
         self._jobs += 1
         self.count.told += 1
-        self._plane.submit(Copy(JobId(self._jobs), rank, direction, 0, region, array("q", span)))
+        spans = array("q", [number for at, size in there for number in (0, at, size)])
+        self._plane.submit(Copy(JobId(self._jobs), rank, direction, 0, region, spans))
         until = min(until + ANSWER_S, time.monotonic() + COPY_S)
         while self._jobs not in self._ends and time.monotonic() < until:
             self._ends |= {each.job: each for each in self._plane.drain() if isinstance(each, CopyEnded)}
@@ -320,7 +325,8 @@ class Post:
         if end is not None and end.reason is None:
             name = str(rank.worker).partition("#")[0]
             verb = "gave" if direction is Direction.READ else "took"
-            self.count.believe(f"{name} {verb} {span[2]} bytes at {span[1]} that were not leased")
+            size = sum(size for _, size in there)
+            self.count.believe(f"{name} {verb} {size} bytes at {there[0][0]} that were not leased")
         else:
             self.count.refused += 1
             if end is None:

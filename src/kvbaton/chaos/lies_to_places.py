@@ -98,9 +98,11 @@ def drains(post: Post, _: Door, to: str, until: float) -> None:
             return
         post.forget()
         post.tell_registry(registry.Drain(WorkerId(name), post.rng.choice((0, post.lives.get(name, Incarnation(0))))))
-        if post.hear(registry.DrainState, time.monotonic() + ANSWER_S / 4) is not None:
+        answer = post.hear((registry.DrainState, registry.Refused), time.monotonic() + ANSWER_S / 4)
+        if isinstance(answer, registry.DrainState):
             post.count.believe(f"{name} was to be drained by who is no operator")
-    post.count.refused += len(post.all_heard(registry.Refused))
+        elif answer is not None:
+            post.count.refused += 1
 
 
 def odd_reports(post: Post, _: Door, to: str, until: float) -> None:

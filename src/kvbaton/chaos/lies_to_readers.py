@@ -14,7 +14,8 @@ from typing import Any
 
 from kvbaton.chaos.liar_door import Door
 from kvbaton.chaos.liar_post import Asked, Post, said
-from kvbaton.chaos.lies_to_engines import Telling, huge_layout, odd_places
+from kvbaton.chaos.lies_in_shapes import huge_layout, odd_places
+from kvbaton.chaos.lies_to_engines import Telling
 from kvbaton.engine.config import CacheConfig
 from kvbaton.protocol import messages as m
 from kvbaton.protocol.codec import pack_blocks
