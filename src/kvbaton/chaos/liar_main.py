@@ -18,12 +18,11 @@ import msgspec
 
 from kvbaton.chaos import lies, lies_in_shapes, lies_to_engines, lies_to_places, lies_to_readers
 from kvbaton.chaos.liar_door import Door
-from kvbaton.chaos.liar_post import Errand, Post, honest_registration
+from kvbaton.chaos.liar_post import Errand, Post
 from kvbaton.chaos.lies_to_engines import Telling
 
 SLACK_S = 15.0
 """Beyond its time: answers that are waited for, and an orderly end."""
-LISTED_S = 2.0
 
 TELLINGS: Mapping[str, Telling] = {
     **lies_to_engines.TELLINGS,
@@ -39,14 +38,13 @@ def run(errand: Errand) -> lies.Tally:
     post = Post(errand)
     door = Door(errand.address, post.me, post.keyring.ticket_keys[0], post.rng)
     with contextlib.closing(door), contextlib.closing(post):
-        if errand.guise.is_worker:
-            post.register(honest_registration(post.me, errand.guise, door.address, post.control.endpoint))
-            post.rest(time.monotonic() + min(LISTED_S, errand.seconds / 8))
         until = time.monotonic() + errand.seconds
         for number, text in enumerate(errand.lies):
             told = lies.parse(text)
-            post.count = tally.of(told.lie.name)
+            post.begin_life(door.address)
+            door.me = post.me
             post.forget()
+            post.count = tally.of(told.lie.name)
             now = time.monotonic()
             share_s = max(0.1, until - now) / (len(errand.lies) - number)
             TELLINGS[told.lie.name](post, door, told.to, now + share_s)

@@ -97,7 +97,6 @@ class Post:
     def __init__(self, errand: Errand) -> None:
         self.errand = errand
         self.rng = random.Random(errand.seed)
-        self.me = PeerId(WorkerId(errand.name), Incarnation(1 + self.rng.getrandbits(62)))
         self.keyring = keys.load(errand.keys, errand.name)
         self.control = ZmqControl(self.keyring, f"tcp://{errand.address}:0")
         self.control.set_directory(
@@ -114,9 +113,21 @@ class Post:
         self._left, self._since = PER_S_MAX / 4, time.monotonic()
         self._ping_at = 0.0
         self._buffer = bytearray(self.rng.randbytes(BUFFER_BYTES))
-        self._plane = TcpTransport(rank_peer(self.me, 0), TcpConfig(host=errand.address))
-        self._plane.register(0, memoryview(self._buffer))
         self._ends: dict[int, CopyEnded] = {}
+        self._be_born()
+
+    def _be_born(self) -> None:
+        self.me = PeerId(WorkerId(self.errand.name), Incarnation(1 + self.rng.getrandbits(62)))
+        self._plane = TcpTransport(rank_peer(self.me, 0), TcpConfig(host=self.errand.address))
+        self._plane.register(0, memoryview(self._buffer))
+
+    def begin_life(self, http: str) -> None:
+        """As if it had been started again: who has learned not to trust the life before comes to this one."""
+        self._plane.close()
+        self._be_born()
+        self.entitled.clear()
+        if self.errand.guise.is_worker:
+            self.register(honest_registration(self.me, self.errand.guise, http, self.control.endpoint))
 
     def close(self) -> None:
         if self.registration is not None:
