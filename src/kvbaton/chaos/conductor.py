@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.api.params import Mode
-from kvbaton.chaos import members, oracle, resources, rooms
+from kvbaton.chaos import lies, members, oracle, resources, rooms
 from kvbaton.chaos.asking import Prompt, ask
 from kvbaton.chaos.board import Board, Verdict
 from kvbaton.chaos.faults import BY_NAME
@@ -87,7 +87,7 @@ class Run:
         )
 
     def _surroundings(self, home: Path) -> members.Surroundings:
-        keys.mint(home / "keys", members.names(self.plan.prefills, self.plan.decodes))
+        keys.mint(home / "keys", [*members.names(self.plan.prefills, self.plan.decodes), lies.OPERATORS_KEY])
         (home / "disk").mkdir()
         return members.Surroundings(
             keys=str(home / "keys"),
@@ -143,6 +143,7 @@ class Run:
             problems=[*scene.problems, *problems],
             handoffs=handoffs,
             moments={"reached": scene.reached, "missed": scene.missed},
+            lies=lies.figures(scene.lies),
         )
         return seen(self.plan, self.board, finds, self.begun_at)
 

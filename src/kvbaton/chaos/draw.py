@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from kvbaton.chaos import lies
 from kvbaton.chaos.faults import FAULTS, Fault, Moment, Target
 from kvbaton.chaos.injuries import CHANGES
 from kvbaton.chaos.plan import Plan, Step
@@ -32,6 +33,7 @@ LASTS: dict[str, tuple[float, float]] = {
     "kill": (0.0, 1.0), "kill-router": (0.2, 1.0), "stop": (2.0, 5.0), "stop-router": (1.0, 3.0),
     "reconfigure": (2.0, 3.0), "partition": (2.5, 5.0), "one-way": (2.5, 5.0), "delay": (2.0, 4.0), "loss": (2.0, 4.0),
     "full-disk": (3.0, 5.0), "slow-reader": (3.0, 5.0), "clock-step": (2.0, 4.0), "strangers": (2.0, 4.0),
+    "liar": (10.0, 14.0),
 }  # fmt: skip
 """Seconds, from and to, of faults that last; the others take what they take."""
 SOAK_S = 300.0
@@ -50,6 +52,11 @@ class Size(msgspec.Struct, frozen=True):
     def some(self, target: Target, rng: random.Random) -> str:
         role, count = ("p", self.prefills) if target is Target.PREFILL else ("d", self.decodes)
         return f"{role}{rng.randrange(count)}"
+
+    def roles(self) -> dict[str, str]:
+        """By name, of everybody."""
+        engines = [f"p{n}" for n in range(self.prefills)] + [f"d{n}" for n in range(self.decodes)]
+        return lies.roles(["router", "store", *engines])
 
     def spared(self) -> Size:
         """Without the last P and the last D, where there are others."""
@@ -122,13 +129,16 @@ def _steps(fault: Fault, size: Size, rng: random.Random) -> list[Step]:
 
 def _step(fault: Fault, moment: Moment, target: Target, size: Size, rng: random.Random) -> Step:
     low, high = LASTS.get(fault.name, (0.0, 0.0))
+    whom, detail = _target(fault, target, size, rng), _detail(fault, target, rng)
+    told = lies.drawn(whom, lies.Guise(detail), size.roles(), rng) if fault.name == lies.LIAR else ()
     return Step(
         at_s=0.0,
         fault=fault.name,
-        target=_target(fault, target, size, rng),
+        target=whom,
         moment=moment,
         seconds=round(rng.uniform(low, high), 1),
-        detail=_detail(fault, target, rng),
+        detail=detail,
+        lies=told,
     )
 
 
@@ -149,4 +159,6 @@ def _target(fault: Fault, target: Target, size: Size, rng: random.Random) -> str
 def _detail(fault: Fault, target: Target, rng: random.Random) -> str:
     if fault.name == "reconfigure":
         return rng.choice(list(CHANGES) if target is Target.PREFILL else OF_DECODE)
+    if fault.name == lies.LIAR:
+        return str(lies.guise_for(str(target), rng))
     return rng.choice(("forth", "back")) if fault.name == "clock-step" else ""

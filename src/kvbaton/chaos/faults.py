@@ -81,6 +81,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("poison", "malformed, huge and forged requests, at the router and at the engines", (Target.CLIENT,),
           (1, 2, 4, 5), vllm=True),
     Fault("replay", "a used or foreign ticket is presented again", (Target.CLIENT,), (1, 3, 5), vllm=True),
+    Fault("liar", "a member with a valid key that lies to everybody, in every protocol", _ENGINES, (1, 2, 3, 4, 5)),
     Fault("strangers", "garbage, huge frames, half-open and idle connections on every port", (Target.MACHINE,),
           (2, 4, 5), vllm=True),
 )  # fmt: skip

@@ -38,7 +38,8 @@ _prctl = ctypes.CDLL(None).prctl  # found here: a child between fork and exec sh
 Say = Callable[[str], None]
 
 
-def _die_with_conductor() -> None:
+def die_with_conductor() -> None:
+    """Between fork and exec of a child: the kernel ends it when the conductor is gone."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -125,7 +126,7 @@ class Fleet:
                 stdout=out,
                 stderr=out,
                 start_new_session=True,  # Ctrl-C is for the conductor alone, which then ends its children
-                preexec_fn=_die_with_conductor,
+                preexec_fn=die_with_conductor,
             )
         life.count += 1
         life.is_hurt = life.is_stopped = False

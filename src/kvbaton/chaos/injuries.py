@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.chaos import client_injuries, strangers
+from kvbaton.chaos import client_injuries, liar, strangers
 from kvbaton.chaos.members import ROUTER
 from kvbaton.chaos.plan import Step
 from kvbaton.chaos.scene import Scene
@@ -198,5 +198,6 @@ INJURIES: Mapping[str, Injury] = {
     "full-shm": full_shm,
     "clock-step": clock_step,
     "strangers": let_strangers_come,
+    "liar": _of_clients(liar.tell_lies),
     **{name: _of_clients(each) for name, each in client_injuries.INJURIES.items()},
 }

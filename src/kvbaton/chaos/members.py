@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.chaos import rooms
+from kvbaton.chaos.lies import LIAR
 from kvbaton.chaos.network import Network
 from kvbaton.engine.options import Role, WorkerOptions
 
@@ -91,7 +92,8 @@ def specs(prefills: int, decodes: int, network: Network, rng: random.Random) -> 
 
 
 def names(prefills: int, decodes: int) -> list[str]:
-    return [ROUTER, STORE, *(f"p{n}" for n in range(prefills)), *(f"d{n}" for n in range(decodes))]
+    """Of all hosts: the members, and one that only a liar is."""
+    return [ROUTER, STORE, *(f"p{n}" for n in range(prefills)), *(f"d{n}" for n in range(decodes)), LIAR]
 
 
 def argv(

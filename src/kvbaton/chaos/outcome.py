@@ -69,6 +69,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     errors_by_kind: dict[str, int] = {}
     handoffs: dict[str, int] = {}  # after all of it, by mode: of some prompts that nobody had, so many came over
     moments: dict[str, int] = {}  # named ones that were reached, and missed
+    lies: dict[str, dict[str, int]] = {}  # of a liar, by name: how often told, refused and believed
     network: str = ""  # namespaces or relay
     replay: str = ""  # the command that repeats it
 

@@ -11,11 +11,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kvbaton.chaos import lies
 from kvbaton.chaos.faults import BY_NAME, Moment, Target
 
 STEPS_MAX = 100_000
 SECONDS_MAX = 5 * 86400
 """A plan of that length has fewer steps than `STEPS_MAX`."""
+LIES_MAX = 64
 Seconds = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
 
 
@@ -27,13 +29,18 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: str = ""  # a member's name, two for a link (p0-d1: from p0 to d1 where it matters), "" for none
     moment: Moment = Moment.ANY
     seconds: Seconds = 0.0
-    detail: str = ""  # what sort of it: of poison, of a changed configuration
+    detail: str = ""  # what sort of it: of poison, of a changed configuration; of a liar, what it poses as
+    lies: Annotated[tuple[str, ...], Meta(max_length=LIES_MAX)] = ()  # of a liar, in order: name@member
 
     def __post_init__(self) -> None:
         if self.fault not in BY_NAME:
             raise ValueError(f"fault: got {self.fault!r}, expected one of {', '.join(BY_NAME)}")
         if self.moment not in BY_NAME[self.fault].moments:
             raise ValueError(f"moment: {self.fault} cannot be done at {self.moment}")
+        if (self.fault == lies.LIAR) is not bool(self.lies):
+            raise ValueError(f"lies: {len(self.lies)} of {self.fault}; a liar tells some, and nobody else any")
+        if self.lies:
+            _check_lies(self)
 
     def title(self) -> str:
         """As people read it: kill d0 mid-copy."""
@@ -58,12 +65,16 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         if self.engine != "embedded":
             return
         engines = {f"p{n}" for n in range(self.prefills)} | {f"d{n}" for n in range(self.decodes)}
+        roles = lies.roles((*engines, "router", "store"))
         for number, step in enumerate(self.steps):
             if not _fits(step, engines):
                 known = ", ".join(sorted(engines))
                 raise ValueError(
                     f"steps[{number}].target: {step.fault} cannot be done to {step.target!r} among {known}"
                 )
+            for told in map(lies.parse, step.lies):
+                if roles.get(told.to) not in told.lie.to:
+                    raise ValueError(f"steps[{number}].lies: {told.lie.name} cannot be told to {told.to!r}")
 
 
 def _fits(step: Step, engines: Set[str]) -> bool:
@@ -76,6 +87,15 @@ def _fits(step: Step, engines: Set[str]) -> bool:
     if Target.PREFILL in targets or step.fault == "full-shm":
         return step.target in engines
     return not step.target
+
+
+def _check_lies(step: Step) -> None:
+    guises = [str(guise) for guise in lies.Guise]
+    if step.detail not in guises:
+        raise ValueError(f"detail: got {step.detail!r}, expected what the liar poses as: {', '.join(guises)}")
+    for told in map(lies.parse, step.lies):
+        if lies.Guise(step.detail) not in told.lie.guises:
+            raise ValueError(f"lies: {told.lie.name} cannot be told by a {step.detail}")
 
 
 def to_json(plan: Plan) -> bytes:

@@ -5,12 +5,13 @@ Law: the pages say nothing that the JSON does not; the HTML needs nothing but it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from kvbaton.chaos.faults import PROMISES
+from kvbaton.chaos.lies import BY_NAME
 from kvbaton.chaos.outcome import Member, Outcome, Row
 from kvbaton.chaos.seen import Seen
 from kvbaton.chaos.timeline import page
@@ -55,6 +56,7 @@ def markdown(seen: Seen) -> str:
         *_section("Deaths", [f"- {_safe(each)}" for each in seen.deaths]),
         *_section("Faults", _rows(outcome.rows)),
         *_section("Timeline", _timeline(seen)),
+        *_section("Lies", _lies(outcome.lies)),
         *_section("Processes at rest, before and after", _members(outcome.members)),
         *_section("Errors by kind", [f"- {_safe(kind)}: {count}" for kind, count in outcome.errors_by_kind.items()]),
         *_section("The promises", [f"{number}. {text}" for number, text in PROMISES.items()]),
@@ -94,6 +96,16 @@ def _members(members: Sequence[Member]) -> list[str]:
             f"| {each.name} | {each.lives} | {each.fds[0]} → {each.fds[1]} | {each.threads[0]} → {each.threads[1]} | "
             f"{each.rss_mib[0]:.0f} → {each.rss_mib[1]:.0f} | {slope} | {each.pins} | {each.used_blocks} |"
         )
+    return lines
+
+
+def _lies(found: Mapping[str, Mapping[str, int]]) -> list[str]:
+    if not found:
+        return []
+    lines = ["| lie | about | told | refused | believed |", "|---|---|---|---|---|"]
+    for name, count in found.items():
+        what = BY_NAME[name].what if name in BY_NAME else ""
+        lines.append(f"| {name} | {what} | {count['told']} | {count['refused']} | {count['believed']} |")
     return lines
 
 

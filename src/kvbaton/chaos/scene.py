@@ -22,6 +22,7 @@ from kvbaton.chaos.asking import Prompt, Way, ask
 from kvbaton.chaos.board import Board
 from kvbaton.chaos.faults import Moment
 from kvbaton.chaos.fleet import Fleet
+from kvbaton.chaos.lies import Tally
 from kvbaton.chaos.load import LATE_S, Load
 from kvbaton.chaos.members import ROUTER
 from kvbaton.chaos.moments import Hand
@@ -49,6 +50,7 @@ class Scene:
     locks: dict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
     problems: list[str] = field(default_factory=list)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
+    lies: Tally = field(default_factory=Tally)
     reached: int = 0
     missed: int = 0
 
