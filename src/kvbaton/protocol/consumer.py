@@ -461,7 +461,7 @@ class Consumer:
         source, target, link = intake.source, intake.target, intake.link
         assert source is not None and target is not None
         assert link.plan is not None and link.peer is not None and link.transport is not None
-        route = Route(link.plan, Side.TARGET, link.peer, link.transport.name)
+        route = Route(link.plan, Side.TARGET, link.peer, link.transport.name, link.transport.weaves)
         cargo = Cargo(source.blocks, target.blocks, source.tokens, target.first_token)
         listed = moves(route, cargo, intake.copied, source.progress)
         intake.copied = source.progress

@@ -37,12 +37,13 @@ PAGE_PIECES_MAX = 1024
 """More copies than this for one page and the handoff would cost more than it saves."""
 
 BLOCK_SPANS_MAX = 1 << 16
-"""More than this for one block of every group, in all layers and on all ranks, likewise: 128 layers of keys and values on
-64 ranks, of which each takes from two, are half of it."""
+"""More than this for one block of every group, in all layers and on all ranks, likewise: 128 layers of keys and values
+on 64 ranks, of which each takes from two, are half of it."""
 
 EFFORT_MAX = 1 << 15
 """In layers of parts, about a microsecond each. 128 layers in 8 groups on 64 ranks need half of it."""
-_EFFORT_OF_PART = 16
+_EFFORT_OF_PART = 32
+_EFFORT_OF_LANE = 4
 _SLICES_PER_EFFORT = 8
 
 
@@ -50,7 +51,7 @@ Slice = tuple[int, int, tuple[int, ...]]
 """Heads [lo, hi) and the ranks that have all of them."""
 
 
-class Strip(msgspec.Struct, frozen=True):
+class Strip(msgspec.Struct, frozen=True, gc=False):
     """One plane of a part: `bytes` that move as one, times `heads`, times the tokens if it is `per_token`.
 
     The planes' offsets are those of the part's first head.
@@ -86,7 +87,7 @@ class Strip(msgspec.Struct, frozen=True):
         return run, outer
 
 
-class Lane(msgspec.Struct, frozen=True):
+class Lane(msgspec.Struct, frozen=True, gc=False):
     """Layers of a part with equal regions and strides: (source layer index, source offset, target offset)."""
 
     source_region: int
@@ -96,7 +97,7 @@ class Lane(msgspec.Struct, frozen=True):
     layers: tuple[tuple[int, int, int], ...]
 
 
-class Part(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True, gc=False):
     """What one target rank takes of a group from one source rank: heads [lo, hi) of some layers."""
 
     group: int  # in the source's order
@@ -206,22 +207,27 @@ def _parts_of_group(
     holdings, ways = _holdings("source", source, index, effort)
     _holdings("target", target, target_index, effort)
     at = [{place.layer: place for place in rank.shares[index].places} for rank in source.ranks]
+    runs: dict[tuple[Strip, ...], int] = {}
     parts = []
+    of_dcp = [[(layer, holdings[layer, dcp]) for layer in source_layer] for dcp in range(source.dcp)]
     for target_rank, rank in enumerate(target.ranks):
-        taker = rank.shares[target_index]
+        taker, way_of = rank.shares[target_index], of_dcp[rank.dcp]
         stages: dict[int, list[tuple[int, Place]]] = defaultdict(list)
         for place in taker.places:
-            layer = source_layer[place.layer]
-            stages[holdings[layer, rank.dcp]].append((layer, place))
+            layer, way = way_of[place.layer]
+            stages[way].append((layer, place))
         for way, layers in stages.items():
             effort.spend(len(ways[way]) // _SLICES_PER_EFFORT)
             for source_rank, lo, hi in _take(ways[way], taker, target_rank):
                 effort.spend(_EFFORT_OF_PART + len(layers))
                 strips = _strips(group, source.ranks[source_rank].shares[index], taker, lo, hi)
                 pieces = _count_pieces(group, strips, min(sizes)) * meetings
-                effort.spend(0, pieces * len(layers))
-                what = (source_rank, target_rank, lo, hi, strips, _lanes(at[source_rank], layers), pieces)
-                parts.append(Part(index, target_index, *what))
+                if strips not in runs:
+                    effort.spend(pieces // meetings)
+                    runs[strips] = _count_runs(strips, min(sizes)) * meetings
+                lanes = _lanes(at[source_rank], layers)
+                effort.spend(_EFFORT_OF_LANE * len(lanes), runs[strips] * len(layers))
+                parts.append(Part(index, target_index, source_rank, target_rank, lo, hi, strips, lanes, pieces))
     return parts
 
 
@@ -294,6 +300,14 @@ def _count_pieces(group: Group, strips: Sequence[Strip], tokens: int) -> int:
     if pieces > PAGE_PIECES_MAX:
         _refuse(f"group {group.name!r} planes: source has another order than target has, {pieces} runs a page")
     return pieces
+
+
+def _count_runs(strips: Sequence[Strip], tokens: int) -> int:
+    """What is left of the pieces of a page once those are joined that are neighbours on both sides."""
+    ends: set[tuple[int, int]] = set()
+    pieces = [piece for strip in strips for piece in strip.pieces(0, 0, tokens)]
+    ends.update((at + size, to + size) for at, to, size in pieces)
+    return sum((at, to) not in ends for at, to, _ in pieces)
 
 
 def _from_head(plane: Plane, head: int, share: Share) -> Plane:

@@ -48,9 +48,12 @@ NULL_BLOCK = -1
 """Stands in a block list for a block that is not there, such as one that left a sliding window."""
 
 LAYERS_IN_ALL_MAX = 4096
-SHARES_MAX = 4096
+SHARES_MAX = 1024
 PLACES_MAX = 1 << 14
-"""Over all ranks and groups. 128 layers on 64 ranks are 8,192; what it takes to check and to map them grows with it."""
+"""Over all ranks and groups, as layers and shares are. 128 layers on 64 ranks are 8,192 places; what it takes to check
+and to map them grows with their number."""
+INNER_STRIDES_MAX = 4
+"""Of one share: distances of blocks that lie inside what one block spans. Engines have one or none."""
 NAME_CHARS_MAX = 256
 
 Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
@@ -74,7 +77,7 @@ class Per(enum.StrEnum):
     PAGE = "page"  # all bytes that a rank has of a block
 
 
-class Cell(msgspec.Struct, frozen=True, array_like=True):
+class Cell(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One plane of a page (K and V packed, K, V, scales): bytes per (head, token), or per head and block."""
 
     name: Name
@@ -116,7 +119,7 @@ class Group(msgspec.Struct, frozen=True):
         return self.needed_from(tokens) // self.block_tokens, needed_blocks(tokens, self.block_tokens)
 
 
-class Plane(msgspec.Struct, frozen=True, array_like=True):
+class Plane(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a cell's first byte lies in a page, and how far apart heads and tokens are."""
 
     offset: Bytes
@@ -124,7 +127,7 @@ class Plane(msgspec.Struct, frozen=True, array_like=True):
     token_stride: Bytes
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where one layer (by index in its group) has block 0, and how far apart its blocks are."""
 
     layer: Layers
@@ -294,21 +297,30 @@ def _validate_share(at: str, share: Share, layout: EngineLayout, index: int, reg
     for field, indexes, count in (("layer", layers, len(group.layers)), ("region", at_regions, len(regions))):
         _within(f"{at}.places.{field}", min(indexes), 0, count - 1)
         _within(f"{at}.places.{field}", max(indexes), 0, count - 1)
-    sizes = {stride: _page_extent(at, share, group, tokens, stride) for stride in set(strides)}
+    sizes = _sizes(at, share, group, tokens, set(strides))
     for layer, offset, stride, region in zip(layers, offsets, strides, at_regions, strict=True):
         end = offset + sizes[stride]
         if end > regions[region]:
             _bad(f"{at}.places", f"layer {layer} ends at {end} of {regions[region]} bytes")
 
 
-def _page_extent(at: str, share: Share, group: Group, tokens: int, block_stride: int) -> int:
-    """How many bytes from a place on all blocks take up that are so far apart."""
-    ends = []
+def _sizes(at: str, share: Share, group: Group, tokens: int, strides: set[int]) -> dict[int, int]:
+    """How many bytes from a place on all blocks take up, by how far apart they are."""
+    beyond = widest = 0
+    listed = []
     for plane, cell in zip(share.planes, group.cells, strict=True):
         size, heads, run = cell_axes(cell, share.head_count, tokens)
-        axes = ((plane.head_stride, heads), (plane.token_stride, run), (block_stride, share.block_count))
-        ends.append(plane.offset + _extent(f"{at}.planes {cell.name!r}", size, axes))
-    return max(ends)
+        name, axes = f"{at}.planes {cell.name!r}", ((plane.head_stride, heads), (plane.token_stride, run))
+        span = _extent(name, size, axes)
+        beyond, widest = max(beyond, plane.offset + span), max(widest, span)
+        listed.append((name, plane.offset, size, axes))
+    sizes = {stride: beyond + stride * (share.block_count - 1) for stride in strides}
+    inner = [stride for stride in strides if stride < widest]
+    _within(f"{at}.places, strides of blocks below {widest}", len(inner), 0, INNER_STRIDES_MAX)
+    for stride in inner:  # heads or tokens lie outside blocks
+        blocks = (stride, share.block_count)
+        sizes[stride] = max(offset + _extent(name, size, (*axes, blocks)) for name, offset, size, axes in listed)
+    return sizes
 
 
 def _extent(at: str, size: int, axes: Iterable[tuple[int, int]]) -> int:

@@ -29,7 +29,7 @@ from kvbaton.protocol.settings import Settings
 
 Handler = Callable[[Any, Any, float], None]
 
-GREETING_BYTES = 2048
+GREETING_BYTES = 1024
 """A card counts as one greeting more for each of these: what it costs to read, check and map grows with its size."""
 
 

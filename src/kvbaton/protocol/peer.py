@@ -113,7 +113,7 @@ def check_ranks(identity: Identity, card: Card) -> None:
 
 
 def _mapping(identity: Identity, card: Card, source: EngineLayout, target: EngineLayout) -> Plan:
-    """The plan between the two layouts, of which the card's is the peer's; what tells them apart soonest comes first."""
+    """The plan between the two layouts, of which one is the card's; what tells them apart soonest comes first."""
     check_ranks(identity, card)
     validate_groups(card.layout)
     compare(source, target)

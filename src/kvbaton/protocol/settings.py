@@ -9,7 +9,7 @@ import msgspec
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.numbers import DURATION_S_MIN, TERM_S_MAX
 
-LEASE_S_MIN = 3 * DURATION_S_MIN
+LEASE_S_MIN = 0.15
 """A reader renews when a third is over, and never more often than every `DURATION_S_MIN`."""
 
 
