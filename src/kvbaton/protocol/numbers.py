@@ -23,8 +23,6 @@ Term = Annotated[float, Meta(ge=TERM_S_MIN, le=TERM_S_MAX)]
 DURATION_S_MIN = 0.05
 """The shortest that a setting may be, and the shortest interval at which a node says anything again, whoever asks."""
 UnixSeconds = Annotated[float, Meta(ge=0.0, le=float(1 << 40))]
-Gauge = Annotated[float, Meta(ge=-float(1 << 63), le=float(1 << 63))]
-Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 TOKENS_MAX = (1 << 31) - 1
 Tokens = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
