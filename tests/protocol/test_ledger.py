@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Callable
 
@@ -11,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pair import Pair
 
+from kvbaton.protocol import consumer as consumer_module
 from kvbaton.protocol import events as ev
 from kvbaton.protocol import ledger as ledger_module
 from kvbaton.protocol import messages as m
 from kvbaton.protocol.codec import encode
-from kvbaton.protocol.effects import DropHold, Report, Unpin
+from kvbaton.protocol.effects import DropHold, Report, Send, Unpin
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, ReservationId, WorkerId
 from kvbaton.protocol.progress import GroupProgress
@@ -330,3 +332,29 @@ def test_a_flood_of_greetings_is_bounded(make_pair: Make) -> None:
     load = pair.d.want("r", pair.p.grant())
     pair.run(1)
     assert load.end is not None and load.end.delivered
+
+
+@pytest.mark.parametrize("ttl_s", [1e-300, 5e-324, 0.0, -1.0, math.nan])
+def test_a_time_is_handled_once_whatever_arms_it_again(
+    make_pair: Make, monkeypatch: pytest.MonkeyPatch, ttl_s: float
+) -> None:
+    """With both other guards out of the way: no bound at the door, none on how often D speaks."""
+    pair = make_pair()
+    pair.d.habits.copies = False
+    pair.d.want("r", pair.p.grant())
+    pair.settle()
+    ledger = pair.d.ledger
+    (link,) = ledger.consumer.links.by_worker.values()
+    monkeypatch.setattr(consumer_module, "DURATION_S_MIN", ttl_s)
+    ledger.consumer.on_renewed(link, m.Renewed(LeaseId(1), 1, ttl_s, 0), pair.d.now)
+    now = pair.d.now + 10.0
+    for _ in range(3):
+        ledger.on_time(now)
+        renewals = [e for e in ledger.take_effects() if isinstance(e, Send) and isinstance(e.message, m.Renew)]
+        assert len(renewals) == 1
+        due = ledger.next_deadline()
+        assert due is not None and due > now
+        now = due
+    monkeypatch.undo()
+    pair.d.habits.copies = True
+    pair.run(1.0)

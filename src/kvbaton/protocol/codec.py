@@ -122,7 +122,7 @@ def decode(frame: bytes, versions: Versions = SPOKEN) -> tuple[Envelope, Message
 def _body(envelope: Envelope, versions: Versions) -> Message | Folded:
     if envelope.version in versions:
         found = (_messages_1 if envelope.version == 1 else _messages).decode(envelope.body)
-        return v1.newer(found) if envelope.version == 1 else found  # type: ignore[no-any-return]
+        return v1.newer(found) if envelope.version == 1 else found
     try:
         greeting: FoldedHello | HelloRefused = _greetings.decode(envelope.body)
     except _UNREADABLE:

@@ -24,7 +24,7 @@ from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, LeaseId, PeerId, WorkerId
-from kvbaton.protocol.layout import RANKS_MAX
+from kvbaton.protocol.numbers import RANKS_MAX
 from kvbaton.protocol.progress import Progress
 from kvbaton.protocol.spans import SPANS_MAX
 from kvbaton.runtime.rank_store_messages import ShelfCommand, ShelfNews
