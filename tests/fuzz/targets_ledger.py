@@ -27,7 +27,7 @@ from kvbaton.protocol import messages as m
 from kvbaton.protocol.effects import Direction
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import SourceEnded
-from kvbaton.protocol.ids import WorkerId
+from kvbaton.protocol.ids import LeaseId, WorkerId
 from kvbaton.protocol.messages import PROTOCOL_VERSION
 from kvbaton.protocol.settings import Settings
 
@@ -214,7 +214,7 @@ def seeds() -> list[bytes]:
     ]
     wild = [PACK([[9], pull, [7, number], lie, [0, 2], lie]) for number, lie in enumerate(lies)]
     hello = [["now", 0, 0, 1, _spoken(MESSAGES[0])], ["old", 0, 0, 1, _spoken(MESSAGES[1])]]
-    named = _spoken(m.Abandon(transfer(1), 1)), _spoken(m.Renew(m.LeaseId(1), 1, (3,), True))
+    named = _spoken(m.Abandon(transfer(1), 1)), _spoken(m.Renew(LeaseId(1), 1, (3,), True))
     return [*calm, *wild, PACK([*hello, *push, *[["other", 1, 1, 1, each] for each in named]])]
 
 

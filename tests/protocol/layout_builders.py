@@ -83,6 +83,23 @@ def engine(
     return validate(EngineLayout(tuple(groups), tuple(ranks), dcp))
 
 
+def wide(
+    ranks: int, layers: int, *, heads: int = 8, per: int = 8, step: int = 0, apart: bool = False, order: str = "PHN"
+) -> EngineLayout:
+    """Ranks that each have `per` heads of all layers, and begin `step` or as many heads after each other.
+
+    `apart`: each layer's blocks are as far apart as no other's.
+    """
+    cells = (Cell("k", 16), Cell("v", 16))
+    one = Group("full", Kind.FULL, 16, tuple(f"model.layers.{n}" for n in range(layers)), heads, cells, "bfloat16")
+    page = 32 * per * 16
+    at = tuple(Place(n, n * page * 1000, page + (8 * n if apart else 0)) for n in range(layers))
+    starts = [rank * (step or per) % (heads if not step else heads - per + 1) for rank in range(ranks)]
+    shares = [Share(start, per, 900, at, planes(order, cells, per, 16)) for start in starts]
+    all_ranks = tuple(Rank(0, number, 0, (1 << 45,), (share,)) for number, share in enumerate(shares))
+    return validate(EngineLayout((one,), all_ranks))
+
+
 def page_tokens(one: Group, dcp: int) -> int:
     return 1 if one.kind is Kind.STATE else one.block_tokens // dcp
 

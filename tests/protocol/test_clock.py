@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,15 +64,31 @@ def test_renewals_all_day_do_not_grow_memory() -> None:
     assert all_due(timers, 1e9) == ["a", "b"]
 
 
+@pytest.mark.parametrize("at", [5.0, 4.9, 0.0, -1.0, -math.inf, math.nan])
+def test_a_key_that_is_armed_again_for_now_or_earlier_waits_for_the_next_look(at: float) -> None:
+    """Or one frame could have a loop go on for ever within one instant."""
+    timers: Timers[str] = Timers()
+    timers.set("a", 1.0)
+    timers.set("b", 1.0)
+    found = []
+    while (key := timers.pop_due(5.0)) is not None:
+        found.append(key)
+        timers.set(key, at)
+    assert found == ["a", "b"]
+    assert timers.next_at() == math.nextafter(5.0, math.inf)
+    assert all_due(timers, 5.001) == ["a", "b"]
+
+
 @settings(derandomize=True, database=None, deadline=None, max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from(["set", "clear", "pop"]), st.sampled_from("abcd"), st.integers(0, 20))))
 def test_timers_agree_with_a_plain_dictionary(steps: list[tuple[str, str, int]]) -> None:
     timers: Timers[str] = Timers()
-    model: dict[str, int] = {}
+    model: dict[str, float] = {}
+    soonest = -math.inf
     for what, key, at in steps:
         if what == "set":
             timers.set(key, at)
-            model[key] = at
+            model[key] = max(at, soonest)
         elif what == "clear":
             timers.clear(key)
             model.pop(key, None)
@@ -78,5 +97,6 @@ def test_timers_agree_with_a_plain_dictionary(steps: list[tuple[str, str, int]])
             assert sorted(found) == sorted(k for k, due in model.items() if due <= at)
             assert [model[k] for k in found] == sorted(model[k] for k in found)
             model = {k: due for k, due in model.items() if due > at}
+            soonest = max(soonest, math.nextafter(at, math.inf))
         assert timers.next_at() == min(model.values(), default=None)
         assert len(timers) == len(model)

@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 
 from kvbaton.protocol import messages as m
 from kvbaton.protocol.codec import (
+    CARD_BYTES_MAX,
     FRAME_BYTES_MAX,
     Envelope,
+    Folded,
     decode,
     encode,
     pack_blocks,
+    read,
+    unfolded,
     unpack_blocks,
 )
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -134,7 +138,7 @@ def test_a_sender_whose_name_is_none_is_refused(worker: str) -> None:
         m.Renew(LeaseId(1), 1, (0,) * 65, False),
         m.Renew(LeaseId(1), 1, (-1,), False),
         m.Offer(LeaseId(1), 1, ReservationId(1), 0, (b"",) * 65, b"digest"),
-        m.Offer(LeaseId(1), 1, ReservationId(1), 0, (b"\0" * (4 * m.BLOCKS_MAX + 4),), b"digest"),
+        m.Offer(LeaseId(1), 1, ReservationId(1), 0, (b"\0" * (4 * m.LISTED_MAX + 4),), b"digest"),
         m.Granted(HANDOFF, 1, LeaseId(1), 15.0, 5, (), READY * 65, True),
         m.Hello(1, msgspec.structs.replace(CARD, compat={str(n): "" for n in range(65)})),
         m.Hello(1, msgspec.structs.replace(CARD, compat={"model": "m" * 257})),
@@ -145,7 +149,20 @@ def test_a_sender_whose_name_is_none_is_refused(worker: str) -> None:
 )
 def test_everything_that_a_peer_says_is_bounded(message: m.Message) -> None:
     reason, detail = refused(encode(ME, Incarnation(9), 3, message))
-    assert reason is Reason.BAD_MESSAGE and detail.startswith("message: ")
+    assert reason is Reason.BAD_MESSAGE
+    assert detail.startswith("card: " if isinstance(message, m.Hello) else "message: ")
+
+
+def test_a_card_that_is_too_large_is_refused_before_it_is_read() -> None:
+    frame = envelope([1, 7, [0] * CARD_BYTES_MAX])
+    reason, detail = refused(frame)
+    assert reason is Reason.BAD_MESSAGE and detail.startswith("card: 524293 bytes, at most 524288")
+
+
+def test_a_greeting_is_folded_at_first_and_the_same_when_unfolded() -> None:
+    for message in (m.Hello(7, CARD), m.Welcome(7, CARD, "tcp", (b"endpoint",), 3)):
+        folded = read(encode(ME, Incarnation(9), 3, message))[1]
+        assert isinstance(folded, Folded) and folded.nonce == 7 and unfolded(folded) == message
 
 
 def test_a_reason_that_this_version_does_not_know_passes_and_is_bounded() -> None:
@@ -157,11 +174,16 @@ def test_a_reason_that_this_version_does_not_know_passes_and_is_bounded() -> Non
 class TestGreetingsOfOtherVersions:
     """D of another version is told so, instead of timing out; and hears it when it is told so itself."""
 
-    @pytest.mark.parametrize("version", [0, -1, 3, 99, (1 << 64) - 1])
+    @pytest.mark.parametrize("version", [0, 3, 99, (1 << 16) - 1])
     @pytest.mark.parametrize("message", [m.Hello(7, CARD), m.HelloRefused(7, Reason.WRONG_VERSION, "detail")])
     def test_a_greeting_and_its_refusal_are_read_in_every_version(self, message: m.Message, version: int) -> None:
         heard, again = decode(envelope(message, version=version))
         assert again == message and heard.version == version
+
+    @pytest.mark.parametrize("version", [-1, 1 << 16, (1 << 64) - 1])
+    def test_but_not_in_what_can_be_none(self, version: int) -> None:
+        reason, detail = refused(envelope(m.Hello(7, CARD), version=version))
+        assert reason is Reason.BAD_MESSAGE and "$[0]" in detail
 
     @pytest.mark.parametrize(
         "body", [m.Goodbye(), [1, "another Hello altogether"], m.Claim(HANDOFF, 1, "t", b"", False)]

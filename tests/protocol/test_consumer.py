@@ -502,17 +502,29 @@ class TestRenewing:
         pair.settle()
         assert delivered(load)
 
-    @pytest.mark.parametrize("ttl_s", [float("nan"), float("inf"), -1.0, 0.0, 1e300])
+    @pytest.mark.parametrize("ttl_s", [float("nan"), float("inf"), -1.0, 0.0, 1e300, 5e-324, 1e-300, 0.0009])
     def test_terms_that_are_none_are_not_believed(self, pair: Pair, ttl_s: float) -> None:
-        """NaN in a heap of deadlines would be the end of promise 2."""
+        """NaN in a heap of deadlines would be the end of promise 2; 1e-300 s kept D at one instant for ever."""
         pair.d.habits.allocates = False
         pair.lose(Granted)
         load = pair.d.want("r", pair.p.grant())
         pair.settle()
         pair.inject("p", "d", msgspec.structs.replace(pair.said(Granted)[0], ttl_s=ttl_s))
         pair.inject("p", "d", Renewed(LeaseId(1), 1, ttl_s, 0))
-        pair.run(5.1)
+        assert pair.d.counts["frames_refused.bad_message"] == 2
+        pair.run(6.1)
         assert len(pair.said(Renew)) == 1 and load.failed is None
+
+    def test_a_source_with_the_shortest_term_does_not_have_d_talk_without_end(self, pair: Pair) -> None:
+        """D decides how often it speaks: 20 times a second at most, whatever P says that its terms are."""
+        load = at(pair, IntakeState.COPYING)
+        pair.inject("p", "d", Renewed(LeaseId(1), 1, 0.001, 0))
+        pair.lose(Renewed, times=1000)
+        pair.run(1.0)
+        assert len(pair.said(Renew)) <= 20
+        pair.d.finish()
+        pair.settle()
+        assert delivered(load)
 
     def test_a_lease_that_ran_out_does_not_end_a_copy(self, pair: Pair) -> None:
         """Its commit will be judged by the epochs."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_builders import engine, even, group
+from layout_builders import engine, even, group, wide
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry import PAGE_PIECES_MAX, Plan, plan
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Per
+from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Per, validate
 
 OPAQUE = (Cell("page", 8, Per.PAGE),)
 PER_HEAD = (Cell("kv", 8, Per.HEAD),)
@@ -223,3 +227,57 @@ def test_every_target_rank_gets_each_of_its_heads_once(count: int, source_tp: in
     for rank, (start, size) in enumerate(even(count, target_tp)):
         got = [head for at, _, lo, hi in heads(made) if at == rank for head in range(lo, hi)]
         assert got == list(range(start, start + size))
+
+
+def without(layout: EngineLayout, lack: Callable[[int, int], bool]) -> EngineLayout:
+    """The same, but for the layers that a rank lacks."""
+    ranks = []
+    for number, rank in enumerate(layout.ranks):
+        (share,) = rank.shares
+        kept = tuple(place for place in share.places if not lack(number, place.layer))
+        ranks.append(msgspec.structs.replace(rank, shares=(msgspec.structs.replace(share, places=kept),)))
+    return validate(msgspec.structs.replace(layout, ranks=tuple(ranks)))
+
+
+class TestEffort:
+    """One of the two layouts is a peer's, who may have drawn it so that a mapping costs as much as can be."""
+
+    @pytest.mark.parametrize(
+        ("ours", "theirs"),
+        [
+            (wide(16, 128, per=1), wide(16, 128, per=1)),
+            (wide(64, 128, per=1), wide(64, 128, per=1)),
+            (wide(8, 126, per=1), wide(64, 126, per=1)),
+            (wide(48, 128, heads=96, per=2), wide(64, 128, heads=96, per=3)),
+            (wide(1, 80), wide(1, 80, order="NHP")),  # another order of axes, which moves in 256 runs a page
+        ],
+    )
+    def test_engines_that_exist_are_mapped(self, ours: EngineLayout, theirs: EngineLayout) -> None:
+        assert plan(ours, theirs).parts and plan(theirs, ours).parts
+
+    @pytest.mark.parametrize(
+        ("ours", "theirs"),
+        [
+            (wide(8, 128, per=1), wide(64, 128)),  # each of theirs takes everything from all of ours
+            (wide(1, 128), wide(64, 128, apart=True)),  # no two layers in one lane
+            (wide(1, 128, heads=96, per=96), without(wide(99, 128, heads=96, per=48, step=1), operator.eq)),
+            (wide(8, 1, heads=64), wide(256, 1, heads=64, per=64)),
+        ],
+    )
+    def test_a_layout_that_is_costly_to_map_is_refused(self, ours: EngineLayout, theirs: EngineLayout) -> None:
+        with pytest.raises(ProtocolError) as error:
+            plan(ours, theirs)
+        assert error.value.reason is Reason.INCOMPATIBLE
+        assert (
+            error.value.detail
+            == "ranks: their shares differ in so many ways that a mapping takes more than 32768 steps"
+        )
+
+    def test_planes_that_shred_a_block_over_all_ranks_are_refused(self) -> None:
+        """Each page alone is within its bound."""
+        with pytest.raises(ProtocolError, match="planes: what one block holds on all ranks would move in more than"):
+            plan(wide(8, 64, heads=64), wide(8, 64, heads=64, order="NHP"))
+
+    def test_a_plan_counts_runs_not_cells(self) -> None:
+        """Keys and values side by side are twice the pieces, and one run."""
+        assert plan(wide(64, 128, per=1, order="HNP"), wide(64, 128, per=1, order="HNP")).parts[0].pieces == 32

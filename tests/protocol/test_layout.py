@@ -160,6 +160,7 @@ GOOD = engine(group(), group("sliding", kind=Kind.SLIDING, window=5), tp=2, regi
         ("groups.0.cells", (), "groups[0].cells"),
         ("groups.0.cells.0.name", "", "groups[0].cells"),
         ("groups.0.cells.0.bytes", 0, "groups[0].cells"),
+        ("groups", tuple(group(str(n), layers=821) for n in range(5)), "layers of all groups"),
         ("ranks.0.pp", -1, "ranks[0].pp"),
         ("ranks.1.tp", 256, "ranks[1].tp"),
         ("ranks.0.dcp", 1, "ranks[0].dcp"),
@@ -189,6 +190,26 @@ def test_a_broken_bound_is_refused_by_field(path: str, value: object, field: str
         validate(changed(GOOD, path, value))
     assert error.value.reason is Reason.BAD_MESSAGE
     assert error.value.detail.split(": ")[0] == field
+
+
+def test_what_a_layout_has_in_all_is_bounded() -> None:
+    """Each of its lists may be within its own bound: it is their product that takes time."""
+    with pytest.raises(ProtocolError, match=r"layers on all ranks: 20000 is outside 0..16384"):
+        engine(group(layers=100), tp=200, blocks=1)
+    with pytest.raises(ProtocolError, match=r"groups on ranks: 1040 is outside 1..1024"):
+        engine(*(group(str(n), layers=1) for n in range(5)), tp=208, blocks=1)
+
+
+def test_blocks_inside_blocks_are_few_distances_apart() -> None:
+    """Each takes a calculation of its own; engines that keep heads outside blocks have one."""
+    layout = engine(group(layers=5, heads=2), arrangement="LHB", blocks=8)
+    assert validate(layout)
+    for layer in range(1, 5):
+        at = f"ranks.0.shares.0.places.{layer}.block_stride"
+        layout = changed(layout, at, layout.ranks[0].shares[0].places[0].block_stride + layer)
+    roomy = changed(layout, "ranks.0.region_bytes", (1 << 30,))
+    with pytest.raises(ProtocolError, match=r"strides of blocks below \d+: 5 is outside 0..4"):
+        validate(roomy)
 
 
 def test_a_block_must_be_divisible_among_the_ranks_that_share_its_tokens() -> None:

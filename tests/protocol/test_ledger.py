@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Callable
 
@@ -11,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pair import Pair
 
+from kvbaton.protocol import consumer as consumer_module
 from kvbaton.protocol import events as ev
+from kvbaton.protocol import ledger as ledger_module
 from kvbaton.protocol import messages as m
 from kvbaton.protocol.codec import encode
-from kvbaton.protocol.effects import DropHold, Report, Unpin
+from kvbaton.protocol.effects import DropHold, Report, Send, Unpin
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, ReservationId, WorkerId
 from kvbaton.protocol.progress import GroupProgress
@@ -24,7 +27,41 @@ from kvbaton.protocol.versions import Versions
 Make = Callable[..., Pair]
 
 
+def greeting(
+    pair: Pair, kind: int, source: str, target: str, nonce: int, card: object, *, to: int | None = None
+) -> None:
+    """A Hello (1) or a Welcome (2) with anything for a card."""
+    me, them = pair.parties[WorkerId(source)].me, pair.parties[WorkerId(target)]
+    body = (kind, nonce, card) if kind == 1 else (kind, nonce, card, "tcp", (b"1",))
+    frame = msgspec.msgpack.encode((2, me.worker, me.incarnation, them.me.incarnation if to is None else to, 1, body))
+    them.receive(me.worker, frame)
+    pair.settle()
+
+
 class TestFrames:
+    def test_a_greeter_whose_card_cannot_be_read_is_told_so(self, pair: Pair) -> None:
+        card = msgspec.to_builtins(pair.d.ledger.desk.identity.card())
+        card[4]["ranks"] *= 300
+        greeting(pair, 1, "d", "p", 7, card)
+        (refused,) = pair.said(m.HelloRefused)
+        assert (refused.nonce, refused.reason) == (7, Reason.BAD_MESSAGE)
+        assert refused.detail.startswith("card: Expected `array` of length <= 256")
+        assert pair.p.counts["frames_refused.bad_message"] == 1
+
+    def test_a_source_whose_card_cannot_be_read_fails_the_greeting_at_once(self, pair: Pair) -> None:
+        pair.lose(m.Welcome, times=99)
+        load = pair.d.want("r", pair.p.grant())
+        pair.settle()
+        greeting(pair, 2, "p", "d", 1, ["no card"])
+        assert load.failed is not None and load.failed.reason is Reason.BAD_MESSAGE
+        assert load.failed.detail.startswith("card: ")
+
+    def test_a_card_that_nobody_asked_for_is_not_read(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ledger_module, "unfolded", None)  # whoever calls it fails
+        greeting(pair, 2, "p", "d", 1, ["no card"])
+        greeting(pair, 2, "p", "d", 1, ["no card"], to=99)
+        assert pair.d.counts["late.welcome"] == 1 == pair.d.counts["late.incarnation"]
+
     def test_a_frame_that_cannot_be_read_is_counted_and_dropped(self, pair: Pair) -> None:
         pair.p.receive(pair.d.name, b"garbage")
         assert pair.p.counts["frames_refused.bad_message"] == 1 and not pair.log
@@ -295,3 +332,29 @@ def test_a_flood_of_greetings_is_bounded(make_pair: Make) -> None:
     load = pair.d.want("r", pair.p.grant())
     pair.run(1)
     assert load.end is not None and load.end.delivered
+
+
+@pytest.mark.parametrize("ttl_s", [1e-300, 5e-324, 0.0, -1.0, math.nan])
+def test_a_time_is_handled_once_whatever_arms_it_again(
+    make_pair: Make, monkeypatch: pytest.MonkeyPatch, ttl_s: float
+) -> None:
+    """With both other guards out of the way: no bound at the door, none on how often D speaks."""
+    pair = make_pair()
+    pair.d.habits.copies = False
+    pair.d.want("r", pair.p.grant())
+    pair.settle()
+    ledger = pair.d.ledger
+    (link,) = ledger.consumer.links.by_worker.values()
+    monkeypatch.setattr(consumer_module, "DURATION_S_MIN", ttl_s)
+    ledger.consumer.on_renewed(link, m.Renewed(LeaseId(1), 1, ttl_s, 0), pair.d.now)
+    now = pair.d.now + 10.0
+    for _ in range(3):
+        ledger.on_time(now)
+        renewals = [e for e in ledger.take_effects() if isinstance(e, Send) and isinstance(e.message, m.Renew)]
+        assert len(renewals) == 1
+        due = ledger.next_deadline()
+        assert due is not None and due > now
+        now = due
+    monkeypatch.undo()
+    pair.d.habits.copies = True
+    pair.run(1.0)

@@ -69,6 +69,22 @@ def test_a_large_rectangle_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(listed) == 2
 
 
+@pytest.mark.parametrize("weaves", [False, True])
+def test_what_would_take_more_spans_than_any_engine_needs_is_refused(
+    monkeypatch: pytest.MonkeyPatch, weaves: bool
+) -> None:
+    """Planes that shred every page cost the node memory and time; in product form they cost little."""
+    shredded = plan(engine(group(heads=4), order="HNP"), engine(group(heads=4), order="NHP"))
+    way = Route(shredded, Side.TARGET, PEER, "tcp", weaves)
+    cargo = Cargo([[1, 3, 5]], [[4, 2, 6]], 12, 0)
+    monkeypatch.setattr(movement, "SPANS_IN_ALL_MAX", 60)
+    if weaves:
+        assert moves(way, cargo, nothing(1), whole([3]))
+    else:
+        with pytest.raises(ProtocolError, match="bad_span: spans: more than 60 between these planes"):
+            moves(way, cargo, nothing(1), whole([3]))
+
+
 def test_lists_that_do_not_hold_what_is_ready_are_refused() -> None:
     way = route(between(Shape(), Shape()))
     with pytest.raises(ProtocolError) as error:

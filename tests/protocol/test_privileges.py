@@ -76,7 +76,7 @@ def test_a_message_is_heard_from_who_may_say_it_and_from_nobody_else(
     )
     forbidden = sum(count for name, count in p.counts.items() if name.startswith("forbidden."))
     effects = p.ledger.take_effects()
-    assert forbidden == (0 if may_say(role, message) else 1)
+    assert forbidden == (0 if may_say(role, kind) else 1)
     if forbidden and kind is m.Hello:
         (told,) = effects
         assert isinstance(told, fx.Send) and isinstance(told.message, m.HelloRefused)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import msgspec
 import pytest
+from layout_builders import wide
 from pair import Pair
 
 from kvbaton.protocol import quotas
@@ -24,6 +26,12 @@ def reader(worker: WorkerId = D, attempt: int = 1, life: int = 1) -> Reader:
 
 
 class TestBuckets:
+    def test_what_costs_more_takes_more_and_never_more_than_there_can_be(self) -> None:
+        buckets: Buckets[str] = Buckets(1.0, 4.0)
+        assert buckets.take("a", 0.0, 3.0) and not buckets.take("a", 0.0, 2.0) and buckets.take("a", 0.0)
+        assert not buckets.take("a", 3.9, 1000.0) and buckets.take("a", 4.0, 1000.0)
+        assert not buckets.take("a", 4.5)
+
     def test_a_burst_is_let_through_and_then_so_many_a_second(self) -> None:
         buckets: Buckets[str] = Buckets(8.0, 3.0)
         assert [buckets.take("d", 5.0) for _ in range(5)] == [True] * 3 + [False] * 2
@@ -193,6 +201,19 @@ def test_greetings_beyond_their_rate_are_not_answered(make_pair: Make) -> None:
         pair.inject("d", "p", hello(pair, 100 + nonce))
     assert len(pair.said(Welcome)) + len(pair.said(HelloRefused)) == 3
     assert pair.p.counts["over_quota.greetings"] == 2
+
+
+def test_a_greeting_costs_what_its_card_does(make_pair: Make) -> None:
+    """A card of 64 ranks takes a thousand times as long to check and to map as the smallest."""
+    pair = make_pair("p", "d")
+    card = msgspec.structs.replace(pair.d.ledger.desk.identity.card(), layout=wide(64, 128, per=1))
+    for nonce in range(20):
+        pair.inject("d", "p", Hello(100 + nonce, card))
+    read = pair.p.counts["hello_refused.incompatible"]
+    assert 1 <= read <= 5 and pair.p.counts["over_quota.greetings"] == 20 - read
+    pair.run(3.0)
+    pair.inject("d", "p", Hello(200, card))
+    assert pair.p.counts["hello_refused.incompatible"] == read + 1
 
 
 def test_the_defaults_leave_room_for_a_thousand_requests_of_one_d() -> None:

@@ -155,7 +155,12 @@ class Worker:
     """A node, its ports and its engine's door."""
 
     def __init__(
-        self, name: str, network: dict[WorkerId, FakeControl], ranks: int = 1, store: FakeStore | None = None
+        self,
+        name: str,
+        network: dict[WorkerId, FakeControl],
+        ranks: int = 1,
+        store: FakeStore | None = None,
+        settings: Settings = Settings(),  # noqa: B008 - frozen
     ) -> None:
         numbers = count(1)
         me = PeerId(WorkerId(name), Incarnation(ord(name[0])))
@@ -173,7 +178,7 @@ class Worker:
         self.control = network[me.worker] = FakeControl(me.worker, network)
         self.transports = [FakeTransport(f"{name}#{rank}") for rank in range(ranks)]
         identity = Identity(me, "host", {"model": "m"}, shape.layout(), (TCP,), (KEY,))
-        ledger = Ledger(identity, Settings(), self.doorway.epochs.of)
+        ledger = Ledger(identity, settings, self.doorway.epochs.of)
         self.problems: list[str] = []
         self.node = Node(
             ledger,

@@ -1,12 +1,15 @@
 """Deadlines. Time is an argument everywhere: nothing in this package reads a clock.
 
-Law: a key has at most one due time; setting it again replaces it, and a popped key is gone.
+Laws: a key has at most one due time; setting it again replaces it, and a popped key is gone. Whatever is set once a
+time has been popped for is due after that time, so all that is due at one time is popped in so many steps as there were
+keys: a key that is armed again for now, whatever made it, waits for the next look at the clock.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -18,14 +21,16 @@ _SLACK = 64
 class Timers(Generic[K]):
     """A set of keys with due times; cheap to move forward, which is what renewals do all day."""
 
-    __slots__ = ("_at", "_heap", "_order")
+    __slots__ = ("_at", "_heap", "_order", "_soonest")
 
     def __init__(self) -> None:
         self._at: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._order = itertools.count()
+        self._soonest = -math.inf  # just after the latest time that was popped for
 
     def set(self, key: K, at: float) -> None:
+        at = max(self._soonest, at)  # in this order: a NaN, which the heap would lose, is due at the next look
         self._at[key] = at
         heapq.heappush(self._heap, (at, next(self._order), key))
         if len(self._heap) > 2 * len(self._at) + _SLACK:
@@ -37,11 +42,13 @@ class Timers(Generic[K]):
 
     def pop_due(self, now: float) -> K | None:
         """The next key due at or before `now`, removed; None when there is none."""
-        while (due := self.next_at()) is not None and due <= now:
-            key = heapq.heappop(self._heap)[2]
-            del self._at[key]
-            return key
-        return None
+        self._soonest = max(self._soonest, math.nextafter(now, math.inf))
+        due = self.next_at()
+        if due is None or due > now:
+            return None
+        key = heapq.heappop(self._heap)[2]
+        del self._at[key]
+        return key
 
     def next_at(self) -> float | None:
         """When the earliest key is due; None when nothing waits."""

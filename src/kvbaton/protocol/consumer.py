@@ -39,6 +39,7 @@ from kvbaton.protocol.messages import (
     Written,
 )
 from kvbaton.protocol.movement import Cargo, Route, moves, start
+from kvbaton.protocol.numbers import DURATION_S_MIN
 from kvbaton.protocol.peer import Link, LinkState
 from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.progress import nothing
@@ -412,7 +413,7 @@ class Consumer:
         self.desk.timers.set(("intake", intake.wanted.handoff), intake.deadline)
 
     def _pulse(self, intake: Intake, seconds: float, now: float) -> None:
-        self.desk.timers.set(("pulse", intake.wanted.handoff), now + seconds)
+        self.desk.timers.set(("pulse", intake.wanted.handoff), now + max(seconds, DURATION_S_MIN))
 
     def _progressed(self, intake: Intake, now: float) -> None:
         if intake.state in (_S.COPYING, _S.OFFERED):
@@ -464,7 +465,7 @@ class Consumer:
         source, target, link = intake.source, intake.target, intake.link
         assert source is not None and target is not None
         assert link.plan is not None and link.peer is not None and link.transport is not None
-        route = Route(link.plan, Side.TARGET, link.peer, link.transport.name)
+        route = Route(link.plan, Side.TARGET, link.peer, link.transport.name, link.transport.weaves)
         cargo = Cargo(source.blocks, target.blocks, source.tokens, target.first_token)
         listed = moves(route, cargo, intake.copied, source.progress)
         intake.copied = source.progress
@@ -487,8 +488,7 @@ class Consumer:
 
     def _remember_ttl(self, source: Source, ttl_s: float) -> None:
         """How long P keeps the lease without a sign of us; P's settings may differ from ours."""
-        longest = self.desk.settings.lease_s
-        source.ttl_s = min(ttl_s, longest) if ttl_s > 0 else longest  # false for NaN as well
+        source.ttl_s = min(ttl_s, self.desk.settings.lease_s)
 
     def _learn(self, link: Link, source: Source, message: Ready) -> bool:
         """Take over what a Ready adds; False when it adds nothing or comes after one that was lost."""

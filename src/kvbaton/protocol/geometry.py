@@ -2,15 +2,19 @@
 
 Law: what `plan` accepts is mapped completely: every (layer, head, token) cell that a target rank has comes
 from exactly one source rank. What cannot be mapped is refused at pairing, by the name of the first field that
-differs. Both layouts must have passed `layout.validate`; `spans.segments` turns a plan into byte spans.
+differs. Both layouts must have passed `layout.validate`; `spans.segments` turns a plan into byte spans. One of them is
+a peer's, and can be such that a mapping costs far more than it is long: the effort is counted, and what no two engines
+need is refused before it is spent.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
+from operator import itemgetter
 from typing import NoReturn
 
 import msgspec
@@ -32,12 +36,22 @@ from kvbaton.protocol.layout import (
 PAGE_PIECES_MAX = 1024
 """More copies than this for one page and the handoff would cost more than it saves."""
 
+BLOCK_SPANS_MAX = 1 << 16
+"""More than this for one block of every group, in all layers and on all ranks, likewise: 128 layers of keys and values
+on 64 ranks, of which each takes from two, are half of it."""
+
+EFFORT_MAX = 1 << 15
+"""In layers of parts, about a microsecond each. 128 layers in 8 groups on 64 ranks need half of it."""
+_EFFORT_OF_PART = 32
+_EFFORT_OF_LANE = 4
+_SLICES_PER_EFFORT = 8
+
 
 Slice = tuple[int, int, tuple[int, ...]]
 """Heads [lo, hi) and the ranks that have all of them."""
 
 
-class Strip(msgspec.Struct, frozen=True):
+class Strip(msgspec.Struct, frozen=True, gc=False):
     """One plane of a part: `bytes` that move as one, times `heads`, times the tokens if it is `per_token`.
 
     The planes' offsets are those of the part's first head.
@@ -73,7 +87,7 @@ class Strip(msgspec.Struct, frozen=True):
         return run, outer
 
 
-class Lane(msgspec.Struct, frozen=True):
+class Lane(msgspec.Struct, frozen=True, gc=False):
     """Layers of a part with equal regions and strides: (source layer index, source offset, target offset)."""
 
     source_region: int
@@ -83,7 +97,7 @@ class Lane(msgspec.Struct, frozen=True):
     layers: tuple[tuple[int, int, int], ...]
 
 
-class Part(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True, gc=False):
     """What one target rank takes of a group from one source rank: heads [lo, hi) of some layers."""
 
     group: int  # in the source's order
@@ -117,8 +131,27 @@ class Plan(msgspec.Struct, frozen=True):
         return tuple(sorted({part.target_rank for part in self.parts if part.source_rank == source_rank}))
 
 
-def plan(source: EngineLayout, target: EngineLayout) -> Plan:
-    """How to hand over from `source` to `target`, or `INCOMPATIBLE` naming the first differing field."""
+@dataclass(slots=True)
+class _Effort:
+    """What a plan may still cost."""
+
+    left: int = EFFORT_MAX
+    spans: int = BLOCK_SPANS_MAX
+
+    def spend(self, effort: int, spans: int = 0) -> None:
+        self.left -= effort
+        self.spans -= spans
+        if self.left < 0:
+            _refuse(f"ranks: their shares differ in so many ways that a mapping takes more than {EFFORT_MAX} steps")
+        if self.spans < 0:
+            _refuse(f"planes: what one block holds on all ranks would move in more than {BLOCK_SPANS_MAX} runs")
+
+
+def compare(source: EngineLayout, target: EngineLayout) -> tuple[int | None, ...]:
+    """Per group of the source the index of the target's; `INCOMPATIBLE` names the first field of a group that differs.
+
+    The places need not have been validated yet.
+    """
     _same("dcp", source.dcp, target.dcp)
     if source.dcp > 1:
         _same("dcp_interleave", source.dcp_interleave, target.dcp_interleave)
@@ -130,11 +163,20 @@ def plan(source: EngineLayout, target: EngineLayout) -> Plan:
         if group.name not in here and not group.optional:
             _refuse(f"groups: source has not {group.name!r}, target has")
     target_groups = tuple(there.index(name) if name in there else None for name in here)
-    parts: list[Part] = []
     for index, target_index in enumerate(target_groups):
         if target_index is not None:
             _check_groups(source.groups[index], target.groups[target_index], source.dcp)
-            parts += _parts_of_group(source, target, index, target_index)
+    return target_groups
+
+
+def plan(source: EngineLayout, target: EngineLayout) -> Plan:
+    """How to hand over from `source` to `target`, or `INCOMPATIBLE` naming the first differing field."""
+    target_groups = compare(source, target)
+    parts: list[Part] = []
+    effort = _Effort()
+    for index, target_index in enumerate(target_groups):
+        if target_index is not None:
+            parts += _parts_of_group(source, target, index, target_index, effort)
     return Plan(source, target, target_groups, tuple(parts))
 
 
@@ -143,9 +185,10 @@ def _check_groups(source: Group, target: Group, dcp: int) -> None:
     _same(f"{name} kind", source.kind.value, target.kind.value)
     _same(f"{name} window", source.window, target.window)
     _same(f"{name} layers", len(source.layers), len(target.layers))
-    missing = sorted(set(source.layers) - set(target.layers), key=source.layers.index)
-    if missing:
-        _refuse(f"{name} layers: source has {missing[0]!r}, target has not")
+    there = set(target.layers)
+    missing = next((layer for layer in source.layers if layer not in there), None)
+    if missing is not None:
+        _refuse(f"{name} layers: source has {missing!r}, target has not")
     _same(f"{name} heads", source.heads, target.heads)
     _same(f"{name} dtype", source.dtype, target.dtype)
     if source.kind is not Kind.STATE and not (source.splits_tokens and target.splits_tokens and dcp == 1):
@@ -153,54 +196,73 @@ def _check_groups(source: Group, target: Group, dcp: int) -> None:
     _same(f"{name} cells", _told(source.cells), _told(target.cells))
 
 
-def _parts_of_group(source: EngineLayout, target: EngineLayout, index: int, target_index: int) -> list[Part]:
+def _parts_of_group(
+    source: EngineLayout, target: EngineLayout, index: int, target_index: int, effort: _Effort
+) -> list[Part]:
     group = source.groups[index]
-    source_layer = [group.layers.index(layer) for layer in target.groups[target_index].layers]
+    numbers = {layer: number for number, layer in enumerate(group.layers)}
+    source_layer = [numbers[layer] for layer in target.groups[target_index].layers]
     sizes = source.page_tokens(index), target.page_tokens(target_index)
     meetings = 1 if sizes[0] == sizes[1] else 1 + needed_blocks(*sizes)
-    holdings = _holdings("source", source, index)
-    _holdings("target", target, target_index)
+    holdings, ways = _holdings("source", source, index, effort)
+    _holdings("target", target, target_index, effort)
+    at = [{place.layer: place for place in rank.shares[index].places} for rank in source.ranks]
+    runs: dict[tuple[Strip, ...], int] = {}
     parts = []
+    of_dcp = [[(layer, holdings[layer, dcp]) for layer in source_layer] for dcp in range(source.dcp)]
     for target_rank, rank in enumerate(target.ranks):
-        taker = rank.shares[target_index]
-        stages: dict[tuple[Slice, ...], list[tuple[int, Place]]] = defaultdict(list)
+        taker, way_of = rank.shares[target_index], of_dcp[rank.dcp]
+        stages: dict[int, list[tuple[int, Place]]] = defaultdict(list)
         for place in taker.places:
-            layer = source_layer[place.layer]
-            stages[holdings[layer, rank.dcp]].append((layer, place))
-        for slices, layers in stages.items():
-            for source_rank, lo, hi in _take(slices, taker, target_rank):
-                giver = source.ranks[source_rank].shares[index]
-                strips = _strips(group, giver, taker, lo, hi)
+            layer, way = way_of[place.layer]
+            stages[way].append((layer, place))
+        for way, layers in stages.items():
+            effort.spend(len(ways[way]) // _SLICES_PER_EFFORT)
+            for source_rank, lo, hi in _take(ways[way], taker, target_rank):
+                effort.spend(_EFFORT_OF_PART + len(layers))
+                strips = _strips(group, source.ranks[source_rank].shares[index], taker, lo, hi)
                 pieces = _count_pieces(group, strips, min(sizes)) * meetings
-                what = (source_rank, target_rank, lo, hi, strips, _lanes(giver, layers), pieces)
-                parts.append(Part(index, target_index, *what))
+                if strips not in runs:
+                    effort.spend(pieces // meetings)
+                    runs[strips] = _count_runs(strips, min(sizes)) * meetings
+                lanes = _lanes(at[source_rank], layers)
+                effort.spend(_EFFORT_OF_LANE * len(lanes), runs[strips] * len(layers))
+                parts.append(Part(index, target_index, source_rank, target_rank, lo, hi, strips, lanes, pieces))
     return parts
 
 
-def _holdings(side: str, layout: EngineLayout, index: int) -> dict[tuple[int, int], tuple[Slice, ...]]:
-    """Who has which heads, by (layer index, dcp); refused unless every head of every layer is somewhere."""
+def _holdings(
+    side: str, layout: EngineLayout, index: int, effort: _Effort
+) -> tuple[dict[tuple[int, int], int], list[tuple[Slice, ...]]]:
+    """Who has which heads: by (layer index, dcp) which of the ways in which they are dealt out, and these.
+
+    Refused unless every head of every layer is somewhere.
+    """
     group, shares = layout.groups[index], [rank.shares[index] for rank in layout.ranks]
     ranks: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank_index, rank in enumerate(layout.ranks):
         for place in shares[rank_index].places:
             ranks[place.layer, rank.dcp].append(rank_index)
-    known: dict[tuple[int, ...], tuple[Slice, ...]] = {}
+    known: dict[tuple[int, ...], int] = {}
+    ways: list[tuple[Slice, ...]] = []
     holdings = {}
     for key in product(range(len(group.layers)), range(layout.dcp)):
         holders = tuple(ranks[key])
         if holders not in known:
-            known[holders] = _slices({rank: shares[rank] for rank in holders}, group.heads)
-        for lo, _, having in known[holders]:
-            if not having:
-                _refuse(f"group {group.name!r} ranks: {side} has head {lo} of {group.layers[key[0]]!r} on none")
+            known[holders] = len(ways)
+            ways.append(_slices({rank: shares[rank] for rank in holders}, group.heads, effort))
+            for lo, _, having in ways[-1]:
+                if not having:
+                    _refuse(f"group {group.name!r} ranks: {side} has head {lo} of {group.layers[key[0]]!r} on none")
         holdings[key] = known[holders]
-    return holdings
+    return holdings, ways
 
 
-def _slices(shares: dict[int, Share], heads: int) -> tuple[Slice, ...]:
+def _slices(shares: dict[int, Share], heads: int, effort: _Effort) -> tuple[Slice, ...]:
     """Cut the heads where any share begins or ends; the ranks that have a whole slice are its replicas."""
     ends = {rank: (share.head_start, share.head_start + share.head_count) for rank, share in shares.items()}
     edges = sorted({0, heads}.union(*ends.values()))
+    effort.spend(len(ends) * len(edges) // _SLICES_PER_EFFORT)
     return tuple(
         (lo, hi, tuple(rank for rank, (start, stop) in ends.items() if start <= lo and hi <= stop))
         for lo, hi in pairwise(edges)
@@ -240,17 +302,28 @@ def _count_pieces(group: Group, strips: Sequence[Strip], tokens: int) -> int:
     return pieces
 
 
+def _count_runs(strips: Sequence[Strip], tokens: int) -> int:
+    """What is left of the pieces of a page once those are joined that are neighbours on both sides."""
+    ends: set[tuple[int, int]] = set()
+    pieces = [piece for strip in strips for piece in strip.pieces(0, 0, tokens)]
+    ends.update((at + size, to + size) for at, to, size in pieces)
+    return sum((at, to) not in ends for at, to, _ in pieces)
+
+
 def _from_head(plane: Plane, head: int, share: Share) -> Plane:
     return Plane(plane.offset + (head - share.head_start) * plane.head_stride, plane.head_stride, plane.token_stride)
 
 
-def _lanes(giver: Share, layers: list[tuple[int, Place]]) -> tuple[Lane, ...]:
-    at = {place.layer: place for place in giver.places}
+def _lanes(at: Mapping[int, Place], layers: list[tuple[int, Place]]) -> tuple[Lane, ...]:
+    """Of a part, whose source has each layer `at` its place."""
     lanes: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = defaultdict(list)
-    for layer, to in sorted(layers, key=lambda pair: pair[0]):
-        key = (at[layer].region, to.region, at[layer].block_stride, to.block_stride)
-        lanes[key].append((layer, at[layer].offset, to.offset))
+    for layer, to in sorted(layers, key=_first):
+        here = at[layer]
+        lanes[here.region, to.region, here.block_stride, to.block_stride].append((layer, here.offset, to.offset))
     return tuple(Lane(*key, layers=tuple(found)) for key, found in lanes.items())
+
+
+_first = itemgetter(0)
 
 
 def _told(cells: Sequence[Cell]) -> str:

@@ -8,9 +8,11 @@ this package has no randomness of its own.
 from __future__ import annotations
 
 import re
-from typing import NewType
+from typing import Annotated, NewType
 
 import msgspec
+
+from kvbaton.protocol.numbers import ID
 
 RequestId = NewType("RequestId", str)
 """One engine's own name for a request; never on the wire."""
@@ -51,7 +53,7 @@ class PeerId(msgspec.Struct, frozen=True, array_like=True, order=True):
     """A worker in one of its lives; a restart at the same address is a different peer."""
 
     worker: WorkerId
-    incarnation: Incarnation
+    incarnation: Annotated[Incarnation, ID]
 
     def __str__(self) -> str:
         return f"{self.worker}@{self.incarnation:016x}"

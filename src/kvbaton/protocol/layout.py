@@ -14,28 +14,49 @@ group, layer and block.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import msgspec
+from msgspec import Meta
 
 from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.numbers import (
+    BLOCK_TOKENS_MAX,
+    BLOCKS_MAX,
+    BYTES_MAX,
+    CELLS_MAX,
+    DCP_MAX,
+    GROUPS_MAX,
+    HEADS_MAX,
+    LAYERS_MAX,
+    RANKS_MAX,
+    REGIONS_MAX,
+    Blocks,
+    BlockTokens,
+    Bytes,
+    Dcp,
+    Heads,
+    Layers,
+    RankIndex,
+    RegionIndex,
+)
 
 NULL_BLOCK = -1
 """Stands in a block list for a block that is not there, such as one that left a sliding window."""
 
-GROUPS_MAX = 64
-LAYERS_MAX = 1024
-RANKS_MAX = 256
-REGIONS_MAX = 64
-HEADS_MAX = 1024
-CELLS_MAX = 8
-DCP_MAX = 64
-BLOCK_TOKENS_MAX = 1 << 24  # a state group's block may span the longest context
-BLOCKS_MAX = 1 << 31
-BYTES_MAX = 1 << 56  # leaves room for sums in a signed 64-bit span
+LAYERS_IN_ALL_MAX = 4096
+SHARES_MAX = 1024
+PLACES_MAX = 1 << 14
+"""Over all ranks and groups, as layers and shares are. 128 layers on 64 ranks are 8,192 places; what it takes to check
+and to map them grows with their number."""
+INNER_STRIDES_MAX = 4
+"""Of one share: distances of blocks that lie inside what one block spans. Engines have one or none."""
 NAME_CHARS_MAX = 256
+
+Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 
 
 class Kind(enum.StrEnum):
@@ -56,25 +77,25 @@ class Per(enum.StrEnum):
     PAGE = "page"  # all bytes that a rank has of a block
 
 
-class Cell(msgspec.Struct, frozen=True, array_like=True):
+class Cell(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One plane of a page (K and V packed, K, V, scales): bytes per (head, token), or per head and block."""
 
-    name: str
-    bytes: int
+    name: Name
+    bytes: Bytes
     per: Per = Per.TOKEN
 
 
 class Group(msgspec.Struct, frozen=True):
     """Layers that share one block list. An `optional` group (a draft model's) may be missing elsewhere."""
 
-    name: str
+    name: Name
     kind: Kind
-    block_tokens: int
-    layers: tuple[str, ...]
-    heads: int
-    cells: tuple[Cell, ...]
-    dtype: str
-    window: int = 0
+    block_tokens: BlockTokens
+    layers: Annotated[tuple[Name, ...], Meta(max_length=LAYERS_MAX)]
+    heads: Heads
+    cells: Annotated[tuple[Cell, ...], Meta(max_length=CELLS_MAX)]
+    dtype: Name
+    window: BlockTokens = 0
     optional: bool = False
 
     @property
@@ -98,50 +119,50 @@ class Group(msgspec.Struct, frozen=True):
         return self.needed_from(tokens) // self.block_tokens, needed_blocks(tokens, self.block_tokens)
 
 
-class Plane(msgspec.Struct, frozen=True, array_like=True):
+class Plane(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a cell's first byte lies in a page, and how far apart heads and tokens are."""
 
-    offset: int
-    head_stride: int
-    token_stride: int
+    offset: Bytes
+    head_stride: Bytes
+    token_stride: Bytes
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where one layer (by index in its group) has block 0, and how far apart its blocks are."""
 
-    layer: int
-    offset: int
-    block_stride: int
-    region: int = 0
+    layer: Layers
+    offset: Bytes
+    block_stride: Bytes
+    region: RegionIndex = 0
 
 
 class Share(msgspec.Struct, frozen=True):
     """What one rank has of one group. No places: none of it (another pipeline stage has the layers)."""
 
-    head_start: int = 0
-    head_count: int = 0
-    block_count: int = 0
-    places: tuple[Place, ...] = ()
-    planes: tuple[Plane, ...] = ()
+    head_start: Heads = 0
+    head_count: Heads = 0
+    block_count: Blocks = 0
+    places: Annotated[tuple[Place, ...], Meta(max_length=LAYERS_MAX)] = ()
+    planes: Annotated[tuple[Plane, ...], Meta(max_length=CELLS_MAX)] = ()
 
 
 class Rank(msgspec.Struct, frozen=True):
     """One worker of an engine: its coordinates, its registered memory, one share per group."""
 
-    pp: int
-    tp: int
-    dcp: int
-    region_bytes: tuple[int, ...]
-    shares: tuple[Share, ...]
+    pp: RankIndex
+    tp: RankIndex
+    dcp: Dcp
+    region_bytes: Annotated[tuple[Bytes, ...], Meta(max_length=REGIONS_MAX)]
+    shares: Annotated[tuple[Share, ...], Meta(max_length=GROUPS_MAX)]
 
 
 class EngineLayout(msgspec.Struct, frozen=True):
     """One side of a handoff. With `dcp` > 1 a block's tokens are dealt out to that many ranks in turn."""
 
-    groups: tuple[Group, ...]
-    ranks: tuple[Rank, ...]
-    dcp: int = 1
-    dcp_interleave: int = 1
+    groups: Annotated[tuple[Group, ...], Meta(max_length=GROUPS_MAX)]
+    ranks: Annotated[tuple[Rank, ...], Meta(max_length=RANKS_MAX)]
+    dcp: Dcp = 1
+    dcp_interleave: BlockTokens = 1
 
     def page_tokens(self, group: int) -> int:
         """The tokens in one page of one rank; a state counts as one."""
@@ -202,17 +223,31 @@ def cell_axes(cell: Cell, heads: int, tokens: int) -> tuple[int, int, int]:
 
 def validate(layout: EngineLayout) -> EngineLayout:
     """The layout, or `BAD_MESSAGE` naming the first field that breaks a bound: layouts come from peers."""
+    validate_groups(layout)
+    validate_ranks(layout)
+    return layout
+
+
+def validate_groups(layout: EngineLayout) -> None:
+    """The half that says what there is, and how much of everything; soon done, whatever the layout."""
     _within("dcp", layout.dcp, 1, DCP_MAX)
     _within("dcp_interleave", layout.dcp_interleave, 1, BLOCK_TOKENS_MAX)
     _within("groups", len(layout.groups), 1, GROUPS_MAX)
     _within("ranks", len(layout.ranks), 1, RANKS_MAX)
+    _within("groups on ranks", len(layout.groups) * len(layout.ranks), 1, SHARES_MAX)
+    _within("layers of all groups", sum(len(group.layers) for group in layout.groups), 1, LAYERS_IN_ALL_MAX)
+    places_in_all = sum(len(share.places) for rank in layout.ranks for share in rank.shares)
+    _within("layers on all ranks", places_in_all, 0, PLACES_MAX)
     _distinct("groups", (group.name for group in layout.groups))
-    _distinct("ranks", ((rank.pp, rank.tp, rank.dcp) for rank in layout.ranks))
     for index, group in enumerate(layout.groups):
         _validate_group(f"groups[{index}]", group, layout.dcp)
+
+
+def validate_ranks(layout: EngineLayout) -> None:
+    """The half that says where everything is; of a layout whose groups are valid."""
+    _distinct("ranks", ((rank.pp, rank.tp, rank.dcp) for rank in layout.ranks))
     for index, rank in enumerate(layout.ranks):
         _validate_rank(f"ranks[{index}]", rank, layout)
-    return layout
 
 
 def _validate_group(at: str, group: Group, dcp: int) -> None:
@@ -253,23 +288,39 @@ def _validate_share(at: str, share: Share, layout: EngineLayout, index: int, reg
     _within(f"{at}.head_count", share.head_count, 1, group.heads - share.head_start)
     _within(f"{at}.block_count", share.block_count, 1, BLOCKS_MAX)
     _within(f"{at}.planes", len(share.planes), len(group.cells), len(group.cells))
-    for number in chain.from_iterable(map(msgspec.structs.astuple, (*share.planes, *share.places))):
+    # Column by column: a microsecond a place, where a check of each of its numbers takes five.
+    layers, offsets, strides, at_regions = zip(*map(msgspec.structs.astuple, share.places), strict=True)
+    for number in chain(*map(msgspec.structs.astuple, share.planes), *((min(c), max(c)) for c in (offsets, strides))):
         _within(f"{at}.planes and places", number, 0, BYTES_MAX)
-    _distinct(f"{at}.places", (place.layer for place in share.places))
-    _distinct(f"{at}.places", ((place.region, place.offset) for place in share.places))
-    for place in share.places:
-        _within(f"{at}.places.layer", place.layer, 0, len(group.layers) - 1)
-        _within(f"{at}.places.region", place.region, 0, len(regions) - 1)
-        for plane, cell in zip(share.planes, group.cells, strict=True):
-            size, heads, run = cell_axes(cell, share.head_count, tokens)
-            axes = (
-                (plane.head_stride, heads),
-                (plane.token_stride, run),
-                (place.block_stride, share.block_count),
-            )
-            end = place.offset + plane.offset + _extent(f"{at}.planes {cell.name!r}", size, axes)
-            if end > regions[place.region]:
-                _bad(f"{at}.places", f"layer {place.layer} ends at {end} of {regions[place.region]} bytes")
+    _distinct(f"{at}.places", layers)
+    _distinct(f"{at}.places", zip(at_regions, offsets, strict=True))
+    for field, indexes, count in (("layer", layers, len(group.layers)), ("region", at_regions, len(regions))):
+        _within(f"{at}.places.{field}", min(indexes), 0, count - 1)
+        _within(f"{at}.places.{field}", max(indexes), 0, count - 1)
+    sizes = _sizes(at, share, group, tokens, set(strides))
+    for layer, offset, stride, region in zip(layers, offsets, strides, at_regions, strict=True):
+        end = offset + sizes[stride]
+        if end > regions[region]:
+            _bad(f"{at}.places", f"layer {layer} ends at {end} of {regions[region]} bytes")
+
+
+def _sizes(at: str, share: Share, group: Group, tokens: int, strides: set[int]) -> dict[int, int]:
+    """How many bytes from a place on all blocks take up, by how far apart they are."""
+    beyond = widest = 0
+    listed = []
+    for plane, cell in zip(share.planes, group.cells, strict=True):
+        size, heads, run = cell_axes(cell, share.head_count, tokens)
+        name, axes = f"{at}.planes {cell.name!r}", ((plane.head_stride, heads), (plane.token_stride, run))
+        span = _extent(name, size, axes)
+        beyond, widest = max(beyond, plane.offset + span), max(widest, span)
+        listed.append((name, plane.offset, size, axes))
+    sizes = {stride: beyond + stride * (share.block_count - 1) for stride in strides}
+    inner = [stride for stride in strides if stride < widest]
+    _within(f"{at}.places, strides of blocks below {widest}", len(inner), 0, INNER_STRIDES_MAX)
+    for stride in inner:  # heads or tokens lie outside blocks
+        blocks = (stride, share.block_count)
+        sizes[stride] = max(offset + _extent(name, size, (*axes, blocks)) for name, offset, size, axes in listed)
+    return sizes
 
 
 def _extent(at: str, size: int, axes: Iterable[tuple[int, int]]) -> int:
@@ -291,11 +342,9 @@ def _within(field: str, value: int, low: int, high: int) -> None:
 
 
 def _distinct(field: str, values: Iterable[object]) -> None:
-    seen = set()
-    for value in values:
-        if value in seen:
-            _bad(field, f"{str(value)[:NAME_CHARS_MAX]!r} occurs twice")
-        seen.add(value)
+    listed = list(values)
+    if len(set(listed)) < len(listed):
+        _bad(field, f"{str(Counter(listed).most_common(1)[0][0])[:NAME_CHARS_MAX]!r} occurs twice")
 
 
 def _name(field: str, text: str) -> None:

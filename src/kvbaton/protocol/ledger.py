@@ -11,7 +11,7 @@ from typing import Any
 
 from kvbaton.protocol import events as ev
 from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import Envelope, decode
+from kvbaton.protocol.codec import Envelope, Folded, FoldedHello, FoldedWelcome, read, unfolded
 from kvbaton.protocol.consumer import Consumer
 from kvbaton.protocol.desk import Desk, Identity
 from kvbaton.protocol.effects import Effect
@@ -30,6 +30,10 @@ from kvbaton.protocol.sessions import Sessions
 from kvbaton.protocol.settings import Settings
 
 Handler = Callable[[Any, Any, float], None]
+_UNFOLDED: dict[type, type] = {FoldedHello: m.Hello, FoldedWelcome: m.Welcome}
+
+GREETING_BYTES = 1024
+"""A card counts as one greeting more for each of these: what it costs to read, check and map grows with its size."""
 
 
 class Ledger:
@@ -61,17 +65,23 @@ class Ledger:
     def on_frame(self, worker: WorkerId, frame: bytes, now: float) -> None:
         """Bytes came from the authenticated worker `worker`."""
         try:
-            envelope, message = decode(frame, self.desk.identity.versions)
+            envelope, message = read(frame, self.desk.identity.versions)
             if envelope.worker != worker:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"worker: {worker} speaks as {envelope.worker}")
         except ProtocolError as error:
             self.desk.count(f"frames_refused.{error.reason}")
             return
         self.desk.count("frames")
-        self._on_message(envelope, message, now)
+        kind: type = _UNFOLDED.get(type(message), type(message))
+        if not may_say(self.desk.identity.role_of(worker), kind):
+            self._forbid(envelope, kind, message.nonce if isinstance(message, Folded) else 0, now)
+        elif isinstance(message, Folded):
+            self._on_greeting(envelope, message, now)
+        else:
+            self._on_message(envelope, message, now)
 
     def on_time(self, now: float) -> None:
-        """Let everything that is due by `now` happen."""
+        """Let everything that is due by `now` happen, once: what is due again at once waits for the next call."""
         timers = self.desk.timers
         while (key := timers.pop_due(now)) is not None:
             kind, name = key
@@ -105,13 +115,32 @@ class Ledger:
 
     # --- messages
 
+    def _on_greeting(self, envelope: Envelope, folded: Folded, now: float) -> None:
+        """Read the card only of a greeting that is within its sender's quota, or that we wait for."""
+        sender = envelope.sender
+        if isinstance(folded, FoldedHello):
+            if not self._may_greet(sender, folded, now):
+                return
+        elif envelope.to != self.desk.identity.me.incarnation:
+            self.desk.count("late.incarnation")
+            return
+        elif not self.consumer.links.awaits(sender, folded.nonce):
+            self.desk.count("late.welcome")
+            return
+        try:
+            message = unfolded(folded)
+        except ProtocolError as error:
+            self.desk.count(f"frames_refused.{error.reason}")
+            if isinstance(folded, FoldedHello):
+                self.sessions.refuse(sender, folded.nonce, error, envelope.version)
+            else:
+                self.consumer.links.lose(self.consumer.links.by_worker[sender.worker], error.reason, error.detail, now)
+        else:
+            self._on_message(envelope, message, now)
+
     def _on_message(self, envelope: Envelope, message: m.Message, now: float) -> None:
         sender, kind = envelope.sender, type(message)
-        if not may_say(self.desk.identity.role_of(sender.worker), message):
-            self._forbid(envelope, message, now)
-        elif isinstance(message, m.Hello):
-            if not self._may_greet(sender, message, now):
-                return
+        if isinstance(message, m.Hello):
             self.sessions.on_hello(sender, message, envelope.version, now)
         elif kind in self._of_target:
             self._from_target(envelope, sender, message, now)
@@ -132,19 +161,19 @@ class Ledger:
             else:
                 self._of_source[kind](link, message, now)
 
-    def _forbid(self, envelope: Envelope, message: m.Message, now: float) -> None:
+    def _forbid(self, envelope: Envelope, kind: type, nonce: int, now: float) -> None:
         """A member's key that is not for this. One that greets may be set up wrongly, and is told."""
-        self.desk.count(f"forbidden.{type(message).__name__.lower()}")
+        self.desk.count(f"forbidden.{kind.__name__.lower()}")
         sender = envelope.sender
-        if isinstance(message, m.Hello) and self._greetings.take(sender.worker, now):
+        if kind is m.Hello and self._greetings.take(sender.worker, now):
             role = self.desk.identity.role_of(sender.worker)
-            refusal = m.HelloRefused(message.nonce, Reason.FORBIDDEN, f"role: the key of {sender.worker} is for {role}")
+            refusal = m.HelloRefused(nonce, Reason.FORBIDDEN, f"role: the key of {sender.worker} is for {role}")
             self.desk.send(sender.worker, sender.incarnation, 0, refusal, envelope.version)
 
-    def _may_greet(self, sender: PeerId, hello: m.Hello, now: float) -> bool:
+    def _may_greet(self, sender: PeerId, hello: FoldedHello, now: float) -> bool:
         """A worker that greets ever again gets a few answers a second, and pushes out no session but its own."""
         settings = self.desk.settings
-        if not self._greetings.take(sender.worker, now):
+        if not self._greetings.take(sender.worker, now, 1.0 + len(hello.card) // GREETING_BYTES):
             self.desk.count("over_quota.greetings")
             return False
         waiting = [

@@ -82,15 +82,16 @@ class Links:
         link = self.by_worker.get(sender.worker)
         return link if link is not None and link.peer == sender and link.session == session else None
 
-    def on_welcome(self, sender: PeerId, session: int, message: Welcome, version: int, now: float) -> None:
-        """The source agrees, and settles by the version of its answer in which one the pair talks."""
+    def awaits(self, sender: PeerId, nonce: int) -> bool:
+        """Whether a Welcome of that worker is the first to that greeting of ours."""
         link = self.by_worker.get(sender.worker)
-        if link is None or link.nonce != message.nonce:
-            self.desk.count("late.welcome")
-            return
-        if LINK.step(link.state, LinkEvent.WELCOMED) is not LinkState.JOINING:
-            self.desk.count("late.welcome")
-            return
+        if link is None or link.nonce != nonce:
+            return False
+        return LINK.step(link.state, LinkEvent.WELCOMED) is LinkState.JOINING
+
+    def on_welcome(self, sender: PeerId, session: int, message: Welcome, version: int, now: float) -> None:
+        """The source agrees, as we wait for, and settles by the version of its answer in which one the pair talks."""
+        link = self.by_worker[sender.worker]
         try:
             link.plan, link.transport = pair_as_target(self.desk.identity, message.card, message.transport)
         except ProtocolError as error:

@@ -14,25 +14,26 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvbaton.protocol.ids import HandoffId, LeaseId, ReservationId
+from kvbaton.protocol import ids
+from kvbaton.protocol.ids import HandoffId
 from kvbaton.protocol.layout import EngineLayout
+from kvbaton.protocol.numbers import GROUPS_MAX, ID, LISTED_MAX, Listed, Number, Term, Tokens
 from kvbaton.protocol.progress import Progress
 from kvbaton.protocol.ticket import TICKET_CHARS_MAX
 from kvbaton.protocol.versions import NEWEST, version_bit, versions_in
 
 PROTOCOL_VERSION = NEWEST
-GROUPS_MAX = 64
-BLOCKS_MAX = 1 << 20
 RANK_PAIRS_MAX = 4096
 DETAIL_CHARS_MAX = 512
 
-Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+LeaseId = Annotated[ids.LeaseId, ID]
+ReservationId = Annotated[ids.ReservationId, ID]
 Digest = Annotated[bytes, Meta(max_length=64)]
 Detail = Annotated[str, Meta(max_length=DETAIL_CHARS_MAX)]
-Blocks = Annotated[bytes, Meta(max_length=4 * BLOCKS_MAX)]
+Blocks = Annotated[bytes, Meta(max_length=4 * LISTED_MAX)]
 """Block ids of one group as little-endian int32."""
 GroupBlocks = Annotated[tuple[Blocks, ...], Meta(max_length=GROUPS_MAX)]
-Counts = Annotated[tuple[Number, ...], Meta(max_length=GROUPS_MAX)]
+Counts = Annotated[tuple[Listed, ...], Meta(max_length=GROUPS_MAX)]
 Name = Annotated[str, Meta(max_length=64)]
 WireReason = Annotated[str, Meta(max_length=64)]
 """A `Reason`, or one that only newer versions know; read it with `reason_of`."""
@@ -68,8 +69,8 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 class Card(msgspec.Struct, frozen=True, array_like=True):
     """How a node introduces itself: what it needs, what it can do, what shapes its KV, where its bytes lie."""
 
-    required: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-    optional: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    required: Number
+    optional: Number
     host: Annotated[str, Meta(max_length=128)]
     compat: Annotated[
         dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=256)]], Meta(max_length=64)
@@ -115,7 +116,7 @@ class Linked(_Message, frozen=True, array_like=True, tag=5):
 class Reset(_Message, frozen=True, array_like=True, tag=6):
     """The sender has no such session, or is no longer that incarnation: greet again."""
 
-    incarnation: int
+    incarnation: Number
 
 
 class Goodbye(_Message, frozen=True, array_like=True, tag=7):
@@ -137,8 +138,8 @@ class Granted(_Message, frozen=True, array_like=True, tag=11):
     handoff: HandoffId
     attempt: Number
     lease: LeaseId
-    ttl_s: float
-    tokens: Number
+    ttl_s: Term
+    tokens: Tokens
     blocks: GroupBlocks
     progress: Progress
     final: bool
@@ -165,7 +166,7 @@ class Renewed(_Message, frozen=True, array_like=True, tag=14):
 
     lease: LeaseId
     attempt: Number
-    ttl_s: float
+    ttl_s: Term
     work: Number
 
 
@@ -232,7 +233,7 @@ class Offer(_Message, frozen=True, array_like=True, tag=30):
     lease: LeaseId
     attempt: Number
     reservation: ReservationId
-    first_token: Number
+    first_token: Tokens
     blocks: GroupBlocks
     digest: Digest
 

@@ -8,10 +8,15 @@ import msgspec
 
 from kvbaton.protocol.desk import Desk, Parts
 from kvbaton.protocol.effects import Direction
+from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry import Plan
 from kvbaton.protocol.ids import PeerId
 from kvbaton.protocol.progress import Progress, advance
 from kvbaton.protocol.spans import BlockLists, Move, Side, blocks_per_call, segments
+
+SPANS_IN_ALL_MAX = 1 << 24
+"""Of one step of a handoff, on all ranks: 128,000 tokens of 128 layers, keys and values apart, on 8 ranks. A peer whose
+planes are such that it takes more would have the node's memory and time, and gets neither."""
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -21,6 +26,7 @@ class Route(msgspec.Struct, frozen=True):
     side: Side
     peer: PeerId
     transport: str
+    weaves: bool = False  # the data plane takes spans in product form, so that is what they cost
 
 
 class Cargo(msgspec.Struct, frozen=True):
@@ -38,6 +44,7 @@ def moves(route: Route, cargo: Cargo, before: Progress, after: Progress) -> list
     layout = plan.target if route.side is Side.TARGET else plan.source
     layers = [len(group.layers) for group in plan.source.groups]
     found: list[tuple[int, list[Move]]] = []
+    spans = 0
     for whole in advance(before, after, layers):
         target_group = plan.target_groups[whole.group]
         if target_group is None:
@@ -46,7 +53,17 @@ def moves(route: Route, cargo: Cargo, before: Progress, after: Progress) -> list
         for rank in range(len(layout.ranks)):
             for rect in whole.cut(blocks_per_call(plan, route.side, rank, whole)):
                 found.append((rank, segments(plan, route.side, rank, rect, lists)))
+                spans += sum(_spans(move, route.weaves) for move in found[-1][1])
+                if spans > SPANS_IN_ALL_MAX:
+                    raise ProtocolError(Reason.BAD_SPAN, f"spans: more than {SPANS_IN_ALL_MAX} between these planes")
     return found
+
+
+def _spans(move: Move, weaves: bool) -> int:
+    if move.weave is None:
+        return len(move.flat) // 3
+    woven = (len(move.weave.column) + len(move.weave.shifts)) // 3 if weaves else move.weave.rows
+    return len(move.flat) // 3 + woven
 
 
 def start(desk: Desk, parts: Parts, route: Route, listed: list[tuple[int, list[Move]]]) -> None:

@@ -16,9 +16,9 @@ from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.compat import difference, validate_key
 from kvbaton.protocol.desk import Identity, Parts
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.geometry import Plan, plan
+from kvbaton.protocol.geometry import Plan, compare, plan
 from kvbaton.protocol.ids import PeerId, WorkerId
-from kvbaton.protocol.layout import validate
+from kvbaton.protocol.layout import EngineLayout, validate_groups, validate_ranks
 from kvbaton.protocol.messages import RANK_PAIRS_MAX, Card, feature_names
 from kvbaton.protocol.table import Table, pairs
 from kvbaton.protocol.versions import OLDEST
@@ -112,11 +112,19 @@ def check_ranks(identity: Identity, card: Card) -> None:
         raise ProtocolError(Reason.INCOMPATIBLE, f"ranks: {ours} here, {theirs} there; at most {RANK_PAIRS_MAX} pairs")
 
 
+def _mapping(identity: Identity, card: Card, source: EngineLayout, target: EngineLayout) -> Plan:
+    """The plan between the two layouts, of which one is the card's; what tells them apart soonest comes first."""
+    check_ranks(identity, card)
+    validate_groups(card.layout)
+    compare(source, target)
+    validate_ranks(card.layout)
+    return plan(source, target)
+
+
 def pair_as_source(identity: Identity, card: Card, preferred: Sequence[str] = ()) -> tuple[Plan, Capabilities]:
     """P's view of a pairing: the plan towards that D and the best data plane that both have."""
     check_card(identity, card)
-    mapping = plan(identity.layout, validate(card.layout))
-    check_ranks(identity, card)
+    mapping = _mapping(identity, card, identity.layout, card.layout)
     usable = [t for t in identity.transports if t.name in card.transports and reaches(t, identity, card)]
     if usable:  # all have failed: better than none
         return mapping, next((t for t in usable if t.name in preferred), usable[0])
@@ -139,7 +147,7 @@ def has_fallback(identity: Identity, card: Card, offered: Sequence[str], chosen:
 def pair_as_target(identity: Identity, card: Card, transport: str) -> tuple[Plan, Capabilities]:
     """D's view of the same pairing, with the data plane that P chose."""
     check_card(identity, card)
-    mapping = plan(validate(card.layout), identity.layout)
+    mapping = _mapping(identity, card, card.layout, identity.layout)
     chosen = identity.capabilities(transport)
     if chosen is None:
         raise ProtocolError(Reason.NO_TRANSPORT, f"transport: the peer chose {transport!r}, which this node lacks")

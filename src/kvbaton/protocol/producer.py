@@ -54,6 +54,7 @@ from kvbaton.protocol.messages import (
     SourceLost,
     Stale,
 )
+from kvbaton.protocol.numbers import TERM_S_MIN
 from kvbaton.protocol.peer import Session
 from kvbaton.protocol.quotas import Held, PerPeer, block_bytes, promised_bytes
 from kvbaton.protocol.readiness import covers
@@ -476,7 +477,7 @@ class Producer:
             expires_at = max(expires_at, lease.claimable_until)
         expires_at = min(expires_at, lease.hold_until)
         self.desk.timers.set(("lease", lease.id), expires_at)
-        return expires_at - now
+        return max(expires_at - now, TERM_S_MIN)  # at the end of its hold nothing is left of it
 
     def _tell_ready(self, lease: Lease, now: float) -> None:
         for reader, seat in list(lease.seats.items()):

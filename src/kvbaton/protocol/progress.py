@@ -13,15 +13,15 @@ from typing import Annotated
 import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.layout import BLOCKS_MAX, GROUPS_MAX
+from kvbaton.protocol.numbers import BLOCKS_MAX, GROUPS_MAX, Layers, Listed
 
 
 class GroupProgress(msgspec.Struct, frozen=True, array_like=True):
     """One group: layers below `layers_ahead` have `blocks_ahead` blocks ready, the others `blocks_done`."""
 
-    blocks_done: int = 0
-    blocks_ahead: int = 0
-    layers_ahead: int = 0
+    blocks_done: Listed = 0
+    blocks_ahead: Listed = 0
+    layers_ahead: Layers = 0
 
     def ready(self, layer: int) -> int:
         """How many blocks of that layer are ready."""

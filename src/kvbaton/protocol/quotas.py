@@ -33,14 +33,18 @@ class Buckets(Generic[K]):
         self._left: OrderedDict[K, tuple[float, float]] = OrderedDict()  # tokens, and when there were so many
         self._refused: OrderedDict[K, int] = OrderedDict()
 
-    def take(self, peer: K, now: float) -> bool:
-        """Whether one more is within the peer's quota; if so it is counted."""
+    def take(self, peer: K, now: float, cost: float = 1.0) -> bool:
+        """Whether one more, which counts as `cost`, is within the peer's quota; if so it is counted.
+
+        One that costs more than a whole burst waits for a full bucket, and empties it.
+        """
         if self.per_s == math.inf:
             return True
         left, since = self._left.get(peer, (self.burst, now))
         left = min(self.burst, left + max(0.0, now - since) * self.per_s)
-        within = left >= 1.0
-        self._left[peer] = (left - 1.0 if within else left), now
+        cost = min(cost, max(1.0, self.burst))
+        within = left >= cost
+        self._left[peer] = (left - cost if within else left), now
         self._left.move_to_end(peer)
         if len(self._left) > BUCKETS_MAX:
             self._refused.pop(self._left.popitem(last=False)[0], None)

@@ -47,14 +47,17 @@ class Sessions:
         try:
             session = known or self._open(sender, hello, version, now)
         except ProtocolError as error:
-            self.desk.count(f"hello_refused.{error.reason}")
-            refusal = HelloRefused(hello.nonce, error.reason, error.detail[:DETAIL_CHARS_MAX])
-            self.desk.send(sender.worker, sender.incarnation, 0, refusal, version)
+            self.refuse(sender, hello.nonce, error, version)
             return
         card = self.desk.identity.card()
         welcome = Welcome(hello.nonce, card, session.transport.name, (), self._link_session(sender))
         invitation = Invitation(sender, session.transport.name, *_held(session))
         self.desk.emit(Send(sender.worker, sender.incarnation, session.number, welcome, invitation, session.version))
+
+    def refuse(self, sender: PeerId, nonce: int, error: ProtocolError, version: int) -> None:
+        self.desk.count(f"hello_refused.{error.reason}")
+        refusal = HelloRefused(nonce, error.reason, error.detail[:DETAIL_CHARS_MAX])
+        self.desk.send(sender.worker, sender.incarnation, 0, refusal, version)
 
     def on_joined(self, session: Session, message: Joined, now: float) -> None:
         if not session.joined:

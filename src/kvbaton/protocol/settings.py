@@ -7,6 +7,10 @@ import math
 import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.numbers import DURATION_S_MIN, TERM_S_MAX
+
+LEASE_S_MIN = 0.15
+"""A reader renews when a third is over, and never more often than every `DURATION_S_MIN`."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,5 +47,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ProtocolError(
                     Reason.BAD_MESSAGE, f"{field.name}: got {value!r}, expected a finite number above 0"
                 )
+            least = LEASE_S_MIN if field.name == "lease_s" else DURATION_S_MIN
+            if field.name.endswith(("_s", "_timeout")) and not least <= value <= TERM_S_MAX:
+                expected = f"{least:g} to {TERM_S_MAX:g} seconds"
+                raise ProtocolError(Reason.BAD_MESSAGE, f"{field.name}: got {value!r}, expected {expected}")
         if self.max_hold_s < self.lease_s:
             raise ProtocolError(Reason.BAD_MESSAGE, f"max_hold_s: {self.max_hold_s} is below lease_s {self.lease_s}")

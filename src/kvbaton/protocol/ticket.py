@@ -11,11 +11,13 @@ import binascii
 import hashlib
 import hmac
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, WorkerId, is_handoff_id, is_worker_id
+from kvbaton.protocol.numbers import ID, Readers, UnixSeconds, Version
 
 TICKET_CHARS_MAX = 1024
 TICKET_LIFE_S_MAX = 3600.0
@@ -29,16 +31,16 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
     handoff: HandoffId
     source: WorkerId
-    expires_unix_s: float
-    incarnation: Incarnation = Incarnation(0)
-    lease: LeaseId = LeaseId(0)
+    expires_unix_s: UnixSeconds
+    incarnation: Annotated[Incarnation, ID] = Incarnation(0)
+    lease: Annotated[LeaseId, ID] = LeaseId(0)
     target: WorkerId = WorkerId("")  # "" = any D that is let in
     digest: bytes = b""  # b"" = router-minted without a tokenizer: P and D compare theirs in the claim
-    max_readers: int = 1
+    max_readers: Readers = 1
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(tuple[int, Ticket]).decode
+_decode = msgspec.msgpack.Decoder(tuple[Version, Ticket]).decode
 
 
 def seal(ticket: Ticket, key: bytes) -> str:
@@ -54,7 +56,7 @@ def unseal(text: str, keys: Sequence[bytes], wall_now_s: float) -> Ticket:
         _, ticket = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(Reason.TICKET_FORGED, f"ticket: signed but unreadable ({error})") from None
-    if not is_handoff_id(ticket.handoff) or not is_worker_id(ticket.source) or ticket.max_readers < 1:
+    if not is_handoff_id(ticket.handoff) or not is_worker_id(ticket.source):
         raise ProtocolError(Reason.TICKET_FORGED, "ticket: signed but with malformed ids")
     if ticket.expires_unix_s < wall_now_s:
         late_s = wall_now_s - ticket.expires_unix_s

@@ -11,8 +11,9 @@ import typing
 import msgspec
 
 from kvbaton.protocol import messages as m
-from kvbaton.protocol.ids import HandoffId, LeaseId, ReservationId
-from kvbaton.protocol.messages import Counts, Message, Number
+from kvbaton.protocol.ids import HandoffId
+from kvbaton.protocol.messages import Counts, LeaseId, Message, ReservationId
+from kvbaton.protocol.numbers import Number
 
 
 class Stale1(msgspec.Struct, frozen=True, array_like=True, tag=19):

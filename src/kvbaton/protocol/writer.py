@@ -127,7 +127,7 @@ class Writer:
         outlet = self.outlets[key]
         if outlet.state is OutletState.WRITING:
             session = self.sessions[key[0]]
-            route = Route(session.plan, Side.SOURCE, session.peer, session.transport.name)
+            route = Route(session.plan, Side.SOURCE, session.peer, session.transport.name, session.transport.weaves)
             cargo = Cargo(lease.blocks, outlet.blocks, lease.tokens, outlet.first_token)
             try:
                 listed = moves(route, cargo, outlet.sent, lease.progress)

@@ -22,6 +22,7 @@ from kvbaton.api import request_ids, tokens
 from kvbaton.api.bodies import Kind
 from kvbaton.api.params import FIELD, LEASE_FOR_PULL, Mode, source_params, target_params
 from kvbaton.protocol.ids import HandoffId, TransferId, handoff_id, is_handoff_id
+from kvbaton.protocol.numbers import Version
 from kvbaton.protocol.ticket import TICKET_CHARS_MAX, Ticket, seal
 from kvbaton.router.directory import Dialect, Worker
 from kvbaton.router.policy import Pair
@@ -154,7 +155,7 @@ class Handover(msgspec.Struct, frozen=True):
     ticket: str | None = None
 
 
-_ticket = msgspec.msgpack.Decoder(tuple[int, Ticket])
+_ticket = msgspec.msgpack.Decoder(tuple[Version, Ticket])
 _prefilled = msgspec.json.Decoder(_Prefilled)
 _handover = msgspec.json.Decoder(Handover)
 

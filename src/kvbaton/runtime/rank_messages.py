@@ -24,7 +24,7 @@ from kvbaton.protocol.effects import Copy, Direction, Loan
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, LeaseId, PeerId, WorkerId
-from kvbaton.protocol.layout import GROUPS_MAX, RANKS_MAX
+from kvbaton.protocol.numbers import GROUPS_MAX, RANKS_MAX
 from kvbaton.protocol.pages import PageTable
 from kvbaton.protocol.progress import Progress
 from kvbaton.protocol.spans import SPANS_MAX

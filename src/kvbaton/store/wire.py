@@ -12,6 +12,7 @@ from typing import Annotated, Protocol, TypeAlias
 import msgspec
 
 from kvbaton.protocol.ids import WorkerId
+from kvbaton.protocol.numbers import Number, Port
 from kvbaton.store.keys import KEY_CHARS_MAX, is_key
 
 PIECE_BYTES = 1 << 20
@@ -21,7 +22,7 @@ _Key: TypeAlias = Annotated[str, msgspec.Meta(max_length=KEY_CHARS_MAX)]
 _Keys: TypeAlias = Annotated[tuple[_Key, ...], msgspec.Meta(max_length=KEYS_MAX)]
 _Data: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=PIECE_BYTES)]
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
-_Id: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Id: TypeAlias = Number
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -83,7 +84,7 @@ class Dial(_Message, frozen=True):
 class Invited(_Message, frozen=True):
     """Where lines are answered, and what to greet with; port 0: nowhere. (server)"""
 
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+    port: Port
     number: _Id
     secret: Annotated[bytes, msgspec.Meta(max_length=64)]
 

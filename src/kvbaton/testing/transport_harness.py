@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested, HostTransport, Loan, TransportEvent
+from kvbaton.transports.base import Copy, CopyEnded, CopyRested, HostTransport, LendingTransport, TransportEvent
 from kvbaton.transports.loans import lend_everything
 
 DEADLINE_S = 30.0
@@ -30,7 +30,6 @@ class Drives(Protocol):
     def endpoint(self, peer: PeerId) -> bytes: ...
     def connect(self, peer: PeerId, endpoint: bytes) -> None: ...
     def disconnect(self, peer: PeerId) -> None: ...
-    def lend(self, loan: Loan) -> None: ...
     def submit(self, copy: Copy) -> bool: ...
     def cancel(self, job: JobId) -> None: ...
     def fence(self, peer: PeerId) -> None: ...
@@ -138,8 +137,8 @@ class InProcessHarness:
             sides.append(Side(peer, transport, memory))
         near, far = sides
         if self.capabilities.enforces:
-            lend_everything(near.transport, far.peer)
-            lend_everything(far.transport, near.peer)
+            lend_everything(cast(LendingTransport, near.transport), far.peer)
+            lend_everything(cast(LendingTransport, far.transport), near.peer)
         near.transport.connect(far.peer, far.transport.endpoint(near.peer))
         far.transport.connect(near.peer, near.transport.endpoint(far.peer))
         return Pair(near, far)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId
 from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, WRITE, Cases, copy, directions, fill
 from kvbaton.testing.transport_harness import Log, Pair, TransportHarness
-from kvbaton.transports.base import Direction, Loan
+from kvbaton.transports.base import Direction, LendingTransport, Loan
 from kvbaton.transports.loans import EVERYTHING
 
 CASES = Cases()
@@ -49,7 +51,7 @@ def what_is_lent_to_read_cannot_be_written_nor_the_other_way_round(harness: Tran
 @CASES.add("lends")
 def what_was_lent_twice_is_lent_until_both_are_taken_back(harness: TransportHarness) -> None:
     pair = harness.pair(SMALL_BYTES, SMALL_BYTES)
-    pair.far.transport.lend(Loan(JobId(7), pair.near.peer, READ, ((0,),)))
+    cast(LendingTransport, pair.far.transport).lend(Loan(JobId(7), pair.near.peer, READ, ((0,),)))
     _take_back(harness, pair, READ)
     assert pair.near.transport.submit(copy(1, pair.far, READ, [(0, 0, 4096)]))
     assert Log(harness, pair.near).end(1).reason is None
@@ -63,7 +65,7 @@ def what_was_lent_twice_is_lent_until_both_are_taken_back(harness: TransportHarn
 def blocks_that_do_not_exist_lend_nothing(harness: TransportHarness) -> None:
     pair = harness.pair(SMALL_BYTES, SMALL_BYTES)
     _take_back(harness, pair, READ)
-    pair.far.transport.lend(Loan(JobId(7), pair.near.peer, READ, ((-1, 1, 1 << 30), (0,))))
+    cast(LendingTransport, pair.far.transport).lend(Loan(JobId(7), pair.near.peer, READ, ((-1, 1, 1 << 30), (0,))))
     assert pair.near.transport.submit(copy(1, pair.far, READ, [(0, 0, 4096)]))
     assert Log(harness, pair.near).end(1).reason is Reason.LEASE_EXPIRED
 
@@ -74,7 +76,7 @@ def what_is_lent_while_it_is_asked_for_is_had(harness: TransportHarness) -> None
     far = fill(pair.far.memory, 2)
     _take_back(harness, pair, READ)
     assert pair.near.transport.submit(copy(1, pair.far, READ, [(0, 0, 4096)]))
-    pair.far.transport.lend(Loan(JobId(7), pair.near.peer, READ, ((0,),)))
+    cast(LendingTransport, pair.far.transport).lend(Loan(JobId(7), pair.near.peer, READ, ((0,),)))
     assert Log(harness, pair.near).end(1).reason is None
     assert bytes(pair.near.memory)[:4096] == far[:4096]
 

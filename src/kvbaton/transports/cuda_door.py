@@ -14,6 +14,7 @@ import socket
 import msgspec
 
 from kvbaton.protocol.ids import PeerId
+from kvbaton.protocol.numbers import Bytes, Number
 from kvbaton.transports.auth import SECRET_BYTES, Admitted, Keyring
 from kvbaton.transports.cuda_driver import HANDLE_BYTES, CudaError, Gpu
 from kvbaton.transports.device import DeviceMemory
@@ -40,18 +41,18 @@ class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="cuda1"):
 class CudaPlace(msgspec.Struct, frozen=True, array_like=True):
     """A region within one of the allocations that are passed with it."""
 
-    region: int
-    allocation: int  # which of them
-    offset: int
-    size: int
+    region: Number
+    allocation: Number  # which of them
+    offset: Bytes
+    size: Bytes
 
 
 class Allocation(msgspec.Struct, frozen=True, array_like=True):
     """What the caching allocator of a framework got in one piece; regions lie somewhere inside."""
 
     handle: bytes
-    base: int  # of use to its own process alone
-    size: int
+    base: Number  # of use to its own process alone
+    size: Bytes
 
 
 class Shared(msgspec.Struct, frozen=True, array_like=True):

@@ -12,6 +12,7 @@ import ipaddress
 import msgspec
 
 from kvbaton.protocol.ids import PeerId
+from kvbaton.protocol.numbers import Bytes, Number, Port
 from kvbaton.transports.memory import REGIONS_MAX
 
 ENDPOINT_BYTES_MAX = 16 << 10
@@ -22,8 +23,8 @@ ADDRESS_MAX = 1 << 64
 class Place(msgspec.Struct, frozen=True, array_like=True):
     """Memory in the owner's address space."""
 
-    address: int
-    size_bytes: int
+    address: Number
+    size_bytes: Bytes
 
 
 class MooncakeEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="mooncake1"):
@@ -31,10 +32,10 @@ class MooncakeEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="moonca
 
     owner: PeerId
     host: str
-    port: int
-    mark_address: int
+    port: Port
+    mark_address: Number
     mark: bytes
-    regions: dict[int, Place]
+    regions: dict[Number, Place]
 
     @property
     def session(self) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.protocol.ids import PeerId
+from kvbaton.protocol.numbers import Number
 from kvbaton.transports.memory import REGIONS_MAX
 
 VERSION = b"mori1"
@@ -47,7 +48,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
 
     owner: PeerId
     engine: bytes
-    numbers: list[int]
+    numbers: list[Number]
     fields: list[_Field]
 
 

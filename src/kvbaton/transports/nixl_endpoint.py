@@ -19,6 +19,7 @@ import zlib
 import msgspec
 
 from kvbaton.protocol.ids import PeerId
+from kvbaton.protocol.numbers import Number
 from kvbaton.transports.memory import REGIONS_MAX
 from kvbaton.transports.nixl_lists import Place
 
@@ -36,8 +37,8 @@ class Life(msgspec.Struct, frozen=True, array_like=True):
     """One process, for good: numbers are reused, a number with its start time is not."""
 
     host: str  # this boot and this PID namespace
-    pid: int
-    started: int
+    pid: Number
+    started: Number
 
     def is_over(self) -> bool:
         """Whether it is known to have died; False for what cannot be known from here."""
@@ -64,7 +65,7 @@ class NixlEndpoint(msgspec.Struct, frozen=True, array_like=True):
     owner: PeerId
     agent: str
     life: Life
-    places: dict[int, Place]  # addresses in its process, by region
+    places: dict[Number, Place]  # addresses in its process, by region
     metadata: bytes
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvbaton.protocol.numbers import Bytes, Number
 from kvbaton.transports.base import Spans
 from kvbaton.transports.nixl_agent import Agent, Indices
 from kvbaton.transports.spans import Rows
@@ -27,8 +28,8 @@ SLOTS_MAX = 1 << 31  # NIXL counts in int32
 class Place(msgspec.Struct, frozen=True, array_like=True):
     """Where a region lies in its process."""
 
-    address: int
-    size: int
+    address: Number
+    size: Bytes
 
 
 class Grid(msgspec.Struct, frozen=True):

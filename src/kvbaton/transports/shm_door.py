@@ -15,6 +15,7 @@ import struct
 import msgspec
 
 from kvbaton.protocol.ids import PeerId
+from kvbaton.protocol.numbers import Bytes, Number
 from kvbaton.transports.auth import Admitted, Keyring
 from kvbaton.transports.loop import Loop
 from kvbaton.transports.memory import Region
@@ -41,10 +42,10 @@ class ShmEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="shm1"):
 class Place(msgspec.Struct, frozen=True, array_like=True):
     """A region within one of the descriptors that are passed with it."""
 
-    region: int
-    descriptor: int  # which of them
-    offset: int
-    size: int
+    region: Number
+    descriptor: Number  # which of them
+    offset: Bytes
+    size: Bytes
 
 
 def host_identity() -> str:

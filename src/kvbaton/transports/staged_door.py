@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from kvbaton.protocol.ids import PeerId
+from kvbaton.protocol.numbers import Bytes, Number, Port
 from kvbaton.transports.auth import SECRET_BYTES
 from kvbaton.transports.memory import REGIONS_MAX
 from kvbaton.transports.reception import BACKLOG, Reception
@@ -34,7 +35,7 @@ class StagedEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="staged1"
     carrier: Carrier
     host: str
     place: str
-    port: int
+    port: Port
     secret: bytes
     seals: bool = False  # can encrypt; a version that could not said nothing
 
@@ -46,9 +47,9 @@ class SealedStagedEndpoint(StagedEndpoint, frozen=True, array_like=True, tag="st
 class Hello(msgspec.Struct, frozen=True, array_like=True):
     """P's first words: its slots, and its regions by number and bytes."""
 
-    slot_bytes: int
-    slots: int
-    regions: dict[int, int]
+    slot_bytes: Bytes
+    slots: Number
+    regions: dict[Number, Bytes]
 
 
 def listen(reception: Reception, carrier: Carrier, address: tuple[str, int]) -> tuple[str, int]:

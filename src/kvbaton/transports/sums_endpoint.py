@@ -10,6 +10,7 @@ import ipaddress
 import msgspec
 
 from kvbaton.protocol.ids import PeerId
+from kvbaton.protocol.numbers import Number, Port
 from kvbaton.transports.auth import SECRET_BYTES
 
 VERSION = b"sum1"
@@ -23,10 +24,10 @@ class SumEndpoint(msgspec.Struct, frozen=True, array_like=True):
     """Where the sum service listens, and the endpoint of the data plane itself."""
 
     host: str
-    port: int
+    port: Port
     secret: bytes
     inner: bytes
-    seals: int = CANNOT  # a version that could not encrypt said nothing
+    seals: Number = CANNOT  # a version that could not encrypt said nothing
 
 
 def is_summed(endpoint: bytes) -> bool:

@@ -27,6 +27,7 @@ import msgspec
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.protocol.numbers import Bytes, Number, Port
 from kvbaton.sealed import policy
 from kvbaton.sealed.policy import Encrypt
 from kvbaton.sealed.records import load
@@ -87,9 +88,9 @@ class TcpEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="tcp1"):
 
     owner: PeerId
     host: str
-    port: int
+    port: Port
     secret: bytes
-    regions: dict[int, int]  # bytes by number, so that a whole copy can be refused before any of it moves
+    regions: dict[Number, Bytes]  # bytes by number, so that a whole copy can be refused before any of it moves
     seals: bool = False  # can encrypt; a version that could not said nothing
 
 

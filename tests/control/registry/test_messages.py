@@ -14,7 +14,7 @@ from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from ..rig import cluster
 
 KEY = cluster("p0")["p0"].public
-LIFE = Incarnation(2**64 - 1)
+LIFE = Incarnation(2**63 - 1)
 GOOD = Registration(
     WorkerId("p0"), LIFE, "prefill", "127.0.0.1:8000", "tcp://127.0.0.1:5000", ("pull",), ("shm",), "ab", 2
 )
@@ -70,6 +70,7 @@ def test_what_the_registry_says_arrives_as_it_was(message: m.FromRegistry) -> No
         ("worker", "x" * 65),
         ("incarnation", 0),
         ("incarnation", -1),
+        ("incarnation", 2**63),
         ("incarnation", "1"),
         ("role", "P"),
         ("http_address", "http://127.0.0.1:8000"),

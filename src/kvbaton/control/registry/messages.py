@@ -15,7 +15,10 @@ from msgspec import Meta
 
 from kvbaton.control.base import check_authority, check_endpoint
 from kvbaton.control.keys import is_public_key
-from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, Incarnation, PeerId, WorkerId, is_worker_id
+from kvbaton.protocol import ids
+from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, PeerId, WorkerId, is_worker_id
+from kvbaton.protocol.numbers import ID, Version
+from kvbaton.protocol.numbers import Number as Count
 from kvbaton.protocol.ticket import TICKET_CHARS_MAX
 
 VERSION = 1
@@ -35,7 +38,7 @@ Role = Literal["prefill", "decode", "both"]
 Name = Annotated[str, Meta(max_length=64)]
 Names = Annotated[tuple[Name, ...], Meta(max_length=16)]
 Text = Annotated[str, Meta(max_length=FIELD_CHARS_MAX)]
-Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Incarnation = Annotated[ids.Incarnation, ID]
 Worker = Annotated[WorkerId, Meta(max_length=WORKER_ID_CHARS_MAX)]
 Ids = Annotated[tuple[Annotated[str, Meta(max_length=FIELD_CHARS_MAX)], ...], Meta(max_length=SHOWN_MAX)]
 Tickets = Annotated[tuple[Annotated[str, Meta(max_length=TICKET_CHARS_MAX)], ...], Meta(max_length=TICKETS_MAX)]
@@ -217,7 +220,7 @@ FromRegistry = Registered | Unknown | Superseded | Refused | Deregistered | Dire
 ToOperator = DrainState | Refused
 
 _encoder = msgspec.msgpack.Encoder()
-_frames = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
+_frames = msgspec.msgpack.Decoder(tuple[Version, msgspec.Raw])
 _to_registry = msgspec.msgpack.Decoder(ToRegistry)
 _from_registry = msgspec.msgpack.Decoder(FromRegistry)
 _to_operator = msgspec.msgpack.Decoder(ToOperator)
@@ -294,5 +297,5 @@ def _check_worker(worker: str) -> None:
 
 
 def _check_incarnation(incarnation: int) -> None:
-    if not 0 < incarnation < 1 << 64:
-        raise RegistryFault(f"incarnation: got {incarnation}, expected 1..2**64-1")
+    if not 0 < incarnation < 1 << 63:
+        raise RegistryFault(f"incarnation: got {incarnation}, expected 1..2**63-1")

@@ -1,0 +1,88 @@
+"""A promise is what a member with a valid key cannot break either: no number that it can say is without bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvbaton.control.registry import messages as registry
+from kvbaton.protocol import messages as m
+from kvbaton.protocol import v1
+from kvbaton.protocol.codec import Envelope, FoldedHello, FoldedWelcome
+from kvbaton.protocol.ticket import Ticket
+from kvbaton.store import lines, wire
+from kvbaton.transports import (
+    cuda_door,
+    mooncake_endpoint,
+    mori_endpoint,
+    nixl_endpoint,
+    shm,
+    shm_door,
+    staged_door,
+    sums_endpoint,
+    tcp,
+)
+from tests.wire_numbers import numbers_in, put
+
+ROOTS: dict[str, Any] = {
+    "a message": m.Message,
+    "a message of version 1": v1.MESSAGES,
+    "an envelope": Envelope,
+    "a folded Hello": FoldedHello,
+    "a folded Welcome": FoldedWelcome,
+    "a ticket": Ticket,
+    "a word to the registry": registry.ToRegistry,
+    "a word of the registry": registry.FromRegistry,
+    "an answer to an operator": registry.ToOperator,
+    "a request to a store": wire.Request,
+    "a reply of a store": wire.Reply,
+    "an item on a store's line": lines.Item,
+    "an endpoint of tcp": tcp.TcpEndpoint,
+    "an endpoint of staged": staged_door.StagedEndpoint,
+    "slots of staged": staged_door.Hello,
+    "an endpoint of shm": shm.ShmEndpoint,
+    "a region of shm": shm_door.Place,
+    "an endpoint of cuda": cuda_door.CudaEndpoint,
+    "regions of cuda": cuda_door.Shared,
+    "an endpoint of mooncake": mooncake_endpoint.MooncakeEndpoint,
+    "an endpoint of mori": mori_endpoint._Told,
+    "an endpoint of nixl": nixl_endpoint.NixlEndpoint,
+    "an endpoint of sums": sums_endpoint.SumEndpoint,
+}
+
+
+@pytest.mark.parametrize("root", ROOTS.values(), ids=ROOTS)
+def test_every_number_that_a_member_can_say_has_a_floor_and_a_ceiling(root: Any) -> None:
+    assert [number.path for number in numbers_in(root) if not number.is_bounded] == []
+
+
+def test_the_walk_finds_numbers_wherever_they_are() -> None:
+    paths = {number.path for number in numbers_in(m.Message)}
+    assert {
+        ("Granted", "ttl_s"),
+        ("Ready", "start", 0),
+        ("Ready", "progress", 0, "blocks_ahead"),
+        ("Hello", "card", "layout", "ranks", 0, "shares", 0, "places", 0, "offset"),
+        ("Hello", "card", "layout", "groups", 0, "cells", 0, "bytes"),
+    } <= paths
+    assert len(paths) > 90
+    assert {number.path for number in numbers_in(tcp.TcpEndpoint)} >= {("regions", -1), ("regions", 0)}
+
+
+def test_a_number_is_put_where_it_is_said() -> None:
+    said = put(m.Renewed(1, 2, 3.0, 4), ("ttl_s",), 5e-324)  # type: ignore[arg-type]
+    assert said == [14, 1, 2, 5e-324, 4]
+    assert put(m.Joined(()), ("endpoints", 0), 1) is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e300, 5e-324])
+def test_a_ticket_is_good_until_a_time_that_can_come(value: float) -> None:
+    """Signed or not: a key in the wrong hands makes no ticket that outlasts it, and none that no clock can judge."""
+    body = msgspec.msgpack.encode(("0" * 32 + ".0", "p", value))
+    if value == 5e-324:
+        assert msgspec.msgpack.decode(body, type=Ticket).expires_unix_s == value, "long ago, and said to have expired"
+        return
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(body, type=Ticket)
