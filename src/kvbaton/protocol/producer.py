@@ -313,11 +313,13 @@ class Producer:
         self._refuse(waiting.session, waiting.claim, ProtocolError(Reason.DEFER_TIMEOUT, detail))
 
     def void(self, now: float) -> None:
-        """The cache was replaced: nothing that was leased, or remembered, can be vouched for any more."""
+        """The cache was replaced: no lease, and no tombstone, can be vouched for any more.
+
+        That they are over is remembered: else a claim for one of them would wait for it to begin.
+        """
         for lease in list(self.leases.values()):
-            self.close(lease, Reason.WRONG_INCARNATION, now)
+            self.close(lease, Reason.UNKNOWN_LEASE, now)
         self.tombstones = Remembered(self.desk.settings.tombstones_max)
-        self.ended = Remembered(self.desk.settings.tombstones_max)
 
     # --- helpers
 
