@@ -2,7 +2,8 @@
 
 Laws: a lease is found by its handoff id only while it is held; once released it is a tombstone that judges commits
 and refuses everything else. A claim for a handoff that P has not begun is parked, bounded, with a deadline. A handoff
-that was discarded is never leased; one that is being read ends as its reader ends it.
+that was discarded is never leased; one that is being read ends as its reader ends it. Who comes with a ticket and
+another prompt has had its turn: the lease does not wait for it.
 """
 
 from __future__ import annotations
@@ -164,6 +165,7 @@ class Producer:
                 self._seat(lease, reader, session, claim, now)
         except ProtocolError as error:
             self._refuse(session, claim, error)
+            self._spend(session, claim, error, now)
 
     def on_renew(self, session: Session, message: Renew, now: float) -> None:
         reader = Reader(session.peer, message.attempt)
@@ -393,6 +395,7 @@ class Producer:
             self._seat(lease, reader, waiting.session, waiting.claim, now)
         except ProtocolError as error:
             self._refuse(waiting.session, waiting.claim, error)
+            self._spend(waiting.session, waiting.claim, error, now)
 
     def _refuse_parked(self, handoff: HandoffId) -> None:
         error = ProtocolError(Reason.DISCARDED, "the router took the ticket of this handoff back")
@@ -403,12 +406,12 @@ class Producer:
             self._refuse(waiting.session, waiting.claim, error)
 
     def _seat(self, lease: Lease, reader: Reader, session: Session, claim: Claim, now: float) -> None:
+        if lease.target not in ("", session.peer.worker):
+            raise ProtocolError(Reason.TICKET_FORGED, f"target: this handoff is for {lease.target}")
         if lease.digest != claim.digest:
             raise ProtocolError(
                 Reason.CONTENT_MISMATCH, "digest: the prefiller computed another prompt than the claim's"
             )
-        if lease.target not in ("", session.peer.worker):
-            raise ProtocolError(Reason.TICKET_FORGED, f"target: this handoff is for {lease.target}")
         if reader not in lease.seats:
             if not lease.has_room():
                 raise ProtocolError(Reason.TICKET_SPENT, f"max_readers: all {lease.max_readers} have claimed it")
@@ -464,6 +467,19 @@ class Producer:
     def _refuse(self, session: Session, claim: Claim, error: ProtocolError) -> None:
         self.desk.count(f"claim_refused.{error.reason}")
         self._send(session, ClaimRefused(claim.handoff, claim.attempt, error.reason, error.detail[:DETAIL_CHARS_MAX]))
+
+    def _spend(self, session: Session, claim: Claim, error: ProtocolError, now: float) -> None:
+        """A place goes to nobody else whose ticket came with another prompt: its engine will not read by it.
+
+        That is the last thing a claim is refused for, so all else of the ticket is right.
+        """
+        lease, reader = self.by_handoff.get(claim.handoff), Reader(session.peer, claim.attempt)
+        if error.reason is not Reason.CONTENT_MISMATCH or lease is None:
+            return
+        if lease.target in ("", reader.peer.worker) and reader not in lease.seats and lease.has_room():
+            lease.seats[reader] = Seat(session.number, ReaderState.STALE, version=session.version)
+            if lease.used_up:
+                self.close(lease, Reason.CONTENT_MISMATCH, now)
 
     def _send(self, session: Session, message: Message) -> None:
         self.desk.send(session.peer.worker, session.peer.incarnation, session.number, message, session.version)
