@@ -206,7 +206,7 @@ class Doorway:
         self._post(ev.Wanted(request, opened.handoff, opened.source, ticket, digest, tokens, push, deferred, trace))
 
     def disown(self, ticket: object, reason: Reason) -> None:
-        """A ticket came with a request that will not be served by it: whoever leased for it need not wait for us."""
+        """A ticket came with a request that is not served by it: who leased for it need not wait. From any thread."""
         try:
             opened = self.open_ticket(ticket)
         except ProtocolError:
