@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvbaton.api.foreign import Lookup, one_of, together, translated
+from kvbaton.api.foreign import TICKETS_MAX, Lookup, one_of, tickets_in, together, translated
 from kvbaton.api.params import Mode, TransferParams
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import WorkerId
@@ -118,3 +118,12 @@ def test_nothing_but_a_protocol_error_is_ever_raised(params: dict[str, Any], req
         assert error.detail
         return
     assert found is None or found.ticket
+
+
+def test_the_tickets_of_parameters_that_were_refused_are_found_within_bounds() -> None:
+    asked = {"do_remote_prefill": True, "ticket": "t"}
+    assert tickets_in(asked) == ["t"]
+    assert tickets_in({**asked, "tickets": ["t", "u", None, {}]}) == ["t", "u"]
+    assert len(tickets_in({**asked, "tickets": [str(n) for n in range(10_000)]})) == TICKETS_MAX + 1
+    for nobody_s in (None, "t", ["t"], {"ticket": "t"}, {**asked, "do_remote_prefill": 1}, {**asked, "ticket": 5}):
+        assert tickets_in(nobody_s) == []

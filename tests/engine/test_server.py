@@ -14,7 +14,8 @@ import pytest
 
 from kvbaton.api.http import serving
 from kvbaton.engine import tokenizer
-from kvbaton.engine.server import Finished, GenerateRequest, ModelCard, RefusedError, Token, worker_app
+from kvbaton.engine.server import Disown, Finished, GenerateRequest, ModelCard, RefusedError, Token, worker_app
+from kvbaton.protocol.errors import Reason
 
 CARD = ModelCard("tiny", 64)
 BODY = {"model": "tiny", "prompt": "ab", "max_tokens": 3, "temperature": 0}
@@ -77,9 +78,10 @@ class Door:
 
 
 @contextlib.asynccontextmanager
-async def door(body_bytes_max: int = 1 << 20) -> AsyncIterator[Door]:
+async def door(body_bytes_max: int = 1 << 20, disown: Disown = lambda ticket, reason: None) -> AsyncIterator[Door]:
     backend = FakeBackend()
-    async with serving(worker_app(backend, body_bytes_max), "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
+    app = worker_app(backend, body_bytes_max, disown=disown)
+    async with serving(app, "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
         yield Door(backend, url, session)
 
 
@@ -340,3 +342,40 @@ def test_an_unmodified_openai_client_is_served() -> None:
             assert [model.id async for model in await client.models.list()] == ["tiny"]
 
     run(story())
+
+
+FOR_D = {"do_remote_prefill": True, "mode": "pull", "ticket": "t"}
+
+
+@pytest.mark.parametrize(
+    ("body", "refusal", "told"),
+    [
+        ({"temperature": "hot"}, None, [("t", Reason.BAD_MESSAGE)]),
+        ({"prompt": "a" * 100}, None, [("t", Reason.BAD_MESSAGE)]),
+        ({"kv_transfer_params": {**FOR_D, "mode": "carrier pigeon"}}, None, [("t", Reason.BAD_MESSAGE)]),
+        ({"kv_transfer_params": {**FOR_D, "tickets": ["t", 5]}}, None, [("t", Reason.BAD_MESSAGE)]),
+        ({}, RefusedError("full", "too many"), [("t", Reason.BUSY)]),
+        ({"stream": True}, RefusedError("full", "too many"), [("t", Reason.BUSY)]),
+        ({}, RefusedError("stopping", "bye"), [("t", Reason.DRAINING)]),
+        ({"kv_transfer_params": {"do_remote_decode": True, "mode": "push", "ticket": "t"}, "prompt": 5}, None, []),
+        ({"kv_transfer_params": {**FOR_D, "ticket": {"t": 1}}}, None, []),
+        ({"kv_transfer_params": 5}, None, []),
+        ({}, None, []),
+    ],
+)  # fmt: skip
+def test_whoever_leased_for_a_refused_request_is_told(
+    body: dict[str, Any], refusal: RefusedError | None, told: list[tuple[str, Reason]]
+) -> None:
+    """Promise 3: else P keeps its blocks for nobody until the lease runs out. One that is served tells nothing."""
+    heard: list[tuple[str, Reason]] = []
+
+    async def story() -> None:
+        async with door(disown=lambda ticket, reason: heard.append((ticket, reason))) as d:
+            d.backend.fail_at = (0, refusal) if refusal is not None else None
+            status, _ = await d.post({**BODY, "kv_transfer_params": FOR_D, **body})
+            assert (status != 200) == bool(body or refusal)
+            assert heard == told
+            assert (await d.post(b"\xff{not json"))[0] == 400
+
+    run(story())
+    assert heard == told

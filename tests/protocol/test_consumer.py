@@ -582,8 +582,8 @@ class TestCopying:
         late = pair.d.want("s", pair.router_ticket(2), 2)
         assert why(late) is Reason.QUARANTINE_FULL
         pair.d.rest()
-        again = pair.d.want("t", pair.router_ticket(2), 2)
-        pair.p.stream(2)
+        again = pair.d.want("t", pair.router_ticket(3), 3)
+        pair.p.stream(3)
         pair.d.habits.copies = True
         pair.run(1)
         assert delivered(again)

@@ -19,6 +19,7 @@ from kvbaton.protocol.messages import (
     Commit,
     Committed,
     Granted,
+    Hello,
     Ready,
     Renew,
     Renewed,
@@ -779,6 +780,40 @@ class TestTakingBack:
         load = pair.d.want("r", ticket)
         pair.settle()
         assert why(load) is Reason.UNKNOWN_LEASE
+
+    def test_a_claim_for_what_a_replaced_cache_was_streaming_is_refused_at_once(self, pair: Pair) -> None:
+        """It does not wait until `defer_timeout` for a lease that was begun, and is over."""
+        pair.p.stream()
+        pair.p.tell(ev.CacheReplaced())
+        load = pair.d.want("r", pair.router_ticket())
+        pair.settle()
+        assert why(load) is Reason.UNKNOWN_LEASE
+
+    def test_a_claim_that_came_before_its_prompt_outlives_a_replaced_cache(self, pair: Pair) -> None:
+        """P computes that prompt with the new one."""
+        load = pair.d.want("r", pair.router_ticket())
+        pair.settle()
+        pair.p.tell(ev.CacheReplaced())
+        pair.p.stream()
+        pair.settle()
+        assert delivered(load)
+
+    def test_a_discarded_handoff_stays_so_when_the_cache_is_replaced(self, pair: Pair) -> None:
+        pair.p.tell(ev.Discarded(transfer(1)))
+        pair.p.tell(ev.CacheReplaced())
+        pair.p.stream()
+        assert pair.done(Unpin) == [Unpin(LeaseId(1))]
+
+    def test_a_replaced_cache_is_no_other_life(self, pair: Pair) -> None:
+        """Rule 3: what it held ends, as with a new incarnation; sessions, and what is leased from then on, do not."""
+        before = pair.d.want("before", pair.p.grant())
+        pair.settle()
+        me, greetings = pair.p.me, len(pair.said(Hello))
+        pair.p.tell(ev.CacheReplaced())
+        after = pair.d.want("after", pair.p.grant(2), 2)
+        pair.settle()
+        assert delivered(before) and delivered(after)
+        assert pair.p.me == me and len(pair.said(Hello)) == greetings
 
     def test_a_replaced_cache_wants_nothing_that_was_on_its_way(self, pair: Pair) -> None:
         load = pair.d.want("r", pair.router_ticket())

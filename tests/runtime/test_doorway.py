@@ -167,8 +167,10 @@ class TestWanting:
         """Promise 4 and 5: whatever a client sends, its request alone fails."""
         d = door()
         d.want(R, text, DIGEST, 5)
-        (told,) = events(d)
+        told, *disowned = events(d)
         assert isinstance(told, ev.TurnedAway) and (told.request, told.reason) == (R, reason), "nobody is asked"
+        mine = ev.Disowned(HANDOFF, WorkerId("p"), text, b"another", False, reason)
+        assert disowned == ([mine] if reason is Reason.CONTENT_MISMATCH else []), "P waits for us with no other ticket"
         legible = reason is Reason.CONTENT_MISMATCH or (isinstance(text, str) and text == ticket(target=WorkerId("e")))
         assert bool(told.handoff) == legible
         found = d.match(R)

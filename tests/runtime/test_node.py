@@ -255,6 +255,18 @@ class TestOrder:
         answers = [message for _, message in net.p.control.sent if isinstance(message, Granted | ClaimRefused)]
         assert [type(answer) for answer in answers] == [Granted, Granted]
 
+    @pytest.mark.parametrize("digest", [b"another prompt's", None])
+    def test_what_d_turns_away_is_given_back_without_a_wait(self, digest: bytes | None) -> None:
+        """Promise 3: refused at the door, or before it; P's pins do not wait for the lease's end."""
+        net = Net()
+        ticket, _ = net.p.doorway.grant(DIGEST, TOKENS, ((1, 2, 3),))
+        if digest is None:
+            net.d.doorway.disown(ticket, Reason.BAD_MESSAGE)
+        else:
+            net.d.doorway.want(R, ticket, digest, TOKENS)
+        net.steps(12)
+        assert net.p.reports == [UnpinBlocks((1, 2, 3))] and net.now == 0.0
+
     def test_news_of_data_planes_come_before_messages(self) -> None:
         """A copy that had arrived is committed although a goodbye came meanwhile; both are in the same step."""
         net = Net()

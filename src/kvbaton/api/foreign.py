@@ -64,6 +64,10 @@ def translated(request_id: str, raw: Mapping[str, Any], lookup: Lookup, index: i
     raise ProtocolError(Reason.PEER_UNKNOWN, f"request id: it is for {prefill} and {decode}, this is {lookup.me}")
 
 
+TICKETS_MAX = 128
+"""Looked at in one refused body; beyond it leases run out."""
+
+
 def together(told: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
     """What P answers for several prompts or answers of one request: the first's parameters, and every ticket."""
     params = [each for each in told if each is not None]
@@ -80,6 +84,15 @@ def one_of(raw: Mapping[str, Any], index: int, count: int) -> Mapping[str, Any]:
     if not isinstance(tickets, list) or len(tickets) != count:
         raise ProtocolError(Reason.BAD_MESSAGE, f"{FIELD}.tickets: expected a list of {count}, one for each answer")
     return {**raw, "ticket": tickets[index]}
+
+
+def tickets_in(raw: object) -> list[str]:
+    """The tickets by which a D was asked to read, as far as parameters that were refused can be made out."""
+    if not isinstance(raw, Mapping) or raw.get("do_remote_prefill") is not True:
+        return []
+    several = raw.get("tickets")
+    found = [raw.get("ticket"), *(several[:TICKETS_MAX] if isinstance(several, list) else ())]
+    return list(dict.fromkeys(each for each in found if isinstance(each, str)))
 
 
 def _index(addresses: request_ids.Addresses, index: int) -> int:

@@ -1,13 +1,14 @@
 """One worker's HTTP door: OpenAI's endpoints over any backend that can turn a prompt into tokens.
 
 Law: closing the iterator that `Backend.generate` gave is the one way to abort, and it happens for every end that the
-client or the router brings about. A refusal before the first token is an HTTP status, one after it an event.
+client or the router brings about. A refusal before the first token is an HTTP status, one after it an event. Whoever
+leased KV for a request that is refused is told (`disown`), so that it keeps nothing for nobody.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -17,7 +18,7 @@ from kvbaton.api import answers, responses, sse
 from kvbaton.api.answers import Shape, Token
 from kvbaton.api.bodies import Body, Kind, parse
 from kvbaton.api.errors import RETRY_AFTER_S, ApiError
-from kvbaton.api.foreign import Lookup, together
+from kvbaton.api.foreign import Lookup, tickets_in, together
 from kvbaton.api.gather import all_of, interleave
 from kvbaton.api.http import REQUEST_ID, json_response, new_app, read_body, request_id, send_events
 from kvbaton.api.merge import Joiner, join
@@ -28,13 +29,16 @@ from kvbaton.engine.server_plan import GenerateRequest, Job, ModelCard, plan
 from kvbaton.metrics import exposition
 from kvbaton.metrics.handoffs import HandoffMetrics
 from kvbaton.metrics.worker import render_worker
-from kvbaton.protocol.errors import MEANING, Blame
+from kvbaton.protocol.errors import MEANING, Blame, Reason
 
 __all__ = [
     "Backend", "Finished", "GenerateRequest", "ModelCard", "RefusedError", "Token", "TransferParams", "worker_app",
 ]  # fmt: skip
 
 BODY_BYTES_MAX = 4 << 20
+_TURNED_AWAY = {429: Reason.BUSY, 503: Reason.DRAINING}
+"""By status, what P is told; all else is the request's own fault."""
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _CALLERS_FAULT = frozenset(str(reason) for reason, (blame, _) in MEANING.items() if blame is Blame.CALLER)
 
 
@@ -82,17 +86,22 @@ class Backend(Protocol):
         """Counters (`*_total`) and gauges, flat or one level deep."""
 
 
+Disown = Callable[[str, Reason], None]
+
+
 def worker_app(
     backend: Backend,
     body_bytes_max: int = BODY_BYTES_MAX,
     lookup: Lookup | None = None,
     handoffs: HandoffMetrics | None = None,
+    disown: Disown = lambda ticket, reason: None,
 ) -> web.Application:
     """The application that serves `backend`; listen with `kvbaton.api.http.serving`.
 
     With a `lookup` it also understands routers that know nothing of tickets; `handoffs` are shown among its metrics.
+    `disown` is told the tickets of requests that are refused; it must not block.
     """
-    server = _Server(backend, lookup, handoffs)
+    server = _Server(backend, lookup, handoffs, disown)
     app = new_app(body_bytes_max)
     app.add_routes(
         [
@@ -109,10 +118,13 @@ def worker_app(
 
 
 class _Server:
-    def __init__(self, backend: Backend, lookup: Lookup | None, handoffs: HandoffMetrics | None) -> None:
+    def __init__(
+        self, backend: Backend, lookup: Lookup | None, handoffs: HandoffMetrics | None, disown: Disown
+    ) -> None:
         self._backend = backend
         self._lookup = lookup
         self._handoffs = handoffs
+        self._disown = disown
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, Kind.COMPLETION)
@@ -143,7 +155,16 @@ class _Server:
         return json_response(self._backend.stats())
 
     async def _answer(self, request: web.Request, kind: Kind) -> web.StreamResponse:
-        body = parse(kind, await read_body(request))
+        data = await read_body(request)
+        try:
+            return await self._answered(request, kind, data)
+        except ApiError as error:
+            for ticket in _tickets(data):
+                self._disown(ticket, _TURNED_AWAY.get(error.status, Reason.BAD_MESSAGE))
+            raise
+
+    async def _answered(self, request: web.Request, kind: Kind, data: bytes) -> web.StreamResponse:
+        body = parse(kind, data)
         name = request_id(request)
         jobs = plan(body, name, self._backend.models(), self._lookup)
         headers = {REQUEST_ID: name}
@@ -233,6 +254,14 @@ class _Server:
         except RefusedError as error:
             raise _api_error(error) from None
         raise _api_error(RefusedError("broken", "the engine ended the request without saying how"))
+
+
+def _tickets(data: bytes) -> list[str]:
+    """Those of a body that was refused, which need not be one."""
+    try:
+        return tickets_in(msgspec.json.decode(_decode_fields(data).get(FIELD, b"null")))
+    except (msgspec.DecodeError, RecursionError):
+        return []
 
 
 def _api_error(error: RefusedError) -> ApiError:

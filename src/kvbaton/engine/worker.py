@@ -282,7 +282,8 @@ async def _serve(options: WorkerOptions) -> int:
     worker = Worker(options, load(options.keys, options.name))
     stop = Stopping()
     worker.thread.on_death = stop.now  # a worker that cannot answer must not stay on the list
-    app = worker_app(worker.door, lookup=worker.lookup, handoffs=worker.watch.handoffs)
+    handoffs, disown = worker.watch.handoffs, worker.doorway.disown
+    app = worker_app(worker.door, lookup=worker.lookup, handoffs=handoffs, disown=disown)
     if options.http_is_guarded:
         app.middlewares.append(guard(options.name, lambda: worker.doorway.config.ticket_keys))
     async with _running(worker), serving(app, options.http_host, options.http_port) as url:

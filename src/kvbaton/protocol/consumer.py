@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from kvbaton.protocol.codec import pack_blocks, unpack_blocks
 from kvbaton.protocol.desk import Desk, Parts
+from kvbaton.protocol.disowned import DisownedTickets
 from kvbaton.protocol.effects import Direction, DropHold, End, MatchFailed, MatchFound, Report
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
-from kvbaton.protocol.events import Allocated, CopyEnded, GaveUp, NotNeeded, TurnedAway, Wanted
+from kvbaton.protocol.events import Allocated, CopyEnded, Disowned, GaveUp, NotNeeded, TurnedAway, Wanted
 from kvbaton.protocol.ids import HandoffId, RequestId, ReservationId, WorkerId
 from kvbaton.protocol.intake import INTAKE, WAITED_FOR, Intake, IntakeEvent, IntakeState, Source
 from kvbaton.protocol.layout import Kind
@@ -67,13 +68,14 @@ class Consumer:
         self.by_attempt: dict[int, Intake] = {}
         self.by_reservation: dict[ReservationId, Intake] = {}
         self.links = Links(desk, self)
+        self.disowned = DisownedTickets(desk, self.links, self._next_attempt, self.by_handoff.__contains__)
         self._last_attempt = 0
         self._last_reservation = 0
 
     # --- the engine
 
     def on_wanted(self, event: Wanted, now: float) -> None:
-        self._last_attempt += 1
+        self._next_attempt()
         begun = Begun(event.handoff, event.request, event.source, event.tokens, event.push, event.deferred, event.trace)
         self._mark(self._last_attempt, Step.ASKED, now, begun)
         try:
@@ -85,6 +87,7 @@ class Consumer:
             self.desk.emit(MatchFailed(event.request, end))
             self._mark(self._last_attempt, Step.ENDED, now, Ended(end))
             self._mark(self._last_attempt, Step.RESTED, now)
+            self._disown(event, error.reason, now)
             return
         parts = Parts(None)
         intake = Intake(event, self._last_attempt, link, parts)
@@ -97,7 +100,7 @@ class Consumer:
 
     def on_turned_away(self, event: TurnedAway, now: float) -> None:
         """Refused at the door, so there is nothing to end; told all the same."""
-        self._last_attempt += 1
+        self._next_attempt()
         self.desk.count(f"turned_away.{event.reason}")
         begun = Begun(event.handoff, event.request, WorkerId(""), 0, trace=event.trace)
         self._mark(self._last_attempt, Step.ASKED, now, begun)
@@ -133,10 +136,12 @@ class Consumer:
     # --- links
 
     def on_link_up(self, link: Link, now: float) -> None:
+        self.disowned.on_link_up(link)
         for intake in [i for i in self.by_handoff.values() if i.link is link and i.state is _S.GREETING]:
             self._claim(intake, now)
 
     def on_link_down(self, link: Link, reason: Reason, detail: str, now: float) -> None:
+        self.disowned.on_link_down(link)
         for intake in [i for i in self.by_handoff.values() if i.link is link]:
             again = _greets_again(link, reason) and intake.greetings < GREETINGS_MAX
             if again and intake.state in (_S.GREETING, _S.CLAIMING):
@@ -164,7 +169,7 @@ class Consumer:
         if intake is None or intake.wanted.handoff != message.handoff or not self._step(intake, _E.GRANTED):
             self.desk.count("late.granted")
             if intake is None:
-                self.links.send(link, Abandon(message.handoff, message.attempt, Reason.ABORTED))
+                self.disowned.on_granted(link, message)
             return
         assert link.plan is not None
         try:
@@ -352,6 +357,8 @@ class Consumer:
         elif up and reason is not Reason.STALE and was is not _S.GREETING:
             self.links.send(intake.link, Abandon(intake.wanted.handoff, intake.attempt, reason))
         self._rest(intake, now)
+        if was is _S.GREETING and intake.link.state is not LinkState.DOWN:
+            self._disown(intake.wanted, reason, now)
 
     @property
     def quarantined_blocks(self) -> int:
@@ -369,6 +376,15 @@ class Consumer:
                 self.fail(intake, Reason.ABORTED, "this engine's cache was replaced or is closing", now)
 
     # --- helpers
+
+    def _next_attempt(self) -> int:
+        self._last_attempt += 1
+        return self._last_attempt
+
+    def _disown(self, wanted: Wanted, reason: Reason, now: float) -> None:
+        """Never claimed, and never will be."""
+        event = Disowned(wanted.handoff, wanted.source, wanted.ticket, wanted.digest, wanted.deferred, reason)
+        self.disowned.on_disowned(event, now)
 
     def _check_room(self, event: Wanted) -> None:
         settings = self.desk.settings

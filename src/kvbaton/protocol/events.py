@@ -94,6 +94,17 @@ class TurnedAway(_Event, frozen=True):
     handoff: HandoffId = HandoffId("")  # where the ticket could be read
 
 
+class Disowned(_Event, frozen=True):
+    """A ticket came to this engine, which will not read by it: its source need not keep what it promises."""
+
+    handoff: HandoffId
+    source: WorkerId
+    ticket: str
+    digest: bytes  # the ticket's own, if it has one
+    deferred: bool
+    reason: Reason
+
+
 class Allocated(_Event, frozen=True):
     """D's engine has blocks for the prompt from `first_token` on, and holds them for us until `DropHold`."""
 
@@ -199,6 +210,7 @@ Event = (
     | SourceEnded
     | Wanted
     | TurnedAway
+    | Disowned
     | Allocated
     | NotNeeded
     | GaveUp

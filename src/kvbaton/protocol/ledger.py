@@ -303,6 +303,7 @@ class Ledger:
             ev.SourceEnded: producer.on_source_ended,
             ev.Wanted: consumer.on_wanted,
             ev.TurnedAway: consumer.on_turned_away,
+            ev.Disowned: consumer.disowned.on_disowned,
             ev.Allocated: consumer.on_allocated,
             ev.NotNeeded: consumer.on_not_needed,
             ev.GaveUp: consumer.on_not_needed,

@@ -2,7 +2,8 @@
 
 Laws: a lease is found by its handoff id only while it is held; once released it is a tombstone that judges commits
 and refuses everything else. A claim for a handoff that P has not begun is parked, bounded, with a deadline. A handoff
-that was discarded is never leased; one that is being read ends as its reader ends it.
+that was discarded is never leased; one that is being read ends as its reader ends it. Who comes with a ticket and
+another prompt has had its turn: the lease does not wait for it.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Producer:
         self._block_bytes = block_bytes(desk.identity.layout)
         self.writer = Writer(desk, self)
         self.draining = False
-        self.leaving = False  # this life is over
+        self.voiding = False
 
     # --- the engine
 
@@ -177,6 +178,7 @@ class Producer:
                 self._seat(lease, reader, session, claim, now)
         except ProtocolError as error:
             self._refuse(session, claim, error)
+            self._spend(session, claim, error, now)
 
     def on_renew(self, session: Session, message: Renew, now: float) -> None:
         reader = Reader(session.peer, message.attempt)
@@ -329,16 +331,16 @@ class Producer:
         self._refuse(waiting.session, waiting.claim, ProtocolError(Reason.DEFER_TIMEOUT, detail))
 
     def void(self, now: float) -> None:
-        """The cache was replaced: nothing that was leased, or remembered, can be vouched for any more.
+        """The cache was replaced: no lease, and no tombstone, can be vouched for any more.
 
-        What is lent is not waited for: the data planes go with this life, and a reader that is still being sent to has
-        its own prompt's blocks, or blocks of a cache that is no more.
+        That they are over is remembered: else a claim for one of them would wait for it to begin. What is lent is not
+        waited for: whoever is still being sent to has its own prompt's blocks, or a cache that is no more.
         """
-        self.leaving = True
+        self.voiding = True
         for lease in list(self.leases.values()):
-            self.close(lease, Reason.WRONG_INCARNATION, now)
+            self.close(lease, Reason.UNKNOWN_LEASE, now)
+        self.voiding = False
         self.tombstones = Remembered(self.desk.settings.tombstones_max)
-        self.ended = Remembered(self.desk.settings.tombstones_max)
 
     # --- helpers
 
@@ -412,6 +414,7 @@ class Producer:
             self._seat(lease, reader, waiting.session, waiting.claim, now)
         except ProtocolError as error:
             self._refuse(waiting.session, waiting.claim, error)
+            self._spend(waiting.session, waiting.claim, error, now)
 
     def _refuse_parked(self, handoff: HandoffId) -> None:
         error = ProtocolError(Reason.DISCARDED, "the router took the ticket of this handoff back")
@@ -422,12 +425,12 @@ class Producer:
             self._refuse(waiting.session, waiting.claim, error)
 
     def _seat(self, lease: Lease, reader: Reader, session: Session, claim: Claim, now: float) -> None:
+        if lease.target not in ("", session.peer.worker):
+            raise ProtocolError(Reason.TICKET_FORGED, f"target: this handoff is for {lease.target}")
         if lease.digest != claim.digest:
             raise ProtocolError(
                 Reason.CONTENT_MISMATCH, "digest: the prefiller computed another prompt than the claim's"
             )
-        if lease.target not in ("", session.peer.worker):
-            raise ProtocolError(Reason.TICKET_FORGED, f"target: this handoff is for {lease.target}")
         if reader not in lease.seats:
             if not lease.has_room():
                 raise ProtocolError(Reason.TICKET_SPENT, f"max_readers: all {lease.max_readers} have claimed it")
@@ -458,7 +461,7 @@ class Producer:
             self.desk.lend(seat.loans, seat.plane, reader.peer, Direction.READ, blocks)
 
     def _lent_to_nobody(self, lease: Lease) -> bool:
-        return self.leaving or all(seat.loans.at_rest for seat in lease.seats.values())
+        return self.voiding or all(seat.loans.at_rest for seat in lease.seats.values())
 
     def _take_share(self, lease: Lease, reader: Reader) -> None:
         """Whoever holds as much as one peer may is refused more, so that the others find some."""
@@ -496,6 +499,19 @@ class Producer:
     def _refuse(self, session: Session, claim: Claim, error: ProtocolError) -> None:
         self.desk.count(f"claim_refused.{error.reason}")
         self._send(session, ClaimRefused(claim.handoff, claim.attempt, error.reason, error.detail[:DETAIL_CHARS_MAX]))
+
+    def _spend(self, session: Session, claim: Claim, error: ProtocolError, now: float) -> None:
+        """A place goes to nobody else whose ticket came with another prompt: its engine will not read by it.
+
+        That is the last thing a claim is refused for, so all else of the ticket is right.
+        """
+        lease, reader = self.by_handoff.get(claim.handoff), Reader(session.peer, claim.attempt)
+        if error.reason is not Reason.CONTENT_MISMATCH or lease is None:
+            return
+        if lease.target in ("", reader.peer.worker) and reader not in lease.seats and lease.has_room():
+            lease.seats[reader] = Seat(session.number, ReaderState.STALE, version=session.version)
+            if lease.used_up:
+                self.close(lease, Reason.CONTENT_MISMATCH, now)
 
     def _send(self, session: Session, message: Message) -> None:
         self.desk.send(session.peer.worker, session.peer.incarnation, session.number, message, session.version)

@@ -199,12 +199,24 @@ class Doorway:
         except ProtocolError as error:
             self._wants[request] = Match(MatchState.FAILED, fx.End(error.reason, error.detail), asked=False)
             self._post(ev.TurnedAway(request, error.reason, error.detail, trace, handoff))
+            self.disown(ticket, error.reason)
             return
         self._wants[request] = Match(MatchState.NOT_YET)
         deferred = opened.lease == 0
         self._post(ev.Wanted(request, opened.handoff, opened.source, ticket, digest, tokens, push, deferred, trace))
 
-    def open_ticket(self, ticket: str) -> Ticket:
+    def disown(self, ticket: object, reason: Reason) -> None:
+        """A ticket came with a request that is not served by it: who leased for it need not wait. From any thread."""
+        try:
+            opened = self.open_ticket(ticket)
+        except ProtocolError:
+            return  # it is nobody's, or its lease is over as well
+        assert isinstance(ticket, str)
+        if opened.target in ("", self.config.me.worker):
+            deferred = opened.lease == 0
+            self._post(ev.Disowned(opened.handoff, opened.source, ticket, opened.digest, deferred, reason))
+
+    def open_ticket(self, ticket: object) -> Ticket:
         """The ticket's content; ProtocolError when it is not one of this cluster's."""
         if not isinstance(ticket, str):
             raise ProtocolError(Reason.TICKET_FORGED, f"ticket: got {type(ticket).__name__}, expected text")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvbaton.api.foreign import tickets_in
 from kvbaton.api.params import Mode
 from kvbaton.codes.saying import worth_saying
 from kvbaton.integrations.vllm.content import content_digest, handed_position
@@ -72,9 +73,15 @@ class Decode:
         """A request came with parameters that mean nothing: the policy decides, as after any other failure."""
         self.count_end(end)
         self._say(request.request_id, end)
+        self.disowned(request, end.reason or Reason.ABORTED)
         if not self.recomputes:
             self._positions[request.request_id] = request.num_prompt_tokens
             self._doomed[request.request_id] = end
+
+    def disowned(self, request: Any, reason: Reason) -> None:
+        """Nothing is read by the tickets that came with this request: P need not keep what they promise."""
+        for ticket in tickets_in(request.kv_transfer_params):
+            self.door.disown(ticket, reason)
 
     def match(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after the local ones can be loaded. May be asked often, and the answer discarded."""

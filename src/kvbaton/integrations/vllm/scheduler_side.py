@@ -159,8 +159,9 @@ class SchedulerSide:
         if live is None:
             return
         self._do_duties(live)
-        if getattr(request, "resumable", False):
-            return  # a session whose prompt grows: there is no one prompt to hand over
+        if getattr(request, "resumable", False):  # a session whose prompt grows: there is no one prompt to hand over
+            live.decode.disowned(request, Reason.ABORTED)
+            return
         try:
             ask = ask_of(request, live.lookup)
         except ProtocolError as error:
@@ -181,6 +182,8 @@ class SchedulerSide:
         elif isinstance(ask, Target) and self._decodes:
             live.stored.promised(request.request_id)
             live.decode.accepted(request, ask)
+        elif isinstance(ask, Target):
+            live.decode.disowned(request, Reason.ABORTED)
 
     @guarded(returns(NOTHING))
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
