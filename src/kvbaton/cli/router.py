@@ -23,7 +23,7 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.router import wire
 from kvbaton.router.directory import Worker
 from kvbaton.router.policy import Policy
-from kvbaton.router.settings import Fallback, OperatorPages, RouterSettings
+from kvbaton.router.settings import Fallback, OperatorPages, RouterSettings, is_origin
 
 _DEFAULT = RouterSettings()
 
@@ -41,6 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="who is shown single requests: this machine, whoever reaches the router, nobody",
     )
     parser.add_argument(
+        "--allow-origin",
+        type=_origin,
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages of this origin may ask too, as https://chat.example; others than the router's own may not",
+    )
+    parser.add_argument(
         "--flight-dir",
         metavar="DIR",
         default="",
@@ -48,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout when it serves")
     traces.add_arguments(parser.add_argument_group("traces"))
+
+
+def _origin(text: str) -> str:
+    """An argument type."""
+    if not is_origin(text.lower()):
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}, expected as https://host or http://host:port")
+    return text.lower()
 
 
 def _add_sources(group: argparse._ArgumentGroup) -> None:
@@ -175,6 +190,7 @@ def settings_of(args: argparse.Namespace) -> RouterSettings:
         in_flight_max=args.in_flight_max,
         show_pair=args.show_pair,
         operator_pages=OperatorPages(args.operator_pages),
+        origins_allowed=tuple(args.allow_origin),
         trace=bool(args.otlp_endpoint),
         trace_sample=args.trace_sample,
     )
