@@ -19,6 +19,7 @@ from kvbaton.cli.fronting import Front, Sources, dumping, fronted, told_to_stop
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.control import keys
 from kvbaton.control.plain import Fleet, PlainSettings
+from kvbaton.control.registry import Networks
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router import wire
 from kvbaton.router.directory import Worker
@@ -65,11 +66,27 @@ def _origin(text: str) -> str:
     return text.lower()
 
 
+def _networks(text: str) -> Networks:
+    """An argument type."""
+    try:
+        return Networks.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _add_sources(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--keys", metavar="DIR", help="directory made by kvbaton keys new: workers register here")
     group.add_argument("--name", default="router", help="its name in the key directory")
     group.add_argument("--registry-host", metavar="HOST", default="127.0.0.1", help="address where workers register")
     group.add_argument("--registry-port", metavar="PORT", type=port, default=7700, help="port where workers register")
+    group.add_argument(
+        "--worker-networks",
+        type=_networks,
+        default=None,
+        metavar="CIDRS",
+        help="where registered workers may be, as 10.1.0.0/16,fd12::/16, or any "
+        "(default: the address that each connects from, or another of the same kind of network)",
+    )
     group.add_argument(
         "--plain-discovery",
         type=host_port,
@@ -201,6 +218,7 @@ def sources_of(args: argparse.Namespace) -> Sources:
     return Sources(
         keyring=keys.load(args.keys, args.name) if args.keys else None,
         registry_bind=f"tcp://{host}:{args.registry_port}",
+        networks=args.worker_networks or Networks(),
         workers=_static(args),
         plain_bind=f"tcp://{args.plain_discovery}" if args.plain_discovery else "",
         plain=PlainSettings(fleet=Fleet(args.plain_fleet) if args.plain_fleet else None),
