@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
+import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from aiohttp import web
 from fake_workers import QUICK, FakeWorker, cluster, run
+
+from kvbaton.flight.dumps import Dumps
 
 BODY = {"prompt": "abc", "max_tokens": 4}
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
@@ -132,3 +137,39 @@ def test_an_answer_that_a_worker_compressed_unasked_reaches_no_client(stream: bo
             assert "Content-Encoding" not in headers
 
     run(story())
+
+
+SAID = "prompt: token id 987654, at most 511; it began 'Once upon a midnight dreary'"
+WORDS = ("987654", "midnight", "dreary", "Once")
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 429, 500, 503])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("shape", ["error", "text", "code", "event"])
+def test_nothing_of_a_prompt_that_a_worker_quotes_is_in_a_record(
+    status: int, side: str, shape: str, tmp_path: Path
+) -> None:
+    """The client reads what the worker said; the file on the router's disk has who answered what status."""
+
+    async def quoting(_: FakeWorker, request: web.Request, __: dict[str, Any]) -> web.Response:
+        if shape == "text":
+            return web.Response(status=status, text=SAID)
+        error = {"message": SAID, "type": "BadRequestError", "code": "midnight_dreary" if shape == "code" else status}
+        if shape == "event" and side == "decode":
+            return web.Response(body=b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
+        return web.json_response({"error": error}, status=status)
+
+    async def story() -> None:
+        workers = ([quoting], 1) if side == "prefill" else (1, [quoting])
+        async with cluster(*workers, settings=msgspec.structs.replace(QUICK, prefill_retries=0)) as c:
+            dumps = Dumps(tmp_path, "router", c.app.gathering.records)
+            c.app.gathering.on_flight.append(dumps.on_flight)
+            told, _, _ = await c.post({**BODY, "stream": shape == "event"})
+            assert told >= 400
+            dumps.ask()
+            await asyncio.to_thread(dumps.close)
+
+    run(story())
+    written = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert f"{side} worker {side[0]}0 answered" in written
+    assert not [word for word in WORDS if word in written]
