@@ -31,7 +31,7 @@ class Misheard(logging.Logger):
     def isEnabledFor(self, level: int) -> bool:
         return False  # of what is not told below: its words are the client's
 
-    def exception(self, msg: object, *args: object, exc_info: object = None, **_: object) -> None:  # type: ignore[override]
+    def exception(self, msg: object, *args: object, exc_info: object = None, **_: object) -> None:
         if exc_info is None or isinstance(exc_info, CLIENTS_FAULT):
             self.note(exc_info)
             return
