@@ -61,6 +61,7 @@ WRONG = [
     "router --plain-discovery nonsense", "router --plain-discovery 127.0.0.1:x", "router --prefill-url p:1",
     "router --prefill-url http://x:99999", "router --prefill-url http://x --host 256.1.1.1 --port 0",
     "router --keys keys --registry-host 999.9.9.9 --port 0", "router --deadline-s soon",
+    "router --keys keys --allow-origin https://x/ --port 0", "router --keys keys --worker-networks 10.0.0.1/8",
     "worker", f"{WORKER} --keys empty --registry tcp://127.0.0.1:1", f"{WORKER} --keys keys --registry here",
     f"{WORKER} --keys keys --registry tcp://127.0.0.1:1 --store bogus://x",
     f"{WORKER} --keys keys --registry tcp://127.0.0.1:1 --block-tokens 0",

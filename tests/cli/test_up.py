@@ -102,11 +102,14 @@ def test_a_death_is_told_with_the_command_that_starts_the_worker_again(tmp_path:
             assert again.wait(60) == 0
 
 
-def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+def test_workers_end_and_keys_are_gone_when_their_parent_is_killed(tmp_path: Path) -> None:
     with up(tmp_path) as (process, facts, _):
+        secret = Path(facts["dir"]) / "keys" / "secret" / "p0.json"
+        assert secret.exists()
         process.kill()
         process.wait(60)
         until(lambda: not any(is_alive(worker["pid"]) for worker in facts["workers"]))
+        until(lambda: not secret.exists() and not (Path(facts["dir"]) / "keys").exists())
 
 
 def test_a_router_of_its_own_serves_workers_that_register(tmp_path: Path) -> None:

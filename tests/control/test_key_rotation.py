@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvbaton.control import key_files, key_rotation, keys
+from kvbaton.control import key_files, key_modes, key_rotation, keys
 from kvbaton.control.base import ControlError
 from kvbaton.control.key_report import fingerprint, report
 
@@ -155,6 +155,62 @@ class TestReport:
             "secret/operator.json does not belong", "can be written by everybody",
         ):  # fmt: skip
             assert part in told, told
+
+    @pytest.mark.parametrize(
+        ("path", "mode", "said", "fix"),
+        [
+            ("public", 0o777, "written by everybody: who writes a public file lets himself in", "chmod 700"),
+            ("public", 0o1777, "written by everybody: who writes a public file lets himself in", "chmod 700"),
+            ("public", 0o770, "written by its group: who writes a public file lets himself in", "chmod 700"),
+            ("secret", 0o722, "written by everybody", "chmod 700"),
+            (".", 0o720, "written by its group", "chmod 700"),
+            ("..", 0o777, "written by everybody: they could put another directory in the place", "chmod go-w"),
+            ("public/p0.json", 0o666, "written by everybody: they could let themselves in", "chmod go-w"),
+            ("public/p0.json", 0o620, "written by its group: they could let themselves in", "chmod go-w"),
+            ("tickets.json", 0o640, "has mode 0640: others could read it", "chmod 600"),
+            ("tickets.json.bak", 0o644, "has mode 0644: others could read it", "chmod 600"),
+            ("secret/.p0.json.0123", 0o604, "has mode 0604: others could read it", "chmod 600"),
+            ("secret/gone.json~", 0o660, "has mode 0660: others could read it", "chmod 600"),
+        ],
+    )
+    def test_whom_the_file_system_lets_in_is_a_problem(
+        self, minted: Path, path: str, mode: int, said: str, fix: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(key_modes, "_is_own_group", lambda _: False)
+        target = minted.parent if path == ".." else minted / path
+        if not target.exists():
+            target.write_text("{}")
+            target.chmod(0o600)
+        assert report(minted).problems == ()
+        target.chmod(mode)
+        (told,) = report(minted).problems
+        assert told.startswith(f"{target} ") and said in told and fix in told.rpartition("; ")[2]
+
+    def test_what_nobody_else_gets_at_is_no_problem(self, minted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        minted.parent.chmod(0o1777)  # as /tmp: sticky
+        (minted / "public").chmod(0o755)
+        (minted / "public" / "p0.json").chmod(0o644)
+        monkeypatch.setattr(key_modes, "_is_own_group", lambda _: True)
+        minted.chmod(0o770)
+        assert report(minted).problems == ()
+
+    def test_a_file_of_another_user_is_a_problem_and_a_read_only_mount_is_not(
+        self, minted: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = Path.stat
+
+        def owned(path: Path, **words: bool) -> os.stat_result:
+            told = real(path, **words)
+            return os.stat_result([*told[:4], 4242, *told[5:10]]) if path.name == "d0.json" else told
+
+        monkeypatch.setattr(Path, "stat", owned)
+        assert any("public/d0.json belongs to user 4242" in each for each in report(minted).problems)
+        monkeypatch.setattr(Path, "stat", real)
+        (minted / "public").chmod(0o777)
+        vfs = os.statvfs(minted)
+        flagged = os.statvfs_result([*vfs[:8], vfs.f_flag | os.ST_RDONLY, vfs[9]])
+        monkeypatch.setattr(os, "statvfs", lambda _: flagged)
+        assert report(minted).problems == ()
 
     def test_a_rotation_that_was_broken_off_and_keys_that_two_have_are_problems(self, minted: Path) -> None:
         p0 = keys.load(minted, "p0").public

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvbaton.store import disk
 from kvbaton.store.base import Get, OrderEnded, OrderId, Put, StoreSettings
-from kvbaton.store.disk import DiskError, DiskTier
+from kvbaton.store.disk import DiskError, DiskTier, _name
 from kvbaton.store.kept import KeptStore
 from kvbaton.store.memory import MemoryBackend
 from kvbaton.testing.store_case import VALUE_BYTES, blank, data, names, values
@@ -101,22 +105,21 @@ def test_a_value_that_is_read_while_it_is_being_written_is_not_lost(
 ) -> None:
     tier = DiskTier(tmp_path / "kv", 1 << 20)
     begun, looked, go_on = threading.Event(), threading.Event(), threading.Event()
-    real, real_open = Path.write_bytes, Path.open
+    real, real_open = disk._write_private, disk._open_private
 
-    def slow(path: Path, data: bytes) -> int:
+    def slow(path: Path, data: bytes | memoryview) -> None:
         begun.set()
         go_on.wait(20)
-        return real(path, data)
+        real(path, data)
 
-    def seen(path: Path, *words: str, **more: str) -> object:
+    def seen(path: Path) -> int:
         try:
-            return real_open(path, *words, **more)  # type: ignore[call-overload]
+            return real_open(path)
         finally:
-            if path.suffix == ".kv":
-                looked.set()
+            looked.set()
 
-    monkeypatch.setattr(Path, "write_bytes", slow)
-    monkeypatch.setattr(Path, "open", seen)
+    monkeypatch.setattr(disk, "_write_private", slow)
+    monkeypatch.setattr(disk, "_open_private", seen)
     writer = threading.Thread(target=lambda: tier.write("a", b"value"))
     writer.start()
     assert begun.wait(20)
@@ -129,4 +132,78 @@ def test_a_value_that_is_read_while_it_is_being_written_is_not_lost(
     reader.join(20)
     assert found == [b"value"] and tier.read("a") == b"value"
     assert tier.counters["read_errors"] == 0
+    tier.close()
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {path.name.partition(".")[2]: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o777], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def test_nobody_else_can_read_a_value_whatever_the_umask_is(tmp_path: Path, umask: int) -> None:
+    tier = DiskTier(tmp_path / "nvme" / "kv", 1000)
+    assert tier.write("a", b"prompt") and tier.read("a") == b"prompt"
+    assert modes(tmp_path / "nvme" / "kv") == {"": 0o600, "kv": 0o600}
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (tmp_path / "nvme", tmp_path / "nvme" / "kv")] == [0o700] * 2
+    tier.close()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o711, 0o701, 0o770, 0o777, 0o1777, 0o2750], ids=oct)
+def test_a_folder_that_others_can_enter_or_list_is_refused_with_the_next_step(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "kv"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(DiskError, match=f"mode {mode:04o}.*chmod 700 {folder}"):
+        DiskTier(folder, 1000)
+    assert list(folder.iterdir()) == [], "nothing is written there"
+    folder.chmod(0o700)
+    DiskTier(folder, 1000).close()
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "kv"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(DiskError, match="belongs to user"):
+        DiskTier(folder, 1000)
+
+
+def test_files_that_an_earlier_run_left_open_to_others_are_closed_to_them(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 1000)
+    assert tier.write("a", b"1" * 100)
+    tier.close()
+    for path in tmp_path.iterdir():
+        path.chmod(0o644)
+    tier = DiskTier(tmp_path, 1000)
+    assert set(modes(tmp_path).values()) == {0o600}
+    assert tier.read("a") == b"1" * 100
+    tier.close()
+
+
+def test_what_another_put_under_a_values_name_is_neither_followed_nor_kept(tmp_path: Path) -> None:
+    """A link, a pipe or a second name of a file elsewhere: whoever has the other end could read, write or stall."""
+    folder, elsewhere = tmp_path / "kv", tmp_path / "elsewhere"
+    tier = DiskTier(folder, 1000)
+    for key in ("linked", "twice", "pipe", "later"):
+        assert tier.write(key, b"2" * 10)
+    tier.close()
+    elsewhere.write_bytes(b"3" * 10)
+    elsewhere.chmod(0o644)
+    for key in ("linked", "twice", "pipe"):
+        (folder / _name(key)).unlink()
+    (folder / _name("linked")).symlink_to(elsewhere)
+    (folder / _name("twice")).hardlink_to(elsewhere)
+    os.mkfifo(folder / _name("pipe"))
+    tier = DiskTier(folder, 1000)
+    (folder / _name("later")).unlink()
+    (folder / _name("later")).symlink_to(elsewhere)
+    assert [tier.read(key) for key in ("linked", "twice", "pipe", "later")] == [None] * 4
+    assert list(folder.glob("*.kv")) == []
+    assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o644 and elsewhere.read_bytes() == b"3" * 10
     tier.close()

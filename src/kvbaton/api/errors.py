@@ -24,10 +24,12 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: int | None = None,
+        recorded: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
+        self.recorded = message if recorded is None else recorded  # what may be kept of it: a worker may quote a prompt
         self.type = type
         self.code = code
         self.param = param
@@ -91,11 +93,16 @@ class _FaultBody(msgspec.Struct, frozen=True):
 
 
 def read_error(status: int, data: bytes) -> ApiError:
-    """A worker's error body as a value; whatever it sent, the answer is an `ApiError` with a bounded message."""
+    """A worker's error body as a value; whatever it sent, the answer is an `ApiError` with a bounded message.
+
+    Its words go to the client and into no record: they may be the prompt's.
+    """
     try:
         body = msgspec.json.decode(data, type=_FaultBody)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ApiError(status, data[:200].decode(errors="replace"), type="unknown_error")
+        said = data[:200].decode(errors="replace")
+        return ApiError(status, said, type="unknown_error", recorded=f"answered {status}")
     fault = body.error if isinstance(body.error, _Fault) else _Fault(message=body.error or body.message)
     code = None if fault.code is None else str(fault.code)
-    return ApiError(status, fault.message[:2000], type=fault.type or "unknown_error", code=code, param=fault.param)
+    said, kind = fault.message[:2000], fault.type or "unknown_error"
+    return ApiError(status, said, type=kind, code=code, param=fault.param, recorded=f"answered {status}")

@@ -1,6 +1,7 @@
 """The aiohttp side of an OpenAI-compatible server: errors as JSON, streams that end explicitly, a port to listen on.
 
-Law: a client that goes away cancels its handler (aiohttp does so only when told): nothing is computed for nobody.
+Laws: a client that goes away cancels its handler (aiohttp does so only when told): nothing is computed for nobody. No
+body is inflated, and nothing that a client sent is in the log.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from kvbaton.api import sse
+from kvbaton.api import screening, sse
 from kvbaton.api.crowding import Crowd, connections_max, counted
 from kvbaton.api.errors import ApiError, PortInUseError, internal, too_large
+from kvbaton.api.mishearing import CLIENTS_FAULT, Misheard
 from kvbaton.api.request_ids import REQUEST_ID_CHARS_MAX
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ BODY_S = 60.0
 UNREAD_S = 600.0
 """A client that takes nothing of its stream for this long is cut off, where the stream has no deadline. Longer than a
 router's deadline: until then it is the router's client that does not read, and no fault of anybody's."""
+LINGER_S = 2.0
+"""For which a refused client may go on sending what nobody reads: time to read why."""
 BACKLOG = 1024
 REQUEST_ID = "X-Request-Id"
 
@@ -74,18 +78,27 @@ async def errors_as_json(request: web.Request, handler: _Handler) -> web.StreamR
         return error_response(ApiError(error.status, f"{request.method} {request.path}: {error.reason}", code=code))
     except ConnectionError:
         raise
+    except CLIENTS_FAULT as error:
+        _misheard(request.app).note(error)
+        return error_response(ApiError(400, "body: not what its headers said", param="body", code="bad_request"))
     except Exception:
-        log.exception("[request-crashed] %s %s", request.method, request.path)
+        log.exception("[request-crashed] %s %.200s", request.method, request.path)
         return error_response(internal())
 
 
 BODY_BYTES_MAX: web.AppKey[int] = web.AppKey("body_bytes_max", int)
+MISHEARD: web.AppKey[Misheard] = web.AppKey("misheard", Misheard)
 
 
 def new_app(body_bytes_max: int) -> web.Application:
     app = web.Application(middlewares=[errors_as_json], client_max_size=body_bytes_max)
     app[BODY_BYTES_MAX] = body_bytes_max
+    app[MISHEARD] = Misheard()
     return app
+
+
+def _misheard(app: web.Application) -> Misheard:
+    return app.get(MISHEARD) or Misheard()
 
 
 def request_id(request: web.Request) -> str:
@@ -143,7 +156,8 @@ async def _send_rest(
 
 
 async def read_body(request: web.Request, seconds: float = BODY_S) -> bytes:
-    """All of it, in time; `ApiError` 408 for a client that does not send what it said it would."""
+    """All of it, as it came and in time; `ApiError` for a client that does not send what it said it would."""
+    screening.check(lambda name: request.headers.getall(name, ()))
     try:
         async with asyncio.timeout(seconds):
             return await request.read()
@@ -170,7 +184,14 @@ async def serving(app: web.Application, host: str, port: int, *, crowd_max: int 
     crowd = Crowd(connections_max() if crowd_max is None else crowd_max)
     app.middlewares.append(counted(crowd))
     runner = web.AppRunner(
-        app, access_log=None, handler_cancellation=True, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=SHUTDOWN_S
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        keepalive_timeout=KEEPALIVE_S,
+        shutdown_timeout=SHUTDOWN_S,
+        logger=_misheard(app),
+        auto_decompress=False,  # it would inflate before anybody has looked who asks
+        lingering_time=LINGER_S,
     )
     await runner.setup()
     assert runner.server is not None

@@ -13,12 +13,10 @@ from __future__ import annotations
 import contextlib
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import msgspec
 
@@ -38,6 +36,7 @@ from kvbaton.bench.device_world import (
     weave_of,
 )
 from kvbaton.control import keys
+from kvbaton.control.key_room import key_room
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.protocol.weave import Weave
 from kvbaton.transports.base import Copy, CopyEnded, DeviceTransport, Direction, Spans
@@ -218,8 +217,8 @@ def _size(count: int, rounds: list[dict[str, tuple[float, float]]], right: bool)
 
 @contextlib.contextmanager
 def _bench() -> Iterator[DeviceBench]:
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = str(Path(scratch) / "keys")
+    with key_room() as scratch:
+        directory = str(scratch / "keys")
         keys.mint(directory, ["p", "d"])
         with Child("kvbaton.bench.device_peer") as peer:
             bench = DeviceBench(peer, directory)

@@ -11,15 +11,14 @@ import secrets
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
 from kvbaton.control import keys
+from kvbaton.control.key_room import key_room
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId, rank_peer
@@ -182,8 +181,8 @@ class Reader:
 
 def measure(transport: str, latency_handoffs: int = 300, rate_handoffs: int = 3000) -> HandoffResult:
     """One data plane: latency alone, rate with many at once."""
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = str(Path(scratch) / "keys")
+    with key_room() as scratch:
+        directory = str(scratch / "keys")
         keys.mint(directory, ["p", "d"])
         with _peer(directory, transport) as peer:
             side = Side("d", directory, transport)

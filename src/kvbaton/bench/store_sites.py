@@ -13,11 +13,9 @@ import json
 import os
 import random
 import select
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from kvbaton.control import keys
+from kvbaton.control.key_room import key_room
 from kvbaton.runtime.store_places import opener, store_place
 from kvbaton.store.base import Backend
 from kvbaton.store.mooncake import MooncakeBackend, MooncakeSettings
@@ -52,13 +51,10 @@ class Site(msgspec.Struct, frozen=True):
 @contextlib.contextmanager
 def site(name: str, bytes_max: int) -> Iterator[Site]:
     """A store with room for `bytes_max` of values."""
-    directory = Path(tempfile.mkdtemp(prefix="kvbaton-bench-store-"))
-    try:
+    with key_room() as directory:
         keys.mint(directory / "keys", ["store", *CLIENTS])
         with _served(directory / "keys", bytes_max) if name == KVBATON else _mooncake(bytes_max) as place:
             yield Site(name, place, str(directory / "keys"), lambda who: _client(directory / "keys", place, who))
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _client(directory: Path, place: str, who: str) -> Backend:

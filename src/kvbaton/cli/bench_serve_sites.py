@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +30,7 @@ from kvbaton.cli.cluster import COMMAND, NEWS_S, Child, Member, Plan, Startable,
 from kvbaton.cli.vllm_engine import HOST, Handoff, ServerOptions, free_ports, tiny_model
 from kvbaton.cli.vllm_up import TINY_KINDS, TINY_SEED, VllmPlan
 from kvbaton.control import keys
+from kvbaton.control.key_room import key_room
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.router.settings import RouterSettings
 
@@ -155,23 +154,22 @@ def plan_of(name: str, args: argparse.Namespace, server: ServerOptions | None) -
 @contextlib.asynccontextmanager
 async def standing(name: str, plan: Startable, say: Say, stop: asyncio.Event, *, vllm: bool) -> AsyncIterator[Site]:
     """A cluster whose engines have all registered."""
-    directory = Path(tempfile.mkdtemp(prefix="kvbaton-bench-"))
     deaths: asyncio.Queue[Child] = asyncio.Queue()
     children: list[Child] = []
-    try:
-        keys.mint(directory / "keys", ["router", *plan.names()])
-        port, registry_port = free_ports(2)
-        members = [_router(name, port, registry_port, directory)]
-        members += plan.members(str(directory / "keys"), f"tcp://{HOST}:{registry_port}")
-        say(f"starting {name}: {' '.join(plan.names())}")
-        for member in members:
-            children.append(await start(member, directory, deaths))
-        url = f"http://{HOST}:{port}"
-        engines = await _registered(url, children, deaths, plan.start_s, say, stop)
-        yield Site(name, url, children, engines, vllm)
-    finally:
-        await end(children)
-        shutil.rmtree(directory, ignore_errors=True)
+    with key_room() as directory:
+        try:
+            keys.mint(directory / "keys", ["router", *plan.names()])
+            port, registry_port = free_ports(2)
+            members = [_router(name, port, registry_port, directory)]
+            members += plan.members(str(directory / "keys"), f"tcp://{HOST}:{registry_port}")
+            say(f"starting {name}: {' '.join(plan.names())}")
+            for member in members:
+                children.append(await start(member, directory, deaths))
+            url = f"http://{HOST}:{port}"
+            engines = await _registered(url, children, deaths, plan.start_s, say, stop)
+            yield Site(name, url, children, engines, vllm)
+        finally:
+            await end(children)
 
 
 def _router(name: str, port: int, registry_port: int, directory: Path) -> Member:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from kvbaton.cli.arguments import CommandError
 from kvbaton.cli.cluster import COMMAND, NEWS_S, Child, Member, Place, end, last_line, obituary, start
 from kvbaton.cli.vllm_engine import HOST, Handoff, ServerOptions
 from kvbaton.control import keys
+from kvbaton.control.key_room import key_room
 from kvbaton.integrations.vllm import launching
 
 ALONE = "aggregated"
@@ -70,26 +69,26 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 @contextlib.asynccontextmanager
 async def standing(name: str, setup: Setup, say: Say) -> AsyncIterator[Standing]:
     """A target whose engines are all up; gone after the context."""
-    directory = Path(tempfile.mkdtemp(prefix="kvbaton-bench-"))
     deaths: asyncio.Queue[Child] = asyncio.Queue()
     children: list[Child] = []
-    try:
-        url, members = _members(name, setup, directory)
-        for member in members.values():
-            children.append(await start(member, directory, deaths))
-        urls = list(members)
-        for url_of, child in zip(urls[::-1], children[::-1], strict=True):  # the router last: it knows when all are in
-            await _serving(url_of, child, deaths, setup.start_s, say)
-        engines = {child.name: at for at, child in zip(urls, children, strict=True) if child.name != "router"}
-        pids = {child.name: child.process.pid for child in children}
-        yield Standing(
-            name=name, url=url, engines=engines, engine_pids=tuple(pids[each] for each in engines),
-            router_pid=pids.get("router"), commands={child.name: child.command for child in children},
-            children=tuple(children), directory=directory,
-        )  # fmt: skip
-    finally:
-        await end(children)
-        shutil.rmtree(directory, ignore_errors=True)
+    with key_room() as directory:
+        try:
+            url, members = _members(name, setup, directory)
+            for member in members.values():
+                children.append(await start(member, directory, deaths))
+            urls = list(members)
+            # the router last: it knows when all are in
+            for url_of, child in zip(urls[::-1], children[::-1], strict=True):
+                await _serving(url_of, child, deaths, setup.start_s, say)
+            engines = {child.name: at for at, child in zip(urls, children, strict=True) if child.name != "router"}
+            pids = {child.name: child.process.pid for child in children}
+            yield Standing(
+                name=name, url=url, engines=engines, engine_pids=tuple(pids[each] for each in engines),
+                router_pid=pids.get("router"), commands={child.name: child.command for child in children},
+                children=tuple(children), directory=directory,
+            )  # fmt: skip
+        finally:
+            await end(children)
 
 
 def _members(name: str, setup: Setup, directory: Path) -> tuple[str, dict[str, Member]]:

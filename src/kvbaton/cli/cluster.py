@@ -1,8 +1,9 @@
 """A cluster on this machine: keys, a router in this process, workers as processes of their own.
 
 Laws: every child is ended by its pid, and what it started with it, in bounded time, however this ends; children that
-outlive a killed parent see their stdin end and stop. Nothing is restarted: a death is told, with the command that
-starts the worker again. What a worker runs is its plan's business: this module knows words and variables.
+outlive a killed parent see their stdin end and stop, and its keys go with it. Nothing is restarted: a death is told,
+with the command that starts the worker again. What a worker runs is its plan's business: this module knows words and
+variables.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import shlex
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from kvbaton.cli.fronting import Front, Sources, dumping, fronted
 from kvbaton.cli.keys import ALWAYS
 from kvbaton.cli.worker import argv_of
 from kvbaton.control import keys
+from kvbaton.control.key_room import key_room
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.router.directory import Worker
 from kvbaton.router.settings import RouterSettings
@@ -166,8 +167,7 @@ class Cluster:
 @contextlib.asynccontextmanager
 async def running(plan: Startable, say: Say, stop: asyncio.Event) -> AsyncIterator[Cluster]:
     """A cluster whose workers are all registered; gone, with all its processes and files, after the context."""
-    directory = Path(tempfile.mkdtemp(prefix="kvbaton-"))
-    try:
+    with key_room() as directory:
         keys.mint(directory / "keys", [*ALWAYS, *plan.names()])
         sources = Sources(keyring=keys.load(directory / "keys", "router"), registry_bind="tcp://127.0.0.1:0")
         async with (
@@ -182,8 +182,6 @@ async def running(plan: Startable, say: Say, stop: asyncio.Event) -> AsyncIterat
                 yield cluster
             finally:
                 await end(cluster.children)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 async def start(member: Member, directory: Path, deaths: asyncio.Queue[Child]) -> Child:

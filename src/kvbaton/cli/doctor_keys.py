@@ -5,13 +5,12 @@ Law: no secret is shown; the report is `control.key_report`'s, sorted here by wh
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvbaton.cli.doctor_finding import Finding, finding
-from kvbaton.control import key_files as files
 from kvbaton.control.base import ControlError
+from kvbaton.control.key_modes import openings
 from kvbaton.control.key_report import Report, report
 
 HALF_ROTATED = "is still the old one of a rotation"
@@ -66,12 +65,8 @@ def _prints(told: Report, name: str) -> set[str]:
 
 
 def _modes(base: Path, where: str) -> Iterator[Finding]:
-    for path in (*sorted((base / "secret").glob("[!.]*.json")), base / "tickets.json"):
-        if path.exists() and (mode := stat.S_IMODE(path.stat().st_mode)) & files.OTHERS:
-            yield finding("keys-open", where, f"{path} has mode {mode:04o}: others can read it", f"chmod 600 {path}")
-    for path in (base, base / "secret"):
-        if path.exists() and stat.S_IMODE(path.stat().st_mode) & stat.S_IWOTH:
-            yield finding("keys-open", where, f"{path} can be written by everybody", f"chmod 700 {path}")
+    for each in openings(base):
+        yield finding("keys-open", where, each.found, each.fix)
 
 
 def _names(told: Report, where: str, name: str, others: Iterable[str]) -> Iterator[Finding]:
@@ -88,7 +83,7 @@ def _names(told: Report, where: str, name: str, others: Iterable[str]) -> Iterat
 
 def _problems(told: Report, where: str, blamed: list[str]) -> Iterator[Finding]:
     for problem in told.problems:
-        if any(problem.startswith(path) for path in blamed):
+        if any(problem.startswith((f"{path} ", f"{path}: ")) for path in blamed):
             continue
         found, _, fix = problem.rpartition("; ")
         code = "keys-rotating" if HALF_ROTATED in problem else "keys-broken"

@@ -19,7 +19,7 @@ import msgspec
 from kvbaton.codes.saying import worth_saying
 from kvbaton.control.keys import Keyring
 from kvbaton.control.plain import PlainListener, PlainSettings
-from kvbaton.control.registry import Entry, RegistryServer
+from kvbaton.control.registry import Entry, Networks, RegistryServer
 from kvbaton.flight.dumps import Dumps, default_directory
 from kvbaton.flight.gathering import Gathering
 from kvbaton.flight.report import ReportError, decode
@@ -41,6 +41,7 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
 
     keyring: Keyring | None = None  # with `registry_bind`: workers register here
     registry_bind: str = ""
+    networks: Networks = Networks()  # where registered workers may be
     workers: Sequence[Worker] = ()  # that never change
     plain_bind: str = ""  # workers announce themselves here, in the formats of other systems
     plain: PlainSettings = PlainSettings()
@@ -72,6 +73,7 @@ async def fronted(
                 sources.registry_bind,
                 on_change=functools.partial(_listed, gathering),
                 on_report=functools.partial(_reported, gathering),
+                networks=sources.networks,
             )
             stack.push_async_callback(asyncio.to_thread, registry.close)
             registered = RegistryDirectory(registry)

@@ -19,11 +19,12 @@ from kvbaton.cli.fronting import Front, Sources, dumping, fronted, told_to_stop
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.control import keys
 from kvbaton.control.plain import Fleet, PlainSettings
+from kvbaton.control.registry import Networks
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router import wire
 from kvbaton.router.directory import Worker
 from kvbaton.router.policy import Policy
-from kvbaton.router.settings import Fallback, OperatorPages, RouterSettings
+from kvbaton.router.settings import Fallback, OperatorPages, RouterSettings, is_origin
 
 _DEFAULT = RouterSettings()
 
@@ -41,6 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="who is shown single requests: this machine, whoever reaches the router, nobody",
     )
     parser.add_argument(
+        "--allow-origin",
+        type=_origin,
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages of this origin may ask too, as https://chat.example; others than the router's own may not",
+    )
+    parser.add_argument(
         "--flight-dir",
         metavar="DIR",
         default="",
@@ -50,11 +59,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     traces.add_arguments(parser.add_argument_group("traces"))
 
 
+def _origin(text: str) -> str:
+    """An argument type."""
+    if not is_origin(text.lower()):
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}, expected as https://host or http://host:port")
+    return text.lower()
+
+
+def _networks(text: str) -> Networks:
+    """An argument type."""
+    try:
+        return Networks.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _add_sources(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--keys", metavar="DIR", help="directory made by kvbaton keys new: workers register here")
     group.add_argument("--name", default="router", help="its name in the key directory")
     group.add_argument("--registry-host", metavar="HOST", default="127.0.0.1", help="address where workers register")
     group.add_argument("--registry-port", metavar="PORT", type=port, default=7700, help="port where workers register")
+    group.add_argument(
+        "--worker-networks",
+        type=_networks,
+        default=None,
+        metavar="CIDRS",
+        help="where registered workers may be, as 10.1.0.0/16,fd12::/16, or any "
+        "(default: the address that each connects from, or another of the same kind of network)",
+    )
     group.add_argument(
         "--plain-discovery",
         type=host_port,
@@ -175,6 +207,7 @@ def settings_of(args: argparse.Namespace) -> RouterSettings:
         in_flight_max=args.in_flight_max,
         show_pair=args.show_pair,
         operator_pages=OperatorPages(args.operator_pages),
+        origins_allowed=tuple(args.allow_origin),
         trace=bool(args.otlp_endpoint),
         trace_sample=args.trace_sample,
     )
@@ -185,6 +218,7 @@ def sources_of(args: argparse.Namespace) -> Sources:
     return Sources(
         keyring=keys.load(args.keys, args.name) if args.keys else None,
         registry_bind=f"tcp://{host}:{args.registry_port}",
+        networks=args.worker_networks or Networks(),
         workers=_static(args),
         plain_bind=f"tcp://{args.plain_discovery}" if args.plain_discovery else "",
         plain=PlainSettings(fleet=Fleet(args.plain_fleet) if args.plain_fleet else None),

@@ -42,6 +42,11 @@ def check_authority(text: str) -> str:
     return text
 
 
+def host_of(authority: str) -> str:
+    """The host of `host:port` or `[v6]:port`; ValueError says what is wrong."""
+    return _split(authority, port_min=0)
+
+
 def check_endpoint(text: str, *, names: bool = False) -> str:
     """A `tcp://` endpoint that can be dialled; ValueError says what is wrong. Names only from the operator."""
     host = _split(_after_scheme(text), port_min=1)

@@ -6,7 +6,6 @@ Law: a report is made of whatever can be read; a file that cannot is a problem i
 from __future__ import annotations
 
 import hashlib
-import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import msgspec
 
 from kvbaton.control import key_files as files
 from kvbaton.control.base import ControlError
+from kvbaton.control.key_modes import openings
 from kvbaton.protocol.privileges import Act, may
 
 FINGERPRINT_CHARS = 16
@@ -64,7 +64,10 @@ def report(directory: str | Path, wall: Callable[[], float] = time.time) -> Repo
     for path in _json(base / "secret"):
         if path.name not in public:
             problems.append(f"{path}: there is no public/{path.name}; remove it, or restore that file")
-    return Report(str(base), tuple(identities), _ticket_keys(base, problems), tuple(problems))
+    ticket_keys = _ticket_keys(base, problems)
+    said = {problem.partition(" ")[0] for problem in problems}  # of a mode that kept a file from being read
+    problems += [f"{each.found}; {each.fix}" for each in openings(base) if str(each.path) not in said]
+    return Report(str(base), tuple(identities), ticket_keys, tuple(problems))
 
 
 def _identity(base: Path, path: Path, now: float, problems: list[str]) -> Identity | None:
@@ -106,9 +109,6 @@ def _ticket_keys(base: Path, problems: list[str]) -> tuple[TicketKeyView, ...]:
     except ControlError as error:
         problems.append(str(error))
         return ()
-    for path in (base, base / "secret"):
-        if path.exists() and stat.S_IMODE(path.stat().st_mode) & stat.S_IWOTH:
-            problems.append(f"{path} can be written by everybody; chmod 700 it")
     uses = ["signs", *["verifies"] * (len(tickets.keys) - 1), "next"]
     return tuple(TicketKeyView(fingerprint(key), use) for key, use in zip(tickets.all, uses, strict=False))
 

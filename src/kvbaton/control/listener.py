@@ -33,6 +33,7 @@ class Listener:
     def __init__(self, plane: Plane, bind: str) -> None:
         self._plane = plane
         self._routes: dict[WorkerId, tuple[bytes, str]] = {}
+        self._addresses: dict[WorkerId, str] = {}  # where each route came from
         self.gate = Gate(plane)
         self.socket = plane.server(ipv6=is_ipv6(bind))
         self.gate.watch(self.socket)
@@ -86,13 +87,27 @@ class Listener:
                 continue
             worker, key = sender
             if self._plane.hears(worker):
-                self._routes[worker] = parts[0].bytes, key
+                self._take_route(worker, parts[0].bytes, key, parts[1])
                 found.append((worker, parts[1].bytes, key))
+
+    def address_of(self, worker: WorkerId) -> str:
+        """From which address a worker last spoke here, without its port; "" if it has not."""
+        return self._addresses.get(worker, "")
+
+    def _take_route(self, worker: WorkerId, route: bytes, key: str, frame: zmq.Frame) -> None:
+        if self._routes.get(worker) == (route, key):
+            return
+        self._routes[worker] = route, key
+        try:
+            self._addresses[worker] = str(frame.get("Peer-Address"))
+        except zmq.ZMQError:  # no such property
+            self._addresses.pop(worker, None)
 
     def forget(self, workers: Collection[WorkerId]) -> None:
         """These moved or changed keys: their old connections are no way back."""
         for worker in workers:
             self._routes.pop(worker, None)
+            self._addresses.pop(worker, None)
 
     def close(self) -> None:
         self.gate.close(self.socket)

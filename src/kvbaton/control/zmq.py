@@ -143,6 +143,10 @@ class ZmqControl:
         self.counters["frames_in"] += len(found)
         return found
 
+    def address_of(self, worker: WorkerId) -> str:
+        """From which address a worker last spoke to this listener; "" if it has not."""
+        return self._listener.address_of(worker) if self._listener else ""
+
     def wait(self, timeout_s: float | None) -> None:
         """Sleep until a frame can be read, `wake` is called, or `timeout_s` has passed. Strangers do not end it."""
         clock = self._plane.clock

@@ -20,7 +20,7 @@ from kvbaton.api.bodies import Body, Kind, parse
 from kvbaton.api.errors import RETRY_AFTER_S, ApiError
 from kvbaton.api.foreign import Lookup, tickets_in, together
 from kvbaton.api.gather import all_of, interleave
-from kvbaton.api.http import REQUEST_ID, json_response, new_app, read_body, request_id, send_events
+from kvbaton.api.http import MISHEARD, REQUEST_ID, json_response, new_app, read_body, request_id, send_events
 from kvbaton.api.merge import Joiner, join
 from kvbaton.api.params import FIELD, TransferParams
 from kvbaton.api.responses import ResponseShape
@@ -148,11 +148,14 @@ class _Server:
 
     async def metrics(self, request: web.Request) -> web.Response:
         openmetrics = exposition.wants_openmetrics(request.headers.get("Accept"))
-        text = render_worker(self._backend.stats(), self._handoffs, openmetrics)
+        text = render_worker(self._figures(request), self._handoffs, openmetrics)
         return web.Response(body=text.encode(), headers={"Content-Type": exposition.content_type(openmetrics)})
 
-    async def stats(self, _: web.Request) -> web.Response:
-        return json_response(self._backend.stats())
+    async def stats(self, request: web.Request) -> web.Response:
+        return json_response(self._figures(request))
+
+    def _figures(self, request: web.Request) -> Mapping[str, Any]:
+        return {**self._backend.stats(), "http_malformed_total": request.app[MISHEARD].count}
 
     async def _answer(self, request: web.Request, kind: Kind) -> web.StreamResponse:
         data = await read_body(request)

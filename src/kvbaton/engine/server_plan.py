@@ -169,9 +169,8 @@ def _prompt_tokens(prompt: Any) -> tuple[int, ...]:
         return tuple(tokenizer.encode(prompt))
     if isinstance(prompt[0], str | list):
         return _prompt_tokens(prompt[0])
-    top = max(prompt)
-    if top >= tokenizer.VOCAB:
-        raise bad_field("prompt", f"token id {top}, at most {tokenizer.VOCAB - 1}")
+    if max(prompt) >= tokenizer.VOCAB:
+        raise bad_field("prompt", f"a token id is above {tokenizer.VOCAB - 1}, the highest there is")
     return tuple(prompt)
 
 

@@ -1,7 +1,8 @@
 """The router's own flight records: one for each try of a request, from its first moment on.
 
 Law: a try ends once, whatever ends it, and what happens after that is not written down. Writing a moment costs an
-append; a record is made when the try ends, or when somebody looks.
+append; a record is made when the try ends, or when somebody looks. Of a worker's error only its status, and its code
+if that is a known one, are written down: its words may be those of a prompt.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from kvbaton.api.errors import ApiError
+from kvbaton.codes.api import CODES
 from kvbaton.flight.gathering import Gathering
 from kvbaton.flight.intake import printable
 from kvbaton.flight.records import NAME_CHARS_MAX, QUIET, TEXT_CHARS_MAX, Flight, Moment, Seat
+from kvbaton.protocol.errors import Reason
 from kvbaton.router.wire import Header
 from kvbaton.tracing.context import HEADER, Traceparent, new_span_id, new_trace, parse
 
@@ -30,6 +33,8 @@ OK = "ok"
 CLIENT_GONE = "client_gone"
 ALONE = "alone"
 _FINE = frozenset([OK, *QUIET])
+_CODES = frozenset([*(entry.code for entry in CODES), *Reason])
+"""A worker's own word for what went wrong is not written down: it may be anything, also of a prompt."""
 _MOMENTS_MAX = 16
 _TRACEPARENT = HEADER.encode()
 
@@ -141,7 +146,8 @@ class Trip:
     def broke(self, error: BaseException) -> None:
         """The try has ended by an error; one that cancels it is the client's going."""
         if isinstance(error, ApiError):
-            self.over(error.code or str(error.status), error.message)
+            known = error.code is not None and (error.code in _CODES or error.code.isdigit())
+            self.over(str(error.code) if known else str(error.status), error.recorded)
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             self.over(CLIENT_GONE)
         else:

@@ -435,7 +435,8 @@ class Flow:
 def _not_the_clients(error: LegError) -> LegError:
     """D refuses what P answered: clients cannot send that field, so it is the handoff that failed."""
     what = f"{error.side} worker {error.worker.name} refuses what it was handed: {error.fault.message}"
-    fault = ApiError(502, what, type="handoff_failed", code=error.fault.code)
+    said = f"{error.fault.recorded}, of what it was handed"
+    fault = ApiError(502, what, type="handoff_failed", code=error.fault.code, recorded=said)
     return LegError(error.side, error.worker, fault)
 
 

@@ -2,7 +2,8 @@
 
 Laws: a body that stands for one request goes on as the bytes that came; only one that stands for several is taken apart
 and joined. A stream goes on as the bytes that came. Whatever ends a client's request (answer, error, deadline, the
-client itself) ends both of its legs.
+client itself) ends both of its legs. Of D's headers only those that the API knows reach the client: the others are
+about D's own connection, or would have the client or a proxy do as D likes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api import request_ids, responses, sse, tokens
+from kvbaton.api import request_ids, responses, screening, sse, tokens
 from kvbaton.api.bodies import Body, Kind, parse
 from kvbaton.api.errors import ApiError, bad_field, full, read_error, unavailable
 from kvbaton.api.gather import all_of, interleave
@@ -44,14 +45,17 @@ _HOP = frozenset(
         b"trailer", b"transfer-encoding", b"upgrade", b"host", b"content-length", b"content-type", b"expect",
     ]
 )  # fmt: skip
-"""Headers that are about one connection or one body, in either direction."""
+"""Headers that are about one connection or one body."""
 _ODD = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError)
 """What joining raises where a worker's JSON is not an answer."""
 _TOKEN = tokens.HEADER.lower().encode()  # the router's own to show
 _NOT_TO_WORKERS = _HOP | {
     b"accept-encoding", b"content-encoding", b"cookie", b"x-request-id", b"traceparent", _MODE_HEADER, _TOKEN,
+    b"origin", b"referer", b"sec-fetch-dest", b"sec-fetch-mode", b"sec-fetch-site", b"sec-fetch-user",
 }  # fmt: skip
-_NOT_TO_CLIENTS = _HOP | {b"date", b"server", b"x-request-id", b"set-cookie", b"cache-control", b"retry-after"}
+_TO_CLIENTS = frozenset({b"openai-model", b"openai-organization", b"openai-processing-ms", b"openai-version"})
+_TO_CLIENTS_BEGIN = b"x-ratelimit-"
+_SCREENED = frozenset({b"content-encoding", b"transfer-encoding", b"origin", b"sec-fetch-site"})
 
 
 def alone_reason(body: Body) -> str:
@@ -107,6 +111,8 @@ class Front:
     def _understood(self, request: Request, kind: Kind) -> tuple[Body, Sequence[Part], list[Call]]:
         if self.draining.is_set():
             raise unavailable("this router is stopping; ask another", "draining")
+        if any(name in _SCREENED for name, _ in request.headers):
+            screening.check(request.values, self._settings.origins_allowed)
         body = _parsed(kind, request.body)
         if body.fields.get(FIELD) is not None:
             raise bad_field(FIELD, "the router sets this; leave it out")
@@ -217,9 +223,10 @@ class Front:
             yield event
 
     def _note(self, headers: dict[str, str], reply: Reply) -> None:
-        """What the client is told besides the answer: D's own headers, and who served."""
-        for name, value in passed(reply.headers, _NOT_TO_CLIENTS):
-            headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        """What the client is told besides the answer: what the API knows of D's headers, and who served."""
+        for name, value in reply.headers:
+            if name.lower() in _TO_CLIENTS or name.lower().startswith(_TO_CLIENTS_BEGIN):
+                headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
         if self._settings.show_pair:
             known, pair = headers.get(PAIR_HEADER), str(reply.route)
             headers[PAIR_HEADER] = pair if known is None else f"{known},{pair}"

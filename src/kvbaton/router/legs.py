@@ -259,6 +259,7 @@ class EventStream:
 def _refusal(leg: Leg, status: int, data: bytes, retry_after: str | None) -> LegError:
     """A worker's own error: the client's fault passes as it is, all else is told as the worker's."""
     fault = read_error(status, data)
+    fault.recorded = f"{leg.side} worker {leg.worker.name} answered {status}"
     if status == 401 and fault.code == NOT_THE_ROUTER:
         said = "does not take this router's token; see that both have the same tickets.json"
         return leg.failed(502, said, NOT_THE_ROUTER, lost=True)
@@ -276,6 +277,7 @@ def _refusal(leg: Leg, status: int, data: bytes, retry_after: str | None) -> Leg
         type=fault.type if known else "worker_error",
         code=fault.code or "worker_failed",
         retry_after_s=fault.retry_after_s,
+        recorded=fault.recorded,
     )
     return LegError(leg.side, leg.worker, told, busy=busy)
 

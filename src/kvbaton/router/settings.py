@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 
 import msgspec
 
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX
 from kvbaton.router.policy import Policy
+
+_ORIGIN = re.compile(r"https?://[^/?#@\s*A-Z]+")
+
+
+def is_origin(text: str) -> bool:
+    """Whether a browser could send this as the origin of a page, in lower case."""
+    return _ORIGIN.fullmatch(text) is not None
 
 
 class Fallback(enum.StrEnum):
@@ -57,6 +65,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     answer_bytes_max: int = 64 << 20
     show_pair: bool = False  # name the pair in the header x-kvbaton-pair
     operator_pages: OperatorPages = OperatorPages.AUTO
+    origins_allowed: tuple[str, ...] = ()  # of web pages that may ask, besides the router's own
     trace: bool = False  # spans of requests are exported: each leg is told of a span of its own
     trace_sample: float = 1.0  # of requests that come without a trace, the share that gets one; 0 is none
 
@@ -71,6 +80,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
             least = 0 if field.name.endswith(("retries", "_tokens", "pieces_max")) else 1
             if type(value) is int and value < least:
                 raise ValueError(f"{field.name}: got {value!r}, expected {least} or more")
+        for origin in self.origins_allowed:
+            if not is_origin(origin):
+                raise ValueError(f"origins_allowed: got {origin[:80]!r}, expected as https://host or http://host:port")
         if self.mode not in self.modes_allowed:
             raise ValueError(f"mode: {self.mode} is not among the modes allowed")
         if self.ticket_ttl_s > TICKET_LIFE_S_MAX:

@@ -46,6 +46,11 @@ class Request:
                 return value.decode("latin-1")
         return None
 
+    def values(self, name: str) -> list[str]:
+        """All that came under this name."""
+        wanted = name.encode()
+        return [value.decode("latin-1") for known, value in self.headers if known == wanted]
+
 
 class Answer(msgspec.Struct, frozen=True):
     """A whole answer."""

@@ -2,7 +2,9 @@
 
 Laws: a file is written under another name and then renamed, so a name stands for a whole file or none. Whatever is
 wrong with a file or the disk is a miss and a count, never an exception: frames carry their own sums, and the reader
-checks them. A folder has one process at a time; what it held is there again when it is opened again.
+checks them. A folder has one process at a time; what it held is there again when it is opened again. A value is KV of
+somebody's prompt: the folder is its user's alone and so is every file in it, whatever the umask is; what is not a plain
+file of this user is neither read nor kept.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import stat
 import threading
 from collections import Counter, OrderedDict
 from pathlib import Path
 
 VALUE_BYTES_MAX = 1 << 32
 SUFFIX, UNFINISHED = ".kv", ".tmp"
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class DiskError(Exception):
@@ -99,7 +103,7 @@ class DiskTier:
             with contextlib.suppress(OSError):
                 (self._folder / old).unlink()
         try:
-            unfinished.write_bytes(value)
+            _write_private(unfinished, value)
             unfinished.rename(self._folder / name)
         except OSError:
             self.counters["write_errors"] += 1
@@ -122,7 +126,7 @@ class DiskTier:
         return evicted
 
     def _load(self, name: str) -> bytes:
-        with (self._folder / name).open("rb") as file:
+        with open(_open_private(self._folder / name), "rb") as file:
             if not 0 < os.fstat(file.fileno()).st_size <= VALUE_BYTES_MAX:
                 raise OSError("no value has that size")
             return file.read()
@@ -137,14 +141,22 @@ class DiskTier:
             self._bytes -= self._sizes.pop(name, 0)
 
     def _find(self) -> None:
-        """What an earlier process left: whole files count, oldest first; unfinished ones go."""
+        """What an earlier process left: whole files count, oldest first; unfinished ones go, and others' too."""
         found = []
         for entry in os.scandir(self._folder):
             if entry.name.endswith(UNFINISHED):
                 Path(entry.path).unlink(missing_ok=True)
             elif entry.name.endswith(SUFFIX):
-                stat = entry.stat()
-                found.append((stat.st_mtime_ns, entry.name, stat.st_size))
+                try:
+                    guard = _open_private(Path(entry.path))
+                except OSError:
+                    with contextlib.suppress(OSError):  # a folder, say: its name stands for no value
+                        Path(entry.path).unlink()
+                    continue
+                told = os.fstat(guard)
+                os.fchmod(guard, 0o600)  # an earlier version left it to the umask
+                os.close(guard)
+                found.append((told.st_mtime_ns, entry.name, told.st_size))
         for _, name, size in sorted(found):
             if size > self._bytes_max:
                 (self._folder / name).unlink(missing_ok=True)
@@ -157,11 +169,34 @@ def _name(key: str) -> str:
     return hashlib.blake2b(key.encode(), digest_size=20).hexdigest() + SUFFIX
 
 
+def _write_private(path: Path, value: bytes | memoryview) -> None:
+    """All of it, to a file that is new and this user's alone."""
+    guard = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(guard, "wb", buffering=0) as file:
+        os.fchmod(guard, 0o600)  # a umask may have taken even this user's rights
+        left = memoryview(value).cast("B")
+        while left:
+            left = left[file.write(left) :]
+
+
+def _open_private(path: Path) -> int:
+    """A descriptor to read from; `OSError` if it is no plain file of this user's, or has a second name elsewhere."""
+    guard = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait
+    told = os.fstat(guard)
+    if not stat.S_ISREG(told.st_mode) or told.st_uid != os.geteuid() or told.st_nlink != 1:
+        os.close(guard)
+        raise OSError("no file of this process's user alone")
+    return guard
+
+
 def _claimed(folder: Path) -> int:
     """A descriptor that holds the folder for this process."""
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        guard = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        _make(folder)
+        _check(folder)
+        flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        guard = os.open(folder / "lock", flags, 0o600)
+        os.fchmod(guard, 0o600)
     except OSError as error:
         raise DiskError(f"{folder}: {error.strerror}; give a folder that this process may write to") from None
     try:
@@ -170,3 +205,26 @@ def _claimed(folder: Path) -> int:
         os.close(guard)
         raise DiskError(f"{folder}: another process serves it; give each its own folder") from None
     return guard
+
+
+def _make(folder: Path) -> None:
+    """The folder and those above it that are not there, each of them this user's alone."""
+    if not folder.exists():
+        _make(folder.parent)
+        with contextlib.suppress(FileExistsError):  # somebody was first: looked at like any other
+            folder.mkdir(mode=0o700)
+            folder.chmod(0o700)  # a umask may have taken even this user's rights
+
+
+def _check(folder: Path) -> None:
+    told = folder.stat()
+    mode = stat.S_IMODE(told.st_mode)
+    other = f"or give a folder that is not there yet, such as {folder / 'kv'}"
+    if not stat.S_ISDIR(told.st_mode):
+        raise DiskError(f"{folder}: not a folder; give one")
+    if told.st_uid != os.geteuid():
+        raise DiskError(
+            f"{folder} belongs to user {told.st_uid}, not to {os.geteuid()} who runs this; chown it, {other}"
+        )
+    if mode & OTHERS:
+        raise DiskError(f"{folder} has mode {mode:04o}: others could get at the KV in it; chmod 700 {folder}, {other}")

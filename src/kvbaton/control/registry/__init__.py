@@ -7,6 +7,7 @@ about the others. Losing the registry costs news, never service: workers go on w
 from kvbaton.control.registry.client import RegistryClient
 from kvbaton.control.registry.member import MemberState
 from kvbaton.control.registry.messages import DirectoryEntry, DrainState, Held, Registration, Role, addresses
+from kvbaton.control.registry.networks import Networks
 from kvbaton.control.registry.operator import OperatorLine
 from kvbaton.control.registry.roster import Entry, RegistrySettings, WorkerState
 from kvbaton.control.registry.server import RegistryServer
@@ -17,6 +18,7 @@ __all__ = [
     "Entry",
     "Held",
     "MemberState",
+    "Networks",
     "OperatorLine",
     "Registration",
     "RegistryClient",

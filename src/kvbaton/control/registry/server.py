@@ -1,10 +1,11 @@
 """The registry's server: lives in the router's process, on its own thread.
 
-Laws: a worker registers only under the name that its key proves, and is told that it is listed only after the router
-can see it. A bad message is counted, answered with the field at fault and skipped; it never ends the server. Every
-worker hears of every change, once per turn however many there were, and whoever missed it gets it with the answer to
-its next ping. Who may say what is decided by the role of its key (`protocol.privileges`): only an operator can have a
-worker drained, and the router knows before the worker is told.
+Laws: a worker registers only under the name that its key proves, at an address that is its own or that the operator
+allows, and is told that it is listed only after the router can see it. A bad message is counted, answered with the
+field at fault and skipped; it never ends the server. Every worker hears of every change, once per turn however many
+there were, and whoever missed it gets it with the answer to its next ping. Who may say what is decided by the role of
+its key (`protocol.privileges`): only an operator can have a worker drained, and the router knows before the worker is
+told.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvbaton.control.base import Limits
 from kvbaton.control.keys import Keyring
 from kvbaton.control.looping import LoopThread
 from kvbaton.control.registry import messages as m
+from kvbaton.control.registry.networks import Networks
 from kvbaton.control.registry.reports import OnReport, Reports
 from kvbaton.control.registry.roster import Entry, RegistrySettings, Roster, Standing
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
@@ -53,6 +55,7 @@ class RegistryServer:
         settings: RegistrySettings | None = None,
         on_change: Callable[[Workers], None] = _ignore,
         on_report: OnReport | None = None,
+        networks: Networks | None = None,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,6 +63,7 @@ class RegistryServer:
         self._control = ZmqControl(keyring, bind, limits, clock)
         self._role_of = keyring.role_of
         self._roster = Roster(settings or RegistrySettings(), 1 + secrets.randbits(62), clock())
+        self._networks = networks or Networks()
         self._discards: deque[tuple[PeerId, str]] = deque()
         self._control.on_keys = self._take_keys
         self.on_keys: Callable[[Keyring], None] = lambda _: None  # when the key directory changed; on its thread
@@ -141,6 +145,8 @@ class RegistryServer:
         try:
             message = m.decode_to_registry(frame)
             _check_sender(sender, self._role_of(sender), message)
+            if isinstance(message, m.Register):
+                self._networks.check(message.registration, self._control.address_of(sender))
         except m.RegistryFault as fault:
             self.counters["bad_messages"] += 1
             if worth_saying(self.counters["bad_messages"]):
