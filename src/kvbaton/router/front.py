@@ -32,8 +32,6 @@ from kvbaton.router.wire import Header
 
 PARTS_BYTES_MAX = 128 << 20
 """Of one body, once for each of its choices."""
-NESTING_MAX = 128
-"""Of lists and objects within a body."""
 MODE_HEADER = "x-kvbaton-mode"
 PAIR_HEADER = "x-kvbaton-pair"
 _MODE_HEADER = MODE_HEADER.encode()
@@ -107,7 +105,7 @@ class Front:
     def _understood(self, request: Request, kind: Kind) -> tuple[Body, Sequence[Part], list[Call]]:
         if self.draining.is_set():
             raise unavailable("this router is stopping; ask another", "draining")
-        body = _parsed(kind, request.body)
+        body = parse(kind, request.body)
         if body.fields.get(FIELD) is not None:
             raise bad_field(FIELD, "the router sets this; leave it out")
         _check_steering(body.fields)
@@ -249,28 +247,6 @@ class Front:
             raise
         finally:
             stats.ended(outcome, status)
-
-
-def _parsed(kind: Kind, data: bytes) -> Body:
-    """The body, nested no deeper than any worker can read it: one that dies of it would take the blame."""
-    said = f"body: nested deeper than {NESTING_MAX}"
-    try:
-        body = parse(kind, data)
-    except RecursionError:
-        raise ApiError(400, said, param="body", code="invalid_json") from None
-    if data.count(b"[") + data.count(b"{") > NESTING_MAX and _is_deep(body.fields):
-        raise ApiError(400, said, param="body", code="invalid_json")
-    return body
-
-
-def _is_deep(fields: Mapping[str, Any]) -> bool:
-    level: list[Any] = [fields]
-    for _ in range(NESTING_MAX):
-        inner = [each.values() if isinstance(each, dict) else each for each in level]
-        level = [each for values in inner for each in values if isinstance(each, dict | list)]
-        if not level:
-            return False
-    return True
 
 
 def _check_steering(fields: Mapping[str, Any]) -> None:
