@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api import request_ids, responses, sse, tokens
+from kvbaton.api import request_ids, responses, shapes, sse, tokens
 from kvbaton.api.bodies import Body, Kind, parse
 from kvbaton.api.errors import ApiError, bad_field, full, read_error, unavailable
 from kvbaton.api.gather import all_of, interleave
 from kvbaton.api.http import REQUEST_ID, checked_request_id
-from kvbaton.api.merge import Joiner, Part, join, split
+from kvbaton.api.merge import Joiner, Part, join, read, split
 from kvbaton.api.params import FIELD, Mode
 from kvbaton.router import flights
 from kvbaton.router.calls import Call
@@ -32,6 +32,11 @@ from kvbaton.router.wire import Header
 
 PARTS_BYTES_MAX = 128 << 20
 """Of one body, once for each of its choices."""
+BODY_COPIES = 4
+CONTAINER_BYTES = 256
+"""What a list or an object takes besides the bytes that it came as."""
+FREE_BYTES = 4 << 10
+"""A body of no more is not counted again once it was read."""
 MODE_HEADER = "x-kvbaton-mode"
 PAIR_HEADER = "x-kvbaton-pair"
 _MODE_HEADER = MODE_HEADER.encode()
@@ -45,6 +50,7 @@ _HOP = frozenset(
 """Headers that are about one connection or one body, in either direction."""
 _ODD = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError)
 """What joining raises where a worker's JSON is not an answer."""
+_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _TOKEN = tokens.HEADER.lower().encode()  # the router's own to show
 _NOT_TO_WORKERS = _HOP | {
     b"accept-encoding", b"content-encoding", b"cookie", b"x-request-id", b"traceparent", _MODE_HEADER, _TOKEN,
@@ -119,6 +125,8 @@ class Front:
             raise bad_field(
                 "n", f"{body.n} times a body of {len(request.body)} bytes, at most {PARTS_BYTES_MAX} together"
             )
+        if len(request.body) > FREE_BYTES and not request.tab.hold(_cost(request.body, body.n)):
+            raise request.tab.room.full("request")
         return body, parts, self._calls(request, body, parts, alone)
 
     def _calls(self, request: Request, body: Body, parts: Sequence[Part], alone: str) -> list[Call]:
@@ -129,11 +137,26 @@ class Front:
         trace, begins = flights.begun(request.headers, self._trace_share)
         deadline = asyncio.get_running_loop().time() + self._settings.deadline_s
         if len(parts) == 1:
-            fields, whole = body.fields, request.body
-            return [Call(body.kind, fields, headers, modes, body.stream, deadline, name, whole, alone, trace, begins)]
+            fields, whole, tab = body.fields, request.body, request.tab
+            return [
+                Call(body.kind, fields, headers, modes, body.stream, deadline, name, whole, alone, trace, begins, tab)
+            ]
         names = [f"{name}-{part.index}" for part in parts]
         return [
-            Call(body.kind, part.fields, headers, modes, body.stream, deadline, own, None, "", trace, begins and not n)
+            Call(
+                body.kind,
+                part.fields,
+                headers,
+                modes,
+                body.stream,
+                deadline,
+                own,
+                None,
+                "",
+                trace,
+                begins and not n,
+                request.tab,
+            )
             for n, (part, own) in enumerate(zip(parts, names, strict=True))  # the first is the root of the others
         ]
 
@@ -150,7 +173,7 @@ class Front:
         if len(bodies) == 1:
             return bodies[0]
         try:
-            return msgspec.json.encode(join(parts, [msgspec.json.decode(body) for body in bodies]))
+            return msgspec.json.encode(join(parts, [read(body) for body in bodies]))
         except _ODD as error:
             raise _odd_answer(error) from None
 
@@ -202,8 +225,11 @@ class Front:
             if payload == b"[DONE]":
                 continue
             try:
-                chunk = msgspec.json.decode(payload, type=dict[str, Any])
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                chunk = read(payload)
+            except _ODD as error:
+                is_json = isinstance(error, msgspec.ValidationError) or not isinstance(error, _NO_JSON)
+                if is_json:
+                    raise _odd_answer(error) from None
                 raise ApiError(502, "a worker sent an event that is not JSON", type="worker_error") from None
             if "error" in chunk:
                 raise read_error(502, payload)
@@ -247,6 +273,12 @@ class Front:
             raise
         finally:
             stats.ended(outcome, status)
+
+
+def _cost(data: bytes, copies: int) -> int:
+    """What a body takes while it is under way: itself and what it is parsed to, and what each leg is sent."""
+    containers = min(data.count(b"[") + data.count(b"{"), shapes.CONTAINERS_MAX)
+    return BODY_COPIES * copies * len(data) + CONTAINER_BYTES * containers
 
 
 def _check_steering(fields: Mapping[str, Any]) -> None:
