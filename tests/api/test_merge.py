@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvbaton.api.bodies import Body, Kind, parse
-from kvbaton.api.merge import Joiner, join, split
+from kvbaton.api.merge import Joiner, join, read, split
 
 
 def body(kind: Kind = Kind.COMPLETION, **fields: Any) -> Body:
@@ -71,3 +72,42 @@ def test_chunks_get_their_index_and_one_head_and_usage_waits_for_the_end() -> No
     usage = {"prompt_tokens": 4, "completion_tokens": 1}
     assert joiner.chunk(parts[0], {"id": "two", "choices": [], "usage": usage}) is None
     assert joiner.usage_chunk()["usage"]["total_tokens"] == 5
+
+
+# --- what workers answered
+
+
+def test_what_is_joined_is_read_and_the_rest_passes_as_it_came() -> None:
+    parts = split(body(prompt="a", n=2))
+    odd = (
+        b'{"id": "x", "choices": [{"index": 0, "text": "h\\u0069", "logprobs": {"a": [1.50, 2e0]}}],'
+        b' "usage": {"completion_tokens": 2}}'
+    )
+    bare = b'{"choices": [ ], "usage": null}'
+    joined = msgspec.json.encode(join(parts, [read(odd), read(bare)]))
+    assert b'"text":"h\\u0069","logprobs":{"a": [1.50, 2e0]}' in joined
+    assert json.loads(joined)["usage"]["completion_tokens"] == 2
+    assert read(b'{"choices": null}')["choices"] is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"choices":[' + b",".join([b"{}"] * 500_000) + b"]}",
+        b'{"choices":[{' + b",".join(b'"%d":1' % n for n in range(50_000)) + b"}]}",
+        b"{" + b",".join(b'"%d":1' % n for n in range(50_000)) + b"}",
+        b'{"usage":[' + b",".join([b"[]"] * 200_000) + b"]}",
+        b'{"choices":5}',
+        b'{"choices":{}}',
+        b"[]",
+    ],
+)
+def test_an_answer_that_is_none_is_not_taken_apart_however_long_it_is(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"Expected|more than"):
+        read(data)
+
+
+def test_a_long_answer_is_joined_without_making_objects_of_it() -> None:
+    logprobs = b"[" + b",".join([b'{"top":[1.5e-300]}'] * 100_000) + b"]"
+    (choice,) = read(b'{"choices":[{"message":{},"logprobs":' + logprobs + b"}]}")["choices"]
+    assert bytes(choice["logprobs"]) == logprobs

@@ -12,6 +12,7 @@ import re
 import socket
 import struct
 import warnings
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from raw_server import LOOPS, run_on
 from kvbaton.api.errors import ApiError, PortInUseError, bad_field, full
 from kvbaton.router import door
 from kvbaton.router.door import AHEAD_MAX, UNREAD_BYTES_MAX
+from kvbaton.router.room import Room
 from kvbaton.router.talk import HEADERS_MAX, Answer, Events, Handler, Request, Site, json_answer
 from kvbaton.router.wire import HEADERS_BYTES_MAX
 
@@ -47,6 +49,7 @@ class Stage:
 
     def __init__(self, **handlers: Handler) -> None:
         self.seen: list[Request] = []
+        self.room = Room()
         self._handlers = {f"/{name}": handler for name, handler in handlers.items()}
 
     def handler(self, method: str, path: str) -> Handler:
@@ -131,8 +134,10 @@ class Town:
         self.address = found[1], int(found[2])
         self._clients: list[Client] = []
 
-    async def client(self) -> Client:
-        self._clients.append(Client(*await asyncio.open_connection(*self.address)))
+    async def client(self, host: str | None = None) -> Client:
+        """`host`: from where, of the addresses of this machine."""
+        local = None if host is None else (host, 0)
+        self._clients.append(Client(*await asyncio.open_connection(*self.address, local_addr=local)))
         return self._clients[-1]
 
     def close(self) -> None:
@@ -975,6 +980,38 @@ def test_a_closed_connection_that_waits_for_its_reader_is_swept(run: Run, monkey
     run(told(story, Stage(large=large)))
 
 
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET /large HTTP/1.0\r\nConnection: keep-alive\r\n\r\n" * 3,
+        b"GET /large HTTP/1.0\r\nConnection: keep-alive\r\n\r\nnonsense\r\n\r\n",
+        b"GET /large HTTP/1.1\r\nConnection: close\r\n\r\n" * 2,
+        b"GET /large HTTP/1.1\r\nConnection: close\r\n\r\nnonsense\r\n\r\n",
+    ],
+)
+def test_one_that_sent_more_than_is_answered_is_swept_too(
+    run: Run, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    """A closed connection with requests, or a fault, behind its last answer was never looked at again."""
+    monkeypatch.setattr(door, "KEEPALIVE_S", 0.5)
+    monkeypatch.setattr(door._Connection, "pause_writing", lambda _: None)  # less than a full buffer is left
+    lost: list[Any] = []
+    forget = door.Door.forget
+    monkeypatch.setattr(door.Door, "forget", lambda self, each: (forget(self, each), lost.append(each)))
+
+    async def events() -> Source:
+        yield b"x" * (8 << 20)
+
+    async def story(town: Town, _: Stage) -> None:
+        client = await town.client()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await client.say(said)
+        await until(lambda: lost, 5)
+
+    run(told(story, Stage(large=streaming(events))))
+
+
 # --- clients that go
 
 
@@ -1150,6 +1187,9 @@ def test_a_refusal_to_one_who_has_just_reset_escapes_nowhere() -> None:
         def write(self, data: bytes | bytearray | memoryview) -> None:
             assert data.startswith(b"HTTP/1.1 400 ")
 
+        def get_write_buffer_size(self) -> int:
+            return 0
+
         def write_eof(self) -> None:
             raise OSError(107, "Transport endpoint is not connected")
 
@@ -1168,29 +1208,243 @@ def test_a_refusal_to_one_who_has_just_reset_escapes_nowhere() -> None:
 # --- the door itself
 
 
-def test_connections_beyond_the_bound_are_cut_off_and_room_comes_back(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(door, "CONNECTIONS_MAX", 2)
+@pytest.fixture
+def three_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "connections_max", lambda: 3)
 
-    async def story(town: Town, _: Stage) -> None:
-        first, second = await town.client(), await town.client()
-        for client in (first, second):
-            await client.say(GET)
-            await client.expect(whole(b"GET"))
-        await (await town.client()).end()
-        first.close()
-        async with asyncio.timeout(20):
-            while True:
-                client = await town.client()
-                try:
-                    await client.say(GET)
-                    await client.expect(whole(b"GET"))
-                    break
-                except (ConnectionError, AssertionError):
-                    await asyncio.sleep(0.002)
+
+async def asked(client: Client) -> Client:
+    await client.say(GET)
+    await client.expect(whole(b"GET"))
+    return client
+
+
+@pytest.mark.usefixtures("three_at_once")
+def test_at_the_bound_the_oldest_connection_that_is_not_being_answered_goes(run: Run) -> None:
+    gate = asyncio.Event()
+
+    async def held(_: Request) -> Answer:
+        await gate.wait()
+        return Answer(b"held")
+
+    async def story(town: Town, stage: Stage) -> None:
+        busy = await town.client()
+        await busy.say(post(b"", path=b"/held"))
+        await until(lambda: stage.seen)
+        first, second = await asked(await town.client()), await asked(await town.client())
+        await asked(first)  # so the second is the oldest now
+        third = await asked(await town.client())
+        await second.end()
+        for client in (first, third):
+            await asked(client)
+        gate.set()
+        await busy.expect(whole(b"held"))
+        assert stage.room.turned_away == {"idle": 1}
+
+    run(told(story, Stage(held=held)))
+
+
+@pytest.mark.usefixtures("three_at_once")
+@pytest.mark.parametrize("begun", [b"", b"GET / HT", b"POST / HTTP/1.1\r\nContent-Length: 900\r\n\r\nx"])
+def test_one_that_sends_a_byte_at_a_time_is_no_safer_than_an_idle_one(run: Run, begun: bytes) -> None:
+    async def story(town: Town, stage: Stage) -> None:
+        slow = await town.client()
+        await slow.say(begun)
+        others = [await asked(await town.client()) for _ in range(2)]
+        await slow.say(b"T")
+        others.append(await asked(await town.client()))
+        await slow.end()
+        for client in others:
+            await asked(client)
 
     run(told(story))
+
+
+@pytest.mark.usefixtures("three_at_once")
+def test_one_that_does_not_read_its_answer_gives_way_too(run: Run) -> None:
+    async def large(_: Request) -> Answer:
+        return Answer(b"x" * (8 << 20))
+
+    async def story(town: Town, stage: Stage) -> None:
+        deaf = await town.client()
+        deaf.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await deaf.say(post(b"", path=b"/large"))
+        await until(lambda: stage.seen and stage.room.bytes)
+        for _ in range(3):
+            await asked(await town.client())
+        await until(lambda: not stage.room.bytes)
+        assert stage.room.turned_away == {"idle": 1}
+
+    run(told(story, Stage(large=large)))
+
+
+@pytest.mark.usefixtures("three_at_once")
+def test_where_all_are_being_answered_a_new_one_is_cut_off_and_room_comes_back(run: Run) -> None:
+    gate = asyncio.Event()
+
+    async def held(_: Request) -> Answer:
+        await gate.wait()
+        return Answer(b"held")
+
+    async def story(town: Town, stage: Stage) -> None:
+        busy = [await town.client() for _ in range(3)]
+        for client in busy:
+            await client.say(post(b"", path=b"/held"))
+        await until(lambda: len(stage.seen) == 3)
+        await (await town.client()).end()
+        assert stage.room.turned_away == {"new": 1}
+        gate.set()
+        for client in busy:
+            await client.expect(whole(b"held"))
+        await asked(await town.client())
+
+    run(told(story, Stage(held=held)))
+
+
+def test_an_address_with_more_than_its_share_makes_room_for_itself(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "connections_max", lambda: 8)
+
+    async def story(town: Town, stage: Stage) -> None:
+        client = await asked(await town.client("127.0.0.2"))  # the oldest of all
+        strangers = [await town.client() for _ in range(30)]
+        await until(lambda: stage.room.turned_away["idle"] == 23)
+        await asked(client)
+        await asked(strangers[-1])
+        await asked(await town.client("127.0.0.3"))
+
+    run(told(story))
+
+
+# --- how much is held
+
+
+def test_bodies_that_are_never_finished_fill_no_more_than_their_share(run: Run) -> None:
+    """A stranger with 400 of them, of 4 MiB each, took 1.6 GiB of a router, which it never gave back."""
+    size = 64 << 10
+
+    async def story(town: Town, stage: Stage) -> None:
+        stage.body_bytes_max, stage.room = size, Room(16 * size)
+        begun = b"POST /echo HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size
+        chunked = b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % size
+        strangers = [await town.client() for _ in range(12)]
+        for number, stranger in enumerate(strangers):
+            await stranger.say((chunked if number % 2 else begun) + b"x" * (size - 1))
+        await until(lambda: stage.room.refused)
+        assert stage.room.bytes <= 8 * size
+        told = {await stranger.refusal() for stranger in strangers if stranger.reader._buffer}  # type: ignore[attr-defined]
+        assert told == {(503, "no_room")}
+        client = await town.client("127.0.0.2")  # another address has room
+        await client.say(post(b"y" * size))
+        await client.expect(whole(b"y" * size))
+        probe = await town.client()
+        await probe.say(GET)  # and a small question is always answered
+        await probe.expect(whole(b"GET"))
+        for stranger in strangers:
+            stranger.reset()
+        await until(lambda: stage.room.bytes == 0)
+        assert stage.room.refused["request"] >= 3
+
+    run(told(story))
+
+
+@pytest.mark.parametrize("what", ["ahead", "head"])
+def test_whatever_a_client_sends_is_counted_until_it_is_gone(run: Run, what: str) -> None:
+    gate = asyncio.Event()
+
+    async def held(_: Request) -> Answer:
+        await gate.wait()
+        return Answer(b"held")
+
+    async def story(town: Town, stage: Stage) -> None:
+        stage.room = Room(100_000)
+        clients = [await town.client() for _ in range(4)]
+        for client in clients:
+            if what == "ahead":
+                await client.say(post(b"", path=b"/held"))
+                await until(lambda: len(stage.seen) == clients.index(client) + 1)  # noqa: B023
+                await client.say(post(b"x" * 900) * 40)
+            else:
+                await client.say(b"GET /echo HTTP/1.1\r\nX-A: " + b"x" * 40_000)
+        await until(lambda: stage.room.refused["request"] >= 2)
+        assert 0 < stage.room.bytes <= 50_000
+        gate.set()
+        if what == "ahead":
+            for client in clients:
+                await client.expect(whole(b"held"))
+        for client in clients:
+            client.reset()
+        await until(lambda: stage.room.bytes == 0)
+
+    run(told(story, Stage(held=held)))
+
+
+def test_an_answer_is_counted_until_it_was_read(run: Run) -> None:
+    async def large(_: Request) -> Answer:
+        return Answer(b"x" * (8 << 20))
+
+    async def story(town: Town, stage: Stage) -> None:
+        stage.room = Room(30 << 20)
+        deaf = [await town.client() for _ in range(3)]
+        for number, client in enumerate(deaf):
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            await client.say(post(b"", path=b"/large"))
+            await until(lambda: len(stage.seen) == number + 1)  # noqa: B023
+        await until(lambda: stage.room.refused["answer"])
+        assert stage.room.bytes == 8 << 20
+        deaf[2].writer.transport.resume_reading()  # type: ignore[attr-defined]
+        status, _, body = await deaf[2].answer()
+        assert (status, json.loads(body)["error"]["code"]) == (503, "no_room")
+        assert "--held-bytes-max" in json.loads(body)["error"]["message"]
+        deaf[0].reset()
+        deaf[1].reset()
+        await until(lambda: stage.room.bytes == 0)
+
+    run(told(story, Stage(large=large)))
+
+
+def test_a_connection_that_ends_is_free_without_the_garbage_collector(run: Run) -> None:
+    found: list[weakref.ref[Any]] = []
+
+    async def fails(_: Request) -> Answer:
+        raise full("no room")
+
+    async def events() -> Source:
+        yield b"data: 1\n\n"
+        raise full("no room")
+
+    async def story(town: Town, stage: Stage) -> None:
+        made = door._Connection.connection_made
+
+        def noted(self: Any, transport: Any) -> None:
+            found.append(weakref.ref(self))
+            made(self, transport)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(door._Connection, "connection_made", noted)
+            said = (
+                b"POST /echo HTTP/1.1\r\nContent-Length: 900\r\n\r\nx",
+                b"GET /echo HTTP/1.1\r\nX-A",
+                GET,
+                post(b"x"),
+                post(b"", path=b"/fails"),
+                post(b"", path=b"/stream"),
+                b"nonsense\r\n\r\n",
+                b"GET /echo HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",
+            )
+            for data in said:
+                client = await town.client()
+                await client.say(data)
+                await asyncio.sleep(0.01)
+                client.reset()
+            await until(lambda: len(found) == len(said))
+        await until(lambda: not any(each() for each in found))
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(told(story, Stage(fails=fails, stream=streaming(events))))
+    finally:
+        gc.enable()
 
 
 def test_a_port_that_is_taken_is_told_with_what_to_do(run: Run) -> None:
@@ -1310,6 +1564,9 @@ class Paper(asyncio.Transport):
         super().__init__()
         self.said = b""
         self.closed = self.ended = False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
 
     def is_closing(self) -> bool:
         return self.closed

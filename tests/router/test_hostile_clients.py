@@ -17,7 +17,7 @@ from aiohttp import web
 from fake_workers import QUICK, Cluster, FakeWorker, cluster, run, until
 
 from kvbaton.api.params import Mode
-from kvbaton.router.front import NESTING_MAX
+from kvbaton.api.shapes import NESTING_MAX
 from kvbaton.router.policy import Policy
 from kvbaton.router.settings import Fallback
 

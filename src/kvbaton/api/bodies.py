@@ -7,11 +7,13 @@ counts as absent, as it does at OpenAI.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
+from kvbaton.api import shapes
 from kvbaton.api.errors import ApiError, bad_field
 
 CHOICES_MAX = 128
@@ -22,6 +24,8 @@ MESSAGES_MAX = 4096
 """Turns of a chat, or items of a response's input."""
 SHOWN_CHARS = 200
 """Of what a decoder says about a body."""
+SMALL_VALUES = 100
+"""A list or object of more is told by its length."""
 TEXT_PARTS = ("input_text", "output_text", "text")
 """Types of the parts of a response's messages that hold a text."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -70,12 +74,17 @@ def _is_stop(value: Any) -> bool:
     return len(texts) <= STOPS_MAX and all(isinstance(text, str) and text for text in texts)
 
 
+def _are(kind: type, values: Iterable[Any]) -> bool:
+    """Whether all are of one type; JSON knows no subtypes. At C's speed: there may be a quarter of a million."""
+    return set(map(type, values)) == {kind}
+
+
 def _is_list_of_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and (not value or _are(str, value))
 
 
 def _is_metadata(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+    return isinstance(value, dict) and (not value or _are(str, value.values()))
 
 
 _Check = tuple[Callable[[Any], bool], str]
@@ -157,6 +166,7 @@ def parse(kind: Kind, data: bytes) -> Body:
 
 
 def _object(data: bytes) -> dict[str, Any]:
+    shapes.check(data)
     try:
         fields = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -176,17 +186,17 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
             return (value,)
         case [] | [[], *_]:
             raise bad_field("prompt", "empty; expected at least one text or token id")
-        case [*items] if all(isinstance(item, str) for item in items):
+        case [*items] if _are(str, items):
             return tuple(items)
-        case [*items] if all(_is_token(item) for item in items):
+        case [*items] if _are_tokens(items):
             return (items,)
-        case [*items] if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in items):
+        case [*items] if _are(list, items) and all(item and _are_tokens(item) for item in items):
             return tuple(items)
     raise bad_field("prompt", f"got {_brief(value)}, expected a text, token ids (0 or above), or a list of either")
 
 
-def _is_token(value: Any) -> bool:
-    return type(value) is int and value >= 0
+def _are_tokens(values: list[Any]) -> bool:
+    return _are(int, values) and min(values) >= 0
 
 
 def _check_messages(value: Any) -> None:
@@ -245,5 +255,18 @@ def _check_item(where: str, item: Any) -> None:
 
 
 def _brief(value: Any) -> str:
-    text = "nothing" if value is None else repr(value)
+    if isinstance(value, list | dict) and not _is_small(value):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    text = "nothing" if value is None else repr(value[:60] if isinstance(value, str) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _is_small(value: Any) -> bool:
+    """Whether it holds so few values that all of them may be written out to show the first."""
+    todo, count = [value], 0
+    while todo and count <= SMALL_VALUES:
+        each = todo.pop()
+        inner = list(itertools.islice(each.values() if isinstance(each, dict) else each, SMALL_VALUES + 1))
+        count += len(inner)
+        todo += [one for one in inner if isinstance(one, list | dict)]
+    return count <= SMALL_VALUES

@@ -67,6 +67,11 @@ def full(message: str) -> ApiError:
     return ApiError(429, message, type="overloaded_error", code="full", retry_after_s=RETRY_AFTER_S)
 
 
+def no_room(message: str) -> ApiError:
+    """No memory or no connection is left for this; the same request may pass later."""
+    return ApiError(503, message, type="overloaded_error", code="no_room", retry_after_s=RETRY_AFTER_S)
+
+
 def unavailable(message: str, code: str = "no_pair") -> ApiError:
     """Nobody here can serve this now."""
     return ApiError(503, message, type="service_unavailable_error", code=code, retry_after_s=RETRY_AFTER_S)
@@ -74,6 +79,11 @@ def unavailable(message: str, code: str = "no_pair") -> ApiError:
 
 def out_of_time(message: str) -> ApiError:
     return ApiError(504, message, type="timeout_error", code="deadline")
+
+
+def bare(error: BaseException) -> None:
+    """Let go of what an error that was dealt with has seen: frames that hold it hold bodies too, in a cycle."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 def internal(message: str = "internal error; the log of this process has the trace") -> ApiError:

@@ -1,7 +1,8 @@
 """One body that asks for several answers is several requests to an engine; this splits it and joins the answers.
 
-Law: each (prompt, choice) is its own request, with its own handoff; the client sees one answer with OpenAI's indexes
-(prompt times n plus choice), one id and one usage, in which each prompt counts once.
+Laws: each (prompt, choice) is its own request, with its own handoff; the client sees one answer with OpenAI's indexes
+(prompt times n plus choice), one id and one usage, in which each prompt counts once. Of what a worker answered only as
+much is taken apart as is joined: the rest passes as the bytes that came, whatever their shape.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import msgspec
 
 from kvbaton.api.bodies import Body, Kind
 
+FRAME_BYTES_MAX = 256 << 10
+"""Of an answer or a choice, besides what is never taken apart; of its usage."""
 _SEED_BITS = 63
 
 
@@ -23,6 +26,55 @@ class Part(msgspec.Struct, frozen=True):
     prompt_index: int
     choice: int
     fields: Mapping[str, Any]
+
+
+_NONE = msgspec.Raw(b"null")
+
+
+class _Answer(msgspec.Struct):
+    choices: msgspec.Raw = _NONE
+    usage: msgspec.Raw = _NONE
+    prompt_token_ids: msgspec.Raw = _NONE
+
+
+class _Choice(msgspec.Struct):
+    text: msgspec.Raw = _NONE
+    message: msgspec.Raw = _NONE
+    delta: msgspec.Raw = _NONE
+    logprobs: msgspec.Raw = _NONE
+    token_ids: msgspec.Raw = _NONE
+    prompt_token_ids: msgspec.Raw = _NONE
+
+
+_answer = msgspec.json.Decoder(_Answer)
+_choice = msgspec.json.Decoder(_Choice)
+_one = msgspec.json.Decoder(tuple[msgspec.Raw])  # a part asks for one choice, and a second one ends the reading
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def read(data: bytes) -> dict[str, Any]:
+    """An answer or chunk of one part, as far as it is joined; `ValueError` for what is none."""
+    answer = _answer.decode(data)
+    fields: dict[str, Any] = dict(_framed(data, answer))
+    choices, usage = bytes(answer.choices), bytes(answer.usage)
+    fields["choices"] = None
+    if choices != b"null":
+        is_empty = choices[:1] == b"[" and not choices[1:-1].strip()
+        fields["choices"] = (
+            [] if is_empty else [_framed(bytes(one), _choice.decode(one)) for one in _one.decode(choices)]
+        )
+    if len(usage) > FRAME_BYTES_MAX:
+        raise ValueError(f"usage: more than {FRAME_BYTES_MAX} bytes")
+    fields["usage"] = msgspec.json.decode(usage)
+    return fields
+
+
+def _framed(data: bytes, inner: msgspec.Struct) -> dict[str, msgspec.Raw]:
+    """The fields of an object, where all but those that `inner` names are short."""
+    named = (getattr(inner, name) for name in inner.__struct_fields__)
+    if len(data) - sum(len(bytes(each)) for each in named) > FRAME_BYTES_MAX:
+        raise ValueError(f"fields: more than {FRAME_BYTES_MAX} bytes")
+    return _fields.decode(data)
 
 
 def split(body: Body) -> tuple[Part, ...]:

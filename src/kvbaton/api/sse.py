@@ -69,20 +69,27 @@ class Relay:
     """Cuts a byte stream after whole events, and knows whether the stream came to its end."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
         self._last = b""
 
+    @property
+    def held(self) -> int:
+        """Bytes that are kept here."""
+        return len(self._rest) + len(self._last)
+
     def feed(self, data: bytes) -> bytes:
-        """All events that are complete now; the beginning of the next one stays here."""
-        searched = max(len(self._rest) - 3, 0)  # a mark may lie across what came before and what comes now
-        data = self._rest + data if self._rest else data
+        """All events that are complete now; the beginning of the next one stays here. Each byte is looked at once."""
+        rest = self._rest
+        searched = max(len(rest) - 3, 0)  # a mark may lie across what came before and what comes now
+        rest += data
         end = 0
         for mark in (b"\n\n", b"\r\n\r\n"):
-            found = data.rfind(mark, searched)
+            found = rest.rfind(mark, searched)
             if found >= 0:
                 end = max(end, found + len(mark))
-        whole, self._rest = data[:end], data[end:]
-        if len(self._rest) > EVENT_BYTES_MAX:
+        whole = bytes(memoryview(rest)[:end]) if end < len(rest) or len(rest) > len(data) else data
+        del rest[:end]
+        if len(rest) > EVENT_BYTES_MAX:
             raise TooLongError(f"an event of more than {EVENT_BYTES_MAX} bytes")
         if whole:
             self._last = whole[-EVENT_BYTES_MAX:]

@@ -158,6 +158,13 @@ def _add_bounds(group: argparse._ArgumentGroup) -> None:
         default=_DEFAULT.in_flight_max,
         help="more get status 429",
     )
+    group.add_argument(
+        "--held-bytes-max",
+        metavar="N",
+        type=whole(1 << 20, 1 << 50),
+        default=_DEFAULT.held_bytes_max,
+        help="of all requests and answers that are held at once; more get status 503",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -205,6 +212,7 @@ def settings_of(args: argparse.Namespace) -> RouterSettings:
         decode_retries=args.decode_retries,
         breaker_failures=args.breaker_failures,
         in_flight_max=args.in_flight_max,
+        held_bytes_max=args.held_bytes_max,
         show_pair=args.show_pair,
         operator_pages=OperatorPages(args.operator_pages),
         origins_allowed=tuple(args.allow_origin),

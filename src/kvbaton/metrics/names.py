@@ -255,6 +255,16 @@ ROUTER_DISCARDS = _counter("router_tickets_discarded", "Tickets that were given 
 ROUTER_DROPPED = _counter(
     "router_legs_dropped", "Requests that were broken off because their worker left the list.", (_R,)
 )
+ROUTER_HELD = _gauge("router_held_bytes", "Bytes of requests and answers that are held, as they are counted.", (_R,))
+ROUTER_HELD_REFUSED = _counter(
+    "router_held_refused", "Times that there was no room for more of them.", (_R,),
+    Label("what", ("request", "answer"), "what there was no room for"), from_zero=True,
+)  # fmt: skip
+ROUTER_TURNED_AWAY = _counter(
+    "router_connections_turned_away", "Connections of clients that were closed because there were too many.", (_R,),
+    Label("which", ("idle", "new"), "the oldest that was not being answered, or a new one where all were"),
+    from_zero=True,
+)  # fmt: skip
 
 # --- every process
 FAULTS = _counter("faults", "Exceptions caught in hooks, loops and ports; each is a bug.", _ENGINES)

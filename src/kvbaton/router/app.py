@@ -29,6 +29,7 @@ from kvbaton.router.front import Front
 from kvbaton.router.health import Health
 from kvbaton.router.legs import LegError, Legs
 from kvbaton.router.operators import FlightsPage, Show, guarded
+from kvbaton.router.room import Room
 from kvbaton.router.roster import Roster
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.stats import RouterStats
@@ -74,6 +75,7 @@ class Router:
         self._minter = minter
         self.body_bytes_max = settings.body_bytes_max
         self.body_s = settings.body_s
+        self.room = stats.room
         self.stats = stats
         self.draining = front.draining
         self._routes: dict[str, dict[str, Handler]] = {
@@ -153,7 +155,7 @@ async def router_app(
     gathering = Gathering() if gathering is None else gathering
     health = Health(settings.suspect_s, settings.breaker_failures, settings.probe_min_s, settings.probe_max_s)
     roster = Roster(directory, health)
-    stats = RouterStats()
+    stats = RouterStats(room=Room(settings.held_bytes_max))
     minter = None if ticket_key is None else TicketMinter(ticket_key, settings.ticket_ttl_s)
     draining = asyncio.Event()
     async with Legs.open(settings) as legs:

@@ -15,6 +15,7 @@ from kvbaton.router.directory import Worker
 from kvbaton.router.flights import Trip
 from kvbaton.router.legs import LegError
 from kvbaton.router.policy import NO_DOUBTS, Doubts
+from kvbaton.router.room import Tab
 from kvbaton.router.wire import Header
 from kvbaton.tracing.context import Traceparent
 
@@ -33,6 +34,7 @@ class Call(msgspec.Struct, frozen=True):
     alone: str = ""  # why D must answer by itself, if it must
     trace: Traceparent | None = None  # whose trace it belongs to
     begins_trace: bool = False  # nobody before this router knows of that trace
+    tab: Tab | None = None  # counts what is held for it
 
     def named(self, request_id: str | None, traceparent: str) -> Sequence[Header]:
         """The headers of a leg, under the client's request id or another."""

@@ -53,7 +53,7 @@ class Desk:
         known = sorted(self._view().workers, key=lambda worker: worker.state is not State.SERVING)
         for worker in known[:MODELS_ASKED_MAX]:
             try:
-                data = await self._legs.get(worker, "/v1/models", headers)
+                data = await self._legs.get(worker, "/v1/models", headers, request.tab)
             except LegError as error:
                 refused = error if error.final else refused
                 continue

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api import request_ids, tokens
+from kvbaton.api import request_ids, shapes, tokens
 from kvbaton.api.bodies import Kind
 from kvbaton.api.params import FIELD, LEASE_FOR_PULL, Mode, source_params, target_params
 from kvbaton.protocol.ids import HandoffId, TransferId, handoff_id, is_handoff_id
@@ -31,6 +31,9 @@ from kvbaton.router.wire import Header
 _encode = msgspec.json.Encoder().encode
 _LEASE = _encode(LEASE_FOR_PULL)
 _KEY = b',"kv_transfer_params":'
+PARAMS_BYTES_MAX = 1 << 20
+"""Of P's parameters for D: NIXL's name each block of the prompt, which for a million tokens is half of this."""
+PARAMS_NESTING_MAX = 16
 _MAC_BYTES = 16  # of a ticket, before what it says
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
@@ -158,14 +161,29 @@ class Handover(msgspec.Struct, frozen=True):
 _ticket = msgspec.msgpack.Decoder(tuple[Version, Ticket])
 _prefilled = msgspec.json.Decoder(_Prefilled)
 _handover = msgspec.json.Decoder(Handover)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class ParamsError(ValueError):
+    """P's parameters are such that D cannot be asked with them."""
 
 
 def handover(answer: bytes) -> tuple[bytes, Handover] | None:
-    """P's parameters for D, as they came and as they read; None if there are none. `ValueError` if it is no answer."""
+    """P's parameters for D, as they came and as they read; None if there are none. `ValueError` if it is no answer.
+
+    They are read in full, though D alone understands all of them: what D cannot read it would hold against the client.
+    """
     raw = _prefilled.decode(answer).kv_transfer_params
     if isinstance(raw, msgspec.UnsetType) or bytes(raw) == b"null":
         return None
-    return bytes(raw), _handover.decode(raw)
+    params = bytes(raw)
+    if len(params) > PARAMS_BYTES_MAX:
+        raise ParamsError(f"of {len(params)} bytes, at most {PARAMS_BYTES_MAX}")
+    costly = shapes.too_costly(params, PARAMS_NESTING_MAX)
+    if costly:
+        raise ParamsError(f"with {costly}")
+    msgspec.json.decode(params)
+    return params, _handover.decode(params)
 
 
 def handoff_of(ticket: str | None) -> str:
@@ -193,6 +211,6 @@ def without_params(answer: bytes) -> bytes:
     """D's answer as the client may see it; `ValueError` if it is not a JSON object."""
     if isinstance(_prefilled.decode(answer).kv_transfer_params, msgspec.UnsetType):
         return answer
-    fields = msgspec.json.decode(answer)
+    fields = _fields.decode(answer)  # as they are: nobody here reads them
     fields.pop(FIELD, None)
     return _encode(fields)

@@ -2,7 +2,8 @@
 
 Laws: every request gets one answer, whatever its handler does: an `Answer`, a stream that ends explicitly, or OpenAI's
 error object. A client that goes away cancels its handler. Nothing that a client sends grows without bound (headers,
-body, requests sent ahead, connections) and nothing it fails to send is waited for without end.
+body, requests sent ahead, connections, and the sum of it all) and nothing it fails to send is waited for without end.
+What a connection held is free when it ends, without the garbage collector: a parser and its owner know each other.
 
 A server of general use costs a third of what this router may spend on a request (docs/decisions/0007).
 """
@@ -18,9 +19,10 @@ from typing import cast
 
 import httptools
 
-from kvbaton.api.errors import ApiError, internal, too_large
+from kvbaton.api.errors import ApiError, bare, internal, too_large
 from kvbaton.api.gather import cancel
 from kvbaton.api.http import BACKLOG, KEEPALIVE_S, SHUTDOWN_S, port_error
+from kvbaton.router.room import Crowd, caller, connections_max
 from kvbaton.router.talk import (
     HEADERS_MAX,
     Events,
@@ -43,7 +45,8 @@ HEAD_S = 30.0
 AHEAD_MAX = 16
 """Requests that a client may send before the answer to an earlier one."""
 UNREAD_BYTES_MAX = 64 << 10
-CONNECTIONS_MAX = 16_384
+BYTES_FREE = 4 << 10
+"""Of each connection, and of an answer: not counted, so that probes are answered whatever is held."""
 LINGER_S = 5.0
 """A client that was refused may go on sending for this long before it is cut off."""
 UNREAD_S = 60.0
@@ -66,8 +69,11 @@ class _Connection(asyncio.Protocol):
         self._loop = door.loop
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)  # from connection_made on
         self._peer = ""
-        self._parser = httptools.HttpRequestParser(self)
+        self._tab = door.site.room.tab()  # of what was read and is not answered, and what was answered and not read
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)  # None: it is over
         self._ahead: deque[tuple[Request, bool, bool]] = deque()  # with: keeps the connection, is of HTTP/1.1
+        self._ahead_bytes = 0
+        self._asked_bytes = 0  # of the request that is being answered
         self._task: asyncio.Task[None] | None = None
         self._unparsed: list[bytes] = []
         self._unparsed_bytes = 0
@@ -85,6 +91,7 @@ class _Connection(asyncio.Protocol):
         self._headers: list[Header] = []
         self._body: bytes | bytearray = b""
         self._frame_bytes = 0  # of what is not body: the head, or what came since the last piece of the body
+        self._head_bytes = 0
         self._has_head = False
         self._owes_continue = False
 
@@ -93,10 +100,15 @@ class _Connection(asyncio.Protocol):
         return self._task is not None or bool(self._ahead)
 
     def overdue(self, now: float) -> bool:
-        """Whether it is not worth keeping: silent for too long, or slow to say what it wants."""
+        """Whether it is not worth keeping: silent for too long, or slow to say what it wants, or to read its last."""
+        if self._task is not None:
+            return False
+        if self._transport.is_closing():  # whatever else it has sent is not read any more
+            return now - self.active_at > KEEPALIVE_S
         if self.is_busy or self._fault is not None:
             return False
-        if self._reading_since is None or self._transport.is_closing():
+        self._count()
+        if self._reading_since is None:
             return now - self.active_at > KEEPALIVE_S
         return now - self._reading_since > (self._site.body_s if self._has_head else HEAD_S)
 
@@ -112,6 +124,13 @@ class _Connection(asyncio.Protocol):
         said = f"{what}: not complete within {self._site.body_s if self._has_head else HEAD_S} s"
         self._refuse(ApiError(408, said, type="timeout_error", code=f"{what}_timeout", param=what))
 
+    def make_room(self) -> None:
+        """Go, for another to come: as one that is idle may, whose client will ask over a new connection."""
+        if self._task is not None or self._reading_since is not None or self._transport.get_write_buffer_size():
+            self._transport.abort()
+        else:
+            self._transport.close()
+
     def close_when_idle(self) -> None:
         self._closing = True
         if not self.is_busy:
@@ -126,6 +145,9 @@ class _Connection(asyncio.Protocol):
         """Answer the next request, or read on."""
         if self._ahead:
             request, keeps, is_new = self._ahead.popleft()
+            self._asked_bytes = _size(request)
+            self._ahead_bytes -= self._asked_bytes
+            self._door.crowd.busy(self)
             self._task = self._loop.create_task(self._serve(request, keeps and not self._closing, is_new))
             return
         self.active_at = self._loop.time()
@@ -145,6 +167,7 @@ class _Connection(asyncio.Protocol):
         try:
             keeps = await self._answer(request, keeps, is_new)
             if self._is_full:  # one who sends on without reading fills no memory
+                self._door.crowd.idle(self)  # nor takes another's place
                 await self._room(self._loop.time() + UNREAD_S)
         except (asyncio.CancelledError, _CutOffError):
             keeps = False
@@ -155,11 +178,16 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
         finally:
             self._task = None
+            self._asked_bytes = 0
+            request.tab.close()
+            self._door.crowd.idle(self)
         if keeps and not self._closing and not self._transport.is_closing():
             self._next()
         else:
             self.active_at = self._loop.time()
+            self._drop_input()
             self._transport.close()
+        self._count()
 
     async def _answer(self, request: Request, keeps: bool, is_new: bool) -> bool:
         """Whether the connection can be used again."""
@@ -170,6 +198,7 @@ class _Connection(asyncio.Protocol):
                 first = await anext(found.source, b"")
         except ApiError as error:
             found = error_answer(error)
+            bare(error)
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and (self._task is None or self._task.cancelling()):
                 raise
@@ -178,6 +207,8 @@ class _Connection(asyncio.Protocol):
         keeps = keeps and not self._closing
         if isinstance(found, Events):
             return await self._stream(found, first, keeps, is_new)
+        if len(found.body) > max(BYTES_FREE, request.tab.bytes) and not request.tab.hold(len(found.body)):
+            found = error_answer(self._site.room.full("answer"))
         self._send(whole_bytes(found, keeps, is_new, request.method == "HEAD"))
         return keeps
 
@@ -197,6 +228,7 @@ class _Connection(asyncio.Protocol):
                 data = b""
             except ApiError as error:
                 data = events.tell(error)
+                bare(error)
             except _CutOffError:
                 raise
             except Exception:
@@ -243,13 +275,17 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
         self._peer = str(peer[0]) if isinstance(peer, tuple) and peer else ""
-        if not self._door.admit(self):
+        who = caller(self._peer)
+        self._tab = self._site.room.tab(who)
+        if not self._door.admit(self, who):
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._door.forget(self)
-        self._ahead.clear()
-        self._unparsed.clear()
+        self._parser = None
+        self._reset()
+        self._drop_input()
+        self._tab.close()
         self.resume_writing()
         if self._lingering is not None:
             self._lingering.cancel()
@@ -262,6 +298,21 @@ class _Connection(asyncio.Protocol):
         if self._task is not None:
             self._transport.abort()
 
+    def _drop_input(self) -> None:
+        """What was sent ahead and will not be answered."""
+        self._ahead.clear()
+        self._unparsed.clear()
+        self._ahead_bytes = self._unparsed_bytes = 0
+
+    def _count(self) -> bool:
+        """Take note of what is here because this client sent it, or does not read it; False if that is too much."""
+        if self._parser is None:
+            return True
+        reading = self._frame_bytes + self._head_bytes + len(self._body)
+        unread = 0 if self._task is not None else self._transport.get_write_buffer_size()  # the request's tab has it
+        held = reading + self._ahead_bytes + self._asked_bytes + self._unparsed_bytes + unread
+        return self._tab.hold(max(0, held - BYTES_FREE))
+
     def data_received(self, data: bytes) -> None:
         if self._fault is not None:
             return
@@ -270,6 +321,10 @@ class _Connection(asyncio.Protocol):
             self._unparsed_bytes += len(data)
             if self._unparsed_bytes > UNREAD_BYTES_MAX:
                 self._transport.pause_reading()
+            if not self._count():
+                self._fault = self._site.room.full("request")
+                self._unparsed.clear()
+                self._unparsed_bytes = 0
             return
         self._frame_bytes += len(data)
         if self._reading_since is None:
@@ -280,6 +335,12 @@ class _Connection(asyncio.Protocol):
             self._fault = self._fault or ApiError(400, f"request: not HTTP/1.1 ({error})", code="bad_request")
         if self._frame_bytes > HEADERS_BYTES_MAX:
             self._fault = self._fault or too_many_headers()
+        if self._fault is None and not self._count():
+            self._fault = self._site.room.full("request")
+            self._drop_input()  # not one of them is being answered yet
+        if self._fault is not None:
+            self._reset()
+            self._count()
         if self._task is None:
             if self._ahead:
                 self._next()
@@ -290,7 +351,7 @@ class _Connection(asyncio.Protocol):
 
     def _feed(self, data: bytes) -> None:
         """Parse. A request to change the protocol is answered as if it had not asked: the parser reads it once more."""
-        while self._fault is None:
+        while self._fault is None and self._parser is not None:
             try:
                 self._parser.feed_data(data)
                 return
@@ -328,6 +389,7 @@ class _Connection(asyncio.Protocol):
             self._fault = self._fault or too_many_headers()
 
     def on_headers_complete(self) -> None:
+        assert self._parser is not None
         self._has_head = True
         size = len(self._url)
         for name, value in self._headers:
@@ -336,6 +398,7 @@ class _Connection(asyncio.Protocol):
                 self._owes_continue = self._parser.get_http_version() == "1.1"
             elif name == b"content-length" and int(value) > self._site.body_bytes_max:
                 self._fault = self._fault or too_large(self._site.body_bytes_max)
+        self._head_bytes = size
         if size > HEADERS_BYTES_MAX:
             self._fault = self._fault or too_many_headers()
 
@@ -351,6 +414,7 @@ class _Connection(asyncio.Protocol):
             self._body += data
 
     def on_message_complete(self) -> None:
+        assert self._parser is not None
         if self._parser.should_upgrade():  # `_feed` sees to it
             return
         if len(self._ahead) > AHEAD_MAX:
@@ -359,11 +423,17 @@ class _Connection(asyncio.Protocol):
         if self._fault is None:
             method = self._parser.get_method().decode("ascii")
             query = query_of(self._url) if b"?" in self._url else ""
-            request = Request(method, path_of(self._url), self._headers, bytes(self._body), query, self._peer)
+            tab = self._tab.another()
+            request = Request(method, path_of(self._url), self._headers, bytes(self._body), query, self._peer, tab)
             keeps, is_new = self._parser.should_keep_alive(), self._parser.get_http_version() == "1.1"
             self._ahead.append((request, keeps, is_new))
+            self._ahead_bytes += _size(request)
         self._reading_since = None
         self._reset()
+
+
+def _size(request: Request) -> int:
+    return len(request.body) + sum(len(name) + len(value) for name, value in request.headers)
 
 
 class Door:
@@ -372,20 +442,25 @@ class Door:
     def __init__(self, site: Site) -> None:
         self.site = site
         self.loop = asyncio.get_running_loop()
-        self.refused = 0  # connections beyond the bound
-        self._connections: set[_Connection] = set()
+        self.crowd: Crowd[_Connection] = Crowd(connections_max())
         self._ending: set[asyncio.Task[None]] = set()  # handlers of clients that are gone
         self._closing = False
 
-    def admit(self, connection: _Connection) -> bool:
-        if self._closing or len(self._connections) + len(self._ending) >= CONNECTIONS_MAX:
-            self.refused += 1
-            return False
-        self._connections.add(connection)
-        return True
+    def admit(self, connection: _Connection, who: str) -> bool:
+        """Let one more in, in the place of one that is idle if need be."""
+        if not self._closing and len(self.crowd) + len(self._ending) >= self.crowd.bound:
+            oldest = self.crowd.next_to_go(who)
+            self.site.room.turned_away["new" if oldest is None else "idle"] += 1
+            if oldest is None:
+                return False
+            self.crowd.leave(oldest)
+            oldest.make_room()
+        if not self._closing:
+            self.crowd.enter(connection, who)
+        return not self._closing
 
     def forget(self, connection: _Connection) -> None:
-        self._connections.discard(connection)
+        self.crowd.leave(connection)
 
     def await_end(self, task: asyncio.Task[None]) -> None:
         """Of a handler that is being cancelled: what it holds is released in its own time, but before this ends."""
@@ -399,26 +474,26 @@ class Door:
         while True:
             await asyncio.sleep(min(SWEEP_S, self.site.body_s / 4))
             now = self.loop.time()
-            for connection in list(self._connections):
+            for connection in self.crowd:
                 if connection.overdue(now):
                     connection.give_up()
 
     async def close(self) -> None:
         """Let what is under way end, but not for long."""
         self._closing = True
-        for connection in list(self._connections):
+        for connection in self.crowd:
             connection.close_when_idle()
         await self._emptied()
-        for connection in list(self._connections):
+        for connection in self.crowd:
             connection.abort()
         if not await self._emptied():
             log.warning("[handlers-stuck] %d handlers have not ended although they were cancelled", len(self._ending))
 
     async def _emptied(self) -> bool:
         until = self.loop.time() + SHUTDOWN_S
-        while (self._connections or self._ending) and self.loop.time() < until:
+        while (self.crowd or self._ending) and self.loop.time() < until:
             await asyncio.sleep(0.01)
-        return not (self._connections or self._ending)
+        return not (self.crowd or self._ending)
 
 
 @contextlib.asynccontextmanager

@@ -6,6 +6,7 @@ ticket that nobody will use is given back to P. The deadline covers everything.
 
     failure                                         outcome
     the request is at fault (4xx of a worker)       passed on as it is
+    the router has no memory or descriptor left     503 with Retry-After; nobody is blamed
     P refuses, dies, hangs, answers nonsense        another P, at most `prefill_retries` times; then 502, 504, 429, 503,
                                                     or with fallback `local` D alone
     D likewise before its first byte                another pair, at most `decode_retries` times; then the same
@@ -32,7 +33,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.bodies import Kind
-from kvbaton.api.errors import ApiError, out_of_time, unavailable
+from kvbaton.api.errors import ApiError, bare, out_of_time, unavailable
 from kvbaton.api.gather import cancel
 from kvbaton.api.params import FIELD, Mode
 from kvbaton.flight.gathering import Gathering
@@ -200,7 +201,7 @@ class Flow:
         asked = dialects.traced(ask.source, trip.leg("prefill"), pair.prefill)
         body = dialects.prefill_body(call.kind, call.fields, asked)
         named = call.named(ask.request_id, trip.leg("prefill"))
-        source = Leg("prefill", pair.prefill, call.kind.value, named, body)
+        source = Leg("prefill", pair.prefill, call.kind.value, named, body, call.tab)
         prefilling = self._loads.take(pair.prefill.peer, tries.tokens)
         decoding = self._loads.take(pair.decode.peer, tries.tokens + answer_tokens(call.fields))
         times = [_now()]
@@ -251,6 +252,8 @@ class Flow:
         answer = await self._legs.whole(leg, patience_s)
         try:
             found = dialects.handover(answer.data)
+        except dialects.ParamsError as error:
+            raise leg.failed(502, f"answered {FIELD} {error}", "bad_answer") from None
         except (ValueError, RecursionError):
             raise leg.failed(502, "answered something that is no JSON object", "bad_answer") from None
         if found is not None and found[1].do_remote_prefill:
@@ -325,7 +328,7 @@ class Flow:
         if params is not None:
             params = dialects.traced(params, trip.leg("decode"), worker)
         body = dialects.decode_body(call.data, call.fields, params)
-        leg = Leg("decode", worker, call.kind.value, headers, body)
+        leg = Leg("decode", worker, call.kind.value, headers, body, call.tab)
         trip.mark(DECODE_SENT)
         if call.stream:
             return await self._legs.stream(leg, call.deadline, self._patience(call))
@@ -360,8 +363,9 @@ class Flow:
 
     def _note(self, call: Call, route: Route, tries: Tries, error: LegError) -> None:
         """Blame a failed leg, and raise its fault where nobody else may be asked."""
-        if error.final and (error.fault.param or "").startswith(FIELD):
+        if error.final and _is_of_the_handoff(route, error):
             error = _not_the_clients(error)
+        bare(error)
         count(self._stats.failures, error.fault.code or "none", error.side)
         tries.last = error
         if error.final:
@@ -432,8 +436,16 @@ class Flow:
         await cancel(list(self._settling))
 
 
+def _is_of_the_handoff(route: Route, error: LegError) -> bool:
+    """Whether D refuses what P answered: clients cannot send that field, nor is a prompt too large that P took."""
+    if (error.fault.param or "").startswith(FIELD):
+        return True
+    return (
+        error.side == "decode" and error.fault.status == 413 and route.prefill is not None and route.mode is Mode.PULL
+    )
+
+
 def _not_the_clients(error: LegError) -> LegError:
-    """D refuses what P answered: clients cannot send that field, so it is the handoff that failed."""
     what = f"{error.side} worker {error.worker.name} refuses what it was handed: {error.fault.message}"
     said = f"{error.fault.recorded}, of what it was handed"
     fault = ApiError(502, what, type="handoff_failed", code=error.fault.code, recorded=said)

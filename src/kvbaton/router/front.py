@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api import request_ids, responses, screening, sse, tokens
+from kvbaton.api import request_ids, responses, screening, shapes, sse, tokens
 from kvbaton.api.bodies import Body, Kind, parse
 from kvbaton.api.errors import ApiError, bad_field, full, read_error, unavailable
 from kvbaton.api.gather import all_of, interleave
 from kvbaton.api.http import REQUEST_ID, checked_request_id
-from kvbaton.api.merge import Joiner, Part, join, split
+from kvbaton.api.merge import Joiner, Part, join, read, split
 from kvbaton.api.params import FIELD, Mode
 from kvbaton.router import flights
 from kvbaton.router.calls import Call
@@ -33,8 +33,11 @@ from kvbaton.router.wire import Header
 
 PARTS_BYTES_MAX = 128 << 20
 """Of one body, once for each of its choices."""
-NESTING_MAX = 128
-"""Of lists and objects within a body."""
+BODY_COPIES = 4
+CONTAINER_BYTES = 256
+"""What a list or an object takes besides the bytes that it came as."""
+FREE_BYTES = 4 << 10
+"""A body of no more is not counted again once it was read."""
 MODE_HEADER = "x-kvbaton-mode"
 PAIR_HEADER = "x-kvbaton-pair"
 _MODE_HEADER = MODE_HEADER.encode()
@@ -48,6 +51,7 @@ _HOP = frozenset(
 """Headers that are about one connection or one body."""
 _ODD = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError)
 """What joining raises where a worker's JSON is not an answer."""
+_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _TOKEN = tokens.HEADER.lower().encode()  # the router's own to show
 _NOT_TO_WORKERS = _HOP | {
     b"accept-encoding", b"content-encoding", b"cookie", b"x-request-id", b"traceparent", _MODE_HEADER, _TOKEN,
@@ -113,7 +117,7 @@ class Front:
             raise unavailable("this router is stopping; ask another", "draining")
         if any(name in _SCREENED for name, _ in request.headers):
             screening.check(request.values, self._settings.origins_allowed)
-        body = _parsed(kind, request.body)
+        body = parse(kind, request.body)
         if body.fields.get(FIELD) is not None:
             raise bad_field(FIELD, "the router sets this; leave it out")
         _check_steering(body.fields)
@@ -127,6 +131,8 @@ class Front:
             raise bad_field(
                 "n", f"{body.n} times a body of {len(request.body)} bytes, at most {PARTS_BYTES_MAX} together"
             )
+        if len(request.body) > FREE_BYTES and not request.tab.hold(_cost(request.body, body.n)):
+            raise request.tab.room.full("request")
         return body, parts, self._calls(request, body, parts, alone)
 
     def _calls(self, request: Request, body: Body, parts: Sequence[Part], alone: str) -> list[Call]:
@@ -137,11 +143,26 @@ class Front:
         trace, begins = flights.begun(request.headers, self._trace_share)
         deadline = asyncio.get_running_loop().time() + self._settings.deadline_s
         if len(parts) == 1:
-            fields, whole = body.fields, request.body
-            return [Call(body.kind, fields, headers, modes, body.stream, deadline, name, whole, alone, trace, begins)]
+            fields, whole, tab = body.fields, request.body, request.tab
+            return [
+                Call(body.kind, fields, headers, modes, body.stream, deadline, name, whole, alone, trace, begins, tab)
+            ]
         names = [f"{name}-{part.index}" for part in parts]
         return [
-            Call(body.kind, part.fields, headers, modes, body.stream, deadline, own, None, "", trace, begins and not n)
+            Call(
+                body.kind,
+                part.fields,
+                headers,
+                modes,
+                body.stream,
+                deadline,
+                own,
+                None,
+                "",
+                trace,
+                begins and not n,
+                request.tab,
+            )
             for n, (part, own) in enumerate(zip(parts, names, strict=True))  # the first is the root of the others
         ]
 
@@ -158,7 +179,7 @@ class Front:
         if len(bodies) == 1:
             return bodies[0]
         try:
-            return msgspec.json.encode(join(parts, [msgspec.json.decode(body) for body in bodies]))
+            return msgspec.json.encode(join(parts, [read(body) for body in bodies]))
         except _ODD as error:
             raise _odd_answer(error) from None
 
@@ -210,8 +231,11 @@ class Front:
             if payload == b"[DONE]":
                 continue
             try:
-                chunk = msgspec.json.decode(payload, type=dict[str, Any])
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                chunk = read(payload)
+            except _ODD as error:
+                is_json = isinstance(error, msgspec.ValidationError) or not isinstance(error, _NO_JSON)
+                if is_json:
+                    raise _odd_answer(error) from None
                 raise ApiError(502, "a worker sent an event that is not JSON", type="worker_error") from None
             if "error" in chunk:
                 raise read_error(502, payload)
@@ -258,26 +282,10 @@ class Front:
             stats.ended(outcome, status)
 
 
-def _parsed(kind: Kind, data: bytes) -> Body:
-    """The body, nested no deeper than any worker can read it: one that dies of it would take the blame."""
-    said = f"body: nested deeper than {NESTING_MAX}"
-    try:
-        body = parse(kind, data)
-    except RecursionError:
-        raise ApiError(400, said, param="body", code="invalid_json") from None
-    if data.count(b"[") + data.count(b"{") > NESTING_MAX and _is_deep(body.fields):
-        raise ApiError(400, said, param="body", code="invalid_json")
-    return body
-
-
-def _is_deep(fields: Mapping[str, Any]) -> bool:
-    level: list[Any] = [fields]
-    for _ in range(NESTING_MAX):
-        inner = [each.values() if isinstance(each, dict) else each for each in level]
-        level = [each for values in inner for each in values if isinstance(each, dict | list)]
-        if not level:
-            return False
-    return True
+def _cost(data: bytes, copies: int) -> int:
+    """What a body takes while it is under way: itself and what it is parsed to, and what each leg is sent."""
+    containers = min(data.count(b"[") + data.count(b"{"), shapes.CONTAINERS_MAX)
+    return BODY_COPIES * copies * len(data) + CONTAINER_BYTES * containers
 
 
 def _check_steering(fields: Mapping[str, Any]) -> None:

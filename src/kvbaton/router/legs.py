@@ -1,7 +1,8 @@
 """One HTTP request to one worker: the place where the wire's errors become the router's.
 
-Law: whatever a worker does (refuse, die, hang, talk nonsense) leaves as one `LegError` that says whether another worker
-may be asked; leaving a leg early closes its connection, which aborts the request in that worker.
+Laws: whatever a worker does (refuse, die, hang, talk nonsense, or without end) leaves as one `LegError` that says
+whether another worker may be asked; leaving a leg early closes its connection, which aborts the request in that worker.
+What a worker may say is bounded by what it was asked, and counted as held for whoever asked.
 """
 
 from __future__ import annotations
@@ -14,16 +15,27 @@ from typing import Literal
 import msgspec
 
 from kvbaton.api import sse
-from kvbaton.api.errors import RETRY_AFTER_S, ApiError, out_of_time, read_error
+from kvbaton.api.errors import RETRY_AFTER_S, ApiError, no_room, out_of_time, read_error
 from kvbaton.api.tokens import NOT_THE_ROUTER
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router import wire
 from kvbaton.router.directory import Worker
+from kvbaton.router.room import Tab
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.wire import Exchange, Header, Pool
 
 Side = Literal["prefill", "decode"]
 RETRY_AFTER_S_MAX = 3600
+BRIEF_BYTES_MAX = 4 << 20
+"""Of what is no client's answer: P's, which only carries parameters, errors, lists of models."""
+ECHOES = 8
+"""They may be longer by so many times what was asked: some repeat it."""
+LARGE_BYTES = 8 << 20
+"""An answer that has no room in the router is the worker's fault from here on: another's may be smaller."""
+COMMENTS_BYTES_MAX = 64 << 10
+"""Of a stream, before its first event."""
+OPENING_BYTES_MAX = 2 * sse.EVENT_BYTES_MAX
+"""Of events that only say that a response began, each of which repeats its instructions."""
 _BUSY = (429, 503)
 _HANDOFF_FAILED = "handoff_failed"
 
@@ -65,6 +77,13 @@ class Leg(msgspec.Struct, frozen=True):
     path: str
     headers: Sequence[Header]
     body: bytes | None
+    tab: Tab | None = None  # counts what is held of the answer
+
+    def bytes_max(self, status: int, answer_bytes_max: int) -> int:
+        """How much of an answer is read."""
+        if status == 200 and self.side == "decode" and self.body is not None:
+            return answer_bytes_max
+        return min(BRIEF_BYTES_MAX + ECHOES * len(self.body or b""), answer_bytes_max)
 
     def failed(self, status: int, what: str, code: str, *, lost: bool = False, stale: bool = False) -> LegError:
         message = f"{self.side} worker {self.worker.name} {what}"
@@ -101,10 +120,15 @@ class Legs:
         """A 200 answer, read to its end."""
         try:
             exchange = await self._send(leg, timeout_s)
+            tab = leg.tab and leg.tab.another()
+            exchange.count_by(tab)
             try:
-                data = await exchange.whole(self._settings.answer_bytes_max)
+                await exchange.head()
+                data = await exchange.whole(leg.bytes_max(exchange.status, self._settings.answer_bytes_max))
                 if exchange.status != 200:
                     raise _refusal(leg, exchange.status, data, wire.header(exchange.headers, b"retry-after"))
+                if leg.tab is not None and tab is not None and leg.side == "decode":
+                    leg.tab.absorb(tab)  # until it has gone to the client
                 return Answer(data, exchange.headers)
             finally:
                 self._close(leg, exchange)
@@ -116,23 +140,24 @@ class Legs:
         timeout_s = self._settings.first_byte_s if timeout_s is None else timeout_s
         try:
             exchange = await self._send(leg, timeout_s)
+            exchange.count_by(leg.tab and leg.tab.another())
+            stream = EventStream(self, msgspec.structs.replace(leg, body=None), exchange, deadline)
             try:
                 await exchange.head()
                 if exchange.status != 200:
-                    data = await exchange.whole(self._settings.answer_bytes_max)
+                    data = await exchange.whole(leg.bytes_max(exchange.status, self._settings.answer_bytes_max))
                     raise _refusal(leg, exchange.status, data, wire.header(exchange.headers, b"retry-after"))
-                stream = EventStream(self, leg, exchange, deadline)
                 await stream.begin()
             except BaseException:
-                self._close(leg, exchange)
+                stream.close()
                 raise
             return stream
         except wire.WireError as error:
             raise _told(leg, error, timeout_s) from None
 
-    async def get(self, worker: Worker, path: str, headers: Sequence[Header] = ()) -> bytes:
+    async def get(self, worker: Worker, path: str, headers: Sequence[Header] = (), tab: Tab | None = None) -> bytes:
         """What a worker says under `path`; for questions that cost nothing."""
-        answer = await self.whole(Leg("decode", worker, path, headers, None), self._settings.probe_s)
+        answer = await self.whole(Leg("decode", worker, path, headers, None, tab), self._settings.probe_s)
         return answer.data
 
     def drop(self, peer: PeerId) -> int:
@@ -178,14 +203,24 @@ def _told(leg: Leg, error: wire.WireError, timeout_s: float | None) -> LegError:
             return leg.failed(502, str(error), "worker_died", stale=True)
         case wire.GarbageError():
             return leg.failed(502, str(error), "bad_answer")
+        case wire.NoRoomError():
+            return _crowded_out(leg, error)
     return leg.failed(502, f"went away before its answer was complete ({error})", "worker_died", lost=True)
+
+
+def _crowded_out(leg: Leg, error: wire.NoRoomError) -> LegError:
+    """The router itself could not take it: nobody is blamed, but for an answer that would crowd out others'."""
+    full = no_room(str(error)) if leg.tab is None or not error.answered_bytes else leg.tab.room.full("answer")
+    if error.answered_bytes >= LARGE_BYTES:
+        return leg.failed(502, str(error), "bad_answer")
+    return LegError(leg.side, leg.worker, full, final=True)
 
 
 class EventStream:
     """D's events after the first has come. Ends as its kind of stream ends, or with an `ApiError` that says why not."""
 
     def __init__(self, legs: Legs, leg: Leg, exchange: Exchange, deadline: float) -> None:
-        self.headers = exchange.headers
+        self.headers: Sequence[Header] = ()
         self.ended = False
         self.broke = False  # by the worker's fault
         self.fault: ApiError | None = None  # what the client was told instead of the rest
@@ -194,19 +229,28 @@ class EventStream:
         self._exchange: Exchange | None = exchange
         self._deadline = deadline
         self._relay = sse.Relay()
+        self._tab = leg.tab and leg.tab.another()
         self._first = b""
 
     async def begin(self) -> None:
         """Wait for the first event; one that tells an error is a refusal like any other."""
         assert self._exchange is not None
-        fresh = b""
-        while not fresh or sse.only_opens(fresh):
-            self._first += fresh
+        self.headers = self._exchange.headers
+        opening: list[bytes] = []
+        size = comments = 0
+        while True:
             data = await self._exchange.read()
             if not data:
                 raise self._leg.failed(502, "ended its stream before the first event", "bad_answer")
-            fresh = self._feed(data)
-        self._first += fresh
+            fresh = self._feed(data, size)
+            opening.append(fresh)
+            if fresh and not sse.only_opens(fresh):
+                break
+            size += len(fresh)
+            comments += 0 if any(sse.payloads(fresh)) else len(fresh)
+            if comments > COMMENTS_BYTES_MAX or size > OPENING_BYTES_MAX:
+                raise self._leg.failed(502, f"sent {size} bytes of its stream before the first event", "bad_answer")
+        self._first = b"".join(opening)
         first = next(sse.payloads(fresh), b"")
         if first.startswith((b'{"error"', b'{"type":"error"')):
             raise _refusal(self._leg, _status_in(first), first, None)
@@ -217,6 +261,7 @@ class EventStream:
         """Bytes of whole events, as they come."""
         assert self._exchange is not None
         yield self._first
+        self._first = b""
         while True:
             try:
                 data = await self._exchange.read()
@@ -238,14 +283,22 @@ class EventStream:
     def close(self) -> None:
         """Closes the connection too, unless the stream came to its end: that is what aborts D. Idempotent."""
         exchange, self._exchange = self._exchange, None
+        if self._tab is not None:
+            self._tab.close()
         if exchange is not None:
             self._legs._close(self._leg, exchange)
 
-    def _feed(self, data: bytes) -> bytes:
+    def _feed(self, data: bytes, more: int = 0) -> bytes:
+        """`more`: bytes that wait for the first event."""
         try:
-            return self._relay.feed(data)
+            whole = self._relay.feed(data)
         except sse.TooLongError as error:
             raise self._leg.failed(502, f"sent {error}", "bad_answer") from None
+        held = self._relay.held + more
+        if self._tab is not None and not self._tab.hold(held if held > wire.BYTES_FREE else 0):
+            said = f"sent {held} bytes of its stream, for which the router has no room"
+            raise _crowded_out(self._leg, wire.NoRoomError(said, held))
+        return whole
 
     def _broke(self, what: str) -> ApiError:
         self.broke = True

@@ -15,6 +15,7 @@ ANSWER_TOKENS_GUESS = 256
 """Of a request that names no length."""
 ANSWER_TOKENS_MAX = 32_768
 """No request counts for more: else one could steer all others away from a worker."""
+_HOLDING = (str, list, dict)
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
@@ -78,8 +79,7 @@ def _chars(value: Any) -> int:
         each = todo.pop()
         if isinstance(each, str):
             count += len(each)
-        elif isinstance(each, dict):
-            todo += each.values()
-        elif isinstance(each, list):
-            todo += each
+        else:
+            inner = each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+            todo += [one for one in inner if type(one) in _HOLDING]  # not numbers: there may be a quarter of a million
     return count

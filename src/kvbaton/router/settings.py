@@ -11,6 +11,7 @@ import msgspec
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX
 from kvbaton.router.policy import Policy
+from kvbaton.router.room import BYTES_MAX
 
 _ORIGIN = re.compile(r"https?://[^/?#@\s*A-Z]+")
 
@@ -62,7 +63,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     ticket_ttl_s: float = 120.0
     in_flight_max: int = 2048  # requests to engines; beyond it clients get 429
     body_bytes_max: int = 4 << 20
-    answer_bytes_max: int = 64 << 20
+    answer_bytes_max: int = 16 << 20
+    held_bytes_max: int = BYTES_MAX  # of all requests and answers together; beyond it clients get 503
     show_pair: bool = False  # name the pair in the header x-kvbaton-pair
     operator_pages: OperatorPages = OperatorPages.AUTO
     origins_allowed: tuple[str, ...] = ()  # of web pages that may ask, besides the router's own

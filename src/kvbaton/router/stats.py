@@ -17,6 +17,7 @@ from kvbaton.metrics.exposition import Family, family
 from kvbaton.metrics.handoffs import Histograms
 from kvbaton.metrics.names import BY_NAME, Metric, Where
 from kvbaton.metrics.worker import process_families, samples
+from kvbaton.router.room import Room
 
 LABELS_MAX = 128
 _LABEL = re.compile(r"[A-Za-z0-9_.:-]{1,80}")
@@ -79,6 +80,7 @@ class RouterStats:
     discards: int = 0  # tickets given up, of which P was told
     dropped: int = 0  # legs broken off because their worker left the list
     waits: Waits = field(default_factory=Waits)
+    room: Room = field(default_factory=Room)  # what is held for clients
     elsewhere: Callable[[], Mapping[str, Any]] = dict  # figures of what stands beside it, such as the registry's door
 
     def ended(self, outcome: str, status: int) -> None:
@@ -99,6 +101,9 @@ class RouterStats:
             "tickets_minted_total": self.tickets,
             "tickets_discarded_total": self.discards,
             "legs_dropped_total": self.dropped,
+            "held_bytes": self.room.bytes,
+            "held_refused_total": dict(self.room.refused),
+            "connections_turned_away_total": dict(self.room.turned_away),
             "first_byte_seconds_sum_total": round(self.waits.sum_s, 6),
             "first_byte_count_total": self.waits.count,
         }

@@ -13,6 +13,7 @@ import msgspec
 
 from kvbaton.api import sse
 from kvbaton.api.errors import ApiError
+from kvbaton.router.room import Room, Tab
 from kvbaton.router.wire import HEADERS_BYTES_MAX, Header
 
 HEADERS_MAX = 128
@@ -26,12 +27,20 @@ class Request:
     """One request, read to its end. Names of headers are in lower case.
 
     `query` is what followed the question mark, as it came; `peer` the address of whoever is connected, "" if unknown.
+    `tab` counts what is held for it, the answer included, until that has gone.
     """
 
-    __slots__ = ("body", "headers", "method", "path", "peer", "query")
+    __slots__ = ("body", "headers", "method", "path", "peer", "query", "tab")
 
     def __init__(
-        self, method: str, path: str, headers: list[Header], body: bytes, query: str = "", peer: str = ""
+        self,
+        method: str,
+        path: str,
+        headers: list[Header],
+        body: bytes,
+        query: str = "",
+        peer: str = "",
+        tab: Tab | None = None,
     ) -> None:
         self.method = method
         self.path = path
@@ -39,6 +48,7 @@ class Request:
         self.body = body
         self.query = query
         self.peer = peer
+        self.tab = Room().tab() if tab is None else tab
 
     def header(self, name: bytes) -> str | None:
         for known, value in self.headers:
@@ -83,6 +93,8 @@ class Site(Protocol):
     def body_bytes_max(self) -> int: ...
     @property
     def body_s(self) -> float: ...
+    @property
+    def room(self) -> Room: ...
     def handler(self, method: str, path: str) -> Handler:
         """Who answers; `ApiError` if nobody does."""
 

@@ -2,7 +2,8 @@
 
 Laws: an exchange ends once, as an answer that came whole or as a `WireError` that says how far it got. One that is left
 early closes its connection, which is what aborts the request in the worker; only a connection whose answer was read to
-its end is used again. Idle connections are few, and let go before a worker's own keep-alive (vLLM: 5 s) runs out.
+its end is used again. Idle connections are few, and let go before a worker's own keep-alive (vLLM: 5 s) runs out. What
+a worker says is counted by the tab of whoever asked, and free when the connection ends, without the garbage collector.
 
 A client library of general use costs more than everything else this router does (docs/decisions/0007).
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import re
 import ssl
@@ -20,6 +22,8 @@ from typing import Any, cast
 import httptools
 import msgspec
 
+from kvbaton.router.room import Tab, connections_max, descriptors
+
 IDLE_S = 4.0
 IDLE_MAX = 1024
 """Idle connections to one worker; more are closed."""
@@ -28,6 +32,13 @@ PIECES_MAX = 1 << 16
 """Of a whole answer: each costs more than its bytes."""
 UNREAD_BYTES_MAX = 256 << 10
 """A stream that is read slower than it comes is stopped here until it is read."""
+
+BYTES_FREE = 16 << 10
+"""Of an exchange: not counted."""
+PIECE_BYTES = 64
+"""What a piece of a body costs besides its bytes."""
+HEADERS_MAX = 256
+"""Of an answer."""
 
 Header = tuple[bytes, bytes]
 
@@ -54,6 +65,14 @@ class LateError(WireError):
 
 class GarbageError(WireError):
     """What came is not HTTP, or more of it than is allowed."""
+
+
+class NoRoomError(WireError):
+    """The router has no memory or no descriptor left for it: no fault of the worker's, unless its answer is huge."""
+
+    def __init__(self, message: str, answered_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.answered_bytes = answered_bytes
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -104,6 +123,7 @@ class Exchange(asyncio.Protocol):
         self._served = 0  # answers that came whole over this connection
         self._sent_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._tab: Tab | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -112,6 +132,7 @@ class Exchange(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._pieces: list[bytes] = []
         self._unread = 0
+        self._taken = 0  # bytes of what was read last, which is somewhere until more is read
         self._frame_bytes = 0  # of headers, chunk lines and trailers since the last piece of a body
         self._limit: int | None = None
         self._framed = False
@@ -127,6 +148,10 @@ class Exchange(asyncio.Protocol):
             self._begin()
         if not self._transport.is_closing():
             self._transport.write(data)
+
+    def count_by(self, tab: Tab | None) -> None:
+        """Have what is held here counted until it is closed."""
+        self._tab = tab
 
     def expire_in(self, timeout_s: float) -> None:
         """Fail with `LateError` unless closed, or told otherwise, before."""
@@ -157,20 +182,27 @@ class Exchange(asyncio.Protocol):
         return self._take()
 
     async def read(self) -> bytes:
-        """The next bytes of the body; b"" at its end."""
+        """The next bytes of the body; b"" at its end. What was read before is taken to be gone."""
+        self._taken = 0
         while not self._pieces and not self._complete:
             await self._news(on_data=True)
-        return self._take()
+        data = self._take()
+        self._taken = len(data)
+        return data
 
     def close(self) -> None:
         """Let the connection go: to the pool if its answer was read whole, else for good. Once for each exchange."""
         self.take_your_time()
+        if self._tab is not None:
+            self._tab.close()
+            self._tab = None
         whole = self._complete and self._keeps and not self._pieces
         if whole and not self._transport.get_write_buffer_size():  # an answer may come before its request is sent
             self._served += 1
             self._pool.put_back(self._place, self)
         else:
             self.abort()
+            self._pieces.clear()
 
     def abort(self) -> None:
         if self._error is None and not self._complete:  # else it would pass for the worker's own close
@@ -220,6 +252,7 @@ class Exchange(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._pool.connections += 1
 
     def data_received(self, data: bytes) -> None:
         if self._complete or self._error is not None:  # nobody asked for more
@@ -240,6 +273,8 @@ class Exchange(asyncio.Protocol):
             self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.connections -= 1
+        self._parser = None
         if not self._complete and self._error is None:
             if self._has_head and not self._framed and exc is None:
                 self._complete = True  # an answer without a length ends with its connection
@@ -263,6 +298,8 @@ class Exchange(asyncio.Protocol):
         if name == b"content-length" or (name == b"transfer-encoding" and b"chunked" in value.lower()):
             self._framed = True
         self.headers.append((name, value))
+        if len(self.headers) > HEADERS_MAX:
+            raise _too_many_headers()
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
@@ -280,12 +317,15 @@ class Exchange(asyncio.Protocol):
         self._pieces.append(data)
         self._unread += len(data)
         self._frame_bytes = 0
+        held = self._unread + self._taken + PIECE_BYTES * len(self._pieces)
+        if held > BYTES_FREE and self._tab is not None and not self._tab.hold(held):
+            raise NoRoomError(f"answered {self._unread} bytes, for which the router has no room", self._unread)
         if self._limit is not None:
             if self._unread > self._limit:
                 raise GarbageError(f"answered more than {self._limit} bytes")
             if len(self._pieces) > PIECES_MAX:
                 raise GarbageError(f"answered in more than {PIECES_MAX} pieces")
-        elif self._unread > UNREAD_BYTES_MAX and not self._paused:
+        elif held > UNREAD_BYTES_MAX and not self._paused:
             self._paused = True
             self._transport.pause_reading()
 
@@ -308,6 +348,9 @@ class Pool:
         self._tls: ssl.SSLContext | None = None
         self._sweeping: asyncio.TimerHandle | None = None
         self._closed = False
+        self.connections = 0
+        self._connecting = 0
+        self._connections_max = descriptors() - connections_max()
 
     async def exchange(self, place: Origin, data: bytes) -> Exchange:
         """Send a whole request; the caller awaits its answer and closes the exchange, whatever happens."""
@@ -350,7 +393,26 @@ class Pool:
             found.abort()
         return None
 
+    def _make_room(self) -> None:
+        """One idle connection goes for a new one, where there may be no more."""
+        if self.connections + self._connecting < self._connections_max:
+            return
+        for place, idle in self._idle.items():
+            idle.pop(0).abort()
+            if not idle:
+                del self._idle[place]
+            return
+        raise NoRoomError(f"the router has {self.connections} connections to workers, and no descriptor for another")
+
     async def _connect(self, place: Origin) -> Exchange:
+        self._make_room()
+        self._connecting += 1
+        try:
+            return await self._connected(place)
+        finally:
+            self._connecting -= 1
+
+    async def _connected(self, place: Origin) -> Exchange:
         tls = self._context() if place.tls else None
         try:
             async with asyncio.timeout(self._connect_s):
@@ -360,6 +422,8 @@ class Pool:
         except TimeoutError:
             raise UnreachableError(f"no connection within {self._connect_s} s") from None
         except OSError as error:  # TLS's are among them
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise NoRoomError("the router has no descriptor left") from None
             raise UnreachableError(error.strerror or str(error) or type(error).__name__) from None
         except UnicodeError:  # a name with an empty or a long label
             raise UnreachableError(f"{place.host[:80]} is no host name") from None
