@@ -272,7 +272,7 @@ class Presence:
             wall_offset_s=time.time() - time.monotonic(),
             exact_epochs=self.facts.exact_epochs,
         )
-        ledger = Ledger(identity, self.settings.protocol(), self.doorway.epochs.of)
+        ledger = Ledger(identity, self.settings.protocol(), self.doorway.epochs.judged)
         progress, recorder = self.links.drain_progress, self.watch.recorder
         return Node(ledger, self.control, planes, self.doorway, self.shelf, extra=progress, recorder=recorder)
 

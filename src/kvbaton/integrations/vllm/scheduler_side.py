@@ -24,7 +24,7 @@ from kvbaton.integrations.vllm.guard import guarded, makes, note, returns
 from kvbaton.integrations.vllm.layout import RankFacts, engine_layout, vllm_groups
 from kvbaton.integrations.vllm.no_store import NoStore
 from kvbaton.integrations.vllm.params import Ask, Lookup, Source, Target, ask_of
-from kvbaton.integrations.vllm.pool import PinnedPool
+from kvbaton.integrations.vllm.pool import PinnedPool, is_exact
 from kvbaton.integrations.vllm.prefill import Prefill
 from kvbaton.integrations.vllm.presence import EngineFacts, Presence, Role
 from kvbaton.integrations.vllm.room import Room
@@ -91,7 +91,7 @@ class SchedulerSide:
         invitations = [RankInvitation.decode(card.invitation) for card in ordered]
         grouping = Grouping(engine_layout(facts), vllm_groups(facts))
         compat = compat_key(self._config, facts[0].page, self._settings.model_id, versions)
-        exact = hasattr(self._block_pool, "unpin_blocks")
+        exact = is_exact(self._block_pool)
         role: Role = "both" if self._prefills and self._decodes else "prefill" if self._prefills else "decode"
         model = self._config.model_config
         engine = EngineFacts(

@@ -89,6 +89,37 @@ def a_commit_on_blocks_that_were_reused_is_never_delivered(lab: Lab, mode: str, 
         demand(d.watch.failed[handoff.at_d] or d.watch.invalid_blocks, "a load of reused blocks was believed")
 
 
+@case(when=("before ours", "after ours", "both"))
+def a_reuse_that_somebody_else_is_told_of_is_never_committed(lab: Lab, when: str) -> None:
+    """vLLM tells one watcher of each block: HiSparse, or a connector beside ours, has its own for the same blocks."""
+    p = lab.engine("p0", Shape(blocks=25, prefix_caching=False), lease_s=0.3, max_hold_s=0.6)
+    d = lab.engine("d0", Shape(), transfer_timeout=20.0, max_hold_s=30.0)  # D is patient: only P's lease runs out
+    told: set[int] = set()
+
+    def watch(ids: list[int]) -> None:
+        blocks = [p.pool.blocks[each] for each in ids]
+        p.pool.touch(blocks)
+        p.pool.unpin_blocks(blocks, lambda block: told.add(block.block_id))
+
+    with taps.copies() as tap:
+        tap.hold()
+        handoff = lab.hand_over("pull", prompt_of(30))
+        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+        leased = [block.block_id for block in p.pool.blocks if block.ref_cnt and not block.is_null]
+        if when != "after ours":
+            watch(leased)
+        lab.until(lambda: p.blocks_left == 0, "P's lease to end", 5.0)
+        if when != "before ours":
+            watch(leased)
+        other = p.add(prompt_of(24 * 4 - 1, 5), max_tokens=1)  # all 24 blocks at once: none is left untouched
+        lab.ended(p, other)
+        tap.release()
+        lab.finish(handoff)
+    demand(d.watch.loads[handoff.at_d] == 1, "nothing was loaded, so nothing was tried")
+    demand(d.watch.failed[handoff.at_d] or d.watch.invalid_blocks, "a load of reused blocks was believed")
+    demand(told == set(leased), f"the other was told of {sorted(told)}, not of {leased}")
+
+
 @case()
 def a_late_reader_of_untouched_blocks_gets_right_bytes_or_none(lab: Lab) -> None:
     _, d = lab.duo(lease_s=0.3, max_hold_s=0.6)

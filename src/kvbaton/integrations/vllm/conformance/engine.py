@@ -231,8 +231,9 @@ class Engine:
         if stats is None or not stats.kv_connector_stats:
             return
         plain = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.kv_connector_stats))
-        self.ends.update(plain.get("ends", {}))
-        self.counts.update(plain.get("counts", {}))
+        counts = plain.get("counts", {})
+        self.counts.update(counts)
+        self.ends.update({name.split()[1]: count for name, count in counts.items() if name.startswith("ends_total ")})
 
     # --- the books
 
