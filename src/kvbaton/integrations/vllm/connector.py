@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import vllm.config as vllms
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -16,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvbaton.integrations.vllm import guard, versions
+from kvbaton.integrations.vllm import guard, supported, versions
 from kvbaton.integrations.vllm.guard import guarded, makes, returns
 from kvbaton.integrations.vllm.scheduler_side import SchedulerSide
 from kvbaton.integrations.vllm.settings import ConnectorSettings
@@ -36,6 +37,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         versions.check(KVConnectorBase_V1)
         guard.log_beside_vllm()
         settings = ConnectorSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        supported.check(vllm_config, settings, getattr(vllms, "get_current_vllm_config_or_none", lambda: None)())
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -44,7 +46,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, settings)
         self._bad_blocks: set[int] = set()
-        self._hands_over = not settings.is_alone
+        self._hands_over = settings.hands_over
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -8,7 +8,15 @@ from typing import Any
 from kvbaton.integrations.vllm.conformance import taps
 from kvbaton.integrations.vllm.conformance.cases_ending import LOADING, SHAPES
 from kvbaton.integrations.vllm.conformance.configs import Shape
-from kvbaton.integrations.vllm.conformance.lab import Lab, d_params, demand, p_params, prompt_of, router_ticket
+from kvbaton.integrations.vllm.conformance.lab import (
+    Lab,
+    d_params,
+    demand,
+    p_params,
+    prompt_of,
+    reuse_all,
+    router_ticket,
+)
 from kvbaton.integrations.vllm.conformance.registry import MODES, case
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.ids import RequestId
@@ -80,9 +88,7 @@ def a_commit_on_blocks_that_were_reused_is_never_delivered(lab: Lab, mode: str, 
         lab.until(lambda: d.status(handoff.at_d) == LOADING or d.outcomes[handoff.at_d].reason, "D to load")
         lab.until(lambda: p.outcomes[handoff.at_p].reason, "P to have computed the prompt")  # or it holds nothing yet
         lab.until(lambda: p.blocks_left == 0, "P's lease to end", 5.0)
-        for seed in range(8):  # more than all blocks together: none is left untouched
-            p.add(prompt_of(60, 100 + seed), max_tokens=1)
-        lab.until(lambda: all(outcome.reason for outcome in p.outcomes.values()), "P to reuse its blocks")
+        reuse_all(p)
         tap.release()
         lab.finish(handoff)
     if d.watch.loads[handoff.at_d]:
@@ -111,8 +117,7 @@ def a_reuse_that_somebody_else_is_told_of_is_never_committed(lab: Lab, when: str
         lab.until(lambda: p.blocks_left == 0, "P's lease to end", 5.0)
         if when != "before ours":
             watch(leased)
-        other = p.add(prompt_of(24 * 4 - 1, 5), max_tokens=1)  # all 24 blocks at once: none is left untouched
-        lab.ended(p, other)
+        reuse_all(p)
         tap.release()
         lab.finish(handoff)
     demand(d.watch.loads[handoff.at_d] == 1, "nothing was loaded, so nothing was tried")
@@ -163,7 +168,7 @@ def several_readers_at_once_are_each_right(lab: Lab) -> None:
 
 @case(mode=("stream", "push"))
 def several_targets_of_one_router_ticket_are_each_right(lab: Lab, mode: str) -> None:
-    p, d = lab.duo(Shape(), Shape(prefix_caching=False))
+    p, d = lab.duo(Shape(), Shape(prefix_caching=False), lease_s=2.0)
     ticket, prompt = router_ticket(max_readers=2), prompt_of(30)
     names = [d.add(prompt, d_params(mode, ticket)) for _ in range(2)]
     p.add(prompt, p_params(mode, ticket), max_tokens=1)
@@ -185,7 +190,7 @@ def one_router_ticket_used_twice_on_p_is_one_handoff(lab: Lab, mode: str) -> Non
 
 @case(mode=MODES, policy=("recompute", "fail"))
 def a_ticket_with_another_prompt_is_refused(lab: Lab, mode: str, policy: Any) -> None:
-    p, d = lab.duo(Shape(), Shape(policy=policy), defer_timeout=1.0)
+    p, d = lab.duo(Shape(), Shape(policy=policy), defer_timeout=1.0, lease_s=1.0)
     mine, other = prompt_of(30, 1), prompt_of(30, 2)
     if mode == "pull":
         params = lab.prefill(other)[1]
@@ -204,7 +209,7 @@ def a_ticket_with_another_prompt_is_refused(lab: Lab, mode: str, policy: Any) ->
 
 @case(mode=MODES)
 def another_salt_is_another_prompt(lab: Lab, mode: str) -> None:
-    p, d = lab.duo(defer_timeout=1.0)
+    p, d = lab.duo(defer_timeout=1.0, lease_s=1.0)
     prompt, ticket = prompt_of(30), router_ticket()
     at_p = p.add(prompt, p_params(mode) if mode == "pull" else p_params(mode, ticket), max_tokens=1, salt="one")
     if mode == "pull":
