@@ -109,6 +109,9 @@ CODES: tuple[Entry, ...] = (
         "nothing; set layerwise to false to silence it"),
     log("no-kv", OPERATOR, "D got no KV for a request; the reason is in brackets, what D does instead behind it.",
         "kvbaton explain REASON, with the reason in the line", look=("kvbaton inspect --failed",)),
+    log("reuse-untold", OPERATOR, "Something else in this vLLM watches the same blocks; a late reader gets no KV.",
+        "run kvbaton's connector without HiSparse and without others that keep blocks readable",
+        causes=("vLLM's HiSparse, or another connector beside ours in a MultiConnector",)),
     # --- router and HTTP
     log("answer-unsendable", MAKERS, "An answer was made that cannot be sent.", REPORT),
     log("callback-failed", MAKERS, "News of the registry could not be taken in.", REPORT),

@@ -1,10 +1,16 @@
 """One number per block, raised before the block is handed out again (rule 7).
 
 The engine's scheduler thread raises; any thread may read. No lock: the raise happens before the step that overwrites
-the block is dispatched, so an epoch that is unchanged after a copy proves the copy.
+the block is dispatched, so an epoch that is unchanged after a copy proves the copy. Where the pool may not have told of
+a reuse, a judge sees an epoch that no pin ever had.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+
+UNTOLD = -1
+"""No block's epoch."""
 
 
 class EpochTable:
@@ -12,6 +18,8 @@ class EpochTable:
 
     def __init__(self, blocks: int) -> None:
         self._epochs = [0] * blocks
+        self.is_told: Callable[[int], bool] = lambda block: True
+        """Whether a reuse of this block would have been told here. Asked on any thread; must not raise."""
 
     def raise_epoch(self, block: int) -> None:
         """The callback for the pool; must not raise, whatever the block (it runs inside the engine's step)."""
@@ -23,3 +31,7 @@ class EpochTable:
 
     def of(self, block: int) -> int:
         return self._epochs[block] if 0 <= block < len(self._epochs) else 0
+
+    def judged(self, block: int) -> int:
+        """The epoch, for whoever judges a commit by it."""
+        return self.of(block) if self.is_told(block) else UNTOLD

@@ -16,8 +16,8 @@ def __getattr__(name: str) -> Any:
         try:
             from kvbaton.integrations.vllm.connector import BatonConnector
         except ImportError as error:
-            from kvbaton.integrations.vllm.versions import unsupported
+            from kvbaton.integrations.vllm.versions import not_loaded
 
-            raise unsupported(f"not all that it needs: {error}") from error
+            raise not_loaded(error) from error
         return BatonConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import vllm.config as vllms
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -16,14 +17,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvbaton.integrations.vllm import guard, versions
+from kvbaton.integrations.vllm import guard, plugin, supported, versions
 from kvbaton.integrations.vllm.guard import guarded, makes, returns
 from kvbaton.integrations.vllm.scheduler_side import SchedulerSide
 from kvbaton.integrations.vllm.settings import ConnectorSettings
 from kvbaton.integrations.vllm.shelving import keyring_of
-from kvbaton.integrations.vllm.stats import BatonMetrics, BatonStats
+from kvbaton.integrations.vllm.stats import BatonMetrics, BatonStats, NoMetrics
 from kvbaton.integrations.vllm.step import BatonStep
 from kvbaton.integrations.vllm.worker_side import WorkerSide
+
+plugin.register()
 
 
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -36,6 +39,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         versions.check(KVConnectorBase_V1)
         guard.log_beside_vllm()
         settings = ConnectorSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        supported.check(vllm_config, settings, getattr(vllms, "get_current_vllm_config_or_none", lambda: None)())
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -44,7 +48,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, settings)
         self._bad_blocks: set[int] = set()
-        self._hands_over = not settings.is_alone
+        self._hands_over = settings.hands_over
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -74,16 +78,19 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return BatonStats.of(self._scheduler) if self._scheduler is not None else None
 
     @classmethod
+    @guarded(makes(BatonStats))
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BatonStats:
         return BatonStats(data) if data else BatonStats()
 
     @classmethod
+    @guarded(makes(NoMetrics))
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
-    ) -> BatonMetrics:
+    ) -> BatonMetrics | NoMetrics:
         return BatonMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod
+    @guarded(returns(True))
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return bool(extra_config.get("layerwise", True))
 

@@ -1,20 +1,48 @@
 """vLLM's block pool as kvbaton uses it: `touch` to pin, `unpin_blocks` to let go, and a word before each reuse.
 
 Laws: only the scheduler's thread calls this. Every release goes through `unpin_blocks` with one shared callback, so
-that each reuse of a block that was ever pinned raises its epoch before a kernel can overwrite it (rules 7 and 8). Null
-blocks never come here. Where `unpin_blocks` is missing, blocks are freed plainly and `exact` is False: the ledger then
-believes no commit that comes after the release.
+that each reuse of a block that was ever pinned raises its epoch before a kernel can overwrite it (rules 7 and 8). vLLM
+keeps one watcher per block: one that was there before ours is told after us, and where another took our place, nobody
+is believed about that block: a judge sees an epoch that no pin ever had, and the next pin begins a new one. Null blocks
+never come here. Where `unpin_blocks` is missing, or where its watchers cannot be seen, `exact` is False: the ledger
+then believes no commit that comes after the release.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from kvbaton.codes.saying import worth_saying
 from kvbaton.runtime.epochs import EpochTable
+
+log = logging.getLogger(__name__)
 
 NULL_BLOCK_ID = 0
 NEEDED = ("touch", "free_blocks", "blocks", "get_num_free_blocks")
+WATCHERS = "_reuse_watchers"
+"""Of vLLM's pool: by block id, whom it tells of a reuse. `unpin_blocks` overwrites an entry without a word."""
+
+Watcher = Callable[[Any], None]
+
+
+def is_exact(block_pool: Any) -> bool:
+    """Whether each reuse of a released block is told, and it can be seen to whom."""
+    return hasattr(block_pool, "unpin_blocks") and isinstance(getattr(block_pool, WATCHERS, None), dict)
+
+
+class Watchers:
+    """Several who want to hear of one reuse, in this order."""
+
+    __slots__ = ("each",)
+
+    def __init__(self, each: tuple[Watcher, ...]) -> None:
+        self.each = each
+
+    def __call__(self, block: Any) -> None:
+        for watcher in self.each:
+            watcher(block)
 
 
 class PinnedPool:
@@ -26,18 +54,36 @@ class PinnedPool:
             raise RuntimeError(f"this vLLM's BlockPool has no {missing[0]}: see docs/vllm.md for supported versions")
         self._pool = block_pool
         self._epochs = epochs
-        self.exact = hasattr(block_pool, "unpin_blocks")
+        self._mine: Watcher = self._on_reuse  # one object: a bound method is a new one each time
+        self._released: set[int] = set()  # by us, not reused and not pinned by us since
+        self._untold = 0
+        self.exact = is_exact(block_pool)
+        if self.exact:
+            epochs.is_told = self._is_told
 
     def touch(self, ids: Iterable[int]) -> None:
+        """Pin. A block that was perhaps reused behind our back begins a new epoch, before its new pin notes one."""
+        ids = tuple(ids)
         self._pool.touch([self._pool.blocks[each] for each in ids])
+        for each in ids:
+            if self.exact and not self._is_told(each):
+                self._epochs.raise_epoch(each)
+                self._say(each)
+            self._released.discard(each)
 
     def unpin(self, ids: Sequence[int]) -> None:
         """The end of a prompt is reused first: its beginning is what prefix caches and late commits can still use."""
         blocks = [self._pool.blocks[each] for each in reversed(ids)]
-        if self.exact:
-            self._pool.unpin_blocks(blocks, self._on_reuse)
-        else:
+        if not hasattr(self._pool, "unpin_blocks"):
             self._pool.free_blocks(blocks)
+            return
+        watchers = [self._with_others(each) for each in reversed(ids)]
+        if all(watcher is self._mine for watcher in watchers):
+            self._pool.unpin_blocks(blocks, self._mine)
+        else:
+            for block, watcher in zip(blocks, watchers, strict=True):
+                self._pool.unpin_blocks([block], watcher)
+        self._released.update(ids)
 
     @property
     def free_blocks(self) -> int:
@@ -45,4 +91,30 @@ class PinnedPool:
 
     def _on_reuse(self, block: Any) -> None:
         """Inside `schedule()`: an exception here would be the engine's death, so this must not be able to raise."""
-        self._epochs.raise_epoch(getattr(block, "block_id", -1))
+        number = getattr(block, "block_id", -1)
+        self._epochs.raise_epoch(number)
+        self._released.discard(number)
+
+    # --- whom the pool tells
+
+    def _watching(self, number: int) -> tuple[Watcher, ...]:
+        watchers = getattr(self._pool, WATCHERS, None)
+        found = watchers.get(number) if isinstance(watchers, dict) else None
+        return found.each if isinstance(found, Watchers) else () if found is None else (found,)
+
+    def _is_told(self, number: int) -> bool:
+        """On any thread: whether we would have been told of a reuse of this block. While it is pinned there is none."""
+        return number not in self._released or self._mine in self._watching(number)
+
+    def _with_others(self, number: int) -> Watcher:
+        others = tuple(each for each in self._watching(number) if each is not self._mine)
+        return Watchers((self._mine, *others)) if others else self._mine
+
+    def _say(self, number: int) -> None:
+        self._untold += 1
+        if worth_saying(self._untold):
+            log.warning(
+                "[reuse-untold] kvbaton: another watcher has taken our place at block %d (%d so far): its earlier KV "
+                "is handed to nobody any more",
+                number, self._untold,
+            )  # fmt: skip

@@ -24,11 +24,11 @@ from kvbaton.integrations.vllm.guard import guarded, makes, note, returns
 from kvbaton.integrations.vllm.layout import RankFacts, engine_layout, vllm_groups
 from kvbaton.integrations.vllm.no_store import NoStore
 from kvbaton.integrations.vllm.params import Ask, Lookup, Source, Target, ask_of
-from kvbaton.integrations.vllm.pool import PinnedPool
+from kvbaton.integrations.vllm.pool import PinnedPool, is_exact
 from kvbaton.integrations.vllm.prefill import Prefill
 from kvbaton.integrations.vllm.presence import EngineFacts, Presence, Role
 from kvbaton.integrations.vllm.room import Room
-from kvbaton.integrations.vllm.settings import FIELD, ConnectorSettings
+from kvbaton.integrations.vllm.settings import ConnectorSettings
 from kvbaton.integrations.vllm.step import BatonStep, Leaving, RankCard, StepDone, Verdict
 from kvbaton.integrations.vllm.storing import Storing
 from kvbaton.integrations.vllm.tables import Grouping, Tables
@@ -53,14 +53,12 @@ class SchedulerSide:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings, keyring: Keyring) -> None:
         transfer = vllm_config.kv_transfer_config
-        check_supported(vllm_config)
-        check_storing(settings, transfer.kv_load_failure_policy)
         self._config = vllm_config
         self._cache = kv_cache_config
         self._settings = settings
         self._keyring = keyring
-        self._prefills: bool = transfer.is_kv_producer and not settings.is_alone
-        self._decodes: bool = transfer.is_kv_consumer and not settings.is_alone
+        self._prefills: bool = transfer.is_kv_producer and settings.hands_over
+        self._decodes: bool = transfer.is_kv_consumer and settings.takes_over
         self._block_pool: Any = None
         self._step = 0
         self._napped = 0
@@ -91,7 +89,7 @@ class SchedulerSide:
         invitations = [RankInvitation.decode(card.invitation) for card in ordered]
         grouping = Grouping(engine_layout(facts), vllm_groups(facts))
         compat = compat_key(self._config, facts[0].page, self._settings.model_id, versions)
-        exact = hasattr(self._block_pool, "unpin_blocks")
+        exact = is_exact(self._block_pool)
         role: Role = "both" if self._prefills and self._decodes else "prefill" if self._prefills else "decode"
         model = self._config.model_config
         engine = EngineFacts(
@@ -345,25 +343,6 @@ class _Live:
         self.decode = decode
         self.lookup = lookup
         self.stored = stored
-
-
-def check_storing(settings: ConnectorSettings, policy: str) -> None:
-    """ValueError for a policy that a store cannot serve, with what to change."""
-    if settings.store and policy != "recompute":
-        raise ValueError(
-            f"kvbaton: kv_load_failure_policy: got {policy!r}, expected 'recompute' with {FIELD}.store: what is not in "
-            "the store, or not any more, is computed by this engine"
-        )
-
-
-def check_supported(vllm_config: Any) -> None:
-    """ValueError for a configuration whose KV this version cannot hand over, with what to change."""
-    parallel = vllm_config.parallel_config
-    for field in ("data_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, field, 1) > 1:
-            raise ValueError(f"kvbaton: {field} above 1 is not supported by this version; run that many engines")
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise ValueError("kvbaton: calculate_kv_scales makes the KV of two engines differ; use static scales")
 
 
 def _wants_kv(raw: object) -> bool:

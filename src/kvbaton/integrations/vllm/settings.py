@@ -59,6 +59,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     checksum: ChecksumMode = "off"  # of what is copied, end to end
     encrypt: Encrypt = "auto"  # what crosses TCP: between hosts, always (on) or never (off)
     layerwise: bool = True  # P announces each layer, not only each chunk
+    role: Literal["", "prefill", "decode"] = ""  # of a kv_both: what routers may ask of it, if not both
     model_id: str = ""  # stands for the weights, where their files cannot be sampled
     moriio: Moriio | None = None
     store: str = ""  # a shared store: tcp://host:port of a kvbaton store, mooncake://host:port of a mooncake_master
@@ -126,6 +127,16 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def is_alone(self) -> bool:
         """Nobody speaks with this engine: it has no keys, and shares KV through a store that asks for none."""
         return not self.keys
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether an engine that computes prompts may compute them for others."""
+        return not self.is_alone and self.role != "decode"
+
+    @property
+    def takes_over(self) -> bool:
+        """Whether an engine that loads may load what others have computed for it."""
+        return not self.is_alone and self.role != "prefill"
 
     def shelf(self) -> ShelfSettings:
         """How long the engine waits for its store."""

@@ -1,7 +1,8 @@
 """What vLLM's own metrics show of kvbaton, by the names of `metrics/names.py`, with vLLM's labels.
 
 Laws: scheduler and workers cross process borders with plain msgpack data. Counts are told as what was added since the
-last time, so that nothing is counted twice and a restart starts at zero.
+last time, so that nothing is counted twice and a restart starts at zero. vLLM's front end answers an exception with the
+end of the API server: what is taken in there is guarded, and a figure that cannot be read costs itself alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 import kvbaton
 from kvbaton.flight.records import DELIVERED
 from kvbaton.integrations.vllm import guard
+from kvbaton.integrations.vllm.guard import guarded, returns
 from kvbaton.metrics import names
 from kvbaton.metrics import node as node_figures
 from kvbaton.metrics.names import BY_NAME, Kind, Metric, Where
@@ -42,8 +44,11 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
     """What was added since the last time, and how the gauges stand."""
 
     def __post_init__(self) -> None:
-        if not self.data:
-            self.reset()
+        known = self.data if isinstance(self.data, dict) else {}
+        self.reset()
+        for part, empty in self.data.items():
+            if isinstance(known.get(part), type(empty)):
+                self.data[part] = type(empty)(known[part])  # vLLM shows one report to several readers
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {"counts": {}, "gauges": {}, "rows": []}
@@ -74,12 +79,14 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
         side.gauges_told = gauges
         return cls({"counts": fresh, "gauges": gauges, "rows": rows})
 
+    @guarded(lambda self, other: self)
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        counts = self.data["counts"]
-        for name, count in other.data.get("counts", {}).items():
-            counts[name] = counts.get(name, 0) + count
-        self.data["gauges"].update(other.data.get("gauges", {}))
-        self.data["rows"] = [*self.data["rows"], *other.data.get("rows", [])][-ROWS_MAX:]
+        counts, more = self.data["counts"], BatonStats(other.data).data
+        for name, count in more["counts"].items():
+            if isinstance(count, int | float):
+                counts[name] = counts.get(name, 0) + count
+        self.data["gauges"].update(more["gauges"])
+        self.data["rows"] = [*self.data["rows"], *more["rows"]][-ROWS_MAX:]
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -135,21 +142,34 @@ class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             return self._histogram_cls(metric.name, metric.help, buckets=metric.buckets, labelnames=labels)
         return self._gauge_cls(metric.name, metric.help, labelnames=labels, multiprocess_mode="mostrecent")
 
+    @guarded(returns(None))
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
-        for key, count in transfer_stats_data.get("counts", {}).items():
-            name, _, label = key.partition(" ")
-            metric = BY_NAME[f"kvbaton_{name}"]
-            own = metric.labelled(tuple(label.split(":", len(metric.labels) - 1))) if metric.labels else ()
-            self._made[metric.name].labels(*labels, *own).inc(count)
-            if metric.name in AS_NIXL and label != DELIVERED:
-                self._nixl[metric.name].labels(*labels).inc(count)
-        for name, value in transfer_stats_data.get("gauges", {}).items():
-            self._made[f"kvbaton_{name}"].labels(*labels).set(value)
-        for name, own, value in transfer_stats_data.get("rows", []):
-            self._add(BY_NAME[name], own, value, labels)
+        told = BatonStats(transfer_stats_data).data
+        for key, count in told["counts"].items():
+            self._count(key, count, labels)
+        for name, value in told["gauges"].items():
+            self._set(name, value, labels)
+        for row in told["rows"]:
+            self._add(row, labels)
 
-    def _add(self, metric: Metric, own: list[str], value: float, labels: list[str]) -> None:
+    @guarded(returns(None))
+    def _count(self, key: str, count: float, labels: list[str]) -> None:
+        name, _, label = key.partition(" ")
+        metric = BY_NAME[f"kvbaton_{name}"]
+        own = metric.labelled(tuple(label.split(":", len(metric.labels) - 1))) if metric.labels else ()
+        self._made[metric.name].labels(*labels, *own).inc(count)
+        if metric.name in AS_NIXL and label != DELIVERED:
+            self._nixl[metric.name].labels(*labels).inc(count)
+
+    @guarded(returns(None))
+    def _set(self, name: str, value: float, labels: list[str]) -> None:
+        self._made[f"kvbaton_{name}"].labels(*labels).set(value)
+
+    @guarded(returns(None))
+    def _add(self, row: tuple[str, list[str], float], labels: list[str]) -> None:
+        name, own, value = row
+        metric = BY_NAME[name]
         series = self._made[metric.name].labels(*labels, *own)
         if metric.kind is Kind.COUNTER:
             series.inc(value)
@@ -157,6 +177,16 @@ class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         series.observe(value)
         if metric is names.HANDOFF_BYTES or (metric is names.STAGE_SECONDS and own[0] == "copy"):
             self._nixl[metric.name].labels(*labels).observe(value)
+
+
+class NoMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """In place of a page that could not be made."""
+
+    def __init__(self) -> None:
+        """What the base wants to know may be what could not be read."""
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Nobody looks."""
 
 
 def _from_start() -> Iterator[tuple[Metric, tuple[str, ...]]]:

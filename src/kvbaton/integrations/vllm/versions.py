@@ -35,6 +35,24 @@ def unsupported(lack: str) -> RuntimeError:
     )
 
 
+OWN = {"msgspec": "msgspec", "zmq": "pyzmq", "numpy": "numpy", "xxhash": "xxhash", "cryptography": "cryptography"}
+"""What kvbaton itself needs: the package that `pip install` knows, by the name under which it is imported."""
+
+
+def not_loaded(error: ImportError) -> RuntimeError:
+    """Whose the import that failed was: kvbaton's own needs, kvbaton itself, or vLLM's interface."""
+    root = (error.name or "").partition(".")[0]
+    if root in OWN:
+        return RuntimeError(f"kvbaton {kvbaton.__version__} needs {OWN[root]} ({error}): pip install -U {OWN[root]}")
+    if root == "kvbaton":
+        return RuntimeError(
+            f"kvbaton {kvbaton.__version__} is not whole ({error}): pip install --force-reinstall kvbaton"
+        )
+    if root == "vllm" or not root:
+        return unsupported(f"not all that it needs: {error}")
+    return RuntimeError(f"neither kvbaton nor vLLM can be loaded without {root} ({error}): pip install {root}")
+
+
 def versions() -> dict[str, str]:
     return {"vllm": vllm_version(), "kvbaton": kvbaton.__version__}
 

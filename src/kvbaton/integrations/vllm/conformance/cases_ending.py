@@ -15,7 +15,7 @@ SHAPES = {"one group": Shape(), "two groups": Shape(windows=(0, 8), blocks=81), 
 
 @case(mode=MODES)
 def an_abort_while_waiting_for_the_match_leaves_nothing(lab: Lab, mode: str) -> None:
-    _, d = lab.duo()
+    _, d = lab.duo(lease_s=1.0)
     if mode == "pull":
         handoff = lab.hand_over(mode, prompt_of(20))
         d.abort(handoff.at_d)
@@ -81,7 +81,7 @@ def an_abort_between_report_and_admission_is_an_ordinary_abort(lab: Lab, mode: s
 @case(mode=MODES)
 def a_request_refused_before_admission_frees_p(lab: Lab, mode: str) -> None:
     """vLLM's front end sends such a request on, aborted at once, so that P may let go."""
-    p, d = lab.duo(lease_s=8.0)
+    p, d = lab.duo(lease_s=2.0)
     if mode == "pull":
         _, params = lab.prefill(prompt_of(20))
     else:

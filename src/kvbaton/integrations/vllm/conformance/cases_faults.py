@@ -46,7 +46,8 @@ QUICK: dict[str, Any] = {
     "claim_timeout": 0.5,
 }
 _MAY_NOT_FAIL = frozenset(
-    {"_on_reuse", "raise_epoch", "of", "is_empty", "build_step", "allocated", "step_begun"}
+    {"_on_reuse", "raise_epoch", "of", "judged", "_is_told", "_watching", "_with_others"}
+    | {"is_empty", "build_step", "allocated", "step_begun"}
     | {"_post", "_unpinned", "hand_in", "unpin", "let_go"}
 )
 """Nothing is put in at the entry of these: callbacks that cannot raise by construction (rule 7), what vLLM itself calls

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from kvbaton.integrations.vllm.conformance.configs import Shape
-from kvbaton.integrations.vllm.conformance.lab import Lab, d_params, demand, p_params, prompt_of, router_ticket
+from kvbaton.integrations.vllm.conformance.lab import (
+    Lab,
+    d_params,
+    demand,
+    landing_before_steps,
+    leave_in_flight,
+    p_params,
+    prompt_of,
+    router_ticket,
+)
 from kvbaton.integrations.vllm.conformance.registry import MODES, case
 
 WINDOWED = Shape(windows=(0, 8), blocks=81)
@@ -153,13 +162,32 @@ def a_p_that_goes_on_decoding_keeps_its_prompt_whole(lab: Lab) -> None:
     demand(d.watch.loads[at_d] == 1, "D computed the prompt itself")
 
 
-@case(mode=MODES, pipelined=((True, True), (True, False), (False, True)))
-def steps_may_overlap(lab: Lab, mode: str, pipelined: tuple[bool, bool]) -> None:
+@case(mode=MODES, pipelined=((True, False), (False, True)), overlapped=(False,))
+def steps_may_overlap_on_one_side_alone(lab: Lab, mode: str, pipelined: tuple[bool, bool]) -> None:
     """Asynchronous scheduling: a step is scheduled while the one before it has not run yet."""
     lab.duo(Shape(pipelined=pipelined[0], chunk_tokens=8), Shape(pipelined=pipelined[1]))
     some = [lab.hand_over(mode, prompt_of(20 + seed, seed)) for seed in range(3)]
     for each in some:
         lab.finish(each, loads=1)
+
+
+@case(mode=MODES, overlapped=(True,))
+def a_step_in_flight_never_writes_over_a_handoff(lab: Lab, mode: str) -> None:
+    """A request is aborted while a step that computes it has not run yet; its blocks may not be loaded into before."""
+    p, d = lab.duo(Shape(), Shape(blocks=25, role="kv_consumer", prefix_caching=False))
+    prompt, ticket = prompt_of(32), router_ticket()
+    if mode == "pull":
+        _, params = lab.prefill(prompt)
+    else:
+        params = d_params(mode, ticket)
+        at_p = p.add(prompt, p_params(mode, ticket), max_tokens=1)
+        lab.until(lambda: p.outcomes[at_p].reason, "P to have computed the prompt")
+    leave_in_flight(d)
+    at_d = d.add(prompt, params)
+    landing_before_steps(d, at_d, 8)
+    lab.ended(d, at_d)
+    lab.right(d, at_d)
+    demand(d.watch.loads[at_d] == 1 and not d.watch.failed[at_d], "nothing was loaded, so nothing was tried")
 
 
 @case(mode=MODES)
@@ -200,7 +228,7 @@ def an_engine_can_be_p_and_d_at_once(lab: Lab, mode: str) -> None:
 @case(mode=MODES)
 def a_request_that_must_compute_its_prompt_takes_nothing_over(lab: Lab, mode: str) -> None:
     """vLLM then asks for a match and discards the answer."""
-    p, d = lab.duo()
+    p, d = lab.duo(lease_s=1.0)
     prompt, ticket = prompt_of(22), router_ticket()
     if mode == "pull":
         params = lab.prefill(prompt)[1]

@@ -8,7 +8,15 @@ from typing import Any
 from kvbaton.integrations.vllm.conformance import taps
 from kvbaton.integrations.vllm.conformance.cases_ending import LOADING, SHAPES
 from kvbaton.integrations.vllm.conformance.configs import Shape
-from kvbaton.integrations.vllm.conformance.lab import Lab, d_params, demand, p_params, prompt_of, router_ticket
+from kvbaton.integrations.vllm.conformance.lab import (
+    Lab,
+    d_params,
+    demand,
+    p_params,
+    prompt_of,
+    reuse_all,
+    router_ticket,
+)
 from kvbaton.integrations.vllm.conformance.registry import MODES, case
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.ids import RequestId
@@ -80,13 +88,41 @@ def a_commit_on_blocks_that_were_reused_is_never_delivered(lab: Lab, mode: str, 
         lab.until(lambda: d.status(handoff.at_d) == LOADING or d.outcomes[handoff.at_d].reason, "D to load")
         lab.until(lambda: p.outcomes[handoff.at_p].reason, "P to have computed the prompt")  # or it holds nothing yet
         lab.until(lambda: p.blocks_left == 0, "P's lease to end", 5.0)
-        for seed in range(8):  # more than all blocks together: none is left untouched
-            p.add(prompt_of(60, 100 + seed), max_tokens=1)
-        lab.until(lambda: all(outcome.reason for outcome in p.outcomes.values()), "P to reuse its blocks")
+        reuse_all(p)
         tap.release()
         lab.finish(handoff)
     if d.watch.loads[handoff.at_d]:
         demand(d.watch.failed[handoff.at_d] or d.watch.invalid_blocks, "a load of reused blocks was believed")
+
+
+@case(when=("before ours", "after ours", "both"))
+def a_reuse_that_somebody_else_is_told_of_is_never_committed(lab: Lab, when: str) -> None:
+    """vLLM tells one watcher of each block: HiSparse, or a connector beside ours, has its own for the same blocks."""
+    p = lab.engine("p0", Shape(blocks=25, prefix_caching=False), lease_s=0.3, max_hold_s=0.6)
+    d = lab.engine("d0", Shape(), transfer_timeout=20.0, max_hold_s=30.0)  # D is patient: only P's lease runs out
+    told: set[int] = set()
+
+    def watch(ids: list[int]) -> None:
+        blocks = [p.pool.blocks[each] for each in ids]
+        p.pool.touch(blocks)
+        p.pool.unpin_blocks(blocks, lambda block: told.add(block.block_id))
+
+    with taps.copies() as tap:
+        tap.hold()
+        handoff = lab.hand_over("pull", prompt_of(30))
+        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+        leased = [block.block_id for block in p.pool.blocks if block.ref_cnt and not block.is_null]
+        if when != "after ours":
+            watch(leased)
+        lab.until(lambda: p.blocks_left == 0, "P's lease to end", 5.0)
+        if when != "before ours":
+            watch(leased)
+        reuse_all(p)
+        tap.release()
+        lab.finish(handoff)
+    demand(d.watch.loads[handoff.at_d] == 1, "nothing was loaded, so nothing was tried")
+    demand(d.watch.failed[handoff.at_d] or d.watch.invalid_blocks, "a load of reused blocks was believed")
+    demand(told == set(leased), f"the other was told of {sorted(told)}, not of {leased}")
 
 
 @case()
@@ -132,7 +168,7 @@ def several_readers_at_once_are_each_right(lab: Lab) -> None:
 
 @case(mode=("stream", "push"))
 def several_targets_of_one_router_ticket_are_each_right(lab: Lab, mode: str) -> None:
-    p, d = lab.duo(Shape(), Shape(prefix_caching=False))
+    p, d = lab.duo(Shape(), Shape(prefix_caching=False), lease_s=2.0)
     ticket, prompt = router_ticket(max_readers=2), prompt_of(30)
     names = [d.add(prompt, d_params(mode, ticket)) for _ in range(2)]
     p.add(prompt, p_params(mode, ticket), max_tokens=1)
@@ -154,7 +190,7 @@ def one_router_ticket_used_twice_on_p_is_one_handoff(lab: Lab, mode: str) -> Non
 
 @case(mode=MODES, policy=("recompute", "fail"))
 def a_ticket_with_another_prompt_is_refused(lab: Lab, mode: str, policy: Any) -> None:
-    p, d = lab.duo(Shape(), Shape(policy=policy), defer_timeout=1.0)
+    p, d = lab.duo(Shape(), Shape(policy=policy), defer_timeout=1.0, lease_s=1.0)
     mine, other = prompt_of(30, 1), prompt_of(30, 2)
     if mode == "pull":
         params = lab.prefill(other)[1]
@@ -173,7 +209,7 @@ def a_ticket_with_another_prompt_is_refused(lab: Lab, mode: str, policy: Any) ->
 
 @case(mode=MODES)
 def another_salt_is_another_prompt(lab: Lab, mode: str) -> None:
-    p, d = lab.duo(defer_timeout=1.0)
+    p, d = lab.duo(defer_timeout=1.0, lease_s=1.0)
     prompt, ticket = prompt_of(30), router_ticket()
     at_p = p.add(prompt, p_params(mode) if mode == "pull" else p_params(mode, ticket), max_tokens=1, salt="one")
     if mode == "pull":

@@ -10,13 +10,20 @@ from kvbaton.integrations.vllm.conformance import stores, taps
 from kvbaton.integrations.vllm.conformance.cases_ending import LOADING
 from kvbaton.integrations.vllm.conformance.configs import Shape
 from kvbaton.integrations.vllm.conformance.engine import Engine
-from kvbaton.integrations.vllm.conformance.lab import Lab, d_params, demand, prompt_of, router_ticket
+from kvbaton.integrations.vllm.conformance.lab import (
+    Lab,
+    d_params,
+    demand,
+    landing_before_steps,
+    leave_in_flight,
+    prompt_of,
+    router_ticket,
+)
 from kvbaton.integrations.vllm.conformance.registry import MODES, case
 
 SHAPES = {
     "one rank": Shape(),
     "two ranks": Shape(ranks=2),
-    "pipelined": Shape(pipelined=True),
     "not aggregated": Shape(aggregated=False),
     "blocks outermost": Shape(layout="BLHNC"),
     "no prefix cache": Shape(prefix_caching=False),
@@ -238,7 +245,7 @@ def an_abort_during_the_lookup_leaves_nothing(lab: Lab, mid_step: bool) -> None:
     demand(not d.watch.received[name], "an unknown request was reported")
 
 
-@case(mid_step=(False, True), shape=("one rank", "two ranks", "pipelined"))
+@case(mid_step=(False, True), shape=("one rank", "two ranks"))
 def an_abort_during_a_load_from_the_store_gets_its_one_report(lab: Lab, mid_step: bool, shape: str) -> None:
     p, d = lab.sharing(SHAPES[shape])
     fill(lab, p, prompt_of(30))
@@ -253,9 +260,9 @@ def an_abort_during_a_load_from_the_store_gets_its_one_report(lab: Lab, mid_step
     demand(d.watch.received[name] == d.shape.ranks, f"{d.watch.received[name]} reports")
 
 
-@case(pipelined=(False, True))
-def preemption_of_what_was_loaded_and_put_is_survived(lab: Lab, pipelined: bool) -> None:
-    p, d = lab.sharing(Shape(), Shape(blocks=25, pipelined=pipelined))
+@case()
+def preemption_of_what_was_loaded_and_put_is_survived(lab: Lab) -> None:
+    p, d = lab.sharing(Shape(), Shape(blocks=25))
     prompts = [prompt_of(24 + seed, seed) for seed in range(5)]
     for prompt in prompts[:3]:
         fill(lab, p, prompt)
@@ -397,9 +404,52 @@ def handoffs_go_on_beside_a_store(lab: Lab, mode: str) -> None:
         demand(d.watch.loaded_tokens[handoff.at_d] == 30, "it came from the store")
 
 
+@case(role=("kv_both", "kv_consumer"), overlapped=(True,))
+def a_step_in_flight_never_writes_over_a_load_from_the_store(lab: Lab, role: str) -> None:
+    """A request is aborted while a step that computes it has not run yet; its blocks may not be loaded into before.
+
+    vLLM sees to that for consumers alone: as a producer, 16 of 28 loaded positions became the aborted request's.
+    """
+    p, _ = lab.sharing(Shape(blocks=25, role=role, prefix_caching=False), Shape())
+    prompt = prompt_of(30)
+    fill(lab, lab.engines["d0"], prompt)
+    with stores.calls() as tap:
+        tap.set(exists="wait")
+        name = p.add(prompt)
+        lab.until(lambda: tap.seen["exists"], "the look-up")
+        leave_in_flight(p)
+        tap.release()
+        landing_before_steps(p, name, 30 // BLOCK)
+        lab.ended(p, name)
+    lab.right(p, name)
+    demand(p.watch.loads[name] == 1 and not p.watch.failed[name], "nothing was loaded, so nothing was tried")
+
+
+@case(mode=MODES)
+def a_p_that_also_loads_from_a_store_takes_over_nothing(lab: Lab, mode: str) -> None:
+    """`role`: it is vLLM's kv_both, so that its loads are safe, and a P for everybody else."""
+    p = lab.sharing(role="prefill")[0]
+    d = lab.engine("d0", Shape(role="kv_consumer"), store=lab.stores[-1].url)
+    handoff = lab.hand_over(mode, prompt_of(30))
+    lab.finish(handoff, loads=1)
+    name = p.add(prompt_of(30, 1), d_params(mode, router_ticket("d0", "p0")))
+    lab.ended(p, name)
+    lab.right(p, name)
+    demand(not p.watch.loads[name], "it took a prompt over")
+    fill(lab, d, prompt_of(30, 2))
+    name = run(lab, p, prompt_of(30, 2))
+    demand(p.watch.loaded_tokens[name] == 28, f"{p.watch.loaded_tokens[name]} tokens came from the store")
+    demand(p.connector.scheduler.presence.facts.role == "prefill", "it would be listed as another")
+
+
 @case()
 def a_cache_that_cannot_be_stored_is_refused_at_start_by_name(lab: Lab) -> None:
-    for shape, told in ((Shape(windows=(0, 8), blocks=81), "store: group"), (Shape(policy="fail"), "recompute")):
+    refused = {
+        "store: group": Shape(windows=(0, 8), blocks=81),
+        "expected 'recompute'": Shape(policy="fail"),
+        "expected 'kv_both'": Shape(role="kv_producer"),
+    }
+    for told, shape in refused.items():
         try:
             lab.engine("p0", shape, store="tcp://127.0.0.1:9")
         except ValueError as error:

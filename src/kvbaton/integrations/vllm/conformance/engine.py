@@ -11,7 +11,7 @@ import contextlib
 import copy
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +62,7 @@ class Engine:
         self.steps = 0
         self.closed = False
         self.first_eos: set[str] = set()
+        self.before_executing: Callable[[], None] = lambda: None  # how long a device takes is nobody's business
         self._in_flight: deque[Any] = deque()
         self._aborts: list[str] = []
         self._names = itertools.count(1)
@@ -174,6 +175,8 @@ class Engine:
             self._aborts.append(name)
             return
         outcome = self.outcomes[name]
+        for runner in self.runners:
+            runner.aborted.add(name)
         self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
         if outcome.reason is None:
             outcome.reason = "abort"
@@ -205,6 +208,7 @@ class Engine:
         return True
 
     def _finish_step(self, scheduled: Any) -> None:
+        self.before_executing()
         outputs = [self._execute(rank, scheduled) for rank in range(self.shape.ranks)]
         output = self.aggregator.aggregate(outputs) if self.shape.aggregated or len(outputs) > 1 else outputs[0]
         aborts, self._aborts = self._aborts, []
@@ -231,8 +235,9 @@ class Engine:
         if stats is None or not stats.kv_connector_stats:
             return
         plain = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.kv_connector_stats))
-        self.ends.update(plain.get("ends", {}))
-        self.counts.update(plain.get("counts", {}))
+        counts = plain.get("counts", {})
+        self.counts.update(counts)
+        self.ends.update({name.split()[1]: count for name, count in counts.items() if name.startswith("ends_total ")})
 
     # --- the books
 

@@ -39,6 +39,8 @@ from kvbaton.integrations.vllm.conformance.registry import (
 
 PATIENCE_S = 12.0
 _LENGTH_MAX = 44
+_DEVICE_S = (0.0, 0.0, 0.0, 0.0005, 0.003)
+"""That a step waits for its device, while copies go on: what is in flight may run after what was scheduled later."""
 
 
 @dataclass
@@ -71,7 +73,7 @@ class Plan:
                 chunk_tokens=chunk,
                 seqs=rng.choice((2, 4, 8)),
                 prefix_caching=caching,
-                pipelined=rng.random() < 0.3,
+                pipelined=rng.random() < 0.5,
                 aggregated=rng.random() < 0.8,
                 policy=rng.choice(("recompute", "recompute", "fail")),
             )
@@ -105,7 +107,8 @@ def with_store(plan: Plan, rng: random.Random) -> Plan:
     """Some plans have a shared store between the engines; by a chance of its own, so that the others stay the same."""
     if rng.random() < 0.5 or any(plan.p.windows):
         return plan
-    plan.p, plan.d = (msgspec.structs.replace(shape, policy="recompute") for shape in (plan.p, plan.d))
+    plan.p = msgspec.structs.replace(plan.p, policy="recompute", role="kv_both")  # as a producer it would be refused
+    plan.d = msgspec.structs.replace(plan.d, policy="recompute")
     often = ("go",) * rng.choice((1, 3, 9))
     plan.store = {
         "exists": (*often, "wait", "raise"),
@@ -243,6 +246,8 @@ def _play(world: World, tap: taps.Copies, wire: taps.Frames, calls: stores.Calls
     if plan.store:
         world.lab.stores.append(stores.LabStore(key_directory()))
         plan.settings["store"] = world.lab.stores[-1].url
+    device = random.Random(plan.actions)
+    world.lab.before_executing = lambda: time.sleep(device.choice(_DEVICE_S))
     world.lab.duo(plan.p, plan.d, **plan.settings)
 
     def decide(copy: Any) -> str:

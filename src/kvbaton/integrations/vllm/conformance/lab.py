@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvbaton.control import keys
 from kvbaton.integrations.vllm.conformance.configs import Shape
 from kvbaton.integrations.vllm.conformance.engine import Engine
@@ -96,6 +98,46 @@ def d_params(mode: str, ticket: str) -> dict[str, Any]:
     return {"do_remote_prefill": True, "do_remote_decode": False, "mode": mode, "ticket": ticket}
 
 
+def poll(condition: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Wait without a step of anybody."""
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        demand(time.monotonic() < deadline, f"not within {patience_s:g} s: {what}")
+        time.sleep(_PAUSE_S)
+
+
+def leave_in_flight(engine: Engine) -> None:
+    """A request is aborted whose next step has been scheduled and has not run."""
+    gone = engine.add(prompt_of(90, 99), computes_all=True)
+    while engine.runners[0].computed_of[gone] < engine.shape.chunk_tokens:
+        engine.step()  # nobody else goes on meanwhile
+    engine.abort(gone)
+
+
+def landing_before_steps(engine: Engine, name: str, blocks: int) -> None:
+    """From now on the device is slow: what is in flight runs once so many blocks of `name` have been loaded."""
+    request, ids = engine.scheduler.requests[name], list[int]()
+    poll(lambda: engine.connector.get_num_new_matched_tokens(request, 0)[0], "a match")
+    told = engine.connector.update_state_after_alloc
+
+    def allocated(request: Any, fresh: Any, external: int) -> None:
+        told(request, fresh, external)
+        if request.request_id == name and external > 0:
+            ids.extend(fresh.get_block_ids()[0][:blocks])
+
+    engine.connector.update_state_after_alloc = allocated
+    engine.before_executing = lambda: poll(lambda: not engine.runners[0].memory.is_poisoned(0, ids), "it to land")
+
+
+def reuse_all(engine: Engine) -> None:
+    """Every free block is handed out once more and written over, as by requests that fill the cache."""
+    blocks = engine.pool.get_new_blocks(engine.free_blocks)
+    for runner in engine.runners:
+        for group in range(len(runner.memory.groups)):
+            runner.memory.poison(group, [block.block_id for block in blocks])
+    engine.pool.free_blocks(blocks)
+
+
 @dataclass
 class Handoff:
     """One prompt on its way: its names on both sides."""
@@ -109,8 +151,10 @@ class Handoff:
 
 @dataclass
 class Lab:
-    """The engines of one case."""
+    """The engines of one case. `overlapped`: each schedules a step while the one before it has not run yet."""
 
+    overlapped: bool = False
+    before_executing: Callable[[], None] = lambda: None
     ports: dict[str, int] = field(default_factory=lambda: {name: free_port() for name in NAMES})
     engines: dict[str, Engine] = field(default_factory=dict)
     retired: list[Engine] = field(default_factory=list)
@@ -129,7 +173,9 @@ class Lab:
             "control_port": self.ports[name],
             **settings,
         }
-        self.engines[name] = Engine(shape or Shape(), extra)
+        shape = shape or Shape()
+        self.engines[name] = Engine(msgspec.structs.replace(shape, pipelined=shape.pipelined or self.overlapped), extra)
+        self.engines[name].before_executing = self.before_executing
         return self.engines[name]
 
     def stop(self, name: str) -> None:

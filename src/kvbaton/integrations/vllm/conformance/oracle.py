@@ -113,6 +113,10 @@ class Memory:
         for layer in self.groups[group]:
             self._words[layer][list(blocks)] = POISON
 
+    def is_poisoned(self, group: int, blocks: Sequence[int]) -> bool:
+        """Whether something of these blocks was never written since."""
+        return any(bool((self._words[layer][list(blocks)] == POISON).any()) for layer in self.groups[group])
+
     def _places(self, blocks: Sequence[int], first: int, count: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         positions = np.arange(first, first + count)
         return np.asarray(blocks, dtype=np.int64)[positions // self._block_tokens], positions % self._block_tokens

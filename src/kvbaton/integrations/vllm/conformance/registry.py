@@ -20,16 +20,19 @@ from kvbaton.integrations.vllm.conformance.oracle import WrongKvError
 CaseFunction = Callable[..., None]
 CASE_MODULES = ("cases_moving", "cases_ending", "cases_resting", "cases_params", "cases_storing", "cases_faults")
 MODES = ("pull", "stream", "push")
-_CASES: list[tuple[CaseFunction, dict[str, tuple[Any, ...]], bool]] = []
+OVERLAPPED = "overlapped"
+IN_FLIGHT = (False, True)
+_CASES: list[tuple[CaseFunction, dict[str, tuple[Any, ...]], bool, tuple[bool, ...]]] = []
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One function with one set of arguments."""
+    """One function with one set of arguments, with one step in flight or with two (overlapped)."""
 
     name: str
     function: CaseFunction
     arguments: dict[str, Any]
     settles: bool
+    overlapped: bool
 
     @property
     def sentence(self) -> str:
@@ -58,13 +61,15 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return not self.what
 
 
-def case(*, settles: bool = True, **variants: tuple[Any, ...]) -> Callable[[CaseFunction], CaseFunction]:
-    """Make a function a case, once for each combination of `variants`."""
+def case(
+    *, settles: bool = True, overlapped: tuple[bool, ...] = IN_FLIGHT, **variants: tuple[Any, ...]
+) -> Callable[[CaseFunction], CaseFunction]:
+    """Make a function a case, once for each combination of `variants`, and where steps overlap and where not."""
 
     def note(function: CaseFunction) -> CaseFunction:
         missing = [name for name in variants if name not in inspect.signature(function).parameters]
         assert not missing, f"{function.__name__} has no {missing}"
-        _CASES.append((function, variants, settles))
+        _CASES.append((function, variants, settles, overlapped))
         return function
 
     return note
@@ -76,8 +81,9 @@ def all_cases() -> list[Case]:
         importlib.import_module(f"kvbaton.integrations.vllm.conformance.{module}")
 
     return [
-        Case(_name(function, chosen), function, chosen, settles)
-        for function, variants, settles in _CASES
+        Case(_name(function, chosen, overlaps), function, chosen, settles, overlaps)
+        for function, variants, settles, overlapped in _CASES
+        for overlaps in overlapped
         for chosen in _combinations(variants)
     ]
 
@@ -92,8 +98,8 @@ def _combinations(variants: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, An
             yield {name: value, **others}
 
 
-def _name(function: CaseFunction, chosen: dict[str, Any]) -> str:
-    told = ",".join(str(value) for value in chosen.values())
+def _name(function: CaseFunction, chosen: dict[str, Any], overlaps: bool) -> str:
+    told = ",".join([*(str(value) for value in chosen.values()), *([OVERLAPPED] if overlaps else [])])
     return f"{function.__name__}[{told}]" if told else function.__name__
 
 
@@ -101,7 +107,7 @@ def run_case(one: Case) -> Verdict:
     """Run a case in a lab of its own."""
     from kvbaton.integrations.vllm import guard
 
-    lab, begun, before = Lab(), time.monotonic(), sum(guard.faults.values())
+    lab, begun, before = Lab(overlapped=one.overlapped), time.monotonic(), sum(guard.faults.values())
     what, kind, trace = "", "", ""
     try:
         one.function(lab, **one.arguments)

@@ -11,7 +11,7 @@ import logging
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ import msgspec
 from kvbaton.integrations.vllm.conformance import configs
 
 SEEDS = range(100)
+SEED = "seed "
 SHOWN_MAX = 20
 BAD_USAGE = 2
 COLLECT_EVERY = 20
@@ -68,8 +69,10 @@ def main(*, cases: str | None, seeds: range | None, as_json: bool, listed: bool 
     if processes == 1:
         configs.warm()
     report, begun = Report(vllm=str(getattr(vllm, "__version__", "?"))), time.monotonic()
-    _run_cases(report, chosen, processes)
-    _run_seeds(report, seeds if seeds is not None else range(0) if cases is not None else SEEDS, processes)
+    wanted = seeds if seeds is not None else range(0) if cases is not None else SEEDS
+    tasks = [*(each.name for each in chosen), *wanted]
+    for at, verdict in enumerate(_verdicts(tasks, processes), 1):
+        _take(report, verdict, f"{at:4}/{len(tasks)}")
     report.wall_s = round(time.monotonic() - begun, 1)
     report.holds = not (report.failed or report.seeds_failed)
     print(msgspec.json.encode(report).decode() if as_json else _text(report), flush=True)
@@ -82,35 +85,31 @@ def _chosen(known: Sequence[Any], text: str) -> list[Any]:
     return exact or [each for each in known if text in each.name]
 
 
-def _run_cases(report: Report, chosen: Sequence[Any], processes: int) -> None:
-    for at, verdict in enumerate(_verdicts(_run_case, [each.name for each in chosen], processes), 1):
-        report.cases += 1
-        report.failed += not verdict.holds
-        _add(report, verdict, f"kvbaton conformance vllm --case '{verdict.name}'")
-        state = "ok" if verdict.holds else f"BROKEN: {verdict.what}"
-        _tell(f"{at:4}/{len(chosen)} {verdict.seconds:6.2f} s  {verdict.name.replace('_', ' ')}: {state}")
-
-
-def _run_seeds(report: Report, wanted: range, processes: int) -> None:
-    for verdict in _verdicts(_run_seed, list(wanted), processes):
+def _take(report: Report, verdict: Any, where: str) -> None:
+    is_seed = verdict.name.startswith(SEED)
+    if is_seed:
         report.seeds += 1
         report.seeds_failed += not verdict.holds
         report.slowest_seed_s = max(report.slowest_seed_s, verdict.seconds)
-        replay = f"kvbaton conformance vllm --seeds {verdict.name.split()[-1]}"
-        _add(report, verdict, replay)
-        if not verdict.holds:
-            _tell(f"{verdict.name} BROKEN after {verdict.seconds:.2f} s: {verdict.what}\n  {replay}")
-        if report.seeds % 50 == 0:
-            _tell(f"{report.seeds} of {len(wanted)} seeds, {report.handoffs} loads, {report.seeds_failed} broken")
+    else:
+        report.cases += 1
+        report.failed += not verdict.holds
+    chosen = f"--seeds {verdict.name.removeprefix(SEED)}" if is_seed else f"--case '{verdict.name}'"
+    _add(report, verdict, f"kvbaton conformance vllm {chosen}")
+    if not (is_seed and verdict.holds):
+        state = "ok" if verdict.holds else f"BROKEN: {verdict.what}"
+        _tell(f"{where} {verdict.seconds:6.2f} s  {verdict.name.replace('_', ' ')}: {state}")
+    elif report.seeds % 50 == 0:
+        _tell(f"{report.seeds} seeds, {report.handoffs} loads, {report.seeds_failed} broken")
 
 
-def _verdicts(run: Callable[[Any], Any], tasks: Sequence[Any], processes: int) -> Iterator[Any]:
+def _verdicts(tasks: Sequence[str | int], processes: int) -> Iterator[Any]:
     """Each task's verdict as it comes; in processes of their own, since all that a case uses is one process wide."""
     if processes == 1 or len(tasks) < PARALLEL_MIN:
-        yield from map(run, tasks)
+        yield from map(_run, tasks)
         return
     with multiprocessing.get_context("spawn").Pool(processes, _begin) as pool:
-        yield from pool.imap_unordered(run, tasks)
+        yield from pool.imap_unordered(_run, tasks)
 
 
 def _begin() -> None:
@@ -119,18 +118,15 @@ def _begin() -> None:
     configs.warm()
 
 
-def _run_case(name: str) -> Any:
+def _run(task: str | int) -> Any:
+    """A case by its name, or a seed."""
+    from kvbaton.integrations.vllm.conformance.interleave import run_seed
     from kvbaton.integrations.vllm.conformance.registry import all_cases, run_case
 
     _tidy()
-    return run_case(next(each for each in all_cases() if each.name == name))
-
-
-def _run_seed(seed: int) -> Any:
-    from kvbaton.integrations.vllm.conformance.interleave import run_seed
-
-    _tidy()
-    return run_seed(seed)
+    if isinstance(task, int):
+        return run_seed(task)
+    return run_case(next(each for each in all_cases() if each.name == task))
 
 
 def _tidy() -> None:

@@ -33,6 +33,7 @@ class Runner:
     states: dict[str, Cached] = field(default_factory=dict)
     computed: int = 0  # positions, of all requests
     computed_of: Counter[str] = field(default_factory=Counter)
+    aborted: set[str] = field(default_factory=set)  # a step in flight still computes them; nobody hears the answer
 
     def execute(self, step: Any) -> Any:
         """One step; returns vLLM's `ModelRunnerOutput`."""
@@ -106,7 +107,8 @@ class Runner:
     def _attend(self, name: str, group: int, layer: str, past: int, count: int, hashes: Any) -> None:
         window, blocks = self.memory.windows[group], self.states[name].blocks[group]
         first = max(0, past - window + 1) if window else 0
-        self.memory.check(layer, blocks, first, hashes[first:past], name)
+        if name not in self.aborted:
+            self.memory.check(layer, blocks, first, hashes[first:past], name)
         self.memory.write(layer, blocks, past, hashes[past : past + count])
 
     def _sampled(self, name: str, done: int) -> list[int]:
