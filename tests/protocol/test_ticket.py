@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 
 import msgspec
 import pytest
@@ -82,8 +83,14 @@ def test_a_signed_ticket_that_cannot_be_read_is_refused(body: bytes) -> None:
     assert reason is Reason.TICKET_FORGED and detail.startswith("ticket: signed but unreadable")
 
 
+@pytest.mark.parametrize("changes", [{"max_readers": 0}, {"max_readers": 4097}, {"expires_unix_s": math.nan}])
+def test_a_signed_ticket_with_a_number_out_of_bounds_is_refused(changes: dict[str, object]) -> None:
+    reason, detail = refused(seal(msgspec.structs.replace(TICKET, **changes), KEY))
+    assert reason is Reason.TICKET_FORGED and detail.startswith("ticket: signed but unreadable (Expected")
+
+
 @pytest.mark.parametrize(
-    "changes", [{"handoff": HandoffId("x")}, {"source": WorkerId("a b")}, {"source": WorkerId("")}, {"max_readers": 0}]
+    "changes", [{"handoff": HandoffId("x")}, {"source": WorkerId("a b")}, {"source": WorkerId("")}]
 )
 def test_a_signed_ticket_with_malformed_ids_is_refused(changes: dict[str, object]) -> None:
     text = seal(msgspec.structs.replace(TICKET, **changes), KEY)
