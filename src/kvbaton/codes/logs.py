@@ -107,6 +107,9 @@ CODES: tuple[Entry, ...] = (
         "report it with the trace and vLLM's version"),
     log("layer-order", NOBODY, "The model computes its layers in another order; P announces whole chunks only.",
         "nothing; set layerwise to false to silence it"),
+    log("adapter-unknown", OPERATOR,
+        "A LoRA adapter's files cannot be looked at; KV computed with it is neither handed over nor stored.",
+        "give P and D the adapter as a folder, or as a hub's id whose snapshot is in the host's cache"),
     log("no-kv", OPERATOR, "D got no KV for a request; the reason is in brackets, what D does instead behind it.",
         "kvbaton explain REASON, with the reason in the line", look=("kvbaton inspect --failed",)),
     # --- router and HTTP
