@@ -14,6 +14,7 @@ from kvbaton.protocol import messages as m
 from kvbaton.protocol.codec import pack_blocks
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, LeaseId, ReservationId, WorkerId
+from kvbaton.protocol.privileges import Role
 from kvbaton.protocol.settings import Settings
 from kvbaton.sim.transport import RDMA, TCP
 
@@ -134,6 +135,13 @@ def _(make: Make) -> Load:
 def _(make: Make) -> Load:
     pair = make()
     pair.d.want("first", pair.router_ticket())
+    return pair.d.want("r", pair.router_ticket())
+
+
+@story(Reason.FORBIDDEN)
+def _(make: Make) -> Load:
+    pair = make()
+    pair.d.ledger.desk.identity.role_of = lambda worker: Role.STORE
     return pair.d.want("r", pair.router_ticket())
 
 

@@ -86,6 +86,12 @@ ADVICE: dict[Reason, Advice] = {
         ("a router or client repeated a transfer id", "a request was sent twice with the same ticket"),
         ("let each request have an id of its own; kvbaton's router does",),
     ),
+    Reason.FORBIDDEN: Advice(
+        ("a worker was started with a key of another role: a D with a P's, or with the router's",
+         "a member tries what its key is not for"),
+        ("kvbaton keys show DIR tells each key's role; remove the name and add it anew as NAME:ROLE",
+         "what each role may do: docs/security.md"),
+    ),
     Reason.HANDSHAKE_TIMEOUT: Advice(
         ("P is not reachable at the address that the registry lists", "P and D have different keys",
          "P is so busy that it does not answer"),

@@ -564,9 +564,9 @@ class Consumer:
             self._pulse(intake, self.desk.settings.retry_s, now)
 
     def _quiesced(self, intake: Intake, now: float) -> None:
-        if self._step(intake, _E.QUIESCED):  # only our own ranks are waited for now, who take back what was lent
-            self.desk.timers.clear(("intake", intake.wanted.handoff))
-            self.desk.timers.clear(("pulse", intake.wanted.handoff))
+        self._step(intake, _E.QUIESCED)
+        self.desk.timers.clear(("intake", intake.wanted.handoff))  # only our own ranks are waited for now
+        self.desk.timers.clear(("pulse", intake.wanted.handoff))
         self._rest(intake, now)
 
     def _finish(self, intake: Intake, end: End, now: float) -> None:

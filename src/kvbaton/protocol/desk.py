@@ -113,10 +113,12 @@ class Desk:
                 copy = Copy(job, remote, direction, *regions, move.spans)
             self.effects.append(StartCopy(rank, transport, copy))
 
-    def lend(self, parts: Parts, plane: Capabilities, peer: PeerId, direction: Direction, blocks: Groups) -> None:
+    def lend(
+        self, parts: Parts, plane: Capabilities | None, peer: PeerId, direction: Direction, blocks: Groups
+    ) -> None:
         """Let `peer` at these blocks of every rank for as long as `parts` last, where the data plane asks for that."""
         act = Act.READ if direction is Direction.READ else Act.WRITE
-        if not plane.enforces or not any(blocks) or not may(self.identity.role_of(peer.worker), act):
+        if plane is None or not plane.enforces or not any(blocks) or not may(self.identity.role_of(peer.worker), act):
             return
         for rank in range(len(self.identity.layout.ranks)):
             self.last_job += 1

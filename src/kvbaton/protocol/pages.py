@@ -73,7 +73,7 @@ def _bands(layout: EngineLayout, group: int, share: Share) -> Iterator[tuple[int
             for stride, count in ((plane.head_stride, heads), (plane.token_stride, run)):
                 if count > 1 and not alone and stride > place.block_stride:
                     outer.append(range(0, stride * count, stride))
-                elif count > 1:
+                else:
                     extent += stride * (count - 1)
             start = place.offset + plane.offset
             for shift in product(*outer):

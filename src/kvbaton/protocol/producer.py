@@ -457,8 +457,7 @@ class Producer:
 
     def _lend(self, reader: Reader, seat: Seat, blocks: Groups) -> None:
         """Before the reader is told of these blocks, so that it never asks in vain."""
-        if seat.plane is not None:
-            self.desk.lend(seat.loans, seat.plane, reader.peer, Direction.READ, blocks)
+        self.desk.lend(seat.loans, seat.plane, reader.peer, Direction.READ, blocks)
 
     def _lent_to_nobody(self, lease: Lease) -> bool:
         return self.voiding or all(seat.loans.at_rest for seat in lease.seats.values())

@@ -1,19 +1,31 @@
 """What a vLLM request's KV is of, and up to where it is handed over.
 
-Law: P and D compute the digest each from its own request, never from what the other says (rule 2).
+Laws: P and D compute the digest each from its own request, never from what the other says (rule 2). What takes long to
+look at (an adapter's files, prompt embeddings) is looked at on a thread of ours (`Looker`), never in a hook; what is
+not known in time, or cannot be known, is named by a text that only this process has: its KV is shared with nobody.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import secrets
-from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from kvbaton.integrations.vllm.adapters import ONLY_HERE, adapter_text
+from kvbaton.integrations.vllm.looking import Looker
 from kvbaton.protocol.content import Content, digest
 
-ADAPTERS_MAX = 256
+
+class Parts(msgspec.Struct, frozen=True):
+    """Of a request, what takes long to look at."""
+
+    lora: str = ""
+    embeddings: bytes = b""
+
+
+UNKNOWN = Parts(ONLY_HERE, ONLY_HERE.encode())
+"""Of a request whose parts are not known in time."""
 
 
 def handed_position(prompt_tokens: int, windowed: bool) -> int:
@@ -33,47 +45,47 @@ def content_digest(request: Any, position: int) -> bytes:
 
 def content_of(request: Any, position: int) -> Content:
     """All that shapes the KV of a request's first `position` tokens: what vLLM's own block hashes cover, and more."""
-    lora = getattr(request, "lora_request", None)
+    parts = _parts(request)
     return Content(
         tokens=request.prompt_token_ids or (),
         position=position,
-        lora="" if lora is None else f"{lora.lora_name}:{_loaded(lora)}",
+        lora=parts.lora,
         multimodal=tuple(_feature(feature) for feature in getattr(request, "mm_features", None) or ()),
         salt=request.cache_salt or "",
-        embeddings=_embeddings(getattr(request, "prompt_embeds", None)),
+        embeddings=parts.embeddings,
     )
 
 
-_seen: dict[tuple[int, str], str] = {}
-"""Adapters as they were when first asked for, which is soon after vLLM loaded them; the first `ADAPTERS_MAX`."""
-_ONLY_HERE = secrets.token_hex(8)
+looker: Looker[Parts] = Looker("kvbaton-content")
+"""One for the scheduler's process."""
 
 
-def _loaded(lora: Any) -> str:
-    """What is in an adapter. Files that changed since may or may not be what was loaded: shared with nobody."""
-    now, key = _adapter(lora.lora_path), (lora.lora_int_id, lora.lora_path)
-    if key not in _seen and len(_seen) >= ADAPTERS_MAX:
-        return f"{now}:{_ONLY_HERE}"
-    return now if _seen.setdefault(key, now) == now else f"{now}:{_ONLY_HERE}"
+def takes_long(request: Any) -> bool:
+    return getattr(request, "lora_request", None) is not None or getattr(request, "prompt_embeds", None) is not None
 
 
-def _adapter(path: str) -> str:
-    """What is in an adapter's files: P and D may have loaded different ones under one name."""
-    place = Path(path)
-    if not place.is_dir():
-        return path
-    files = sorted(each for each in place.iterdir() if each.is_file())
-    return _adapter_digest(path, tuple((each.name, each.stat().st_mtime_ns, each.stat().st_size) for each in files))
+def is_known(request: Any) -> bool:
+    """Whether `content_of` has an answer now, whatever it is; begins to look at the request. Never blocks."""
+    return not takes_long(request) or looker.ask(request.request_id, lambda: parts_of(request))
 
 
-@functools.lru_cache(maxsize=ADAPTERS_MAX)
-def _adapter_digest(path: str, files: tuple[tuple[str, int, int], ...]) -> str:
-    state = hashlib.blake2b(digest_size=16)
-    for name, _, size in files:
-        state.update(f"{name} {size} ".encode())
-        with (Path(path) / name).open("rb") as file:
-            state.update(hashlib.file_digest(file, "blake2b").digest())
-    return state.hexdigest()
+def forget(request: Any) -> None:
+    """The request is over."""
+    looker.forget(request.request_id)
+
+
+def parts_of(request: Any) -> Parts:
+    """Reads files and hashes tensors: for a thread of its own."""
+    lora = getattr(request, "lora_request", None)
+    text = "" if lora is None else f"{lora.lora_name}:{adapter_text(lora.lora_int_id, lora.lora_path)}"
+    return Parts(text, _embeddings(getattr(request, "prompt_embeds", None)))
+
+
+def _parts(request: Any) -> Parts:
+    if not takes_long(request):
+        return Parts()
+    found = looker.found(request.request_id)
+    return UNKNOWN if found is None else found
 
 
 def _feature(feature: Any) -> str:
@@ -87,5 +99,6 @@ def _embeddings(tensor: Any) -> bytes:
     import torch
 
     data = tensor.detach().cpu().contiguous()
-    head = f"{tuple(data.shape)} {data.dtype}".encode()
-    return hashlib.blake2b(head + data.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
+    state = hashlib.blake2b(f"{tuple(data.shape)} {data.dtype}".encode(), digest_size=16)
+    state.update(memoryview(data.view(torch.uint8).numpy()).cast("B"))  # without a copy, and without the GIL
+    return state.digest()

@@ -18,8 +18,9 @@ from typing import Any
 import msgspec
 
 from kvbaton.control.keys import Keyring
+from kvbaton.integrations.vllm import content
 from kvbaton.integrations.vllm.compat import compat_key
-from kvbaton.integrations.vllm.decode import NOTHING, Decode
+from kvbaton.integrations.vllm.decode import NOT_YET, NOTHING, Decode
 from kvbaton.integrations.vllm.guard import guarded, makes, note, returns
 from kvbaton.integrations.vllm.layout import RankFacts, engine_layout, vllm_groups
 from kvbaton.integrations.vllm.no_store import NoStore
@@ -166,7 +167,11 @@ class SchedulerSide:
             if self._decodes and _wants_kv(request.kv_transfer_params):
                 live.decode.refused(request, End(error.reason, error.detail))
             return
-        self._accept(live, request, ask)
+        is_used = ask is not None or isinstance(live.stored, Storing)
+        if is_used and not content.is_known(request):
+            live.held[request.request_id] = ask
+        else:
+            self._accept(live, request, ask)
 
     def _strange(self, request: Any) -> None:
         got, request.kv_transfer_params = type(request.kv_transfer_params).__name__, None
@@ -189,6 +194,10 @@ class SchedulerSide:
         if live is None:
             return NOTHING
         self._do_duties(live)
+        if request.request_id in live.held:  # what its KV is of is still looked at, on a thread of its own
+            if not content.is_known(request):
+                return NOT_YET
+            self._accept(live, request, live.held.pop(request.request_id))
         answer = live.decode.match(request, local_tokens)
         if answer == NOTHING:
             answer = live.stored.match(request, local_tokens)
@@ -271,11 +280,16 @@ class SchedulerSide:
         if live is None:
             return NO_ANSWER
         well = request.status.name in WELL
+        if isinstance(live.held.pop(request.request_id, None), Target):
+            live.decode.disowned(request, Reason.ABORTED)
         live.stored.finished(request, tables, well=well)
         try:
             live.decode.finished(request)
         finally:
-            answer = live.prefill.finished(request, tables, well=well)
+            try:
+                answer = live.prefill.finished(request, tables, well=well)
+            finally:
+                content.forget(request)
         return False, answer
 
     @guarded(returns(False))
@@ -326,7 +340,7 @@ class SchedulerSide:
 class _Live:
     """What exists once the engine has its cache."""
 
-    __slots__ = ("decode", "door", "lookup", "pool", "prefill", "stored")
+    __slots__ = ("decode", "door", "held", "lookup", "pool", "prefill", "stored")
 
     def __init__(
         self,
@@ -343,6 +357,7 @@ class _Live:
         self.decode = decode
         self.lookup = lookup
         self.stored = stored
+        self.held: dict[str, Ask | None] = {}  # requests that came, by what they ask, until their content is known
 
 
 def _wants_kv(raw: object) -> bool:
