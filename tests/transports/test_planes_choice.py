@@ -130,3 +130,16 @@ def test_a_name_that_is_no_address_is_told_for_mooncake() -> None:
     planes.check_host("tcp", "somewhere")
     with pytest.raises(ValueError, match="host: 'somewhere'; mooncake needs"):
         planes.check_host("mooncake", "somewhere")
+
+
+def test_who_insists_on_enforcement_is_offered_only_planes_that_lend() -> None:
+    assert planes.offered("auto", require_enforcement=True) == ("tcp",)
+    assert planes.offered("tcp", checksum="full", require_enforcement=True) == ("tcp+sums",)
+    with pytest.raises(
+        OSError, match="transport shm cannot keep a peer to what is lent to it.*staged-shm, tcp, staged-tcp"
+    ):
+        planes.offered("shm,tcp", require_enforcement=True)
+
+
+def test_what_enforces_is_what_the_page_says() -> None:
+    assert {name for name in planes.ORDER if planes.capabilities(name).enforces} == {"tcp", "staged-shm", "staged-tcp"}

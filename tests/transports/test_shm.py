@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import mmap
 import os
@@ -20,7 +21,7 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId
 from kvbaton.testing import Log
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports import shm_door
-from kvbaton.transports.auth import Keyring, admit
+from kvbaton.transports.auth import Keyring, admit, greet
 from kvbaton.transports.base import Copy, CopyEnded, DeviceEvent, Direction
 from kvbaton.transports.memory import Region, allocate
 from kvbaton.transports.shm import CAPABILITIES, ShmConfig, ShmTransport
@@ -146,6 +147,37 @@ def test_without_the_secret_there_is_no_memory(rig: Rig) -> None:
     assert d.submit(read())
     ended = end(d)
     assert ended.reason is Reason.UNREACHABLE and "pair with it again" in ended.detail
+
+
+def test_what_a_reader_is_given_cannot_be_written_in_any_way(rig: Rig) -> None:
+    there = msgspec.msgpack.decode(rig.make(P).endpoint(D), type=ShmEndpoint)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect("\0" + there.name)
+        play(sock, lambda wire: greet(wire, there.secret, D, P, 0))
+        sock.settimeout(20)
+        (fd, *_), length = (lambda found: (found[1], found[0]))(socket.recv_fds(sock, LENGTH.size, 8))
+    assert length
+    before = os.pread(fd, 64, 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, 4096, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    for again in (fd, os.open(f"/proc/self/fd/{fd}", os.O_RDWR)):  # who has it can open it anew, and meets the seal
+        for change in (
+            lambda fd=again: os.pwrite(fd, b"changed", 0),
+            lambda fd=again: os.ftruncate(fd, 0),
+            lambda fd=again: mmap.mmap(fd, 4096, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE),
+            lambda fd=again: _punch(fd),
+        ):
+            with pytest.raises(OSError):
+                change()
+        os.close(again)
+    assert len(before) == 64
+
+
+def _punch(fd: int) -> None:
+    """Zeros instead of what was there: FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(fd, 3, ctypes.c_long(0), ctypes.c_long(4096)):
+        raise OSError(ctypes.get_errno(), "punch")
 
 
 def test_a_process_of_another_user_is_turned_away_at_the_door(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="how bytes go over: auto, or e.g. shm,tcp (default: auto)",
     )
+    add("--require-enforcement", action="store_true", help="only data planes that keep peers to what is lent (not vllm)")
     add("--encrypt", choices=ENCRYPT, default=_WORKER.encrypt, help="encrypt KV that crosses TCP (not vllm)")
     add("--checksum", choices=CHECKSUMS, default=_WORKER.checksum, help="compare copies with their source (not vllm)")
     add("--policy", choices=POLICIES, default=_WORKER.policy, help="of decode workers, when a handoff fails")
@@ -107,7 +108,7 @@ def _otlp_endpoint(args: argparse.Namespace) -> str:
 
 
 def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: Mode) -> Plan:
-    values = {name: getattr(args, name) for name in ("policy", "checksum", "encrypt", *_TIMES)}
+    values = {name: getattr(args, name) for name in ("policy", "checksum", "encrypt", "require_enforcement", *_TIMES)}
     values |= {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
     store_port = free_ports(1)[0] if args.store == MEMORY else 0
     values["otlp_endpoint"] = args.otlp_endpoint

@@ -42,6 +42,7 @@ _HELP: Mapping[str, str] = {
     "transport": "data planes, best first, with commas; auto: the best that this machine has",
     "checksum": "compare what was copied with its source: not at all, a sample, or all of it",
     "encrypt": "encrypt KV that crosses TCP: between hosts (auto), always, or never; the stricter side of a pair wins",
+    "require_enforcement": "offer only data planes on which a peer reaches nothing but what is lent to it (not shm)",
     "modes": "modes it serves, with commas",
     "tp": "ranks that share each layer's heads",
     "policy": "when a handoff fails: recompute the prompt on D, or fail the request",
@@ -78,7 +79,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "http_host", "http_port", "http_access", "control_host", "control_port", "announce_to", "announce_as",
     ),
     "how it hands over": (
-        "transport", "checksum", "encrypt", "modes", "policy", "lease_s", "transfer_timeout", "defer_timeout",
+        "transport", "checksum", "encrypt", "require_enforcement", "modes", "policy", "lease_s", "transfer_timeout", "defer_timeout",
         "claim_timeout", "drain_s",
     ),
     "its engine": ("tp", "blocks", "block_tokens", "max_num_seqs", "waiting_max", "seed"),
@@ -104,6 +105,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             more |= {"type": _modes, "default": ",".join(MODES), "metavar": "M,M"}
         elif field.name == "transport":
             more |= {"type": planes_choice, "metavar": "NAMES"}
+        elif field.type is bool:
+            more["action"] = "store_true"
         elif field.name in _CHOICES:
             more["choices"] = _CHOICES[field.name]
         else:
@@ -167,7 +170,9 @@ def argv_of(options: WorkerOptions) -> list[str]:
     for field in msgspec.structs.fields(WorkerOptions):
         value = getattr(options, field.name)
         if field.required or value != field.default:
-            argv += [_flag(field.name), ",".join(value) if field.name == "modes" else str(value)]
+            argv.append(_flag(field.name))
+            if value is not True:
+                argv.append(",".join(value) if field.name == "modes" else str(value))
     return argv
 
 

@@ -58,6 +58,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = "auto"  # or data planes with commas, best first: `transports.planes`
     checksum: ChecksumMode = "off"  # of what is copied, end to end
     encrypt: Encrypt = "auto"  # what crosses TCP, unless both ends are loopback addresses
+    require_enforcement: bool = False  # only data planes on which a peer reaches nothing but what is lent to it
     modes: tuple[ModeName, ...] = MODES
     tp: int = 1
     policy: Policy = "recompute"

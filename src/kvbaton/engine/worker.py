@@ -84,7 +84,9 @@ class Worker:
         config = config or engine_config(options)
         geometry = KvGeometry(config.model, config.cache)
         self.options = options
-        self.planes = planes.offered(options.transport, checksum=options.checksum)
+        self.planes = planes.offered(
+            options.transport, checksum=options.checksum, require_enforcement=options.require_enforcement
+        )
         self.peer = PeerId(WorkerId(options.name), Incarnation(secrets.randbits(63)))
         spans = of_worker(options.otlp_endpoint, options.role, options.name)
         self.watch = Watch(self.peer, directory=options.flight_dir, spans=spans)

@@ -81,9 +81,23 @@ def parse(text: str) -> tuple[str, ...]:
     return names
 
 
-def offered(choice: str, device: str = "cpu", checksum: ChecksumMode = "off") -> tuple[str, ...]:
-    """What this process offers its peers, best first. OSError names what a chosen one lacks."""
+def offered(
+    choice: str, device: str = "cpu", checksum: ChecksumMode = "off", require_enforcement: bool = False
+) -> tuple[str, ...]:
+    """What this process offers its peers, best first. OSError names what a chosen one lacks.
+
+    With `require_enforcement` only those on which a peer reaches nothing but what is lent to it.
+    """
     names = _usable(choice, device)
+    if require_enforcement:
+        open_ = [name for name in names if not capabilities(name).enforces]
+        if open_ and parse(choice) != (AUTO,):
+            kept = ", ".join(name for name in ORDER if capabilities(name).enforces)
+            raise PlaneError(
+                f"transport {open_[0]} cannot keep a peer to what is lent to it, and require_enforcement is set; "
+                f"use some of {kept}, or leave that out"
+            )
+        names = tuple(name for name in names if name not in open_)
     return names if checksum == "off" else tuple(name + SUMS for name in names)
 
 

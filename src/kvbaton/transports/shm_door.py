@@ -95,7 +95,16 @@ class Door:
         table = msgspec.msgpack.encode(self._places)
         with sock, contextlib.suppress(OSError):  # who left meanwhile, left
             if self.keyring.still_admits(admitted):
-                socket.send_fds(sock, [LENGTH.pack(len(table)) + table], [backing.fd for backing in self._backings])
+                with contextlib.ExitStack() as passed:
+                    fds = [_read_only(backing.fd, passed) for backing in self._backings]
+                    socket.send_fds(sock, [LENGTH.pack(len(table)) + table], fds)
+
+
+def _read_only(fd: int, passed: contextlib.ExitStack) -> int:
+    """The same memory behind a descriptor that was not opened for writing; the seal alone would do."""
+    reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    passed.callback(os.close, reader)
+    return reader
 
 
 def same_user(sock: socket.socket) -> None:

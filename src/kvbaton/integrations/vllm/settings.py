@@ -58,6 +58,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     transport: str = "auto"  # or data planes with commas, best first
     checksum: ChecksumMode = "off"  # of what is copied, end to end
     encrypt: Encrypt = "auto"  # what crosses TCP: between hosts, always (on) or never (off)
+    require_enforcement: bool = False  # only data planes on which a peer reaches nothing but what is lent to it
     layerwise: bool = True  # P announces each layer, not only each chunk
     role: Literal["", "prefill", "decode"] = ""  # of a kv_both: what routers may ask of it, if not both
     model_id: str = ""  # stands for the weights, where their files cannot be sampled

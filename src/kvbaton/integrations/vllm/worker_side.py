@@ -83,7 +83,10 @@ class WorkerSide:
     def _planes(self, memories: list[memoryview]) -> dict[str, Transport]:
         made: dict[str, Transport] = {}
         try:
-            names = planes.offered(self._settings.transport, checksum=self._settings.checksum)
+            told = self._settings
+            names = planes.offered(
+                told.transport, checksum=told.checksum, require_enforcement=told.require_enforcement
+            )
         except OSError as error:
             raise RuntimeError(f"kvbaton: {error}") from error
         for name in names:
