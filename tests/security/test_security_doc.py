@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvbaton.protocol.privileges import MAY, Act, Role
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "security.md").read_text()
 NAMED = sorted(set(re.findall(r"`(tests/[a-z0-9_/]+\.py::[A-Za-z0-9_:]+)`", TEXT)))
@@ -76,3 +78,14 @@ def test_every_class_has_a_test_and_every_advisory_a_class() -> None:
     for year, numbers in ADVISORIES.items():
         missing = [number for number in numbers if not re.search(rf"\b{number}\b", TEXT)]
         assert f"CVE-{year}-" in TEXT and not missing
+
+
+def test_the_table_of_privileges_is_the_one_that_is_enforced() -> None:
+    table = TEXT.split("<!-- privileges -->")[1].split("<!-- /privileges -->")[0].strip().splitlines()
+    acts = [cell.strip() for cell in table[0].strip("|").split("|")][1:]
+    assert acts == [act.value for act in Act]
+    told = {}
+    for line in table[2:]:
+        role, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        told[Role(role)] = {act for act, cell in zip(acts, cells, strict=True) if cell == "yes"}
+    assert told == {role: {act.value for act in MAY[role]} for role in Role}

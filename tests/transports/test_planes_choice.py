@@ -136,7 +136,7 @@ def test_who_insists_on_enforcement_is_offered_only_planes_that_lend() -> None:
     assert planes.offered("auto", require_enforcement=True) == ("tcp",)
     assert planes.offered("tcp", checksum="full", require_enforcement=True) == ("tcp+sums",)
     with pytest.raises(
-        OSError, match="transport shm cannot keep a peer to what is lent to it.*staged-shm, tcp, staged-tcp"
+        OSError, match=r"transport shm cannot keep a peer to what is lent to it.*staged-shm, tcp, staged-tcp"
     ):
         planes.offered("shm,tcp", require_enforcement=True)
 

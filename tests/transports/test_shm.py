@@ -155,7 +155,7 @@ def test_what_a_reader_is_given_cannot_be_written_in_any_way(rig: Rig) -> None:
         sock.connect("\0" + there.name)
         play(sock, lambda wire: greet(wire, there.secret, D, P, 0))
         sock.settimeout(20)
-        (fd, *_), length = (lambda found: (found[1], found[0]))(socket.recv_fds(sock, LENGTH.size, 8))
+        length, (fd, *_), _, _ = socket.recv_fds(sock, LENGTH.size, 8)
     assert length
     before = os.pread(fd, 64, 0)
     with pytest.raises(PermissionError):

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvbaton.protocol.ids import JobId
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.base import FenceEnded
-from kvbaton.transports.loans import lend_everything
+from kvbaton.transports.loans import EVERYTHING, lend_everything
 from kvbaton.transports.tcp import TcpConfig, TcpTransport
 from kvbaton.transports.tcp_frames import WINDOW_MAX, Frame, Kind, Status
 from kvbaton.transports.tcp_server import STREAMS_PER_PEER_MAX
@@ -63,6 +64,42 @@ def test_a_write_is_answered_when_it_is_visible(rig: Rig) -> None:
     sock.sendall(request(Kind.WRITE, [4, 2, 0, 1], b"abc"))
     assert answer(sock) == (Frame(Kind.DONE, 7), b"")
     assert rig.memory[:6] == b"c" + DATA[1:4] + b"ab"
+
+
+def test_what_is_not_lent_is_neither_read_nor_written(rig: Rig) -> None:
+    """The attack: one valid key, a bare greeting, and then the whole memory, both ways."""
+    for job in (EVERYTHING, EVERYTHING + 1):
+        rig.server.cancel(JobId(job))
+    sock = rig.dial()
+    for spans in ([0, SIZE], [0, 1], [SIZE - 1, 1], [100, 50, 4096, 64]):
+        sock.sendall(request(Kind.READ, spans))
+        assert answer(sock) == (Frame(Kind.DATA, 7, status=Status.NOT_LENT), b"")
+        sock.sendall(request(Kind.WRITE, spans, bytes(sum(spans[1::2]))))
+        assert answer(sock) == (Frame(Kind.DONE, 7, status=Status.NOT_LENT), b"")
+    assert bytes(rig.memory) == DATA and rig.server.refusals["not_lent"] == 8
+
+
+def test_a_write_under_way_when_it_is_taken_back_ends_the_loan_only_once_it_has_landed(rig: Rig) -> None:
+    sock = rig.dial()
+    whole = request(Kind.WRITE, [0, 8], b"abcdefgh")
+    sock.sendall(whole[:-4])
+    assert poll(lambda: rig.memory[:4] == b"abcd", 20)
+    rig.server.cancel(JobId(EVERYTHING + 1))
+    assert rig.server.drain() == []
+    sock.sendall(whole[-4:])
+    assert answer(sock) == (Frame(Kind.DONE, 7), b"")
+    assert poll(lambda: [event.job for event in rig.server.drain()] == [EVERYTHING + 1], 20)  # type: ignore[union-attr]
+    sock.sendall(request(Kind.WRITE, [0, 1], b"x"))
+    assert answer(sock)[0].status is Status.NOT_LENT and rig.memory[:8] == b"abcdefgh"
+
+
+def test_who_never_finishes_its_write_is_cut_off_and_holds_no_loan(rig: Rig) -> None:
+    sock = rig.dial()
+    sock.sendall(request(Kind.WRITE, [0, 8], b"abcdefgh")[:-4])
+    assert poll(lambda: rig.memory[:4] == b"abcd", 20)
+    rig.server.cancel(JobId(EVERYTHING + 1))
+    assert poll(lambda: [event.job for event in rig.server.drain()] == [EVERYTHING + 1], 20)  # type: ignore[union-attr]
+    assert is_closed(sock) and rig.memory[4:8] == DATA[4:8]
 
 
 BAD = [[-1, 8], [SIZE - 7, 8], [SIZE, 1], [0, SIZE + 1], [2**63 - 1, 8], [8, 2**63 - 1], [0, -8], [-(2**63), 8]]

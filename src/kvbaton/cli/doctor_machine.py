@@ -115,9 +115,7 @@ def _planes_of(engine: Engine) -> Iterator[Finding]:
     if told is None:
         return
     try:
-        names = planes.offered(
-            told.transport, checksum=told.checksum, require_enforcement=told.require_enforcement
-        )
+        names = planes.offered(told.transport, checksum=told.checksum, require_enforcement=told.require_enforcement)
     except OSError as error:
         if engine.is_here:
             yield finding("no-plane", engine.where, str(error), _fix_of(told.transport))

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="how bytes go over: auto, or e.g. shm,tcp (default: auto)",
     )
-    add("--require-enforcement", action="store_true", help="only data planes that keep peers to what is lent (not vllm)")
+    add("--require-enforcement", action="store_true", help="only planes that keep peers to what is lent (not vllm)")
     add("--encrypt", choices=ENCRYPT, default=_WORKER.encrypt, help="encrypt KV that crosses TCP (not vllm)")
     add("--checksum", choices=CHECKSUMS, default=_WORKER.checksum, help="compare copies with their source (not vllm)")
     add("--policy", choices=POLICIES, default=_WORKER.policy, help="of decode workers, when a handoff fails")

@@ -79,8 +79,8 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "http_host", "http_port", "http_access", "control_host", "control_port", "announce_to", "announce_as",
     ),
     "how it hands over": (
-        "transport", "checksum", "encrypt", "require_enforcement", "modes", "policy", "lease_s", "transfer_timeout", "defer_timeout",
-        "claim_timeout", "drain_s",
+        "transport", "checksum", "encrypt", "require_enforcement", "modes", "policy", "lease_s", "transfer_timeout",
+        "defer_timeout", "claim_timeout", "drain_s",
     ),
     "its engine": ("tp", "blocks", "block_tokens", "max_num_seqs", "waiting_max", "seed"),
     "a shared store": ("store", "store_name", "store_timeout"),

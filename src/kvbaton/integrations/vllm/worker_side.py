@@ -84,9 +84,7 @@ class WorkerSide:
         made: dict[str, Transport] = {}
         try:
             told = self._settings
-            names = planes.offered(
-                told.transport, checksum=told.checksum, require_enforcement=told.require_enforcement
-            )
+            names = planes.offered(told.transport, checksum=told.checksum, require_enforcement=told.require_enforcement)
         except OSError as error:
             raise RuntimeError(f"kvbaton: {error}") from error
         for name in names:
