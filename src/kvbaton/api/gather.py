@@ -79,4 +79,7 @@ async def _pump(
                 await queue.put((number, item))
     except Exception as error:  # noqa: BLE001 - handed to the reader, who raises it
         end = error
-    await queue.put(end)
+    try:
+        await queue.put(end)
+    finally:
+        end = None  # an error knows this frame, which must not know it for longer: it has seen a whole request
