@@ -287,8 +287,7 @@ class EventStream:
         exchange, self._exchange = self._exchange, None
         if self._tab is not None:
             self._tab.close()
-        if self.fault is not None:
-            bare(self.fault)
+        self.fault = None  # it knows the frames that know this
         if exchange is not None:
             self._legs._close(self._leg, exchange)
 
