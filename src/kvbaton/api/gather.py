@@ -11,9 +11,11 @@ import contextlib
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
+from kvbaton.api.errors import ApiError, bare
+
 T = TypeVar("T")
-QUEUED_MAX = 64
-"""Items of joined streams that wait for a slow reader; then the streams wait."""
+QUEUED_MAX = 4
+"""Items of joined streams that wait for a slow reader; then the streams wait, each with one that is counted as held."""
 
 
 async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -24,8 +26,9 @@ async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     if tasks:
         await asyncio.wait(tasks)
     for task in tasks:
-        if not task.cancelled():
-            task.exception()  # taken, so that asyncio does not report it as lost
+        error = None if task.cancelled() else task.exception()  # taken, so that asyncio does not report it as lost
+        if isinstance(error, ApiError):
+            bare(error)
 
 
 async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -67,6 +70,8 @@ async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerat
                 yield news
     finally:
         await cancel(tasks)
+        while not queue.empty():  # an error in it knows the frame that knows the queue
+            queue.get_nowait()
 
 
 async def _pump(
@@ -79,4 +84,7 @@ async def _pump(
                 await queue.put((number, item))
     except Exception as error:  # noqa: BLE001 - handed to the reader, who raises it
         end = error
-    await queue.put(end)
+    try:
+        await queue.put(end)
+    finally:
+        end = None  # an error knows this frame, which must not know it for longer: it has seen a whole request

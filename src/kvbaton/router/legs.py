@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from kvbaton.api import sse
-from kvbaton.api.errors import RETRY_AFTER_S, ApiError, no_room, out_of_time, read_error
+from kvbaton.api.errors import RETRY_AFTER_S, ApiError, bare, no_room, out_of_time, read_error
 from kvbaton.api.tokens import NOT_THE_ROUTER
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router import wire
@@ -194,6 +194,7 @@ class Legs:
 
 def _told(leg: Leg, error: wire.WireError, timeout_s: float | None) -> LegError:
     """The wire's error as the router's."""
+    bare(error)  # the exchange has it too
     match error:
         case wire.LateError():
             return leg.failed(504, f"gave no answer within {timeout_s} s", "worker_timeout", lost=True)
@@ -266,9 +267,10 @@ class EventStream:
             try:
                 data = await self._exchange.read()
                 whole = self._feed(data)
-            except wire.LateError:
-                raise self._failed(out_of_time("the request's deadline passed in mid-stream")) from None
             except wire.WireError as error:
+                bare(error)
+                if isinstance(error, wire.LateError):
+                    raise self._failed(out_of_time("the request's deadline passed in mid-stream")) from None
                 raise self._broke(str(error)) from None
             except LegError as error:
                 raise self._failed(error.fault) from None
@@ -285,6 +287,7 @@ class EventStream:
         exchange, self._exchange = self._exchange, None
         if self._tab is not None:
             self._tab.close()
+        self.fault = None  # it knows the frames that know this
         if exchange is not None:
             self._legs._close(self._leg, exchange)
 
