@@ -11,7 +11,7 @@ from laws import HEX, looked_at
 from mutators import Shape
 
 from kvbaton.api import foreign, request_ids, sse
-from kvbaton.api.bodies import PARTS_MAX, Body, Kind
+from kvbaton.api.bodies import PARTS_MAX, Body, Kind, parse
 from kvbaton.api.errors import ApiError, read_error
 from kvbaton.api.merge import split
 from kvbaton.api.params import FIELD, LEASE_FOR_PULL, Mode, TransferParams, source_params, target_params
@@ -38,7 +38,7 @@ def refused(error: ApiError) -> None:
 def body_of(kind: Kind, data: bytes) -> None:
     """A refusal that names a field, or a body of bounded parts whose two legs say what the client said."""
     try:
-        body = front._parsed(kind, data)
+        body = parse(kind, data)
         front._check_steering(body.fields)
     except ApiError as error:
         refused(error)

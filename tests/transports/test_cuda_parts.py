@@ -40,6 +40,7 @@ from kvbaton.transports.cuda_table import (
     write_table,
 )
 from kvbaton.transports.device import DeviceMemory, RegisteredDevice
+from kvbaton.transports.loans import lend_everything
 from kvbaton.transports.staged import StagedConfig, StagedTransport
 from kvbaton.transports.staged_door import Hello, StagedEndpoint
 from kvbaton.transports.staged_slots import allocate_slots, gather_rows, map_slots, scatter_rows
@@ -513,6 +514,7 @@ def stages() -> Iterator[tuple[StagedTransport, StagedTransport, FakeGpu]]:
     made = [StagedTransport(me, StagedConfig(slot_bytes=1 << 20, slots=2), gpu) for me in (P, D)]
     for transport in made:
         transport.register(0, DeviceMemory(gpu.allocate(SIZE), SIZE))
+        lend_everything(transport, D)
     yield made[0], made[1], gpu
     for transport in made:
         transport.close()

@@ -22,6 +22,7 @@ from kvbaton.testing.transport_harness import poll
 from kvbaton.transports import planes
 from kvbaton.transports.auth import PLAIN, greet
 from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Direction
+from kvbaton.transports.loans import lend_everything
 from kvbaton.transports.planes import PlaneSettings
 from kvbaton.transports.summed import SumConfig, SummedTransport
 from kvbaton.transports.tcp import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport
@@ -61,6 +62,7 @@ class Rig:
     def serve(self, encrypt: Encrypt) -> TcpTransport:
         p = TcpTransport(P, TcpConfig(encrypt=encrypt))
         p.register(0, memoryview(self.theirs))
+        lend_everything(p, D)
         self.closing.append(p.close)
         return p
 
@@ -330,6 +332,7 @@ def test_digests_are_encrypted_with_the_bytes_they_are_of(rig: Rig) -> None:
     for me in (P, D):
         side = SummedTransport(TcpTransport(me, TcpConfig(encrypt="on")), me, SumConfig(encrypt="on"))
         side.register(0, memoryview(rig.theirs if me is P else rig.ours))
+        lend_everything(side, D, P)
         rig.closing.append(side.close)
         sides.append(side)
     sides[1].connect(P, sides[0].endpoint(D))
