@@ -154,7 +154,8 @@ conformance: $(VENV)/.dev $(VLLM_VENV)/.ready
 
 # One P and one D on real vLLM, every answer compared with one engine's: behind our router, and behind vllm-router.
 vllm-test: $(VLLM_VENV)/.planes $(ROUTER_VENV)/.ready
-	$(VLLM_BIN)/python -m pytest tests/vllm/test_one_p_one_d.py tests/vllm/test_planes.py tests/vllm/test_store.py
+	$(VLLM_BIN)/python -m pytest tests/vllm/test_one_p_one_d.py tests/vllm/test_planes.py tests/vllm/test_store.py \
+		tests/vllm/test_multi_connector.py
 	KVBATON_VLLM_ROUTER=$(ROUTER_VENV)/bin/vllm-router $(VLLM_BIN)/python -m pytest tests/vllm/test_routers.py
 
 vllm-full: $(VLLM_VENV)/.nixl $(VLLM_VENV)/.planes

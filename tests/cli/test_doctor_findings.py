@@ -326,6 +326,12 @@ PLANTED: dict[str, tuple[str, Callable[[Place], object], str, str]] = {
         "kv_role: got 'kv_consumer'",
         "kv_producer",
     ),
+    "a P that loads from a store, and vLLM does not know": (
+        "role-wrong",
+        in_extra("p", store="tcp://127.0.0.1:7710"),
+        "kv_producer with a store",
+        '"kv_both", and "role": "prefill"',
+    ),
     "a policy that nobody knows": (
         "policy-unknown",
         in_transfer("d", kv_load_failure_policy="retry"),

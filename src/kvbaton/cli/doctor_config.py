@@ -128,6 +128,10 @@ def _transfer(launch: Launch, transfer: Mapping[str, Any]) -> Iterator[Finding]:
     if role not in roles:
         found = f"kv_role: got {role!r}, expected {' or '.join(roles)} for the {launch.side} side"
         yield finding("role-wrong", where, found, f'set "kv_role": "{roles[0]}"')
+    extra = transfer.get("kv_connector_extra_config")
+    if role == "kv_producer" and isinstance(extra, Mapping) and extra.get("store"):
+        found = "kv_role: kv_producer with a store: vLLM guards no load of it against a step in flight"
+        yield finding("role-wrong", where, found, 'set "kv_role": "kv_both", and "role": "prefill" beside the store')
 
 
 def _policy(launch: Launch, transfer: Mapping[str, Any], settings: ConnectorSettings) -> Iterator[Finding]:

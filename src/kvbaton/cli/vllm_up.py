@@ -82,7 +82,7 @@ class VllmPlan(msgspec.Struct, frozen=True, kw_only=True):
         return START_S + START_EACH_S * sum(place.tp for place in self.places)
 
     def names(self) -> list[str]:
-        return [place.name for place in self.places]
+        return [f"{place.name}:{place.role}" for place in self.places]
 
     def members(self, directory: str, registry: str) -> list[Member]:
         ports = free_ports(len(self.places))

@@ -5,7 +5,6 @@ Law: a bad value is refused here, by the name of its field, before any port is o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Literal
 
@@ -15,6 +14,8 @@ from kvbaton.api.tokens import is_loopback
 from kvbaton.control.base import check_authority
 from kvbaton.control.moriio import FORGET_S
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
+from kvbaton.protocol.numbers import DURATION_S_MIN, TERM_S_MAX
+from kvbaton.protocol.settings import LEASE_S_MIN
 from kvbaton.runtime.store_places import store_place
 from kvbaton.sealed.policy import ENCRYPT, Encrypt
 from kvbaton.tracing.export import traces_url
@@ -90,8 +91,9 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
             self._check_range(field, 0, PORT_MAX)
         for field in ("lease_s", "transfer_timeout", "defer_timeout", "claim_timeout", "drain_s", "store_timeout"):
             value = getattr(self, field)
-            if not (math.isfinite(value) and value > 0):
-                raise _bad(field, value, "seconds, above 0")
+            least = LEASE_S_MIN if field == "lease_s" else DURATION_S_MIN
+            if not least <= value <= TERM_S_MAX:  # false for NaN as well
+                raise _bad(field, value, f"seconds, {least:g} to {TERM_S_MAX:g}")
         self._check_range("tp", 1, TP_MAX)
         self._check_range("blocks", 2, BLOCKS_MAX)
         self._check_range("block_tokens", 1, 4096)
