@@ -50,6 +50,12 @@ class TestAnotherPrompt:
         pair.settle()
         assert len(pair.done(Unpin)) == 1 and pair.now == 0.0
 
+    def test_a_ticket_of_another_prompt_spends_nothing(self, pair: Pair) -> None:
+        pair.p.grant()
+        other = pair.p.ticket(pair.p.sources[LeaseId(1)], digest=b"of another prompt")
+        disown(pair, other, Reason.CONTENT_MISMATCH)
+        assert not pair.done(Unpin) and pair.p.counts["claim_refused.content_mismatch"] == 1
+
     def test_the_place_of_another_reader_is_kept(self, make_pair: Make) -> None:
         pair = make_pair("p", "d", "e")
         pair.p.stream(max_readers=2)

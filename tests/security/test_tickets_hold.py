@@ -77,14 +77,17 @@ def test_a_ticket_with_other_content_gets_nothing_and_costs_the_genuine_one_noth
     asyncio.run(story())
 
 
+OVER = (Reason.CONTENT_MISMATCH, Reason.TICKET_SPENT, Reason.UNKNOWN_LEASE)
+
+
 def test_a_ticket_is_for_one_prompt(tmp_path: Path) -> None:
     async def story() -> None:
         async with strict(tmp_path) as both:
             params = await both.prefill(PROMPT)
             assert await refused(both, PROMPT + "But not another.", params) == Reason.CONTENT_MISMATCH
             bare = changed(both, params, digest=b"")  # as if it were bound to nothing: P compares with its own
-            assert await refused(both, PROMPT + "But not another.", bare) == Reason.CONTENT_MISMATCH
-            await both.decode(PROMPT, params)
+            assert await refused(both, PROMPT + "But not another.", bare) in OVER  # by whoever brought it first
+            assert await refused(both, PROMPT, params) in OVER
             await both.at_rest()
 
     asyncio.run(story())

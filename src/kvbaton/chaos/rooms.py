@@ -77,7 +77,7 @@ def _enter(folder: str, size_bytes: int) -> None:
     steps: tuple[Callable[[], int], ...] = (
         lambda: int(libc.unshare(CLONE_NEWNS)),
         lambda: int(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)),
-        lambda: int(libc.mount(b"kvbaton", folder.encode(), b"tmpfs", 0, f"size={size_bytes}".encode())),
+        lambda: int(libc.mount(b"kvbaton", folder.encode(), b"tmpfs", 0, f"size={size_bytes},mode=0700".encode())),
     )
     for step in steps:
         if step() != 0:

@@ -507,6 +507,9 @@ class Producer:
         lease, reader = self.by_handoff.get(claim.handoff), Reader(session.peer, claim.attempt)
         if error.reason is not Reason.CONTENT_MISMATCH or lease is None:
             return
+        ticket = unseal(claim.ticket, self.desk.identity.ticket_keys, now + self.desk.identity.wall_offset_s)
+        if ticket.digest not in (b"", lease.digest):  # a ticket of another prompt: it is not this lease's to spend
+            return
         if lease.target in ("", reader.peer.worker) and reader not in lease.seats and lease.has_room():
             lease.seats[reader] = Seat(session.number, ReaderState.STALE, version=session.version)
             if lease.used_up:
