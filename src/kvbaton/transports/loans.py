@@ -9,6 +9,7 @@ what was lent twice is lent until both are taken back. From any thread; nothing 
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import product
@@ -58,7 +59,6 @@ class Loans:
         self._blocks: dict[int, int] = {}  # by group
         self._loans: dict[JobId, Loan] = {}
         self._counts: dict[Key, dict[int, Counts]] = {}  # by group: how often each block is lent
-        self._open: dict[Key, int] = {}
         self._flights: dict[Flight, None] = {}
         self._closing: dict[JobId, set[Flight]] = {}
         self._closed = False
@@ -81,7 +81,6 @@ class Loans:
             if not refused:
                 key = loan.peer, loan.direction
                 self._loans[loan.job] = loan
-                self._open[key] = self._open.get(key, 0) + 1
                 self._count(key, loan, 1)
         if refused:
             self._ended(CopyEnded(loan.job, Reason.CANCELLED, detail="the transport was closed, or has lent this"))
@@ -94,9 +93,6 @@ class Loans:
                 return job in self._closing
             key = loan.peer, loan.direction
             self._count(key, loan, -1)
-            self._open[key] -= 1
-            if not self._open[key]:
-                del self._open[key], self._counts[key]
             waits_for = {each for each in self._flights if each.key == key and not self._covers(each)}
             for flight in waits_for:
                 flight.awaited.append(job)
@@ -133,12 +129,20 @@ class Loans:
         for job in over:
             self._ended(CopyEnded(job, Reason.CANCELLED))
 
+    def forget(self, peer: PeerId) -> None:
+        """That peer is disconnected: keep no counts of an engine to which nothing is lent."""
+        engine = engine_of(peer)
+        with self._lock:
+            if not any(loan.peer == engine for loan in self._loans.values()):
+                for way in Direction:
+                    self._counts.pop((engine, way), None)
+
     def close(self) -> None:
         """Nothing is under way any more, and nothing will be."""
         with self._lock:
             self._closed = True
             over = [*self._loans, *self._closing]
-            for book in (self._loans, self._closing, self._counts, self._open, self._flights):
+            for book in (self._loans, self._closing, self._counts, self._flights):
                 book.clear()
         for job in over:
             self._ended(CopyEnded(job, Reason.CANCELLED, detail="the transport was closed"))
@@ -154,9 +158,11 @@ class Loans:
             size = self._blocks.get(group, 0)
             if size and ids:
                 if group not in held:
-                    held[group] = np.zeros(size, np.int32)
-                blocks = np.fromiter(ids, np.int64, len(ids))
-                np.add.at(held[group], blocks[(blocks >= 0) & (blocks < size)], step)
+                    held[group] = array("i", bytes(4 * size))
+                counts = held[group]
+                for block in ids:
+                    if 0 <= block < size:
+                        counts[block] += step
 
     def _covers(self, flight: Flight) -> bool:
         held = self._counts.get(flight.key, {})

@@ -37,8 +37,8 @@ PIECE_BYTES = 1 << 20
 
 Bands: TypeAlias = "np.ndarray[tuple[int, int], np.dtype[np.int64]]"
 """Rows (start, end, stride, bytes of a block), in order and apart: see `protocol.pages`."""
-Counts: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int32]]"
-"""By block: whether it may be touched (not 0)."""
+Counts: TypeAlias = "array[int]"
+"""`array('i')`, by block: whether it may be touched (not 0)."""
 
 IOVECS_MAX = 256
 SPAN_BAD = "span {} is outside its memory"

@@ -161,6 +161,7 @@ class StagedTransport:
         with self._jobs:
             self._server.keyring.revoke(peer)
             self._forget(peer, Reason.PEER_GONE, "disconnected")
+        self._loans.forget(peer)
         self._loop.call(partial(self._server.shut_out, peer))
 
     def fence(self, peer: PeerId) -> None:

@@ -178,6 +178,7 @@ class SummedTransport:
 
     def disconnect(self, peer: PeerId) -> None:
         self._service.shut_out(peer)
+        self._loans.forget(peer)
         with self._jobs:
             self._stop_copies(peer, Reason.PEER_GONE, "disconnected")
             link = self._links.pop(peer, None)

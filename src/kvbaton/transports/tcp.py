@@ -287,6 +287,8 @@ class TcpTransport:
             self._end_copies(peer, link, reason, detail)
             if forget and link is not None:
                 link.forget()
+        if forget:
+            self._loans.forget(peer)
         waiting = set(range(len(self._loops)))
 
         def on_loop(index: int) -> None:
