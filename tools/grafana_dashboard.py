@@ -19,8 +19,8 @@ WORKER = 'instance=~"$worker"'
 ROUTER = 'instance=~"$router"'
 WIDTH, HEIGHT = 24, 8
 QUIET = "delivered|aborted|cancelled|discarded"
-OF_PEERS = 'reason=~"plain|full|bad_span|bad_message"'
-OF_STRANGERS = 'reason!~"plain|full|bad_span|bad_message"'
+OF_PEERS = 'reason=~"plain|full|bad_span|not_lent|bad_message"'
+OF_STRANGERS = 'reason!~"plain|full|bad_span|not_lent|bad_message"'
 
 
 class Panel(NamedTuple):
