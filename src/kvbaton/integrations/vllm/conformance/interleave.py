@@ -78,7 +78,7 @@ class Plan:
                 policy=rng.choice(("recompute", "recompute", "fail")),
             )
 
-        lease_s = rng.choice((0.1, 0.3, 1.0))
+        lease_s = rng.choice((0.15, 0.3, 1.0))
         settings = {
             "transport": rng.choice(("tcp", "shm", "auto")),
             "lease_s": lease_s,
