@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvbaton.control import key_files, keys
+from kvbaton.control import key_files, key_rotation, keys
 from kvbaton.control.base import ControlError
+from kvbaton.protocol.ids import WorkerId
 
 
 @pytest.fixture
@@ -220,3 +221,18 @@ def test_no_secret_shows_in_a_repr_or_an_error(minted: Path) -> None:
         keys.load(minted, "p0")
     for secret in (ring.secret, ring.ticket_keys[0].hex(), str(ring.ticket_keys[0])):
         assert secret not in told + str(caught.value)
+
+
+def test_a_key_is_for_what_its_file_says_or_its_name(tmp_path: Path) -> None:
+    keys.mint(tmp_path / "cluster", ["p0:prefill", "p0.1", "d0:decode", "router", "operator-a", "w", "w.1"])
+    keys.add(tmp_path / "cluster", "s:store")
+    found = keys.load(tmp_path / "cluster", "p0")
+    names = ("p0", "p0.1", "d0", "router", "operator-a", "w", "w.1", "s", "unknown")
+    assert [found.role_of(WorkerId(name)).value for name in names] == [
+        "prefill", "prefill", "decode", "router", "operator", "both", "both", "store", "both",
+    ]  # fmt: skip
+    key_rotation.rotate(tmp_path / "cluster", "d0")
+    key_rotation.finish(tmp_path / "cluster", "d0")
+    assert keys.reload(found).role_of(WorkerId("d0")).value == "decode"
+    with pytest.raises(ControlError, match="role of x: got 'king', expected one of prefill"):
+        keys.add(tmp_path / "cluster", "x:king")

@@ -12,6 +12,7 @@ from kvbaton.protocol.desk import Parts
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId
 from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.progress import GroupProgress, whole
 from kvbaton.sim.transport import LENT_TCP
 
 Make = Callable[..., Pair]
@@ -58,18 +59,50 @@ def test_blocks_stay_pinned_until_the_data_plane_has_let_go(make_pair: Make) -> 
     assert not p.pins.total() and p.sources[1].unpins == 1
 
 
-def test_each_chunk_of_a_stream_is_lent_as_it_is_pinned(make_pair: Make) -> None:
+def test_each_chunk_of_a_stream_is_lent_once_it_is_computed(make_pair: Make) -> None:
     pair = lending(make_pair)
     p, d = pair.parties["p"], pair.parties["d"]
     source = p.begin(1, 5)
     d.want("r", pair.router_ticket(1))
     pair.settle()
     p.chunk(source, 2, ready=False)
+    assert not lent(pair, "p"), "what is only pinned still holds somebody else's KV"
+    p.progress(source, whole([2]))
     assert [blocks for _, _, blocks in lent(pair, "p")] == [tuple(tuple(ids) for ids in source.blocks)]
     p.chunk(source, 1)
     p.complete(source)
     pair.settle()
     assert d.loads["r"].end == fx.End() and not p.loans
+
+
+def test_layers_that_go_ahead_take_their_blocks_with_them(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    p, d = pair.parties["p"], pair.parties["d"]
+    source = p.begin(1, 5)
+    d.want("r", pair.router_ticket(1))
+    pair.settle()
+    p.chunk(source, 2, ready=False)
+    p.progress(source, (GroupProgress(0, 2, 1),))
+    assert [blocks for _, _, blocks in lent(pair, "p")] == [tuple(tuple(ids) for ids in source.blocks)]
+    p.progress(source, whole([2]))
+    assert len(lent(pair, "p")) == 1, "once"
+    p.chunk(source, 1)
+    p.complete(source)
+    pair.settle()
+    assert d.loads["r"].end == fx.End()
+
+
+def test_a_replaced_cache_is_not_given_back_while_somebody_is_sent_to(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    p, d = pair.parties["p"], pair.parties["d"]
+    d.habits.copies = p.habits.loans = False
+    d.want("r", p.grant(1))
+    pair.settle()
+    p.tell(ev.CacheReplaced())
+    assert not p.sources[1].unpins
+    p.habits.loans = True
+    pair.settle()
+    assert p.sources[1].unpins == 1
 
 
 def test_a_writer_is_lent_the_reservation_until_it_says_written(make_pair: Make) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Place, Plane, Rank, Share, places, planes, validate
-from kvbaton.protocol.pages import Band, PageTable, pages
+from kvbaton.protocol.pages import Band, PageTable, _merged, pages
 
 BLOCKS, TOKENS, HEADS, BYTES = 5, 4, 2, 8
 PAGE = 2 * TOKENS * HEADS * BYTES
@@ -85,6 +85,11 @@ def test_layers_of_other_strides_in_one_stretch_get_tables_of_their_own() -> Non
     inner = planes("PHN", CELLS, HEADS, TOKENS)
     odd = (Place(0, 0, 2 * PAGE), Place(1, PAGE, 3 * PAGE))
     assert len(pages(layout(odd, inner, 16 * PAGE), 0)) == 2
+
+
+def test_bands_are_not_joined_across_one_of_another_stride() -> None:
+    mixed = [Band(0, 100, 10), Band(20, 200, 10), Band(50, 100, 10)]
+    assert list(_merged(mixed)) == mixed
 
 
 def test_a_single_block_is_whole_whatever_its_strides() -> None:

@@ -13,6 +13,7 @@ from kvbaton.protocol.effects import Direction, Loan
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.pages import Band, PageTable
+from kvbaton.transports import loans
 from kvbaton.transports.loans import Loans, engine_of
 from kvbaton.transports.mover import Mover, NativeMover, PythonMover
 
@@ -158,6 +159,17 @@ def test_a_peer_that_is_disconnected_leaves_no_counts_behind(book: Book) -> None
     book.loans.take_back(JobId(1))
     book.loans.forget(D0)
     assert not book.loans._counts
+
+
+def test_what_one_engine_has_under_way_is_bounded(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loans, "ROWS_MAX", 3)
+    lend(book, 1, 2)
+    lend(book, 2, 2, peer=E)
+    first = book.begin(D0, 2 * PAGE, 1, 2 * PAGE, 1)
+    assert not book.may(rank_peer(D, 1), 2 * PAGE, 1, 2 * PAGE, 1) and book.may(D0, 2 * PAGE, 1)
+    assert book.may(E0, 2 * PAGE, 1, 2 * PAGE, 1)
+    book.loans.end(first)
+    assert book.may(D0, 2 * PAGE, 1, 2 * PAGE, 1)
 
 
 def test_a_number_that_is_in_use_is_refused_and_changes_nothing(book: Book) -> None:

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 import xxhash
 
-from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.auth import greet
-from kvbaton.transports.loans import lend_everything
+from kvbaton.transports.loans import EVERYTHING, lend_everything
 from kvbaton.transports.spans import to_wire
 from kvbaton.transports.summed import SumConfig, SummedTransport
 from kvbaton.transports.sums_endpoint import SumEndpoint, parse
@@ -197,3 +197,15 @@ def test_a_peer_that_reads_no_answers_is_let_go(rig: Rig) -> None:
 
 def _is_gone(rig: Rig) -> bool:
     return not rig.server._service._guests
+
+
+def test_who_may_only_write_learns_nothing_of_what_was_there() -> None:
+    rig = Rig()
+    try:
+        rig.server.cancel(JobId(EVERYTHING))  # to read; what it may write stays
+        sock = rig.dial()
+        for spans, status in (([0, 1], Status.NOT_LENT), ([0, 64, 64, 15], Status.NOT_LENT), ([0, 16], Status.OK)):
+            sock.sendall(question(spans))
+            assert answer(sock)[0].status is status
+    finally:
+        rig.server.close()

@@ -13,7 +13,7 @@ import pytest
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports import tcp
+from kvbaton.transports import jobs, tcp
 from kvbaton.transports.auth import Keyring, admit
 from kvbaton.transports.base import Copy, CopyEnded, DeviceEvent, Direction
 from kvbaton.transports.loans import EVERYTHING, lend_everything
@@ -381,3 +381,17 @@ def test_what_tcp_promises() -> None:
         False,
         False,
     )
+
+
+def test_what_is_not_lent_is_asked_for_again_ever_less_often(
+    make: Callable[..., TcpTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a copy that is larger than what is asked for at once."""
+    monkeypatch.setattr(jobs, "LENT_WAIT_S", 0.3)
+    p, d = make(P), make(D, window_bytes=64 << 10, streams=1)
+    p.cancel(JobId(EVERYTHING))
+    d.connect(P, p.endpoint(D))
+    spans = array("q", [number for at in range(0, SIZE, 4096) for number in (at, at, 4096)])
+    assert d.submit(Copy(JobId(1), P, Direction.READ, 0, 0, spans))
+    (end,) = [each for each in ends(d) if each.job == 1]
+    assert end.reason is Reason.LEASE_EXPIRED and p.refusals["not_lent"] < 200

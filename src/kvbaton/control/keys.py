@@ -50,8 +50,10 @@ class Keyring(msgspec.Struct, frozen=True):
     roles: Mapping[WorkerId, Role] = {}  # of those whose file says one; others by their names
 
     def role_of(self, name: WorkerId) -> Role:
-        """What that identity's key is for."""
-        return self.roles.get(name) or role_by_name(name)
+        """What that identity's key is for. A rank's own key (`NAME.1`, towards a store) is for what its engine's is."""
+        engine, _, rank = name.rpartition(".")
+        known = self.roles.get(name) or (self.roles.get(WorkerId(engine)) if rank.isdigit() else None)
+        return known or role_by_name(name)
 
     def __repr__(self) -> str:
         return f"Keyring({self.name!r}, peers={len(self.peers)}, ticket_keys={len(self.ticket_keys)})"

@@ -95,6 +95,7 @@ class Seat:
     work: int = 0  # rises whenever something got done for this reader
     version: int = NEWEST  # of the protocol, in which its session talks
     plane: Capabilities | None = None  # over which it reads
+    lent: tuple[int, ...] = ()  # leading blocks, per group
     loans: Parts = field(default_factory=lambda: Parts(None))  # the blocks as lent to it there
 
 

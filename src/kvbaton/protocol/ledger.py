@@ -104,7 +104,7 @@ class Ledger:
     def leave(self, now: float) -> None:
         """This life is over (shutdown, or the cache was replaced): give everything back, say goodbye to everybody."""
         self.consumer.void(now)
-        self.producer.void(now)
+        self.producer.void(now, leaving=True)
         self.consumer.links.say_goodbye(now)
         self.sessions.say_goodbye(now)
 

@@ -89,7 +89,6 @@ def _merged(bands: list[Band]) -> Iterator[Band]:
             extent = max(first.extent, band.start + band.extent - first.start)
             open_[band.stride] = Band(first.start, first.stride, extent)
             continue
-        if first is not None:
-            yield first
-        open_[band.stride] = band
+        yield from open_.values()  # also those of other strides: what lies beyond this one is not of their stretch
+        open_ = {band.stride: band}
     yield from open_.values()

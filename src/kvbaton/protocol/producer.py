@@ -17,7 +17,6 @@ from kvbaton.protocol.effects import Direction, End, Unpin
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import (
     Discarded,
-    Groups,
     LeaseBegun,
     LeaseCompleted,
     LeaseExtended,
@@ -90,7 +89,7 @@ class Producer:
         self._block_bytes = block_bytes(desk.identity.layout)
         self.writer = Writer(desk, self)
         self.draining = False
-        self.voiding = False
+        self.leaving = False
 
     # --- the engine
 
@@ -132,9 +131,6 @@ class Producer:
             return
         for mine, ids in zip((*lease.blocks, *lease.epochs), (*event.blocks, *event.epochs), strict=True):
             mine.extend(ids)
-        for reader, seat in lease.seats.items():
-            if seat.state is ReaderState.LIVE:
-                self._lend(reader, seat, event.blocks)
 
     def on_progressed(self, event: LeaseProgressed, now: float) -> None:
         lease = self.leases.get(event.lease)
@@ -330,16 +326,15 @@ class Producer:
         detail = "the prefiller has not begun this request within defer_timeout"
         self._refuse(waiting.session, waiting.claim, ProtocolError(Reason.DEFER_TIMEOUT, detail))
 
-    def void(self, now: float) -> None:
+    def void(self, now: float, leaving: bool = False) -> None:
         """The cache was replaced: no lease, and no tombstone, can be vouched for any more.
 
-        That they are over is remembered: else a claim for one of them would wait for it to begin. What is lent is not
-        waited for: whoever is still being sent to has its own prompt's blocks, or a cache that is no more.
+        That they are over is remembered: else a claim for one of them would wait for it to begin. With `leaving` what
+        is lent is not waited for: the data planes go with this life.
         """
-        self.voiding = True
+        self.leaving = leaving
         for lease in list(self.leases.values()):
             self.close(lease, Reason.UNKNOWN_LEASE, now)
-        self.voiding = False
         self.tombstones = Remembered(self.desk.settings.tombstones_max)
 
     # --- helpers
@@ -442,7 +437,7 @@ class Producer:
                 plane=session.transport,
                 loans=Parts(lease),
             )
-            self._lend(reader, lease.seats[reader], tuple(map(tuple, lease.blocks)))
+            self._lend(lease, reader, lease.seats[reader])
             lease.transport = session.transport.name
             self._mark(lease.id, Step.SEATED, now, who=str(reader.peer.worker))
         elif lease.seats[reader].state is not ReaderState.LIVE:
@@ -455,12 +450,17 @@ class Producer:
             Granted(lease.handoff, reader.attempt, lease.id, ttl_s, lease.tokens, blocks, lease.progress, lease.final),
         )
 
-    def _lend(self, reader: Reader, seat: Seat, blocks: Groups) -> None:
-        """Before the reader is told of these blocks, so that it never asks in vain."""
-        self.desk.lend(seat.loans, seat.plane, reader.peer, Direction.READ, blocks)
+    def _lend(self, lease: Lease, reader: Reader, seat: Seat) -> None:
+        """What has become ready, before the reader is told so; not what is only pinned: there an earlier prompt's KV is
+        still to be seen. Of a block that streams layer by layer it is, in the layers that are to come."""
+        before = seat.lent or tuple(0 for _ in lease.blocks)
+        reach = tuple(group.blocks_ahead if group.layers_ahead else group.blocks_done for group in lease.progress)
+        fresh = tuple(tuple(ids[had:has]) for ids, had, has in zip(lease.blocks, before, reach, strict=True))
+        seat.lent = reach
+        self.desk.lend(seat.loans, seat.plane, reader.peer, Direction.READ, fresh)
 
     def _lent_to_nobody(self, lease: Lease) -> bool:
-        return self.voiding or all(seat.loans.at_rest for seat in lease.seats.values())
+        return self.leaving or all(seat.loans.at_rest for seat in lease.seats.values())
 
     def _take_share(self, lease: Lease, reader: Reader) -> None:
         """Whoever holds as much as one peer may is refused more, so that the others find some."""
@@ -486,6 +486,7 @@ class Producer:
             if seat.state is not ReaderState.LIVE:
                 continue
             seat.work += 1
+            self._lend(lease, reader, seat)
             if not self.writer.pump(lease, reader, now):
                 self.tell(reader.peer, seat, self._ready(lease, reader, seat.told))
                 seat.told = tuple(len(ids) for ids in lease.blocks)

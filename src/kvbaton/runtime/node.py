@@ -204,8 +204,9 @@ class Node:
             for name, transport in rank.items():
                 if transport.capabilities.enforces:
                     with self._guarded(f"lay_out.{name}"):
-                        tables = pages(self.ledger.desk.identity.layout, index)
-                        cast(LendingTransport, transport).lay_out(tables)
+                        lending = cast(LendingTransport, transport)
+                        lending.lay_out(())  # if the rest fails, nothing can be lent
+                        lending.lay_out(pages(self.ledger.desk.identity.layout, index))
 
     def _lend(self, effect: fx.Lend) -> None:
         """One that throws has lent nothing: its reader is refused, and its loan is over."""

@@ -19,7 +19,7 @@ from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Spans, Transpor
 
 log = logging.getLogger(__name__)
 
-AGAIN_S, AGAIN_S_MAX = 0.005, 0.25
+AGAIN_S, AGAIN_S_MAX = 0.001, 0.25
 LENT_WAIT_S = 2.0
 """How long blocks that are not lent are asked for again, ever less often. The link to a rank takes a fraction of a
 millisecond, unless the machine stands still."""

@@ -25,9 +25,12 @@ from kvbaton.protocol.pages import Band, PageTable
 from kvbaton.transports.base import Spans
 from kvbaton.transports.mover import Bands, Counts, Mover
 
-GRACE_S = 2.0
+GRACE_S = 5.0
 """How long what is under way may still take once its loan was taken back: an honest reader of a slow network is done,
 and blocks are not kept from their owner for longer by one who reads on purpose byte by byte."""
+
+ROWS_MAX = 1 << 18
+"""Spans under way for one engine; beyond it is told to ask again. Whoever takes a loan back looks at them all: 5 ms."""
 
 EVERYTHING = 1 << 40
 """Job ids of `lend_everything`: far from those of copies."""
@@ -60,6 +63,7 @@ class Loans:
         self._loans: dict[JobId, Loan] = {}
         self._counts: dict[Key, dict[int, Counts]] = {}  # by group: how often each block is lent
         self._flights: dict[Flight, None] = {}
+        self._rows: dict[Key, int] = {}  # of them
         self._closing: dict[JobId, set[Flight]] = {}
         self._closed = False
 
@@ -110,16 +114,22 @@ class Loans:
         """None unless every byte is lent to `peer`, a rank of an engine. Spans were range-checked before."""
         flight = Flight((engine_of(peer), direction), region, pairs, cut)
         with self._lock:
-            if self._closed or not self._covers(flight):
+            rows = self._rows.get(flight.key, 0) + len(pairs) // 2
+            if self._closed or rows > ROWS_MAX or not self._covers(flight):
                 return None
             self._flights[flight] = None
+            self._rows[flight.key] = rows
         return flight
 
     def end(self, flight: Flight) -> None:
         """It touches no memory any more. Idempotent."""
         over: list[JobId] = []
         with self._lock:
-            self._flights.pop(flight, None)
+            if flight in self._flights:
+                del self._flights[flight]
+                self._rows[flight.key] -= len(flight.pairs) // 2
+                if not self._rows[flight.key]:
+                    del self._rows[flight.key]
             awaited, flight.awaited = flight.awaited, []
             for job in awaited:
                 waits_for = self._closing.get(job, {flight})  # none of it once this was closed
@@ -142,7 +152,7 @@ class Loans:
         with self._lock:
             self._closed = True
             over = [*self._loans, *self._closing]
-            for book in (self._loans, self._closing, self._counts, self._flights):
+            for book in (self._loans, self._closing, self._counts, self._flights, self._rows):
                 book.clear()
         for job in over:
             self._ended(CopyEnded(job, Reason.CANCELLED, detail="the transport was closed"))

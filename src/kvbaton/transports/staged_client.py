@@ -130,6 +130,7 @@ class Line:
             self._end(part, Reason.LEASE_EXPIRED, f"{link.there.owner} does not lend this memory, or no longer")
         else:
             part.over = True
+            link.hold(part.job)
             link.jobs.put_back(part.job, part.spans)
             link.loop.later(again_s, partial(link.again, part.job))
 
@@ -219,10 +220,18 @@ class StagedLink:
         self._new.append(job)
         self.loop.call(self._pump)
 
-    def again(self, job: Job) -> None:
-        """On the loop: parts that were put back are due."""
+    def hold(self, job: Job) -> None:
+        """Ask for nothing more of it until `again`."""
         with self.jobs:
-            if job.parts and job not in self._queue:
+            if job in self._queue:
+                self._queue.remove(job)
+
+    def again(self, job: Job) -> None:
+        """On the loop: parts that were put back are due. What waited while the line fell has fallen with it."""
+        with self.jobs:
+            if job.parts and self._line is None:
+                self.jobs.fail(job, Reason.TRANSFER_FAILED, f"cannot stage from {self.there.owner}: the line is down")
+            elif job.parts and job not in self._queue:
                 self._queue.append(job)
         if self._line is not None and self._line.hello is not None:
             self._line.pump()

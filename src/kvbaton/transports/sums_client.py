@@ -136,7 +136,7 @@ class SumLink:
         if now - question.refused_at >= LENT_WAIT_S:
             question.fail(Reason.LEASE_EXPIRED, f"{self.route.peer} does not lend this memory, or no longer")
         else:
-            self._loop.later(AGAIN_S_MAX / 5, lambda: self.ask([question]))
+            self._loop.later(AGAIN_S_MAX / 50, lambda: None if question.job.ended else self.ask([question]))
 
     def _look(self) -> None:
         """Whether the service still answers; again later, as long as it is being asked."""

@@ -30,6 +30,9 @@ from kvbaton.transports.tcp_frames import FRAME_BYTES, WINDOW_MAX, Frame, Kind, 
 from kvbaton.transports.tcp_server import REFUSED_AS, family_of, prepare
 from kvbaton.transports.wire import Bytes, Script, Wire, take
 
+WRITTEN_BYTES_MIN = 16
+"""Of a span that a writer asks about. With less a digest could be guessed: a byte has 256 of them."""
+
 QUESTION_BYTES_MAX = PART_BYTES + PIECE_BYTES
 """More than an honest peer ever asks about at once: others wait in the same line."""
 
@@ -126,9 +129,12 @@ class SumService:
                 self._digesters.add(partial(self._digest, guest, frame.tag, memory, pairs, flight))
 
     def _begin(self, guest: Guest, region: int, pairs: Spans) -> Flight | None:
-        """Who was lent blocks, to read or to write, may ask for their digests."""
+        """Who was lent blocks to read may ask for their digests; who may only write there, not for digests of so little
+        that they tell what was there before."""
         assert self._loans is not None
         for way in Direction:
+            if way is Direction.WRITE and min(pairs[1::2]) < WRITTEN_BYTES_MIN:
+                return None
             flight = self._loans.begin(guest.peer, way, region, pairs, lambda: None)  # a digest is short
             if flight is not None:
                 return flight

@@ -138,6 +138,7 @@ class Conversation:
             self._end(part, Reason.LEASE_EXPIRED, f"{link.route.peer} does not lend this memory, or no longer")
         else:
             part.over = True
+            link.remove(part.job)  # or what is left of it would be asked for at once
             link.jobs.put_back(part.job, part.spans)
             link.loops[self._index].later(again_s, partial(link.add, part.job))
 

@@ -28,6 +28,8 @@ class UnnamedTransport:
         if self._inner is not None:
             raise RuntimeError(f"this transport has a name already; {me} needs one of its own")
         self._inner = self._make(me)
+        if self.capabilities.enforces:
+            self.lay_out(())  # nothing can be lent before the engine has said where blocks are
         if self._waker is not None:
             self._inner.set_waker(self._waker)
 
