@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import os
 import random
 import secrets
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,16 +66,22 @@ def key_directory() -> Path:
     return base / "keys"
 
 
-_PORTS = random.SystemRandom()
+PORTS_EACH = 400
+_ports: dict[int, Iterator[int]] = {}  # by process: a fork begins its own
 
 
 def free_port() -> int:
-    """Below those that the kernel gives to whoever asks for any, so that it is still free when an engine binds it."""
-    while True:
-        port = _PORTS.randrange(12000, 32000)
-        with socket.socket() as one, contextlib.suppress(OSError):
-            one.bind(("127.0.0.1", port))
+    """A port that nobody has, outside what the kernel hands out. Each process takes them in turn from a stretch of its
+    own, so that neither two of one lab nor two labs side by side get the same."""
+    mine = _ports.get(os.getpid())
+    if mine is None:
+        first = 12000 + os.getpid() % (20000 // PORTS_EACH) * PORTS_EACH
+        mine = _ports[os.getpid()] = itertools.cycle(range(first, first + PORTS_EACH))
+    for port in itertools.islice(mine, PORTS_EACH):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
+    raise OSError(f"no free port among {PORTS_EACH}")
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
