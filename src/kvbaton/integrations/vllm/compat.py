@@ -57,6 +57,14 @@ def cpu_page(vllm_config: Any, block_sizes: set[int]) -> str:
     return f"CPU_ATTN {isa}, block of {blocks}"
 
 
+def device_page(vllm_config: Any, page: str) -> str:
+    """How a device's attention orders a page: by its backends, whose rows may mean different things."""
+    from vllm.distributed.kv_transfer.kv_connector import utils
+
+    backends = sorted({backend.get_name() for backend in utils.get_current_attn_backends(vllm_config)})
+    return f"{page}, {' '.join(backends)}"
+
+
 def config_digest(hf_config: Any) -> str:
     """A digest of the model's configuration, without what differs between machines."""
     fields = _stable(hf_config.to_dict())

@@ -28,6 +28,9 @@ from kvbaton.integrations.vllm.worker_side import WorkerSide
 
 plugin.register()
 
+BLOCK_BY_BLOCK = "BLHNC"
+"""vLLM's name for blocks outermost, then layers, heads, tokens."""
+
 
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Hands KV over between vLLM engines."""
@@ -90,9 +93,18 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return BatonMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod
-    @guarded(returns(True))
+    @guarded(returns(False))
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return bool(extra_config.get("layerwise", True))
+        """Never: it is asked without the role, and D needs its full graphs. A forward in which layers cannot be seen is
+        announced whole, by its output; prefills are not captured whole, so theirs are seen."""
+        return False
+
+    @classmethod
+    @guarded(returns(None))
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """On a device all layers of a block together, heads apart: one span a block between equals, and heads can be
+        cut out for another tensor-parallel size. Where a backend cannot, vLLM says so and takes its own."""
+        return BLOCK_BY_BLOCK if vllm_config.device_config.device_type == "cuda" else None
 
     # --- the scheduler's side
 

@@ -1,32 +1,29 @@
 """The connector in a worker's process: it owns the data planes of its rank, and says what the scheduler's side decided.
 
 Laws: a verdict that came with a step is reported in that step, once. Nothing here waits for bytes: copies run on mover
-threads, commands come over the rank's own link, and a layer's announcement is a note left for that link's thread.
+threads, commands come over the rank's own link, and a layer's announcement is a note left for that link's thread, which
+on a device is left by the clock once an event behind that layer is over (`layer_events`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from kvbaton.integrations.vllm.compat import cpu_page
+from kvbaton.integrations.vllm.caches import CPU, DeviceCache, HostCache, cache_of, planes_over
 from kvbaton.integrations.vllm.guard import guarded, makes, returns
-from kvbaton.integrations.vllm.layout import Parallel, RankFacts, rank_facts, regions_of
+from kvbaton.integrations.vllm.layer_events import HostClock, LayerClock
+from kvbaton.integrations.vllm.layout import Parallel, RankFacts, rank_facts
 from kvbaton.integrations.vllm.settings import ConnectorSettings
 from kvbaton.integrations.vllm.shelving import rank_shelf
 from kvbaton.integrations.vllm.step import BatonStep, Leaving, RankCard, StepDone
-from kvbaton.protocol.ids import LeaseId, PeerId
+from kvbaton.protocol.ids import LeaseId
 from kvbaton.protocol.progress import GroupProgress
 from kvbaton.runtime.rank_host import RankHost
-from kvbaton.transports import planes
-from kvbaton.transports.base import Transport
-from kvbaton.transports.delayed import DelayedTransport
-from kvbaton.transports.memory import Region, adopt
-from kvbaton.transports.unnamed import UnnamedTransport
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +37,8 @@ class WorkerSide:
         self._settings = settings
         self._host: RankHost | None = None
         self._facts: RankFacts | None = None
-        self._adopted: list[Region] = []
+        self._memory: HostCache | DeviceCache | None = None
+        self._clock: LayerClock = HostClock()
         self._layers_done: dict[str, tuple[int, ...]] = {}  # in the order of computation
         self._order_is_known = False
         self._heard: list[str] = []
@@ -52,23 +50,16 @@ class WorkerSide:
     def register(self, tensors: Mapping[str, Any]) -> None:
         """vLLM has allocated the cache: describe it, share it, and open the data planes of this rank."""
         parallel = self._parallel()
-        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors.values())
-        if not on_cpu:
-            raise RuntimeError(
-                "kvbaton: only caches in host memory can be handed over by this version; see docs/vllm.md"
-            )
-        facts = rank_facts(tensors, self._cache, parallel, opaque_pages=True)
-        if facts.page != "rows of tokens":
-            sizes = {group.block_tokens for group in facts.groups}
-            facts = msgspec.structs.replace(facts, page=cpu_page(self._config, sizes))
+        cache = self._memory = cache_of(tensors)
+        facts = cache.paged(rank_facts(tensors, self._cache, parallel, opaque_pages=cache.kind == CPU), self._config)
         rank = parallel.pp * parallel.tp_size + parallel.tp
-        memories = [_memory(storage) for storage in regions_of(tensors)]
-        shelf = rank_shelf(self._settings, facts, rank, self._config.parallel_config.world_size, memories)
-        self._host = RankHost(rank, self._planes(memories), self._settings.control_host, shelf=shelf)
+        shelf = rank_shelf(self._settings, facts, rank, self._config.parallel_config.world_size, cache.memories)  # type: ignore[arg-type]
+        self._host = RankHost(rank, planes_over(cache, self._settings), self._settings.control_host, shelf=shelf)
         self._host.start()
         self._facts = facts
         if self._settings.layerwise and self._config.parallel_config.pipeline_parallel_size == 1:
             self._layers_done = layers_done(facts)
+            self._clock = cache.clock()
 
     def card(self) -> RankCard | None:
         if self._host is None or self._facts is None:
@@ -80,43 +71,13 @@ class WorkerSide:
         pp, tp = divmod(parallel.rank, parallel.tensor_parallel_size)
         return Parallel(pp, tp, parallel.tensor_parallel_size, model.get_total_num_kv_heads())
 
-    def _planes(self, memories: list[memoryview]) -> dict[str, Transport]:
-        made: dict[str, Transport] = {}
-        try:
-            told = self._settings
-            names = planes.offered(told.transport, checksum=told.checksum, require_enforcement=told.require_enforcement)
-        except OSError as error:
-            raise RuntimeError(f"kvbaton: {error}") from error
-        for name in names:
-            try:
-                made[name] = self._plane(name, memories)
-            except (ValueError, OSError) as error:
-                if self._settings.transport != planes.AUTO:
-                    raise RuntimeError(f"kvbaton: transport {name} cannot be used here: {error}") from error
-                log.warning("[plane-not-offered] kvbaton: transport %s is not offered: %s", name, error)
-        return made
-
-    def _plane(self, name: str, memories: list[memoryview]) -> Transport:
-        """A data plane over this rank's cache; the engine tells it later whose it is (rule 3)."""
-        shared = name.removesuffix(planes.SUMS) == "shm"
-        if shared:
-            self._adopted += [adopt(_address(memory), memory.nbytes) for memory in memories]
-        views = [region.view for region in self._adopted] if shared else memories
-
-        def make(me: PeerId) -> Transport:
-            told = planes.PlaneSettings(settings.control_host, settings.checksum, settings.encrypt)
-            plane = planes.make(name, me, told, views)
-            return DelayedTransport(plane, settings.fault_copy_delay_s) if settings.fault_copy_delay_s else plane
-
-        settings = self._settings
-        return UnnamedTransport(planes.capabilities(name), make)
-
     @guarded(returns(None))
     def shutdown(self) -> None:
         if self._host is not None:
             self._host.stop()
-        for region in self._adopted:
-            region.close()
+        self._clock.close()
+        if self._memory is not None:
+            self._memory.close()
 
     # --- hooks
 
@@ -133,8 +94,8 @@ class WorkerSide:
         if not self._order_is_known:
             self._heard.append(layer)
             return
-        for leaving in self._step.leaving:
-            self._host.progressed(LeaseId(leaving.lease), self._progress(leaving, done))
+        if self._step.leaving:
+            self._clock.when_done(partial(self._announce, self._host, self._step.leaving, done))
 
     @guarded(makes(lambda: (set(), set(), set())))
     def results(self) -> tuple[set[str], set[str], set[int]]:
@@ -158,6 +119,11 @@ class WorkerSide:
         if not self._order_is_known:
             log.warning("[layer-order] kvbaton: layers come in an order not expected; announcing whole chunks only")
             self._layers_done = {}
+
+    def _announce(self, host: RankHost, leaving: tuple[Leaving, ...], done: tuple[int, ...]) -> None:
+        """By the clock's thread: these layers are in the cache, on the device and done."""
+        for each in leaving:
+            host.progressed(LeaseId(each.lease), self._progress(each, done))
 
     def _progress(self, leaving: Leaving, done: tuple[int, ...]) -> tuple[GroupProgress, ...]:
         """`done` layers of each group have what this step adds, the others what was there before it."""
@@ -188,12 +154,3 @@ def layers_done(facts: RankFacts) -> dict[str, tuple[int, ...]]:
 def _layer_number(name: str) -> tuple[int, str]:
     digits = next((part for part in name.split(".") if part.isdigit()), "0")
     return int(digits), name
-
-
-def _memory(storage: Any) -> memoryview:
-    buffer = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-    return memoryview(buffer).cast("B")
-
-
-def _address(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
