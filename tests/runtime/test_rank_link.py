@@ -190,7 +190,7 @@ class TestInvitation:
             RankHost(0, {})
 
     def test_ipv6_is_an_address_as_well(self, rig: Rig) -> None:
-        rig.hosts.append(RankHost(0, {"fake": FakePlane()}, "::1"))
+        rig.keep(RankHost(0, {"fake": FakePlane()}, "::1"))
         rig.hosts[0].start()
         transport = rig.link(rig.hosts[0].invitation).transports(0)["fake"]
         assert endpoint(Side(NEAR, transport, memoryview(b"")), FAR)
@@ -487,10 +487,8 @@ class TestFences:
 class TestProgress:
     def test_progress_comes_with_its_rank_and_wakes_the_node(self, rig: Rig) -> None:
         hosts = [rig.host(("fake", FakePlane()), rank=rank) for rank in (0, 1)]
-        links = rig.link(*(host.invitation for host in reversed(hosts)))
         rung = threading.Event()
-        for rank in (0, 1):
-            links.transports(rank)["fake"].set_waker(rung.set)
+        links = rig.link(*(host.invitation for host in reversed(hosts)), tell=rung.set)
         found: list[LeaseProgressed] = []
         for count, (rank, blocks) in enumerate(((1, 3), (0, 4)), 1):
             rung.clear()
@@ -504,8 +502,7 @@ class TestProgress:
     ) -> None:
         monkeypatch.setattr(rank_host, "LEASES_MAX", 2)
         monkeypatch.setattr(rank_link, "LEASES_MAX", 1)
-        host = RankHost(0, {"fake": FakePlane()})
-        rig.hosts.append(host)
+        host = rig.keep(RankHost(0, {"fake": FakePlane()}))
         for lease, blocks in ((1, 1), (1, 2), (2, 1), (3, 1), (1, 3)):
             host.progressed(LeaseId(lease), whole([blocks]))
         assert host.counters["progress_lost"] == 1

@@ -113,8 +113,12 @@ class HostedPlane:
         self._closed = True
         self._parts.clear()
         self._end_waiting(lambda copy: True, Reason.CANCELLED, "the transport was closed")
-        self._guarded(self.transport.close)
+        self.shut()
         self._drain()
+
+    def shut(self) -> None:
+        """Close the transport and nothing more."""
+        self._guarded(self.transport.close)
 
     # --- commands
 

@@ -129,7 +129,6 @@ class RemoteTransport:
         self._loans: set[JobId] = set()  # that the rank has not said to have ended
         self._known: set[PeerId] = set()  # for whom the rank may hold an endpoint or a connection
         self._fences = Fences()
-        self._waker: Callable[[], None] | None = None
 
     def register(self, region: int, memory: memoryview) -> None:
         raise NotImplementedError("memory is registered in the rank's process, before its RankHost starts")
@@ -199,7 +198,6 @@ class RemoteTransport:
         return self._jobs.drain()
 
     def set_waker(self, waker: Callable[[], None]) -> None:
-        self._waker = waker
         self._jobs.set_waker(waker)
 
     def close(self) -> None:
@@ -208,11 +206,6 @@ class RemoteTransport:
             self._link.post([Close(self._name)])
 
     # --- the link's thread
-
-    def wake(self) -> None:
-        """Have the node look, though there is no news of this transport."""
-        if self._waker is not None:
-            self._waker()
 
     def take(self, news: News) -> None:
         if isinstance(news, Ended):

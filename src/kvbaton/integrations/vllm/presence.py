@@ -87,7 +87,7 @@ class Presence:
         self.book = AddressBook()
         host = f"[{settings.control_host}]" if ":" in settings.control_host else settings.control_host
         self.control = ZmqControl(keyring, f"tcp://{host}:{settings.control_port}")
-        self.links = RankLinks(ranks, me=self.peer)
+        self.links = RankLinks(ranks, me=self.peer, tell=self.control.wake)
         self.watch = Watch(self.peer, directory=settings.flight_dir, spans=self._spans())
         self.doorway = Doorway(self._door_config(keyring, len(ranks)), EpochTable(facts.blocks))
         self.shelf = self._make_shelf(len(ranks)) if settings.store else None
