@@ -1,7 +1,7 @@
 """What the device benchmark's figures come to: verdicts, a table for reading, and a plain plot.
 
-Law: a verdict is a number beside its bound, at the largest size, from one run. A bound that is missed is said so, and so
-is an aim, which is not held against anybody.
+Law: a verdict is a number beside its bound, at the largest size, from one run. A bound that is missed is said so; so is
+an aim, which nobody fails by missing.
 Staging is judged by what the bus does both ways at once, since P and D share one GPU, and so one link, here.
 """
 
