@@ -169,13 +169,14 @@ def new_lease(
 
 def proven_blocks(lease: Lease, epoch_of: Callable[[int], int]) -> tuple[int, ...]:
     """How many leading blocks of each group have never been reused since they were pinned."""
-    return tuple(
-        next(
-            (i for i, block in enumerate(ids) if block != NO_BLOCK and epoch_of(block) != noted[i]),
-            len(ids),
-        )
-        for ids, noted in zip(lease.blocks, lease.epochs, strict=True)
-    )
+    return tuple(_proven(ids, noted, epoch_of) for ids, noted in zip(lease.blocks, lease.epochs, strict=True))
+
+
+def _proven(ids: list[int], noted: list[int], epoch_of: Callable[[int], int]) -> int:
+    if NO_BLOCK not in ids and list(map(epoch_of, ids)) == noted:  # as nearly always, and told in a third of the time
+        return len(ids)
+    reused = (at for at, block in enumerate(ids) if block != NO_BLOCK and epoch_of(block) != noted[at])
+    return next(reused, len(ids))
 
 
 def judge(lease: Lease, epoch_of: Callable[[int], int]) -> tuple[bool, tuple[int, ...]]:
