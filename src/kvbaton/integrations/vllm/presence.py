@@ -273,7 +273,7 @@ class Presence:
             exact_epochs=self.facts.exact_epochs,
             role_of=keyring.role_of,
         )
-        ledger = Ledger(identity, self.settings.protocol(), self.doorway.epochs.judged)
+        ledger = Ledger(identity, self.settings.protocol(), self.doorway.epochs.all_judged)
         progress, recorder = self.links.drain_progress, self.watch.recorder
         return Node(ledger, self.control, planes, self.doorway, self.shelf, extra=progress, recorder=recorder)
 
