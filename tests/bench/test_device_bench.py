@@ -35,7 +35,7 @@ def size(**changes: object) -> Size:
     ways = ("contiguous", "cuda", "handoff", "staged-shm", "staged-tcp")
     good = Size(
         1000, 1000 * BLOCK_BYTES, dict.fromkeys(ways, 1.0), {"contiguous": 1.0, "cuda": 1.05},
-        dict.fromkeys(ways, 47.0), {"cuda, launch": 0.95, "cuda": 0.7, "handoff": 0.5}, 1.2, True,
+        dict.fromkeys(ways, 47.0), {"cuda, launch": 0.95, "cuda": 0.7, "handoff": 0.5}, 2.4, True,
     )  # fmt: skip
     return msgspec.structs.replace(good, **changes)
 
@@ -62,13 +62,19 @@ def test_a_run_that_holds_every_bound_holds() -> None:
     [
         {"right": False},
         {"of_contiguous": {"cuda, launch": 0.92, "cuda": 0.7, "handoff": 0.5}},
-        {"handoff_over_copy": 1.26},
+        {"handoff_over_copy": 2.51},
         {"gb_s": {"staged-shm": 42.0}},
     ],
 )
 def test_each_bound_that_is_missed_is_one_verdict(change: dict[str, object]) -> None:
     missed = [verdict for verdict in device_page.verdicts(report(size(**change))) if not verdict.ok]
     assert len(missed) == 1 and device_page.said(missed[0]).startswith("MISSED")
+
+
+def test_an_aim_is_told_beside_its_bound_and_missing_it_is_no_miss() -> None:
+    (handoff,) = (verdict for verdict in device_page.verdicts(report()) if verdict.aim is not None)
+    assert handoff.ok and handoff.value > handoff.aim  # type: ignore[operator]
+    assert device_page.said(handoff).endswith("2.400 (bound 2.5, aim 1.5)")
 
 
 def test_wrong_bytes_by_nixl_are_wrong_bytes_and_a_setting_that_failed_is_not() -> None:

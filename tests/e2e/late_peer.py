@@ -97,7 +97,7 @@ class Side:
             peer, "here", {"model": "none"}, _layout(), (transport.capabilities,), keyring.ticket_keys,
             time.time() - time.monotonic(),
         )  # fmt: skip
-        self.ledger = Ledger(identity, SETTINGS, self.door.epochs.of)
+        self.ledger = Ledger(identity, SETTINGS, self.door.epochs.all_of)
         self.loop = NodeLoop(Node(self.ledger, self.control, [{plane: transport}], self.door), self.control)
         self.loop.start()
 

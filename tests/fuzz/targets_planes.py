@@ -18,6 +18,8 @@ from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
 from kvbaton.protocol.progress import whole
+from kvbaton.protocol.spans import SPANS_MAX
+from kvbaton.protocol.weave import Weave
 from kvbaton.runtime import rank_messages as rm
 from kvbaton.runtime import rank_store_messages as sm
 from kvbaton.runtime.rank_stream import WINDOW_FRAMES_MAX, Envelope, Stream
@@ -298,7 +300,9 @@ def rank_frame(data: bytes) -> None:
 def _used(said: Any) -> None:
     match said:
         case rm.Submit():
-            assert len(rm.copy_of(said).spans) % 3 == 0
+            copy = rm.copy_of(said)
+            assert len(copy.spans) % 3 == 0
+            assert copy.weave is None or (0 < copy.weave.rows <= SPANS_MAX and len(copy.weave.column) % 3 == 0)
         case sm.ShelfGet() | sm.ShelfPut():
             sm.hashes_of(said.hashes)
             sm.ids_of(said.blocks)
@@ -312,10 +316,12 @@ def rank_seeds() -> list[bytes]:
     from array import array
 
     copy = Copy(JobId(1), PEER, Direction.READ, 0, 0, array("q", [0, 64, 32]))
+    woven = msgspec.structs.replace(copy, weave=Weave(array("q", [0, 64, 32, 64, 0, 32]), array("q", [0, 0, 128, 128])))
     hashes, order = sm.pack_hashes([b"h" * HASH_BYTES]), 1
     commands: list[rm.Command] = [
         rm.Open("tcp", ME), rm.Mint("tcp", 1, PEER), rm.Connect("tcp", PEER, b"endpoint"), rm.Disconnect("tcp", PEER),
-        rm.SpansPart("tcp", JobId(1), bytes(24)), *rm.submit_commands("tcp", copy), rm.Cancel("tcp", JobId(1)),
+        rm.TablePart("tcp", JobId(1), bytes(24)), *rm.submit_commands("tcp", copy), rm.Cancel("tcp", JobId(1)),
+        *rm.submit_commands("tcp", woven),
         rm.Fence("tcp", PEER), rm.Close("tcp"), sm.ShelfOpen("a" * 32), sm.ShelfLookup(order, hashes, 1.0),
         sm.ShelfGet(order, hashes, sm.pack_ids([3]), 1.0), sm.ShelfPut(order, hashes, sm.pack_ids([3]), 1.0),
         sm.ShelfCancel(order), sm.ShelfAsk(1),

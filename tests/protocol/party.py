@@ -154,7 +154,7 @@ class Party:
             optional=optional,
             versions=versions,
         )
-        self.ledger = Ledger(identity, settings, self.epochs.__getitem__)
+        self.ledger = Ledger(identity, settings, lambda blocks: [self.epochs[block] for block in blocks])
         self.memory = [bytearray(shape.region_bytes) for _ in range(shape.ranks)]
         self.free = deque(range(1, shape.blocks))
         self.pins: Counter[int] = Counter()

@@ -20,7 +20,7 @@ MOVES = [Move(0, 0, 0, array("q", (0, 0, 8))), Move(1, 0, 0, array("q", (8, 0, 8
 
 def desk() -> Desk:
     identity = Identity(PEER, "host", {"model": "m"}, Shape().layout(), (SHM, TCP), (b"key",))
-    return Desk(identity, Settings(), lambda block: 0)
+    return Desk(identity, Settings(), lambda blocks: [0] * len(blocks))
 
 
 def test_a_card_says_what_a_node_needs_and_can_do() -> None:

@@ -74,7 +74,7 @@ def test_a_copy_of_reused_blocks_is_told_as_stale_by_both(pair: Pair) -> None:
     pair.hold(Commit)
     pair.d.want("r", pair.p.grant())
     pair.settle()
-    pair.p.ledger.desk.epoch_of = lambda _: 99
+    pair.p.ledger.desk.epochs_of = lambda blocks: [99] * len(blocks)
     pair.release()
     pair.settle()
     assert Step.STALE in story(pair, "p", Side.PREFILL)

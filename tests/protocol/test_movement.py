@@ -101,7 +101,7 @@ def test_progress_that_goes_back_is_refused() -> None:
 @pytest.mark.parametrize(("side", "direction"), [(Side.TARGET, Direction.READ), (Side.SOURCE, Direction.WRITE)])
 def test_the_target_reads_and_the_source_writes(side: Side, direction: Direction) -> None:
     identity = Identity(PEER, "host", {}, Shape().layout(), (TCP,), (b"key",))
-    desk, parts = Desk(identity, Settings(), lambda block: 0), Parts(None)
+    desk, parts = Desk(identity, Settings(), lambda blocks: [0] * len(blocks)), Parts(None)
     way = route(between(Shape(), Shape()), side)
     start(desk, parts, way, moves(way, CARGO, nothing(1), whole([3])))
     assert [effect.copy.direction for effect in desk.effects if isinstance(effect, StartCopy)] == [direction]

@@ -29,7 +29,7 @@ def layout() -> EngineLayout:
 
 def desk(weaves: bool) -> Desk:
     plane = Capabilities("x", True, False, False, True, True, weaves=weaves)
-    return Desk(Identity(PEER, "host", {}, layout(), (plane,), ()), Settings(), lambda _block: 0)
+    return Desk(Identity(PEER, "host", {}, layout(), (plane,), ()), Settings(), lambda blocks: [0] * len(blocks))
 
 
 def test_scattered_blocks_of_several_layers_are_one_weave_of_blocks_by_layers() -> None:

@@ -1,4 +1,7 @@
-"""Ranks and their links for tests: in threads of this process, or with the rank in a process of its own."""
+"""Ranks and their links for tests: in threads of this process, or with the rank in a process of its own.
+
+Hosts of this process are reached over sockets, as if they were in another, unless a rig is made `near`.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+from kvbaton.runtime import rank_host
 from kvbaton.runtime.rank_host import RankHost
 from kvbaton.runtime.rank_link import RankLinks
 from kvbaton.runtime.rank_messages import RankInvitation
-from kvbaton.runtime.rank_transport import RemoteTransport
 from kvbaton.testing import InProcessHarness, Log, Pair, Side
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports import shm, tcp
@@ -34,7 +38,8 @@ NEAR, FAR = (PeerId(WorkerId(name), Incarnation(1)) for name in ("near", "far"))
 class Rig:
     """Everything that a test opens, and its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, near: bool = False) -> None:
+        self.near = near
         self.regions: list[Region] = []
         self.transports: list[Transport] = []
         self.hosts: list[RankHost] = []
@@ -52,18 +57,24 @@ class Rig:
         return transport
 
     def host(self, *transports: tuple[str, Transport], rank: int = 0) -> RankHost:
-        host = RankHost(rank, dict(transports))
-        self.hosts.append(host)
+        host = self.keep(RankHost(rank, dict(transports)))
         host.start()
         return host
 
-    def link(self, *invitations: RankInvitation, ping_s: float = 2.0, lost_s: float = 15.0) -> RankLinks:
-        links = RankLinks([RankInvitation.decode(each.encode()) for each in invitations], ping_s, lost_s)
+    def keep(self, host: RankHost) -> RankHost:
+        """Have it stopped at the end; unless all is near, links take its invitation for one of another process."""
+        self.hosts.append(host)
+        if not self.near:
+            del rank_host._HERE[host.invitation.rank_public]
+        return host
+
+    def link(self, *invitations: RankInvitation, ping_s: float = 2.0, lost_s: float = 15.0, **told: Any) -> RankLinks:
+        links = RankLinks([RankInvitation.decode(each.encode()) for each in invitations], ping_s, lost_s, **told)
         self.links.append(links)
         links.start()
         return links
 
-    def remote(self, kind: str, me: PeerId, memory: memoryview) -> RemoteTransport:
+    def remote(self, kind: str, me: PeerId, memory: memoryview) -> Any:
         """A transport in a rank of its own, seen through a link."""
         host = self.host((kind, self.direct(kind, me, memory)))
         return self.link(host.invitation).transports(0)[kind]
@@ -83,7 +94,7 @@ class Rig:
             transport.close()
         for region in self.regions:
             region.close()
-        self.__init__()  # type: ignore[misc]
+        self.__init__(self.near)  # type: ignore[misc]
 
 
 class RankProcess:
@@ -125,10 +136,10 @@ class RankProcess:
 class LinkedHarness(InProcessHarness):
     """`near` behind a link with its host in this process, `far` direct: the two kinds speak with each other."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, near: bool = False) -> None:
         self.capabilities = CAPABILITIES[kind]
         self._kind = kind
-        self._rig = Rig()
+        self._rig = Rig(near)
         self._count = 0
 
     def pair(self, near_bytes: int, far_bytes: int) -> Pair:
@@ -147,11 +158,13 @@ class LinkedHarness(InProcessHarness):
 class LinkedProcessHarness(ProcessHarness):
     """`near` behind a link, `far` in another process that can be stopped and killed."""
 
+    near = False
+
     def pair(self, near_bytes: int, far_bytes: int) -> Pair:
         pair = super().pair(near_bytes, far_bytes)
         pair.near.transport.disconnect(pair.far.peer)
-        rig = Rig()
-        rig.hosts.append(RankHost(0, {self._kind: pair.near.transport}))  # type: ignore[dict-item]
+        rig = Rig(self.near)
+        rig.keep(RankHost(0, {self._kind: pair.near.transport}))  # type: ignore[dict-item]
         rig.hosts[0].start()
         pair.near.transport = rig.link(rig.hosts[0].invitation).transports(0)[self._kind]
         join(pair.near, pair.far)

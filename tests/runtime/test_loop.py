@@ -119,7 +119,7 @@ class Worker:
         identity = Identity(
             me, "host", {}, layout(), (self.transport.capabilities,), keyring.ticket_keys, wall_offset_s=offset
         )
-        ledger = Ledger(identity, Settings(retry_s=0.2), epochs.of)
+        ledger = Ledger(identity, Settings(retry_s=0.2), epochs.all_of)
         self.node = Node(ledger, self.control, [{"instant": self.transport}], self.doorway, InstantStore())
         self.loop = NodeLoop(self.node, self.control)
 

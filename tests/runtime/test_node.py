@@ -178,7 +178,7 @@ class Worker:
         self.control = network[me.worker] = FakeControl(me.worker, network)
         self.transports = [FakeTransport(f"{name}#{rank}") for rank in range(ranks)]
         identity = Identity(me, "host", {"model": "m"}, shape.layout(), (TCP,), (KEY,))
-        ledger = Ledger(identity, settings, self.doorway.epochs.of)
+        ledger = Ledger(identity, settings, self.doorway.epochs.all_of)
         self.problems: list[str] = []
         self.node = Node(
             ledger,

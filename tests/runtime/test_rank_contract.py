@@ -1,4 +1,4 @@
-"""A transport behind a rank link keeps the contract of `Transport`, for each data plane."""
+"""A transport behind a rank link keeps the contract of `Transport`, for each data plane and both kinds of link."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from kvbaton.testing.transport_case import offered
 
 from .rank_rig import LinkedHarness, LinkedProcessHarness
 
+WAYS = {"sockets": False, "near": True}
 TOGETHER = [
-    pytest.param(kind, case, id=f"{kind}-{case}")
+    pytest.param(kind, near, case, id=f"{kind}-{way}-{case}")
     for kind in ("shm", "tcp")
+    for way, near in WAYS.items()
     for case in check_transport.cases
-    if case.needs <= offered(LinkedHarness(kind))
+    if case.needs <= offered(LinkedHarness(kind, near))
 ]
 APART = [
-    pytest.param(kind, case, id=f"{kind}-{case}")
+    pytest.param(kind, near, case, id=f"{kind}-{way}-{case}")
     for kind in ("shm", "tcp")
+    for way, near in WAYS.items()
     for case in check_transport.cases
     if case.needs & {"kill", "pause"} and not (kind == "shm" and case.needs & {"write", "fence"})
 ]
@@ -32,9 +35,9 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_endpoints, "ENDPOINT_WAIT_S", 20.0)
 
 
-@pytest.mark.parametrize(("kind", "case"), TOGETHER)
-def test_a_transport_behind_a_link_keeps_the_contract(kind: str, case: Case) -> None:
-    case(LinkedHarness(kind))
+@pytest.mark.parametrize(("kind", "near", "case"), TOGETHER)
+def test_a_transport_behind_a_link_keeps_the_contract(kind: str, near: bool, case: Case) -> None:
+    case(LinkedHarness(kind, near))
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +49,9 @@ def processes() -> Iterator[dict[str, LinkedProcessHarness]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "case"), APART)
+@pytest.mark.parametrize(("kind", "near", "case"), APART)
 def test_with_a_peer_that_is_stopped_or_killed_it_does_too(
-    kind: str, case: Case, processes: dict[str, LinkedProcessHarness]
+    kind: str, near: bool, case: Case, processes: dict[str, LinkedProcessHarness]
 ) -> None:
+    processes[kind].near = near
     case(processes[kind])

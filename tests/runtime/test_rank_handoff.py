@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton.engine.worker import Worker, reference_answers
+from kvbaton.runtime import rank_link
 from kvbaton.runtime.rank_host import RankHost
 from kvbaton.runtime.rank_link import RankLinks
 from kvbaton.transports.base import Transport
@@ -19,9 +20,11 @@ from ..e2e.pair import pair
 PROMPTS = [(f"{n:03d}" + "the quick brown fox jumps over it " * 20)[:n] for n in (14, 33, 100, 400)]
 
 
-@pytest.fixture
-def _linked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(params=["sockets", "near"])
+def _linked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     """Every rank of every worker is served by a host, and seen through a link of its own."""
+    if request.param == "sockets":
+        monkeypatch.setattr(rank_link, "host_of", lambda invitation: None)
     opened: list[RankHost | RankLinks] = []
     direct = Worker._make_transports
 

@@ -21,6 +21,8 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import LeaseProgressed
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
 from kvbaton.protocol.progress import whole
+from kvbaton.protocol.spans import SPANS_MAX
+from kvbaton.protocol.weave import Weave
 from kvbaton.runtime import rank_endpoints, rank_host, rank_link, rank_stream, rank_transport
 from kvbaton.runtime.rank_host import RankHost
 from kvbaton.runtime.rank_link import RankLink, RankLinks
@@ -28,8 +30,8 @@ from kvbaton.runtime.rank_messages import (
     PART_BYTES_MAX,
     Ended,
     RankInvitation,
-    SpansPart,
     Submit,
+    TablePart,
     copy_of,
     encode_news,
     submit_commands,
@@ -133,6 +135,11 @@ def a_copy(job: int, peer: PeerId = FAR, spans: int = 1) -> Copy:
     return Copy(JobId(job), peer, READ, 0, 0, array("q", range(3 * spans)))
 
 
+def woven(job: int, rows: int = 3, shifts: int = 2, spans: int = 1) -> Copy:
+    weave = Weave(array("q", range(3 * rows)), array("q", range(2 * shifts)))
+    return msgspec.structs.replace(a_copy(job, spans=spans), weave=weave)
+
+
 def drained(transport: RemoteTransport, count: int) -> list[TransportEvent]:
     found: list[TransportEvent] = []
 
@@ -183,7 +190,7 @@ class TestInvitation:
             RankHost(0, {})
 
     def test_ipv6_is_an_address_as_well(self, rig: Rig) -> None:
-        rig.hosts.append(RankHost(0, {"fake": FakePlane()}, "::1"))
+        rig.keep(RankHost(0, {"fake": FakePlane()}, "::1"))
         rig.hosts[0].start()
         transport = rig.link(rig.hosts[0].invitation).transports(0)["fake"]
         assert endpoint(Side(NEAR, transport, memoryview(b"")), FAR)
@@ -253,12 +260,71 @@ class TestOrder:
     def test_a_table_with_a_part_missing_is_never_used(self) -> None:
         """Half of the spans copied and called a success would be a wrong answer (promise 1)."""
         first, last = submit_commands("fake", a_copy(1, spans=PART_BYTES_MAX // 24 + 10))
-        assert isinstance(first, SpansPart) and isinstance(last, Submit)
-        assert copy_of(last, first.spans) == a_copy(1, spans=PART_BYTES_MAX // 24 + 10)
+        assert isinstance(first, TablePart) and isinstance(last, Submit)
+        assert copy_of(last, first.table) == a_copy(1, spans=PART_BYTES_MAX // 24 + 10)
         plane = HostedPlane("fake", FakePlane())
         plane.carry_out(last)
         (end,) = plane.take_news()
         assert (end.job, end.reason, end.at_rest) == (1, Reason.BAD_SPAN, True)  # type: ignore[union-attr]
+
+
+class TestWeaves:
+    """A handoff of 1,000 blocks in 64 layers crosses as 1,000 rows and 64 shifts, not as 64,000 spans."""
+
+    def test_a_rank_whose_plane_weaves_is_handed_the_weave(self, rig: Rig) -> None:
+        able = msgspec.structs.replace(FAKE, weaves=True)
+        plane, transport = faked(rig, FakePlane(able))
+        assert transport.capabilities == able
+        sent = [woven(1), woven(2, rows=1000, shifts=64, spans=0), woven(3, rows=200_000, spans=200_000), a_copy(4)]
+        assert [len(submit_commands("fake", each)) for each in sent] == [1, 1, 3, 1]
+        assert all(transport.submit(each) for each in sent)
+        until(lambda: len(plane.moving) == len(sent))
+        assert list(plane.moving.values()) == sent
+
+    def test_a_torn_weave_is_never_used(self) -> None:
+        """Half of a weave copied and called a success would be a wrong answer (promise 1)."""
+        (submit,) = submit_commands("fake", woven(1))
+        assert isinstance(submit, Submit) and copy_of(submit) == woven(1)
+        for torn in (
+            {"table": submit.table[:-16]},
+            {"table": submit.table + bytes(24)},
+            {"column_bytes": 72 - 24},  # more came than was told
+            {"column_bytes": 0},
+            {"shifts_bytes": 0},
+            {"column_bytes": 72 + 8, "shifts_bytes": 32 - 8},  # as many bytes as came, but no whole rows
+            {"spans_bytes": 24 + 72, "column_bytes": 0},
+        ):
+            plane = HostedPlane("fake", FakePlane())
+            plane.carry_out(msgspec.structs.replace(submit, **torn))
+            (end,) = plane.take_news()
+            assert (end.job, end.reason, end.at_rest) == (1, Reason.BAD_SPAN, True), torn  # type: ignore[union-attr]
+            assert plane.transport.asked == []  # type: ignore[attr-defined]
+
+    def test_what_no_planner_makes_does_not_cross(self) -> None:
+        rows = 1 << 12
+        assert submit_commands("fake", woven(1, rows, SPANS_MAX // rows))
+        for odd, why in (
+            (woven(1, rows, SPANS_MAX // rows + 1), "rows can cross"),
+            (woven(1, 0, 2), "whole rows"),
+            (woven(1, 2, 0), "whole rows"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                submit_commands("fake", odd)
+
+    def test_a_weave_counts_with_what_crosses_for_it_until_it_has_ended(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(rank_transport, "TABLES_QUEUED_BYTES_MAX", 24 * 100)
+        plane, transport = faked(rig, FakePlane(msgspec.structs.replace(FAKE, weaves=True)))
+        assert transport.submit(woven(1, rows=60)) and not transport.submit(woven(2, rows=60))
+        until(lambda: plane.moving)
+        plane.say(CopyEnded(JobId(1), Reason.TRANSFER_FAILED, at_rest=False))
+        drained(transport, 1)
+        assert transport.submit(woven(2, rows=60)) and not transport.submit(a_copy(3, spans=60))
+        until(lambda: JobId(2) in plane.moving)
+        plane.say(CopyEnded(JobId(2)), CopyRested(JobId(1)))
+        drained(transport, 2)
+        assert transport.submit(woven(3, rows=95)), "all room is there again"
 
 
 class TestRefusals:
@@ -271,7 +337,7 @@ class TestRefusals:
             transport.submit(msgspec.structs.replace(a_copy(1), after=Event()))
         with pytest.raises(NotImplementedError, match="rank's process"):
             transport.register(0, memoryview(bytearray(8)))
-        with pytest.raises(ValueError, match="whole spans"):
+        with pytest.raises(ValueError, match="whole rows"):
             transport.submit(msgspec.structs.replace(a_copy(1), spans=array("q", [1, 2])))
         for nonsense in (b"", bytes(5000)):
             with pytest.raises(ValueError, match="an endpoint of"):
@@ -318,7 +384,7 @@ class TestBounds:
     def test_spans_are_bounded_in_bytes_and_one_copy_always_fits(
         self, rig: Rig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(rank_transport, "SPANS_QUEUED_BYTES_MAX", 24 * 100)
+        monkeypatch.setattr(rank_transport, "TABLES_QUEUED_BYTES_MAX", 24 * 100)
         plane, transport = faked(rig)
         assert transport.submit(a_copy(1, spans=1000)) and not transport.submit(a_copy(2))
         until(lambda: plane.moving)
@@ -421,10 +487,8 @@ class TestFences:
 class TestProgress:
     def test_progress_comes_with_its_rank_and_wakes_the_node(self, rig: Rig) -> None:
         hosts = [rig.host(("fake", FakePlane()), rank=rank) for rank in (0, 1)]
-        links = rig.link(*(host.invitation for host in reversed(hosts)))
         rung = threading.Event()
-        for rank in (0, 1):
-            links.transports(rank)["fake"].set_waker(rung.set)
+        links = rig.link(*(host.invitation for host in reversed(hosts)), tell=rung.set)
         found: list[LeaseProgressed] = []
         for count, (rank, blocks) in enumerate(((1, 3), (0, 4)), 1):
             rung.clear()
@@ -438,8 +502,7 @@ class TestProgress:
     ) -> None:
         monkeypatch.setattr(rank_host, "LEASES_MAX", 2)
         monkeypatch.setattr(rank_link, "LEASES_MAX", 1)
-        host = RankHost(0, {"fake": FakePlane()})
-        rig.hosts.append(host)
+        host = rig.keep(RankHost(0, {"fake": FakePlane()}))
         for lease, blocks in ((1, 1), (1, 2), (2, 1), (3, 1), (1, 3)):
             host.progressed(LeaseId(lease), whole([blocks]))
         assert host.counters["progress_lost"] == 1

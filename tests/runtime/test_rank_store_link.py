@@ -209,8 +209,7 @@ def drained(shelf: RemoteShelf, count: int) -> list[OrderEnded]:
 def linked(rig: Rig, make: Callable[[str], FakeShelf]) -> RemoteShelf:
     from kvbaton.runtime.rank_host import RankHost
 
-    host = RankHost(0, {"tcp": rig.direct("tcp", NEAR, rig.memory(4096).view)}, shelf=make)
-    rig.hosts.append(host)
+    host = rig.keep(RankHost(0, {"tcp": rig.direct("tcp", NEAR, rig.memory(4096).view)}, shelf=make))
     host.start()
     found = rig.link(host.invitation).shelf(0)
     assert found is not None

@@ -53,7 +53,7 @@ class DeviceSide:
             me, "bench", {"model": "none"}, layout(), (plane.capabilities,), keyring.ticket_keys,
             time.time() - time.monotonic(),
         )  # fmt: skip
-        ledger = Ledger(identity, Settings(lease_s=60.0), self.door.epochs.of)
+        ledger = Ledger(identity, Settings(lease_s=60.0), self.door.epochs.all_of)
         self._loop = NodeLoop(Node(ledger, self._control, [{plane.capabilities.name: plane}], self.door), self._control)
         self._loop.start()
 

@@ -90,7 +90,7 @@ class Side:
             self.peer, "bench", {"model": "none"}, layout(), (plane.capabilities,), self.keyring.ticket_keys,
             time.time() - time.monotonic(),
         )  # fmt: skip
-        ledger = Ledger(identity, Settings(lease_s=60.0), self.door.epochs.of)
+        ledger = Ledger(identity, Settings(lease_s=60.0), self.door.epochs.all_of)
         self.loop = NodeLoop(Node(ledger, self.control, [{transport: plane}], self.door), self.control)
         self.loop.start()
 

@@ -77,6 +77,11 @@ class LoopThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it has ended, or is about to."""
+        return self._stopping.is_set()
+
     def _run(self) -> None:
         while not self._stopping.is_set():
             if not self._guard(self._once):

@@ -260,7 +260,7 @@ class Worker:
             claim_timeout=options.claim_timeout,
             max_hold_s=max(180.0, options.lease_s, options.defer_timeout + options.transfer_timeout),
         )
-        ledger = Ledger(identity, settings, self.doorway.epochs.of)
+        ledger = Ledger(identity, settings, self.doorway.epochs.all_of)
         shelf = self.store.shelf if self.store is not None else None
         return Node(ledger, self.control, ranks, self.doorway, shelf, recorder=self.watch.recorder)
 

@@ -28,6 +28,8 @@ MARKS_MAX = 16_384
 """That nobody has taken yet; the oldest are forgotten."""
 
 TimerKey = tuple[str, object]
+EpochsOf = Callable[[Sequence[int]], list[int]]
+"""The epochs of these blocks, as they are now."""
 
 
 @dataclass(slots=True)
@@ -71,7 +73,7 @@ class Desk:
 
     identity: Identity
     settings: Settings
-    epoch_of: Callable[[int], int]
+    epochs_of: EpochsOf
     timers: Timers[TimerKey] = field(default_factory=Timers)
     effects: list[Effect] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)

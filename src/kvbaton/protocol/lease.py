@@ -8,11 +8,10 @@ sound because a reader that has sent its commit never copies again.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.desk import Parts
+from kvbaton.protocol.desk import EpochsOf, Parts
 from kvbaton.protocol.events import NO_BLOCK
 from kvbaton.protocol.ids import HandoffId, LeaseId, Reader, WorkerId
 from kvbaton.protocol.progress import Progress, nothing, slowest
@@ -167,20 +166,20 @@ def new_lease(
     )
 
 
-def proven_blocks(lease: Lease, epoch_of: Callable[[int], int]) -> tuple[int, ...]:
+def proven_blocks(lease: Lease, epochs_of: EpochsOf) -> tuple[int, ...]:
     """How many leading blocks of each group have never been reused since they were pinned."""
-    return tuple(
-        next(
-            (i for i, block in enumerate(ids) if block != NO_BLOCK and epoch_of(block) != noted[i]),
-            len(ids),
-        )
-        for ids, noted in zip(lease.blocks, lease.epochs, strict=True)
-    )
+    return tuple(_proven(ids, noted, epochs_of(ids)) for ids, noted in zip(lease.blocks, lease.epochs, strict=True))
 
 
-def judge(lease: Lease, epoch_of: Callable[[int], int]) -> tuple[bool, tuple[int, ...]]:
+def _proven(ids: list[int], noted: list[int], now: list[int]) -> int:
+    if now == noted:
+        return len(ids)
+    return next((at for at, block in enumerate(ids) if block != NO_BLOCK and now[at] != noted[at]), len(ids))
+
+
+def judge(lease: Lease, epochs_of: EpochsOf) -> tuple[bool, tuple[int, ...]]:
     """Whether a copy that ended before now read this prompt's KV in every block, and the good prefix if not."""
     if not lease.final:
         return False, tuple(0 for _ in lease.blocks)
-    good = proven_blocks(lease, epoch_of)
+    good = proven_blocks(lease, epochs_of)
     return all(n == len(ids) for n, ids in zip(good, lease.blocks, strict=True)), good

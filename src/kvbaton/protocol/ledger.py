@@ -13,7 +13,7 @@ from kvbaton.protocol import events as ev
 from kvbaton.protocol import messages as m
 from kvbaton.protocol.codec import Envelope, Folded, FoldedHello, FoldedWelcome, read, unfolded
 from kvbaton.protocol.consumer import Consumer
-from kvbaton.protocol.desk import Desk, Identity
+from kvbaton.protocol.desk import Desk, EpochsOf, Identity
 from kvbaton.protocol.effects import Effect
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
@@ -39,8 +39,8 @@ GREETING_BYTES = 1024
 class Ledger:
     """All handoffs of one engine, in both roles."""
 
-    def __init__(self, identity: Identity, settings: Settings, epoch_of: Callable[[int], int]) -> None:
-        self.desk = Desk(identity, settings, epoch_of)
+    def __init__(self, identity: Identity, settings: Settings, epochs_of: EpochsOf) -> None:
+        self.desk = Desk(identity, settings, epochs_of)
         self.producer = Producer(self.desk)
         self.consumer = Consumer(self.desk)
         self.sessions = Sessions(

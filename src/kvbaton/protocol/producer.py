@@ -355,7 +355,7 @@ class Producer:
         """By the epochs; without a watcher that raises them (rule 7), nothing is known once the pins are gone."""
         if lease.state is LeaseState.RELEASED and not self.desk.identity.exact_epochs:
             return False, ()
-        return judge(lease, self.desk.epoch_of)
+        return judge(lease, self.desk.epochs_of)
 
     def _step(self, lease: Lease, event: LeaseEvent) -> LeaseState | None:
         state = LEASE.step(lease.state, event)

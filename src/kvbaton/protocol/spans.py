@@ -8,23 +8,28 @@ the source has not got is an error, never a gap. No span leaves its regions.
 from __future__ import annotations
 
 import enum
+import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
-from operator import add, sub
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import chain, pairwise
+from operator import add
 from typing import NoReturn
 
 import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.geometry import Lane, Part, Plan
+from kvbaton.protocol.geometry import Lane, Part, Plan, Strip
 from kvbaton.protocol.layout import NULL_BLOCK, EngineLayout, Group, Kind, needed_blocks
 from kvbaton.protocol.progress import Rect
 from kvbaton.protocol.weave import Weave
 
 SPANS_MAX = 1 << 22
 """Per call, so that one does not hold up the loop for seconds; `blocks_per_call` says where to cut."""
+
+LANES_KEPT = 64
+"""Of which the shifts are remembered: they are the same for every prompt that is handed over whole."""
 
 Triple = tuple[int, int, int]
 """(source offset, target offset, bytes)."""
@@ -206,14 +211,17 @@ def _check_ids(plan: Plan, part: Part, windows: Iterable[Pairs]) -> None:
 def _lane_spans(
     part: Part, lane: Lane, rect: Rect, windows: dict[Window, Pairs], side: Side
 ) -> list[array[int] | Weave]:
-    layers = [layer for layer in lane.layers if rect.layer_lo <= layer[0] < rect.layer_hi]
+    """The pieces of block 0 for every pair of blocks: a weave for each size of piece."""
+    layers, is_whole = lane.layers, rect.layer_lo <= lane.layers[0][0] and lane.layers[-1][0] < rect.layer_hi
+    if not is_whole:
+        layers = tuple(layer for layer in layers if rect.layer_lo <= layer[0] < rect.layer_hi)
     joinable = len(windows) > 1
     weaves: list[Weave] = []
     for window, pairs in windows.items():
-        inside = _coalesce(piece for strip in part.strips for piece in strip.pieces(*window))
-        joinable = joinable and len(inside) == 1  # a page in several runs has no neighbour on both sides
-        pieces = ((at + x, to + y, size) for _, at, to in layers for x, y, size in inside)
-        weaves += _repeat(_coalesce(pieces), lane, pairs, side)
+        shifts, is_one_run = (_shifts_of_lane if is_whole else _shifts)(part.strips, layers, window, side)
+        joinable = joinable and is_one_run  # a page in several runs has no neighbour on both sides
+        if pairs[0]:
+            weaves += [Weave(_column(lane, pairs, size, side), shift) for size, shift in shifts]
     if not joinable:
         return list(weaves)
     spans = array("q")
@@ -223,44 +231,67 @@ def _lane_spans(
     return [array("q", chain.from_iterable(_coalesce(triples)))]
 
 
-def _repeat(pieces: Iterable[Triple], lane: Lane, pairs: Pairs, side: Side) -> list[Weave]:
-    """The pieces of block 0 for every pair of blocks: a weave for each size of piece."""
-    columns: dict[int, Weave] = {}  # by bytes of a piece
-    for at, to, size in pieces:
-        if size not in columns:
-            columns[size] = Weave(_column(lane, pairs, size, side), array("q"))
-        columns[size].shifts.extend((to, at) if side is Side.TARGET else (at, to))
-    return [weave for weave in columns.values() if weave.column]
+def _shifts(
+    strips: tuple[Strip, ...], layers: tuple[Triple, ...], window: Window, side: Side
+) -> tuple[list[tuple[int, array[int]]], bool]:
+    """By the bytes of a piece, where such pieces of block 0 begin in these layers; and whether its page is one run."""
+    inside = _coalesce(piece for strip in strips for piece in strip.pieces(*window))
+    pieces = ((at + x, to + y, size) for _, at, to in layers for x, y, size in inside)
+    found: dict[int, array[int]] = defaultdict(lambda: array("q"))
+    for at, to, size in _coalesce(pieces):
+        found[size].extend((to, at) if side is Side.TARGET else (at, to))
+    return list(found.items()), len(inside) == 1
+
+
+_shifts_of_lane = lru_cache(maxsize=LANES_KEPT)(_shifts)
 
 
 def _column(lane: Lane, pairs: Pairs, size: int, side: Side) -> array[int]:
     """The same piece of every pair of blocks; of blocks that follow each other on both sides, in one span."""
-    (source, target), counts = pairs, [1] * len(pairs[0])
-    if size == lane.source_stride == lane.target_stride and _has_runs(pairs):
-        source, target, counts = (list(each) for each in zip(*_runs(pairs), strict=True))
-    at, to = [block * lane.source_stride for block in source], [block * lane.target_stride for block in target]
-    column = array("q", bytes(24 * len(counts)))
-    column[0::3], column[1::3] = (array("q", each) for each in ((to, at) if side is Side.TARGET else (at, to)))
-    column[2::3] = array("q", [count * size for count in counts])
+    source, target = (array("q", ids) for ids in pairs)
+    sizes = array("q", (size,)) * len(source)
+    if size == lane.source_stride == lane.target_stride:
+        starts = _starts(source, target)
+        if len(starts) < len(source):
+            sizes = array("q", [(end - at) * size for at, end in pairwise((*starts, len(source)))])
+            source, target = (array("q", [ids[at] for at in starts]) for ids in (source, target))
+    at, to = _times(source, lane.source_stride), _times(target, lane.target_stride)
+    column = array("q", bytes(24 * len(sizes)))
+    column[0::3], column[1::3] = (to, at) if side is Side.TARGET else (at, to)
+    column[2::3] = sizes
     return column
 
 
-def _has_runs(pairs: Pairs) -> bool:
-    """Whether any two neighbours count up on both sides; scattered blocks, the usual case, are told in a moment."""
-    source, target = pairs
-    return (1, 1) in set(zip(map(sub, source[1:], source), map(sub, target[1:], target), strict=False))
+# What follows treats an array as one long integer of 64-bit lanes. No lane carries into the next: ids are checked, and
+# their products are offsets into memory.
 
 
-def _runs(pairs: Pairs) -> Iterator[Triple]:
-    """(first source id, first target id, count) of stretches that count up on both sides. Of at least one pair."""
-    first_at, first_to, count = pairs[0][0], pairs[1][0], 0
-    for at, to in zip(*pairs, strict=True):
-        if at == first_at + count and to == first_to + count:
-            count += 1
-            continue
-        yield first_at, first_to, count
-        first_at, first_to, count = at, to, 1
-    yield first_at, first_to, count
+def _times(numbers: array[int], factor: int) -> array[int]:
+    return _apart(_together(numbers.tobytes()) * factor, len(numbers))
+
+
+def _starts(source: array[int], target: array[int]) -> Sequence[int]:
+    """Where stretches begin that count up on both sides; of scattered blocks, the usual case, that is everywhere."""
+    ones = _together((array("q", (1,)) * (len(source) - 1)).tobytes())
+    gaps = _apart(_gaps(source.tobytes(), ones) | _gaps(target.tobytes(), ones), len(source) - 1)
+    if 0 not in gaps:
+        return range(len(source))
+    return [0, *(at for at, gap in enumerate(gaps, 1) if gap)]
+
+
+def _gaps(ids: bytes, ones: int) -> int:
+    """Zero where an id follows the one before it."""
+    return (_together(ids[:-8]) + ones) ^ _together(ids[8:])
+
+
+def _together(lanes: bytes) -> int:
+    return int.from_bytes(lanes, sys.byteorder)
+
+
+def _apart(number: int, lanes: int) -> array[int]:
+    found = array("q")
+    found.frombytes(number.to_bytes(8 * lanes, sys.byteorder))
+    return found
 
 
 def _coalesce(triples: Iterable[Triple]) -> list[Triple]:

@@ -253,7 +253,7 @@ class Writer:
             return
         if not lease.final or outlet.sent != lease.progress:
             return
-        proven, _ = judge(lease, self.desk.epoch_of)
+        proven, _ = judge(lease, self.desk.epochs_of)
         if not proven:
             self._stop(key, outlet, Reason.STALE, now)
         else:

@@ -126,7 +126,7 @@ class Doorway:
             return ()
         real = tuple(block for group in blocks for block in group if block != NO_BLOCK)
         pins.extend(real)
-        epochs = tuple(tuple(self.epochs.of(block) for block in group) for group in blocks)
+        epochs = tuple(tuple(self.epochs.all_of(group)) for group in blocks)
         self._post(ev.LeaseExtended(lease, blocks, epochs))
         return real
 

@@ -7,7 +7,7 @@ a reuse, a judge sees an epoch that no pin ever had.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 UNTOLD = -1
 """No block's epoch."""
@@ -18,8 +18,8 @@ class EpochTable:
 
     def __init__(self, blocks: int) -> None:
         self._epochs = [0] * blocks
-        self.is_told: Callable[[int], bool] = lambda block: True
-        """Whether a reuse of this block would have been told here. Asked on any thread; must not raise."""
+        self.are_told: Callable[[Sequence[int]], bool] = lambda blocks: True
+        """Whether a reuse of any of these would have been told here. Asked on any thread; must not raise."""
 
     def raise_epoch(self, block: int) -> None:
         """The callback for the pool; must not raise, whatever the block (it runs inside the engine's step)."""
@@ -32,6 +32,14 @@ class EpochTable:
     def of(self, block: int) -> int:
         return self._epochs[block] if 0 <= block < len(self._epochs) else 0
 
-    def judged(self, block: int) -> int:
-        """The epoch, for whoever judges a commit by it."""
-        return self.of(block) if self.is_told(block) else UNTOLD
+    def all_of(self, blocks: Sequence[int]) -> list[int]:
+        epochs, count = self._epochs, len(self._epochs)
+        return [epochs[block] if 0 <= block < count else 0 for block in blocks]
+
+    def all_judged(self, blocks: Sequence[int]) -> list[int]:
+        """The epochs, for whoever judges a commit by them. What is told is asked first: who pins a block that was
+        reused unseen raises its epoch, and only then is told of it again."""
+        if self.are_told(blocks):
+            return self.all_of(blocks)
+        told = [self.are_told((block,)) for block in blocks]
+        return [epoch if is_told else UNTOLD for is_told, epoch in zip(told, self.all_of(blocks), strict=True)]

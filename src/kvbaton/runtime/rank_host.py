@@ -8,7 +8,9 @@ them. Commands are carried out in the order in which they came, except that a co
 waits without holding up what can end it (cancel, disconnect, fence, close). Whatever a transport throws becomes news.
 The rank's shelf, where there is one, is driven by the same thread and closed before the data planes.
 One engine is served: the holder of the invitation who speaks first, for as long as this host lives. Its keys are
-minted here and never leave memory, but for the invitation.
+minted here and never leave memory, but for the invitation. An engine that lives in this process, as vLLM's does with
+one worker, takes the data planes (`give`) instead of speaking to them: from then on they are its node's, and this host
+does no more than to close them when it stops, should the node not have done so. The shelf stays with this host.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from __future__ import annotations
 import ipaddress
 import logging
 import math
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import islice
+from weakref import WeakValueDictionary
 
 import msgspec
 import zmq
@@ -60,6 +64,10 @@ REFUSALS_S = 1.0
 
 STOP_S = 10.0
 
+_HERE: WeakValueDictionary[str, RankHost] = WeakValueDictionary()
+"""The hosts of this process by the key in their invitation."""
+os.register_at_fork(after_in_child=_HERE.clear)  # a child has neither their threads nor their connections
+
 
 class RankHost:
     """Serves one rank's data planes to the engine. Construct, `start`, hand the invitation over; `stop` at the end."""
@@ -84,11 +92,15 @@ class RankHost:
         self._progress: dict[LeaseId, Progress] = {}
         self._refusals_at = -math.inf  # when to look next who was turned away
         self._lock = threading.Lock()  # of `_progress`
+        self._serving = threading.Lock()  # held through each turn, so that data planes are given between two
+        self._given: dict[str, HostedPlane] = {}
+        self._tell = self._control.wake  # whoever takes the progress
         self.counters: Counter[str] = Counter()  # malformed, unknown_transport, no_shelf, progress_lost
         self._thread = LoopThread(f"kvbaton-{rank_name(rank)}", self._control, self._turn, self._finish, clock)
         able = {name: transport.capabilities for name, transport in transports.items()}
         keys = public, engine_public, engine_secret
         self.invitation = RankInvitation(rank, self._control.endpoint, *keys, able, has_shelf=shelf is not None)
+        _HERE[public] = self
 
     def start(self) -> None:
         for plane in self._planes.values():
@@ -96,6 +108,21 @@ class RankHost:
         if self._shelf is not None:
             self._shelf.set_waker(self._control.wake)
         self._thread.start()
+
+    def give(
+        self, invitation: RankInvitation, session: int, tell: Callable[[], None]
+    ) -> Mapping[str, HostedPlane] | None:
+        """The data planes, for an engine of this process that will speak in `session` about all else; once.
+
+        None for a holder of other keys than were minted here, and when an engine is served already. `tell` is called
+        when there is progress to take, from any thread.
+        """
+        with self._serving:
+            if invitation != self.invitation or self._stream.session or self._thread.is_stopping:
+                return None
+            self._stream.session, self._tell = session, tell
+            self._given, self._planes = self._planes, {}
+            return self._given
 
     def stop(self, timeout_s: float = STOP_S) -> bool:
         """Close the data planes and the link; False when that took longer than `timeout_s`."""
@@ -108,7 +135,14 @@ class RankHost:
                 self._progress[lease] = progress
             else:
                 self.counters["progress_lost"] += 1
-        self._control.wake()
+        self._tell()
+
+    def take_progress(self) -> list[Progressed]:
+        """By whom the data planes were given to: how far this rank's device has come since the last call."""
+        with self._lock:
+            found = [Progressed(lease, progress) for lease, progress in self._progress.items()]
+            self._progress.clear()
+        return found
 
     @property
     def strangers(self) -> int:
@@ -122,6 +156,10 @@ class RankHost:
     # --- the loop's thread
 
     def _turn(self, now: float) -> None:
+        with self._serving:
+            self._serve(now)
+
+    def _serve(self, now: float) -> None:
         for _, frame in self._control.receive():
             self._take(frame, now)
         for plane in self._planes.values():
@@ -165,14 +203,14 @@ class RankHost:
             news.extend(plane.take_news())
         if self._shelf is not None:
             news.extend(self._shelf.take_news())
-        if self._progress and self._stream.is_open:
-            news.extend(self._take_progress())
+        if self._progress and self._stream.session and self._stream.is_open and not self._given:
+            news.extend(self._some_progress())
         for start in range(0, len(news), NEWS_BATCH_MAX):
             self._stream.add(encode_news(news[start : start + NEWS_BATCH_MAX]))
         for frame in self._stream.due(now) if self._stream.session else ():
             self._control.send(ENGINE, frame)  # lost where there is no connection; sent again when there is
 
-    def _take_progress(self) -> list[News]:
+    def _some_progress(self) -> list[News]:
         with self._lock:
             leases = list(islice(self._progress, NEWS_BATCH_MAX))
             found: list[News] = [Progressed(lease, self._progress.pop(lease)) for lease in leases]
@@ -182,11 +220,14 @@ class RankHost:
 
     def _finish(self) -> None:
         try:
-            if self._shelf is not None:
-                self._shelf.close()
-            for plane in self._planes.values():
-                plane.close()
-            self._send(self._clock())
+            with self._serving:
+                if self._shelf is not None:
+                    self._shelf.close()
+                for plane in self._given.values():
+                    plane.shut()  # what has ended by it is for the node to drain
+                for plane in self._planes.values():
+                    plane.close()
+                self._send(self._clock())
         finally:
             self._control.close()
 
@@ -194,6 +235,11 @@ class RankHost:
         self.counters[what] += 1
         if worth_saying(self.counters[what]):
             log.error("[rank-fault] rank %d: %s", self.invitation.rank, detail)
+
+
+def host_of(invitation: RankInvitation) -> RankHost | None:
+    """Whoever made this invitation, where that was in this process."""
+    return _HERE.get(invitation.rank_public)
 
 
 def _mint() -> tuple[str, str]:

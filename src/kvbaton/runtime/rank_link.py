@@ -4,6 +4,11 @@
     node = Node(ledger, control, [links.transports(rank) for rank in range(len(invitations))], doorway,
                 extra=links.drain_progress)
 
+A rank whose host lives in this very process (vLLM with one worker) is not spoken to: its data planes are taken from it,
+and the node drives them itself. That saves each command and each end two threads and a way through the kernel. Such a
+rank cannot be lost without this process. Its shelf, where it has one, is reached over the sockets as every other's, and
+so is a rank whose data planes another engine has.
+
 Laws: what is posted for a rank arrives in that order, once, or is still on its way (`rank_stream`, whose window is
 smaller than a queue of the sockets, so that none of it is lost at a full one). A rank is lost when it left all pings
 of `lost_s` unanswered: its copies then end, not at rest, and new ones fail at once. Pings are counted, not seconds, so
@@ -15,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 import secrets
 import threading
 import time
@@ -30,11 +34,14 @@ from kvbaton.metrics.node import data_refused
 from kvbaton.protocol.events import LeaseProgressed
 from kvbaton.protocol.ids import LeaseId, PeerId, rank_peer
 from kvbaton.runtime.rank_dialling import RankDialler
+from kvbaton.runtime.rank_host import RankHost, host_of
 from kvbaton.runtime.rank_messages import Command, News, Open, Progressed, RankInvitation, decode_news, encode_command
 from kvbaton.runtime.rank_store_link import RemoteShelf
 from kvbaton.runtime.rank_store_messages import ShelfNews
 from kvbaton.runtime.rank_stream import Stream
 from kvbaton.runtime.rank_transport import RemoteTransport
+from kvbaton.transports.base import Transport
+from kvbaton.transports.refusals import refusals_of
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +55,15 @@ its handoff then ends by its deadline."""
 class RankLink:
     """One rank as the engine sees it. `post` from any thread; the rest on the link's."""
 
-    def __init__(self, invitation: RankInvitation, wake: Callable[[], None], pings_max: int, ping_s: float) -> None:
+    def __init__(
+        self,
+        invitation: RankInvitation,
+        wake: Callable[[], None],
+        pings_max: int,
+        ping_s: float,
+        tell: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`wake`: the link's thread; `tell`: whoever takes the progress."""
         self.rank = invitation.rank
         self.lost = False
         self.counters: Counter[str] = Counter()  # losses, malformed
@@ -56,6 +71,7 @@ class RankLink:
         self.shelf = RemoteShelf(self) if invitation.has_shelf else None
         self.stream = Stream(secrets.randbits(62) + 1)
         self._wake = wake
+        self._tell = tell
         self._pings_max = pings_max
         self._ping_s = ping_s
         self._pings = 0  # sent since the rank was last heard
@@ -147,7 +163,7 @@ class RankLink:
                     self.counters["progress_lost"] += 1
                     del self._progress[next(iter(self._progress))]
                 self._progress[news.lease] = LeaseProgressed(news.lease, self.rank, news.progress)
-            next(iter(self.transports.values())).wake()
+            self._tell()
         elif isinstance(news, ShelfNews):
             if self.shelf is not None:
                 self.shelf.take(news)
@@ -165,27 +181,43 @@ class RankLinks:
         lost_s: float = LOST_S,
         clock: Callable[[], float] = time.monotonic,
         me: PeerId | None = None,
+        tell: Callable[[], None] = lambda: None,
     ) -> None:
-        """With `me`, the ranks' data planes are told whose they are, before anything else."""
+        """With `me`, the ranks' data planes are told whose they are, before anything else. `tell` is called, from any
+        thread, when there is progress to drain."""
         ranks = [invitation.rank for invitation in invitations]
         if not ranks or sorted(ranks) != list(range(len(ranks))):
             raise ValueError(f"invitations: got ranks {ranks}; one of each rank 0..n-1 is needed")
         self._sockets = RankDialler(invitations, clock)
-        pings_max = max(1, math.ceil(lost_s / ping_s) - 1)
-        self._links = {
-            invitation.rank: RankLink(invitation, self._sockets.wake, pings_max, ping_s)
-            for invitation in sorted(invitations, key=lambda invitation: invitation.rank)
-        }
         self._thread = LoopThread("kvbaton-ranks", self._sockets, self._turn, self._finish, clock)
         self._clock = clock
         self._refusals_told: list[Mapping[str, int]] = []
         self._refused: Mapping[str, int] = {}
-        if me is not None:
-            for rank, link in self._links.items():
-                link.post([Open(name, rank_peer(me, rank)) for name in link.transports])
+        self._links: dict[int, RankLink] = {}
+        self._near: dict[int, RankHost] = {}
+        self._transports: dict[int, Mapping[str, Transport]] = {}
+        pings_max = max(1, math.ceil(lost_s / ping_s) - 1)
+        for invitation in sorted(invitations, key=lambda invitation: invitation.rank):
+            self._add(invitation, RankLink(invitation, self._sockets.wake, pings_max, ping_s, tell), me, tell)
+
+    def _add(self, invitation: RankInvitation, link: RankLink, me: PeerId | None, tell: Callable[[], None]) -> None:
+        rank, host = invitation.rank, host_of(invitation)
+        planes = host.give(invitation, link.stream.session, tell) if host is not None else None
+        named = [Open(name, rank_peer(me, rank)) for name in link.transports] if me is not None else []
+        if host is None or planes is None:
+            self._links[rank], self._transports[rank] = link, link.transports
+            link.post(named)
+            return
+        self._near[rank] = host
+        self._transports[rank] = {name: plane.transport for name, plane in planes.items()}
+        for command in named:
+            planes[command.transport].carry_out(command)
+        if link.shelf is not None:
+            link.transports = {}
+            self._links[rank] = link
 
     def __len__(self) -> int:
-        return len(self._links)
+        return len(self._transports)
 
     def start(self) -> None:
         self._thread.start()
@@ -194,28 +226,30 @@ class RankLinks:
         """End the links, sending what is still to be sent; False when that took longer than `timeout_s`."""
         return self._thread.stop(timeout_s)
 
-    def transports(self, rank: int) -> Mapping[str, RemoteTransport]:
+    def transports(self, rank: int) -> Mapping[str, Transport]:
         """The data planes of one rank, by name."""
-        return self._links[rank].transports
+        return self._transports[rank]
 
     def shelf(self, rank: int) -> RemoteShelf | None:
         """The rank's way to a shared store, where it has one."""
-        return self._links[rank].shelf
+        return self._links[rank].shelf if rank in self._links else None
 
     def drain_progress(self) -> list[LeaseProgressed]:
-        """How far the ranks' devices have come since the last call. The wakers of the transports tell of it."""
-        return [event for link in self._links.values() for event in link.take_progress()]
+        """How far the ranks' devices have come since the last call."""
+        near = [(rank, each) for rank, host in self._near.items() for each in host.take_progress()]
+        far = [event for link in self._links.values() for event in link.take_progress()]
+        return [*(LeaseProgressed(each.lease, rank, each.progress) for rank, each in near), *far]
 
     def data_refused(self) -> Mapping[str, int]:
         """`metrics.node.data_refused` of all ranks, for one thread that asks often: summed anew when there is news."""
-        told = [each.refusals for link in self._links.values() for each in link.transports.values()]
-        if len(told) != len(self._refusals_told) or not all(map(operator.is_, told, self._refusals_told)):
+        told = [_refusals(each) for rank in self._transports.values() for each in rank.values()]
+        if told != self._refusals_told:
             self._refusals_told = told
-            self._refused = data_refused(link.transports for link in self._links.values())
+            self._refused = data_refused(self._transports.values())
         return self._refused
 
     def is_lost(self, rank: int) -> bool:
-        return self._links[rank].lost
+        return rank not in self._near and self._links[rank].lost
 
     @property
     def counters(self) -> Counter[str]:
@@ -227,13 +261,13 @@ class RankLinks:
                 found += transport.counters
         return found
 
-    def _turn(self, now: float) -> float:
+    def _turn(self, now: float) -> float | None:
         for rank, frame in self._sockets.receive():
             self._links[rank].take(frame, now)
         for rank, link in self._links.items():
             for frame in link.due(now):
                 self._sockets.send(rank, frame)
-        return min(link.next_ping for link in self._links.values())
+        return min((link.next_ping for link in self._links.values()), default=None)
 
     def _finish(self) -> None:
         try:
@@ -242,3 +276,8 @@ class RankLinks:
                 link.stop(f"the link to rank {rank} was stopped")
         finally:
             self._sockets.close()
+
+
+def _refusals(transport: Transport) -> Mapping[str, int]:
+    """What a rank has told stays as it is; what a data plane of this process counts does not."""
+    return transport.refusals if isinstance(transport, RemoteTransport) else refusals_of(transport)

@@ -4,8 +4,9 @@ The ledger lives with the scheduler; memory and data planes live in the rank (ru
 
 Laws: each command names the transport that it is for, or is for the rank's shelf (`rank_store_messages`). A device
 event cannot cross: it belongs to the process that made it, so a copy that must wait for one is started where the event
-is. A table of spans crosses in parts, so no frame is larger than `FRAME_BYTES_MAX`. The invitation is a secret: whoever
-holds it can be the engine.
+is. What a copy has to move (spans, and a weave's column and shifts) crosses as one table, in parts, so no frame is
+larger than `FRAME_BYTES_MAX`; one that came torn is refused. The invitation is a secret: whoever holds it can be the
+engine.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from kvbaton.protocol.numbers import GROUPS_MAX, RANKS_MAX
 from kvbaton.protocol.pages import PageTable
 from kvbaton.protocol.progress import Progress
 from kvbaton.protocol.spans import SPANS_MAX
+from kvbaton.protocol.weave import Weave
 from kvbaton.runtime.rank_store_messages import ShelfCommand, ShelfNews
 
 SPAN_BYTES = 24
-SPANS_BYTES_MAX = SPANS_MAX * SPAN_BYTES
+SHIFT_BYTES = 16
+TABLE_BYTES_MAX = SPANS_MAX * SPAN_BYTES
 PART_BYTES_MAX = (4 << 20) // SPAN_BYTES * SPAN_BYTES
 FRAME_BYTES_MAX = PART_BYTES_MAX + (1 << 20)
 ENDPOINT_BYTES_MAX = 1024  # as in `protocol.messages.Endpoints`
@@ -52,6 +55,7 @@ Detail = Annotated[str, Meta(max_length=DETAIL_CHARS_MAX)]
 Endpoint = Annotated[bytes, Meta(max_length=ENDPOINT_BYTES_MAX)]
 Part = Annotated[bytes, Meta(max_length=PART_BYTES_MAX)]
 Number = Annotated[int, Meta(ge=0)]
+Size = Annotated[int, Meta(ge=0, le=TABLE_BYTES_MAX)]
 
 
 # --- commands
@@ -83,23 +87,26 @@ class Disconnect(_Command, frozen=True):
     peer: PeerId
 
 
-class SpansPart(_Command, frozen=True):
-    """The beginning, or more, of the spans of a copy whose `Submit` follows."""
+class TablePart(_Command, frozen=True):
+    """The beginning, or more, of the table of a copy whose `Submit` follows."""
 
     job: JobId
-    spans: Part
+    table: Part
 
 
 class Submit(_Command, frozen=True):
-    """Start a copy; `spans` are the last of its `spans_bytes`, so that a table with a part missing is never used."""
+    """Start a copy. Its table is its spans, then the column and the shifts of its weave, if it has one; `table` is the
+    last of it, and the sizes say how much there must be, so that a table with a part missing is never used."""
 
     job: JobId
     peer: PeerId
     direction: Direction
     local_region: int
     remote_region: int
-    spans_bytes: Annotated[int, Meta(ge=0, le=SPANS_BYTES_MAX)]
-    spans: Part
+    spans_bytes: Size
+    column_bytes: Size
+    shifts_bytes: Size
+    table: Part
 
 
 class Cancel(_Command, frozen=True):
@@ -139,7 +146,7 @@ class Close(_Command, frozen=True):
     pass
 
 
-PlaneCommand = Open | Mint | Connect | Disconnect | SpansPart | Submit | Cancel | LayOut | Lend | Fence | Close
+PlaneCommand = Open | Mint | Connect | Disconnect | TablePart | Submit | Cancel | LayOut | Lend | Fence | Close
 Command = PlaneCommand | ShelfCommand
 
 
@@ -235,32 +242,63 @@ def decode_news(body: bytes) -> list[News]:
     return _news.decode(body)
 
 
+_NOTHING = array("q")
+
+
+def table_bytes(copy: Copy) -> int:
+    """How much has to cross for a copy."""
+    return sum(len(each) * each.itemsize for each in _table(copy))
+
+
 def submit_commands(transport: str, copy: Copy) -> list[Command]:
     """A copy as the commands that carry it, in order; ValueError for one that cannot cross."""
     if copy.after is not None:
         raise ValueError("copy.after: a device event belongs to the rank's process and cannot cross to it")
-    data = memoryview(_little_endian(copy.spans)).cast("B")
-    if data.nbytes > SPANS_BYTES_MAX or data.nbytes % SPAN_BYTES:
-        raise ValueError(f"copy.spans: {data.nbytes} bytes; whole spans of {SPAN_BYTES}, at most {SPANS_BYTES_MAX}")
-    starts = range(0, data.nbytes, PART_BYTES_MAX) or range(1)
-    parts = [bytes(data[start : start + PART_BYTES_MAX]) for start in starts]
+    spans, column, shifts = (_little_endian(each).tobytes() for each in _table(copy))
+    sizes = len(spans), len(column), len(shifts)
+    _check_sizes(*sizes)
+    table = memoryview(b"".join((spans, column, shifts)))
+    starts = range(0, table.nbytes, PART_BYTES_MAX) or range(1)
+    parts = [bytes(table[start : start + PART_BYTES_MAX]) for start in starts]
     place = copy.direction, copy.local_region, copy.remote_region
     return [
-        *(SpansPart(transport, copy.job, part) for part in parts[:-1]),
-        Submit(transport, copy.job, copy.peer, *place, data.nbytes, parts[-1]),
+        *(TablePart(transport, copy.job, part) for part in parts[:-1]),
+        Submit(transport, copy.job, copy.peer, *place, *sizes, parts[-1]),
     ]
 
 
 def copy_of(submit: Submit, before: bytes | bytearray = b"") -> Copy:
     """The copy that a `Submit` starts; `before` are the parts that came ahead. ValueError when the table is torn."""
-    came_bytes = len(before) + len(submit.spans)
-    if came_bytes != submit.spans_bytes or came_bytes % SPAN_BYTES:
-        raise ValueError(f"spans: {came_bytes} bytes came of {submit.spans_bytes}, in whole spans of {SPAN_BYTES}")
-    spans = array("q")
-    spans.frombytes(before)
-    spans.frombytes(submit.spans)
+    sizes = submit.spans_bytes, submit.column_bytes, submit.shifts_bytes
+    _check_sizes(*sizes)
+    came_bytes = len(before) + len(submit.table)
+    if came_bytes != sum(sizes):
+        raise ValueError(f"copy: {came_bytes} bytes of its table came of {sum(sizes)}")
+    numbers = array("q")
+    numbers.frombytes(before)
+    numbers.frombytes(submit.table)
+    numbers = _little_endian(numbers)
+    spans_end = submit.spans_bytes // numbers.itemsize
+    column_end = spans_end + submit.column_bytes // numbers.itemsize
+    weave = Weave(numbers[spans_end:column_end], numbers[column_end:]) if submit.column_bytes else None
     place = submit.direction, submit.local_region, submit.remote_region
-    return Copy(submit.job, submit.peer, *place, _little_endian(spans))
+    return Copy(submit.job, submit.peer, *place, numbers[:spans_end], weave=weave)
+
+
+def _table(copy: Copy) -> tuple[array[int], array[int], array[int]]:
+    weave = copy.weave
+    return (copy.spans, _NOTHING, _NOTHING) if weave is None else (copy.spans, weave.column, weave.shifts)
+
+
+def _check_sizes(spans: int, column: int, shifts: int) -> None:
+    """Of a table, in bytes. A weave must not stand for more rows than a table can have either."""
+    rows = (column // SPAN_BYTES) * (shifts // SHIFT_BYTES)
+    if spans % SPAN_BYTES or column % SPAN_BYTES or shifts % SHIFT_BYTES or bool(column) != bool(shifts):
+        told = f"{spans} bytes of spans, {column} of a weave's column, {shifts} of its shifts"
+        raise ValueError(f"copy: {told}; whole rows of {SPAN_BYTES}, {SPAN_BYTES} and {SHIFT_BYTES} are needed")
+    if spans + column + shifts > TABLE_BYTES_MAX or rows > SPANS_MAX:
+        told = f"a table of {spans + column + shifts} bytes with a weave of {rows} rows"
+        raise ValueError(f"copy: {told}; at most {TABLE_BYTES_MAX} bytes and {SPANS_MAX} rows can cross")
 
 
 def _int32(data: bytes) -> array[int]:

@@ -18,7 +18,7 @@ from kvbaton.protocol.ids import JobId
 from kvbaton.runtime.rank_messages import (
     DETAIL_CHARS_MAX,
     ENDPOINT_BYTES_MAX,
-    SPANS_BYTES_MAX,
+    TABLE_BYTES_MAX,
     Cancel,
     Close,
     Command,
@@ -37,8 +37,8 @@ from kvbaton.runtime.rank_messages import (
     Open,
     Refusals,
     Rested,
-    SpansPart,
     Submit,
+    TablePart,
     copy_of,
 )
 from kvbaton.transports.base import Copy, CopyEnded, CopyRested, LendingTransport, Transport
@@ -48,7 +48,7 @@ from kvbaton.transports.unnamed import UnnamedTransport
 log = logging.getLogger(__name__)
 
 WAITING_MAX = 4096
-"""Copies that wait for room, and copies whose spans have not all come. The engine's own bound is lower."""
+"""Copies that wait for room, and copies whose tables have not all come. The engine's own bound is lower."""
 
 
 class HostedPlane:
@@ -67,7 +67,7 @@ class HostedPlane:
     def carry_out(self, command: Command) -> None:
         if isinstance(command, Submit):
             self._submit(command)
-        elif isinstance(command, SpansPart):
+        elif isinstance(command, TablePart):
             self._gather(command)
         elif isinstance(command, Mint):
             self._mint(command)
@@ -113,8 +113,12 @@ class HostedPlane:
         self._closed = True
         self._parts.clear()
         self._end_waiting(lambda copy: True, Reason.CANCELLED, "the transport was closed")
-        self._guarded(self.transport.close)
+        self.shut()
         self._drain()
+
+    def shut(self) -> None:
+        """Close the transport and nothing more."""
+        self._guarded(self.transport.close)
 
     # --- commands
 
@@ -144,13 +148,13 @@ class HostedPlane:
         else:
             self._fault(f"told to be {command.me}, but it was made with a name")
 
-    def _gather(self, command: SpansPart) -> None:
+    def _gather(self, command: TablePart) -> None:
         """At a bound the table stays torn, and its `Submit` is refused."""
         found = self._parts.get(command.job, b"")
-        if self._closed or len(self._parts) >= WAITING_MAX or len(found) + len(command.spans) > SPANS_BYTES_MAX:
-            self._fault(f"spans of job {command.job} beyond the bounds")
+        if self._closed or len(self._parts) >= WAITING_MAX or len(found) + len(command.table) > TABLE_BYTES_MAX:
+            self._fault(f"the table of job {command.job} beyond the bounds")
             return
-        self._parts.setdefault(command.job, bytearray()).extend(command.spans)
+        self._parts.setdefault(command.job, bytearray()).extend(command.table)
 
     def _started(self, copy: Copy) -> bool:
         """Whether the data plane has taken the copy, or it has ended here."""

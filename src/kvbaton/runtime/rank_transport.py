@@ -1,11 +1,11 @@
 """A data plane that lives in another process of this engine: the `Transport` that the node sees for it.
 
 Laws, beyond those of `Transport`: memory is registered in the rank's process, and a copy that waits for a device event
-is refused, since neither can cross. `submit` says False at `COPIES_MAX` copies (or `SPANS_QUEUED_BYTES_MAX` of spans)
-whose end was not drained; commands other than copies are bounded by what they undo or by `COMMANDS_MAX`. Only
-`endpoint` waits for the rank (`rank_endpoints`). While the link is lost, copies end at once as failed
-and those that were under way have ended with `at_rest=False`: nobody knows what they still do. If the link comes back,
-`CopyRested` and `FenceEnded` follow when the rank says so, and never otherwise.
+is refused, since neither can cross. `submit` says False at `COPIES_MAX` copies (or `TABLES_QUEUED_BYTES_MAX` of their
+tables) whose end was not drained; commands other than copies are bounded by what they undo or by `COMMANDS_MAX`. Only
+`endpoint` waits for the rank (`rank_endpoints`). While the link is lost, copies end at once as failed and those that
+were under way have ended with `at_rest=False`: nobody knows what they still do. If the link comes back, `CopyRested`
+and `FenceEnded` follow when the rank says so, and never otherwise.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from kvbaton.runtime.rank_messages import (
     Refusals,
     Rested,
     submit_commands,
+    table_bytes,
 )
 from kvbaton.transports.base import Capabilities, Copy, CopyEnded, FenceEnded, Loan, PageTable, TransportEvent
 from kvbaton.transports.jobs import Job, Jobs
@@ -52,7 +53,7 @@ from kvbaton.transports.tcp import TcpEndpoint
 log = logging.getLogger(__name__)
 
 COPIES_MAX = 1024
-SPANS_QUEUED_BYTES_MAX = 64 << 20
+TABLES_QUEUED_BYTES_MAX = 64 << 20
 """Of copies that have not ended; one that is larger goes alone."""
 
 COMMANDS_MAX = 4096
@@ -116,19 +117,18 @@ class RemoteTransport:
     """See `base.Transport`. Called by the node's thread; told the news by the link's."""
 
     def __init__(self, name: str, capabilities: Capabilities, link: Uplink) -> None:
-        self.capabilities = msgspec.structs.replace(capabilities, weaves=False)  # what crosses to the rank is spans
+        self.capabilities = capabilities
         self.counters: Counter[str] = Counter()  # connects_refused
         self.refusals: Mapping[str, int] = {}  # as the rank last said
         self._name = name
         self._link = link
         self._jobs = Jobs(COPIES_MAX)
-        self._spans_bytes = 0
+        self._tables_bytes = 0
         self._restless: Remembered[JobId, Job] = Remembered(RESTLESS_MAX)
         self._endpoints = Endpoints(f"rank {link.rank} ({name})", self._mint)
         self._loans: set[JobId] = set()  # that the rank has not said to have ended
         self._known: set[PeerId] = set()  # for whom the rank may hold an endpoint or a connection
         self._fences = Fences()
-        self._waker: Callable[[], None] | None = None
 
     def register(self, region: int, memory: memoryview) -> None:
         raise NotImplementedError("memory is registered in the rank's process, before its RankHost starts")
@@ -160,9 +160,9 @@ class RemoteTransport:
 
     def submit(self, copy: Copy) -> bool:
         commands = submit_commands(self._name, copy)
-        size = len(copy.spans) * copy.spans.itemsize
+        size = table_bytes(copy)
         with self._jobs:
-            if self._spans_bytes and self._spans_bytes + size > SPANS_QUEUED_BYTES_MAX:
+            if self._tables_bytes and self._tables_bytes + size > TABLES_QUEUED_BYTES_MAX:
                 return False
             job = self._jobs.accept(copy)
             if job is None:
@@ -171,7 +171,7 @@ class RemoteTransport:
                 self._jobs.fail(job, Reason.TRANSFER_FAILED, f"rank {self._link.rank} is lost; nothing was started")
                 return True
             job.live = 1
-            self._spans_bytes += size
+            self._tables_bytes += size
             self._link.post(commands)
         return True
 
@@ -198,7 +198,6 @@ class RemoteTransport:
         return self._jobs.drain()
 
     def set_waker(self, waker: Callable[[], None]) -> None:
-        self._waker = waker
         self._jobs.set_waker(waker)
 
     def close(self) -> None:
@@ -207,11 +206,6 @@ class RemoteTransport:
             self._link.post([Close(self._name)])
 
     # --- the link's thread
-
-    def wake(self) -> None:
-        """Have the node look, though there is no news of this transport."""
-        if self._waker is not None:
-            self._waker()
 
     def take(self, news: News) -> None:
         if isinstance(news, Ended):
@@ -251,15 +245,15 @@ class RemoteTransport:
                 if job is not None and job.live and news.at_rest:
                     self._jobs.part_ended(job)
             elif news.at_rest:
-                self._spans_bytes -= len(job.copy.spans) * job.copy.spans.itemsize
+                self._tables_bytes -= table_bytes(job.copy)
                 self._jobs.part_ended(job, news.reason, news.detail)
             else:
                 self._abandon(job, news.reason or Reason.TRANSFER_FAILED, news.detail)
 
     def _abandon(self, job: Job, reason: Reason, detail: str) -> None:
-        self._spans_bytes -= len(job.copy.spans) * job.copy.spans.itemsize
+        self._tables_bytes -= table_bytes(job.copy)
         self._jobs.abandon(job, reason, detail)
-        job.copy = msgspec.structs.replace(job.copy, spans=job.copy.spans[:0])
+        job.copy = msgspec.structs.replace(job.copy, spans=job.copy.spans[:0], weave=None)
         self._restless.put(job.copy.job, job)
 
     def _mint(self, number: int, peer: PeerId) -> None:

@@ -362,7 +362,7 @@ class Life:
         )
         store = SimStore(self.world, character.store_fails)
         store.set_waker(self.wake)
-        ledger = Ledger(identity, character.settings, self.doorway.epochs.of)
+        ledger = Ledger(identity, character.settings, self.doorway.epochs.all_of)
         recorder = Recorder(self.peer)
         node = Node(ledger, self.control, self.transports, self.doorway, store, self._port_failed, recorder=recorder)
         node.say = lambda *_: None  # the counters tell; a campaign shuts planes in every fourth world

@@ -173,7 +173,7 @@ class Party:
         rig.fabric.memory.update(zip(ranks, self.engine.memory, strict=True))
         rig.wire.inboxes[self.peer.worker] = deque()
         identity = Identity(self.peer, name, {"model": "of the contract"}, self.engine.layout, (PLANE,), TICKET_KEYS)
-        ledger = Ledger(identity, Settings(), self.engine.doorway.epochs.of)
+        ledger = Ledger(identity, Settings(), self.engine.doorway.epochs.all_of)
         planes = [{PLANE.name: DirectTransport(rank, rig.fabric)} for rank in ranks]
         self.node = Node(ledger, Line(self.peer.worker, rig.wire), planes, self.engine.doorway)
 

@@ -58,7 +58,7 @@ class TestPool:
         assert pool.exact and fake.blocks[3].refs == 0
         fake.reuse(3)
         assert (epochs.of(3), epochs.of(4)) == (1, 0)
-        assert (epochs.judged(3), epochs.judged(4)) == (1, 0)
+        assert (epochs.all_judged([3])[0], epochs.all_judged([4])[0]) == (1, 0)
         fake._reuse_watchers[4](object())  # whatever it is told, it must not raise: it runs inside schedule()
 
     def test_a_reuse_that_another_watcher_is_told_of_is_judged_as_one(self) -> None:
@@ -69,12 +69,12 @@ class TestPool:
         noted = epochs.of(3)
         pool.unpin([3, 4])
         fake.unpin_blocks([fake.blocks[3]], lambda block: told.append(block.block_id))
-        assert (epochs.judged(3), epochs.judged(4)) == (UNTOLD, 0), "nobody would tell us of block 3"
+        assert (epochs.all_judged([3])[0], epochs.all_judged([4])[0]) == (UNTOLD, 0), "nobody would tell us of block 3"
         fake.reuse(3, 4)
-        assert (epochs.judged(3), epochs.judged(4), told) == (UNTOLD, 1, [3])
+        assert (epochs.all_judged([3])[0], epochs.all_judged([4])[0], told) == (UNTOLD, 1, [3])
         pool.touch([3])  # and released again: the watcher is ours, the epoch another
         pool.unpin([3])
-        assert epochs.judged(3) == epochs.of(3) != noted
+        assert epochs.all_judged([3])[0] == epochs.of(3) != noted
 
     def test_a_pinned_block_is_believed_whoever_else_watches_it(self) -> None:
         fake, epochs = FakePool(), EpochTable(8)
@@ -82,9 +82,9 @@ class TestPool:
         for _ in range(2):
             pool.touch([3])
             fake.unpin_blocks([fake.blocks[3]], print)
-            assert epochs.judged(3) == 0, "what is pinned is not reused"
+            assert epochs.all_judged([3])[0] == 0, "what is pinned is not reused"
             pool.unpin([3])
-            assert epochs.judged(3) == 0
+            assert epochs.all_judged([3])[0] == 0
 
     def test_we_take_the_place_of_no_other_watcher(self) -> None:
         """HiSparse reads blocks that it has let go of until it is told: it must be told."""
@@ -108,7 +108,7 @@ class TestPool:
         pool.touch([3])
         pool.unpin([3])
         pool.touch([3])
-        assert not pool.exact and epochs.judged(3) == 0
+        assert not pool.exact and epochs.all_judged([3])[0] == 0
 
     def test_without_unpin_blocks_nothing_is_exact(self) -> None:
         older = SimpleNamespace(blocks=FakePool().blocks, touch=print, free_blocks=print, get_num_free_blocks=len)

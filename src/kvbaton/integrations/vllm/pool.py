@@ -59,7 +59,7 @@ class PinnedPool:
         self._untold = 0
         self.exact = is_exact(block_pool)
         if self.exact:
-            epochs.is_told = self._is_told
+            epochs.are_told = self._are_told
 
     def touch(self, ids: Iterable[int]) -> None:
         """Pin. A block that was perhaps reused behind our back begins a new epoch, before its new pin notes one."""
@@ -105,6 +105,9 @@ class PinnedPool:
     def _is_told(self, number: int) -> bool:
         """On any thread: whether we would have been told of a reuse of this block. While it is pinned there is none."""
         return number not in self._released or self._mine in self._watching(number)
+
+    def _are_told(self, numbers: Sequence[int]) -> bool:
+        return self._released.isdisjoint(numbers) or all(map(self._is_told, numbers))
 
     def _with_others(self, number: int) -> Watcher:
         others = tuple(each for each in self._watching(number) if each is not self._mine)

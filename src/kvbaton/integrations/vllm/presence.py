@@ -87,7 +87,7 @@ class Presence:
         self.book = AddressBook()
         host = f"[{settings.control_host}]" if ":" in settings.control_host else settings.control_host
         self.control = ZmqControl(keyring, f"tcp://{host}:{settings.control_port}")
-        self.links = RankLinks(ranks, me=self.peer)
+        self.links = RankLinks(ranks, me=self.peer, tell=self.control.wake)
         self.watch = Watch(self.peer, directory=settings.flight_dir, spans=self._spans())
         self.doorway = Doorway(self._door_config(keyring, len(ranks)), EpochTable(facts.blocks))
         self.shelf = self._make_shelf(len(ranks)) if settings.store else None
@@ -273,7 +273,7 @@ class Presence:
             exact_epochs=self.facts.exact_epochs,
             role_of=keyring.role_of,
         )
-        ledger = Ledger(identity, self.settings.protocol(), self.doorway.epochs.judged)
+        ledger = Ledger(identity, self.settings.protocol(), self.doorway.epochs.all_judged)
         progress, recorder = self.links.drain_progress, self.watch.recorder
         return Node(ledger, self.control, planes, self.doorway, self.shelf, extra=progress, recorder=recorder)
 
