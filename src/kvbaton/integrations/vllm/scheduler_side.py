@@ -35,6 +35,7 @@ from kvbaton.integrations.vllm.prefill import Prefill
 from kvbaton.integrations.vllm.presence import EngineFacts, Presence, Role
 from kvbaton.integrations.vllm.room import Room
 from kvbaton.integrations.vllm.settings import ConnectorSettings
+from kvbaton.integrations.vllm.stats import Turn
 from kvbaton.integrations.vllm.step import BatonStep, Leaving, RankCard, StepDone, Verdict
 from kvbaton.integrations.vllm.storing import Storing
 from kvbaton.integrations.vllm.tables import Grouping, Tables
@@ -78,6 +79,7 @@ class SchedulerSide:
         self.refused: Counter[str] = Counter()  # ends that never reached the ledger, by reason
         self.told: Counter[str] = Counter()  # of the counters, what vLLM was told
         self.gauges_told: dict[str, float] = {}
+        self.turn = Turn()
         self.tray = Tray()  # of ended handoffs, what vLLM was not told yet
         self._live: _Live | None = None
 
@@ -348,7 +350,7 @@ class SchedulerSide:
             return False
         loads = live.is_awaited or bool(live.failures)
         if not (live.door.holding or loads):
-            return False
+            return self.turn.last()
         if not loads and self._napped != self._step:  # vLLM asks only when it has nothing to do itself
             self._napped = self._step
             self._nap(NAP_S)
