@@ -103,7 +103,8 @@ def test_a_look_is_taken_ten_times_a_second_and_once_before_rest(stats: ModuleTy
     side, now = Side(), [100.0]
     side.turn = stats.Turn(lambda: now[0])
     told = [stats.BatonStats.of(side)]
-    assert told[0] is not None and not side.turn.last(), "nothing is left to tell, so no step is taken for it"
+    assert told[0] is not None and not side.turn.rests(), "nothing is left to tell, so no step is taken for it"
+    side.turn.works()
     for _ in range(1000):
         now[0] += 0.001
         side.counts["leases"] += 1
@@ -112,9 +113,9 @@ def test_a_look_is_taken_ten_times_a_second_and_once_before_rest(stats: ModuleTy
     assert 9 <= len(looks) <= 12
     side.counts["leases"] += 1
     now[0] += 0.001
-    assert stats.BatonStats.of(side) is None and side.turn.last()
+    assert stats.BatonStats.of(side) is None and side.turn.rests()
     looks.append(stats.BatonStats.of(side))
-    assert not side.turn.last(), "one more step is enough"
+    assert stats.BatonStats.of(side) is None and not side.turn.rests(), "one more step is enough, and one in flight"
     assert sum(look.data["counts"].get("leases_total", 0) for look in looks) == side.counts["leases"]
 
 

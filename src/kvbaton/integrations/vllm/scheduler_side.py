@@ -164,6 +164,7 @@ class SchedulerSide:
 
     @guarded(returns(None))
     def on_new_request(self, request: Any) -> None:
+        self.turn.works()
         if not isinstance(request.kv_transfer_params, dict | None):
             self._strange(request)  # vLLM itself takes it for an object from here on, and would die of anything else
         live = self._live
@@ -350,7 +351,8 @@ class SchedulerSide:
             return False
         loads = live.is_awaited or bool(live.failures)
         if not (live.door.holding or loads):
-            return self.turn.last()
+            return self.turn.rests()
+        self.turn.works()
         if not loads and self._napped != self._step:  # vLLM asks only when it has nothing to do itself
             self._napped = self._step
             self._nap(NAP_S)

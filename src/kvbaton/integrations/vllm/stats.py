@@ -48,21 +48,24 @@ class Turn:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._next = 0.0
-        self._is_last = False
-        self.passed = False  # a step has ended since the last look
+        self._rests = False
+        self._passed = False  # a step has ended since the last look
 
     def comes(self) -> bool:
         """A step has ended: whether to look now."""
         now = self._clock()
-        self.passed = not self._is_last and now < self._next
-        if not self.passed:
-            self._next, self._is_last = now + EVERY_S, False
-        return not self.passed
+        self._passed = not self._rests and now < self._next
+        if not self._passed:
+            self._next = now + EVERY_S
+        return not self._passed
 
-    def last(self) -> bool:
-        """The engine is about to rest. True: it must take one more step, which looks."""
-        self._is_last = self.passed
-        return self.passed
+    def rests(self) -> bool:
+        """The engine is about to rest. True: it must take one more step; that, and those still in flight, look."""
+        self._rests = True
+        return self._passed
+
+    def works(self) -> None:
+        self._rests = False
 
 
 @dataclass
