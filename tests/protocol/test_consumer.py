@@ -352,6 +352,56 @@ class TestAllocated:
         assert delivered(load) and pair.said(Offer)[0].first_token == 4
 
 
+class TestBlocksBeforeTheGrant:
+    """An engine may find blocks while the claim of a finished prompt is on its way; rule 12: nothing is read before."""
+
+    @pytest.mark.parametrize("wanted", [IntakeState.GREETING, IntakeState.CLAIMING])
+    def test_the_grant_begins_the_copy_and_nobody_is_told_of_a_match(self, pair: Pair, wanted: IntakeState) -> None:
+        lost = Hello if wanted is IntakeState.GREETING else Claim
+        pair.lose(lost, times=1)
+        load = pair.d.want("r", pair.p.grant())
+        pair.settle()
+        assert state(pair) is wanted
+        pair.d.allocate("r", first_token=2)
+        assert not pair.done(StartCopy)
+        pair.run(Settings().retry_s * 3)
+        assert delivered(load) and load.drops == 1 and not pair.done(MatchFound)
+
+    def test_a_claim_that_is_refused_then_is_reported_once(self, pair: Pair) -> None:
+        pair.lose(Claim, times=1)
+        load = pair.d.want("r", pair.p.grant(), tokens=4)
+        pair.settle()
+        pair.d.allocate("r")
+        pair.run(Settings().retry_s * 3)
+        assert why(load) is Reason.CONTENT_MISMATCH and load.failed is None and load.drops == 1
+
+    def test_one_that_is_never_answered_ends_by_the_claim_s_deadline(self, pair: Pair) -> None:
+        pair.lose(Claim, times=999)
+        load = pair.d.want("r", pair.p.grant())
+        pair.settle()
+        pair.d.allocate("r")
+        pair.run(Settings().claim_timeout + 1)
+        assert why(load) is Reason.CLAIM_TIMEOUT and load.failed is None and load.drops == 1
+
+    def test_an_engine_that_gives_it_up_gets_its_report(self, pair: Pair) -> None:
+        pair.lose(Claim, times=999)
+        load = pair.d.want("r", pair.p.grant())
+        pair.settle()
+        pair.d.allocate("r")
+        pair.d.give_up("r")
+        pair.settle()
+        assert why(load) is Reason.ABORTED and load.drops == 1
+
+    def test_a_push_is_offered_with_the_grant(self, pair: Pair) -> None:
+        load = pair.d.want("r", pair.router_ticket(), push=True)
+        pair.settle()
+        pair.d.allocate("r")
+        assert not pair.said(Offer)
+        pair.p.stream()
+        pair.settle()
+        assert delivered(load) and pair.said(Offer)
+
+
 class TestReady:
     """Rule 10 at the reader: lost, doubled and overtaking news of readiness."""
 

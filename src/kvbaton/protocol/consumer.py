@@ -1,7 +1,8 @@
 """D's role: wants, claims, copies, commits; or offers, and is written to. All failures enter by `fail`.
 
-Laws: every `Wanted` is followed by `MatchFound` or `MatchFailed`; every `Allocated` by exactly one `Report` and, when
-nothing can land in its blocks any more, exactly one `DropHold`. D copies nothing after its Commit was sent.
+Laws: every `Wanted` is followed by `MatchFound` or `MatchFailed`, unless its `Allocated` comes first; every `Allocated`
+by exactly one `Report` and, when nothing can land in its blocks any more, exactly one `DropHold`. D copies nothing
+before P's grant (rule 12) and nothing after its Commit was sent.
 """
 
 from __future__ import annotations
@@ -118,11 +119,8 @@ class Consumer:
             return
         intake.target = event
         intake.hard_deadline = now + self.desk.settings.max_hold_s
-        self._mark(intake.attempt, Step.ALLOCATED, now)
-        if intake.wanted.push and self._may_be_written_to(intake.link):
-            self._offer(intake, now)
-        else:
-            self._pull(intake, now)
+        if intake.state not in (_S.GREETING, _S.CLAIMING):
+            self._begin(intake, now)  # else P's answer, which is on its way, begins it
 
     def on_not_needed(self, event: NotNeeded | GaveUp, now: float) -> None:
         intake = self.by_request.get(event.request)
@@ -186,7 +184,10 @@ class Consumer:
         self._remember_ttl(source, message.ttl_s)
         self._wait(intake, self.desk.settings.defer_timeout, now)
         self._pulse_renewal(intake, source, now)
-        self.desk.emit(MatchFound(intake.wanted.request))
+        if intake.target is not None:
+            self._begin(intake, now)
+        else:
+            self.desk.emit(MatchFound(intake.wanted.request))
 
     def on_claim_refused(self, link: Link, message: ClaimRefused, now: float) -> None:
         intake = self._of(link, message.attempt)
@@ -465,6 +466,14 @@ class Consumer:
         eager = not source.final or (intake.state is _S.OFFERED and not intake.accepted)
         third_s = source.ttl_s / 3
         self._pulse(intake, min(self.desk.settings.retry_s, third_s) if eager else third_s, now)
+
+    def _begin(self, intake: Intake, now: float) -> None:
+        """P keeps its blocks and the engine has found its own: have them filled."""
+        self._mark(intake.attempt, Step.ALLOCATED, now)
+        if intake.wanted.push and self._may_be_written_to(intake.link):
+            self._offer(intake, now)
+        else:
+            self._pull(intake, now)
 
     def _pull(self, intake: Intake, now: float) -> None:
         if self._step(intake, _E.PULL_BEGUN):

@@ -28,7 +28,7 @@ class Step(enum.StrEnum):
     ASKED = "asked"  # the engine wants the KV; `Begun`
     CLAIMED = "claimed"  # the link is up and the first claim is on its way
     GRANTED = "granted"  # P keeps the blocks for us
-    ALLOCATED = "allocated"  # the engine found blocks for it
+    ALLOCATED = "allocated"  # and the engine found blocks for it, now or before
     OFFERED = "offered"  # push: P may write into them. Also P's: D's offer came
     FIRST_BYTE = "first_byte"  # the first copy has ended well. Also P's, in push
     COPIED = "copied"  # every byte is here; the commit is on its way

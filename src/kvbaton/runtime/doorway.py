@@ -42,6 +42,7 @@ class Match(msgspec.Struct, frozen=True):
     state: MatchState
     end: fx.End | None = None
     asked: bool = True  # the node knows of it; false for what was refused at the door
+    computed: bool = False  # P has the whole prompt and only has to say so: blocks for it wait for one answer
 
 
 class UnpinBlocks(msgspec.Struct, frozen=True):
@@ -201,8 +202,8 @@ class Doorway:
             self._post(ev.TurnedAway(request, error.reason, error.detail, trace, handoff))
             self.disown(ticket, error.reason)
             return
-        self._wants[request] = Match(MatchState.NOT_YET)
         deferred = opened.lease == 0
+        self._wants[request] = Match(MatchState.NOT_YET, computed=not deferred)
         self._post(ev.Wanted(request, opened.handoff, opened.source, ticket, digest, tokens, push, deferred, trace))
 
     def disown(self, ticket: object, reason: Reason) -> None:
@@ -230,6 +231,11 @@ class Doorway:
             if found.asked:
                 self._post(ev.NotNeeded(request))
         return found
+
+    def waits(self, request: RequestId) -> bool:
+        """Whether P's answer is still to come. Without side effects, whatever it is."""
+        found = self._wants.get(request)
+        return found is not None and found.state is MatchState.NOT_YET
 
     def allocated(self, request: RequestId, blocks: Groups, first_token: int) -> tuple[int, ...]:
         """The engine has blocks for the load. Returns what it must touch now, on top of its own references."""

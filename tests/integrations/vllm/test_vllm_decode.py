@@ -36,6 +36,15 @@ class FakeDoor:
     def not_needed(self, request: str) -> None:
         self.told.append(("not_needed", request))
 
+    def want(self, request: str, ticket: str, digest: bytes, tokens: int, **options: Any) -> None:
+        self.told.append(("want", request))
+
+    def waits(self, request: str) -> bool:
+        return self.answer.state is MatchState.NOT_YET
+
+    def allocated(self, request: str, blocks: Any, first_token: int) -> None:
+        self.told.append(("allocated", request, blocks, first_token))
+
 
 def grouping() -> Grouping:
     return Grouping(EngineLayout((Group("0.full", Kind.FULL, 16, ("a",), 1, (Cell("kv", 8),), "float32"),), ()), (0,))
@@ -43,15 +52,19 @@ def grouping() -> Grouping:
 
 @pytest.fixture(name="decode")
 def decode_of(adapter: Callable[[str], ModuleType]) -> Callable[..., tuple[Any, list[End]]]:
-    def make(door: FakeDoor, *, recomputes: bool = True) -> tuple[Any, list[End]]:
+    def make(door: FakeDoor, *, recomputes: bool = True, blocks: int = 0) -> tuple[Any, list[End]]:
         ends: list[End] = []
-        return adapter("decode").Decode(door, SimpleNamespace(), grouping(), recomputes, True, ends.append), ends
+        pool = SimpleNamespace(touch=lambda ids: None)
+        made = adapter("decode").Decode(door, pool, grouping(), recomputes, True, ends.append, blocks_total=blocks)
+        return made, ends
 
     return make
 
 
-def asked(params: Any) -> Any:
-    return SimpleNamespace(request_id="r", num_prompt_tokens=40, kv_transfer_params=params)
+def asked(params: Any, name: str = "r") -> Any:
+    return SimpleNamespace(
+        request_id=name, num_prompt_tokens=40, kv_transfer_params=params, prompt_token_ids=[1] * 40, cache_salt=None
+    )
 
 
 @pytest.mark.parametrize("recomputes", [True, False])
@@ -70,3 +83,42 @@ def test_nobody_is_told_where_there_is_no_ticket_to_read_by(decode: Make, params
     door = FakeDoor()
     decode(door)[0].refused(asked(params), End(Reason.BAD_MESSAGE))
     assert not door.told
+
+
+TARGET = SimpleNamespace(ticket="t", mode="pull", trace="")
+
+
+@pytest.mark.parametrize("computed", [True, False])
+def test_blocks_are_taken_before_p_s_answer_only_for_what_p_has_computed(decode: Make, computed: bool) -> None:
+    """Decision 0002: who reads behind a P that has not begun would hold blocks that P may need to begin."""
+    door = FakeDoor()
+    d, _ = decode(door, blocks=100)
+    d.accepted(asked(FOR_D), TARGET)
+    door.answer = Match(MatchState.NOT_YET, computed=computed)
+    assert d.match(asked(FOR_D), 16) == ((24, True) if computed else (None, False))
+    assert d.blocked(asked(FOR_D))
+
+
+def test_they_are_a_bounded_share_of_the_cache_until_reported(decode: Make) -> None:
+    door = FakeDoor()
+    d, _ = decode(door, blocks=24)  # 6 may be taken; a prompt takes 3
+    door.answer = Match(MatchState.NOT_YET, computed=True)
+    requests = [asked(FOR_D, name) for name in "abc"]
+    for request in requests:
+        d.accepted(request, TARGET)
+    for request in requests[:2]:
+        assert d.match(request, 0) == (40, True)
+        d.allocated(request, [[1, 2, 3]], 40)
+    assert d.match(requests[2], 0) == (None, False)
+    d.reported(SimpleNamespace(rank=0, request="a", end=End(Reason.CLAIM_TIMEOUT)))
+    assert d.match(requests[2], 0) == (40, True)
+    door.answer = Match(MatchState.FOUND)
+    assert d.match(requests[2], 0) == (40, True)
+
+
+def test_what_is_here_already_waits_for_nobody(decode: Make) -> None:
+    door = FakeDoor()
+    d, _ = decode(door, blocks=24)
+    d.accepted(asked(FOR_D), TARGET)
+    door.answer = Match(MatchState.NOT_YET)
+    assert d.match(asked(FOR_D), 40) == (0, False) and ("not_needed", "r") in door.told

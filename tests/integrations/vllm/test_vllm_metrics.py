@@ -95,6 +95,28 @@ class Side:
         self.refused, self.told = Counts({"peer_unknown": 1}), Counts()
         self.gauges_told: dict[str, float] = {}
         self.tray = Tray()
+        self.turn = SimpleNamespace(comes=lambda: True)
+
+
+def test_a_look_is_taken_ten_times_a_second_and_once_before_rest(stats: ModuleType) -> None:
+    """Nothing is lost: what a step passed over is told by the next look, or by one more step before rest."""
+    side, now = Side(), [100.0]
+    side.turn = stats.Turn(lambda: now[0])
+    told = [stats.BatonStats.of(side)]
+    assert told[0] is not None and not side.turn.rests(), "nothing is left to tell, so no step is taken for it"
+    side.turn.works()
+    for _ in range(1000):
+        now[0] += 0.001
+        side.counts["leases"] += 1
+        told.append(stats.BatonStats.of(side))
+    looks = [each for each in told if each is not None]
+    assert 9 <= len(looks) <= 12
+    side.counts["leases"] += 1
+    now[0] += 0.001
+    assert stats.BatonStats.of(side) is None and side.turn.rests()
+    looks.append(stats.BatonStats.of(side))
+    assert stats.BatonStats.of(side) is None and not side.turn.rests(), "one more step is enough, and one in flight"
+    assert sum(look.data["counts"].get("leases_total", 0) for look in looks) == side.counts["leases"]
 
 
 def test_only_what_is_new_is_told(stats: ModuleType) -> None:

@@ -2,7 +2,9 @@
 
 Laws: a request is matched at most once, whatever becomes of it (rule 2.9.8 of vLLM's contract: matching again after a
 failure is a livelock). Every load that got blocks is reported exactly once, also after an abort and when something here
-fails. Destination blocks are held by a `touch` of our own until nothing can land in them (rule 18).
+fails. Destination blocks are held by a `touch` of our own until nothing can land in them (rule 18). Blocks are taken
+before P has answered only for a prompt that P has computed, whose answer is one message away, and for a bounded share
+of the cache (decision 0002).
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ log = logging.getLogger(__name__)
 
 NOT_YET: tuple[int | None, bool] = (None, False)
 NOTHING: tuple[int | None, bool] = (0, False)
+EARLY_SHARE = 4
+"""Of the cache, one part in so many may be taken by loads that began before P's answer."""
 
 
 @dataclass(slots=True)
@@ -54,6 +58,8 @@ class Decode:
     keeps_prefix: bool  # vLLM can keep the good blocks of a failed load: only with one group
     count_end: Callable[[End], None]
     room: Room | None = None
+    blocks_total: int = 0
+    _early: dict[str, int] = field(default_factory=dict)  # blocks of loads that began before P's answer
     _positions: dict[str, int] = field(default_factory=dict)
     _doomed: dict[str, End] = field(default_factory=dict)
     _loads: dict[str, _Load] = field(default_factory=dict)
@@ -91,9 +97,9 @@ class Decode:
             return NOTHING
         missing = position - local_tokens
         found = self.door.match(RequestId(request_id))
-        if found.state is MatchState.NOT_YET:
+        if found.state is MatchState.NOT_YET and missing > 0 and not (found.computed and self._spares(position)):
             return NOT_YET
-        if found.state is MatchState.FOUND and missing > 0:
+        if found.state in (MatchState.NOT_YET, MatchState.FOUND) and missing > 0:
             return (missing, True) if self.room is None or self.room.admits(request) else NOT_YET
         if found.state is MatchState.FAILED:
             assert found.end is not None
@@ -104,6 +110,17 @@ class Decode:
                 self._doomed[request_id] = found.end
         self.door.not_needed(RequestId(request_id))
         return (missing, True) if request_id in self._doomed and missing > 0 else NOTHING
+
+    def blocked(self, request: Any) -> bool:
+        """Whether `match` has to wait, for P or for room. Without side effects."""
+        if self.door.waits(RequestId(request.request_id)):
+            return True
+        known = request.request_id in self._positions and request.request_id not in self._doomed
+        return known and self.room is not None and not self.room.admits(request)
+
+    def _spares(self, position: int) -> bool:
+        needed = sum(self.grouping.needed(position))
+        return needed + sum(self._early.values()) <= self.blocks_total // EARLY_SHARE
 
     def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
         """vLLM has blocks for the request; with external tokens it now waits for a report."""
@@ -124,6 +141,8 @@ class Decode:
         first = tuple(first_token // size for size in grouping.block_tokens)
         wanted = grouping.cut(tables, first, grouping.needed(position))
         self._loads[request_id] = _Load(first_token, wanted)
+        if self.door.waits(RequestId(request_id)):
+            self._early[request_id] = sum(map(len, wanted))
         self.pool.touch(real(wanted))  # before anybody knows of them, so that a failure here costs the load alone
         try:
             self.door.allocated(RequestId(request_id), wanted, first_token)
@@ -158,6 +177,7 @@ class Decode:
     def fails(self, request_id: str) -> None:
         """Whatever the ledger said of this load, it counts as failed: vLLM would wait for its report for ever."""
         self._loads.pop(request_id, None)
+        self._early.pop(request_id, None)
         self._verdicts.append(Verdict(request_id, failed=True))
 
     def take_verdicts(self) -> tuple[Verdict, ...]:
@@ -170,6 +190,7 @@ class Decode:
 
     def _conclude(self, request_id: str, end: End) -> None:
         load = self._loads.pop(request_id, None)
+        self._early.pop(request_id, None)
         if load is None:
             return
         self._say(request_id, end)

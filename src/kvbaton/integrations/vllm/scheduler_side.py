@@ -1,8 +1,13 @@
 """The connector in the scheduler's process: vLLM's hooks on one side, P's and D's halves and the doorway on the other.
 
 Laws: only the scheduler's thread runs here, and it alone touches the block pool; what the loop decided is taken from
-the doorway at `on_new_request`, `get_num_new_matched_tokens` and `build_connector_meta` (rule 8). No hook blocks, none
-raises: each has an answer for its own failure that the engine can live with.
+the doorway at `on_new_request`, `get_num_new_matched_tokens`, `build_connector_meta` and `update_connector_output`
+(rule 8). No hook raises: each has an answer for its own failure that the engine can live with. None blocks, but for a
+nap where vLLM would take one itself.
+
+What has arrived is told to vLLM where it takes in the end of a step, whichever that is, and not by way of the workers:
+that would be the end of a step that is still to be scheduled. What has failed goes by the workers, since vLLM looks at
+failures before it asks us.
 """
 
 from __future__ import annotations
@@ -30,10 +35,12 @@ from kvbaton.integrations.vllm.prefill import Prefill
 from kvbaton.integrations.vllm.presence import EngineFacts, Presence, Role
 from kvbaton.integrations.vllm.room import Room
 from kvbaton.integrations.vllm.settings import ConnectorSettings
+from kvbaton.integrations.vllm.stats import Turn
 from kvbaton.integrations.vllm.step import BatonStep, Leaving, RankCard, StepDone, Verdict
 from kvbaton.integrations.vllm.storing import Storing
 from kvbaton.integrations.vllm.tables import Grouping, Tables
 from kvbaton.integrations.vllm.tray import Tray
+from kvbaton.integrations.vllm.waiting import Waiting, status_aside
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.runtime.doorway import Doorway, DropBlocks, LoadReport, UnpinBlocks
@@ -44,6 +51,9 @@ log = logging.getLogger(__name__)
 NAP_S = 0.004
 """Per step, of an engine that has nothing to do but to wait for its leases, unless there is news (docs/lab: 0.3 cores
 instead of 0.7). A request that comes meanwhile waits this long at most."""
+LOAD_NAP_S = 0.002
+"""The same, of one that waits for loads: vLLM sleeps 1 ms between such steps, whatever arrives; from this nap a load
+that arrives wakes it, and its thread has left the interpreter to those that bring it."""
 STORE_END_S = 3.0
 NO_ANSWER: tuple[bool, dict[str, Any] | None] = (False, None)
 WELL = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
@@ -63,11 +73,13 @@ class SchedulerSide:
         self._block_pool: Any = None
         self._step = 0
         self._napped = 0
+        self._computes = 0  # the last step that has something to compute
         self._news = threading.Event()
         self.presence: Presence | None = None
         self.refused: Counter[str] = Counter()  # ends that never reached the ledger, by reason
         self.told: Counter[str] = Counter()  # of the counters, what vLLM was told
         self.gauges_told: dict[str, float] = {}
+        self.turn = Turn()
         self.tray = Tray()  # of ended handoffs, what vLLM was not told yet
         self._live: _Live | None = None
 
@@ -123,11 +135,12 @@ class SchedulerSide:
         )
         presence.on_keys = lambda keyring: setattr(lookup, "ticket_key", keyring.ticket_keys[0])
         room = Room(grouping, pool, self._config.scheduler_config.max_num_batched_tokens) if recomputes else None
-        decode = Decode(door, pool, grouping, recomputes, one_group, self._count_end, room)
+        total = self._cache.num_blocks
+        decode = Decode(door, pool, grouping, recomputes, one_group, self._count_end, room, total)
         stored = NoStore()
         if presence.shelf is not None:
             presence.shelf.wake_engine = self._news.set
-            stored = Storing(presence.shelf, door, pool, grouping, self._cache.num_blocks)
+            stored = Storing(presence.shelf, door, pool, grouping, total)
         return _Live(door, pool, Prefill(door, pool, grouping), decode, lookup, stored)
 
     def shutdown(self) -> None:
@@ -145,13 +158,13 @@ class SchedulerSide:
             self._do_duties(live)
             if time.monotonic() > until:
                 return
-            self._news.wait(NAP_S)
-            self._news.clear()
+            self._nap(NAP_S)
 
     # --- hooks
 
     @guarded(returns(None))
     def on_new_request(self, request: Any) -> None:
+        self.turn.works()
         if not isinstance(request.kv_transfer_params, dict | None):
             self._strange(request)  # vLLM itself takes it for an object from here on, and would die of anything else
         live = self._live
@@ -198,11 +211,17 @@ class SchedulerSide:
             if not content.is_known(request):
                 return NOT_YET
             self._accept(live, request, live.held.pop(request.request_id))
+        if live.waiting.comes_back(request.request_id):
+            return NOT_YET
         answer = live.decode.match(request, local_tokens)
         if answer == NOTHING:
             answer = live.stored.match(request, local_tokens)
         if getattr(request, "skip_reading_prefix_cache", False):
             return NOTHING  # it wants its whole prompt computed; vLLM before 0.31 takes an answer all the same
+        if answer == NOT_YET:
+            live.waiting.waits(request)  # nothing may come between this and the answer
+        else:
+            live.waiting.answered(request.request_id)
         return answer
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
@@ -230,11 +249,15 @@ class SchedulerSide:
         self._try_duties(live)
         leaving = self._leaving(live, scheduled)
         ends_prompts = live.stored.ends_prompts(self._step, scheduled, partial(self._tables, scheduled))
-        return BatonStep(self._step, self._verdicts(live), leaving, ends_prompts)
+        if scheduled.num_scheduled_tokens:
+            self._computes = self._step
+        return BatonStep(self._step, self._failures(live), leaving, ends_prompts, live.is_awaited)
 
     @guarded(makes(tuple))
-    def _verdicts(self, live: _Live) -> tuple[Verdict, ...]:
-        return live.decode.take_verdicts() + live.stored.take_verdicts()
+    def _failures(self, live: _Live) -> tuple[Verdict, ...]:
+        live.sort()
+        failures, live.failures = tuple(live.failures), []
+        return failures
 
     @guarded(returns(None))
     def _try_duties(self, live: _Live) -> None:
@@ -270,9 +293,35 @@ class SchedulerSide:
     @guarded(returns(None))
     def step_ended(self, output: Any) -> None:
         live, done = self._live, output.kv_connector_worker_meta
-        if live is not None and isinstance(done, StepDone):
+        if live is None:
+            return
+        if isinstance(done, StepDone):
             live.stored.computed(done.number)
             live.prefill.computed(done.number)
+        self._tell_arrivals(live, output)
+        if isinstance(done, StepDone) and not output.finished_recving and self._is_idle(live, done.number):
+            self._nap(LOAD_NAP_S)
+            self._tell_arrivals(live, output)
+
+    def _tell_arrivals(self, live: _Live, output: Any) -> None:
+        """Have vLLM look at requests whose KV is there, and at those put aside that wait no more."""
+        self._try_duties(live)
+        live.sort()
+        arrived, over = set(live.arrived), live.waiting.over()
+        if arrived or over:
+            output.finished_recving = arrived.union(over, output.finished_recving or ())
+            live.arrived.clear()
+            for request_id in over:
+                live.waiting.back_to_vllm(request_id)
+
+    def _is_idle(self, live: _Live, step: int) -> bool:
+        """Whether no step that computes is on its way, and none can be before something arrives."""
+        alone: bool = self._config.parallel_config.data_parallel_size == 1  # else others wait for our steps
+        return alone and live.is_awaited and not live.failures and self._computes < step
+
+    def _nap(self, seconds: float) -> None:
+        self._news.wait(seconds)
+        self._news.clear()
 
     @guarded(returns(NO_ANSWER))
     def finished(self, request: Any, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
@@ -282,6 +331,7 @@ class SchedulerSide:
         well = request.status.name in WELL
         if isinstance(live.held.pop(request.request_id, None), Target):
             live.decode.disowned(request, Reason.ABORTED)
+        live.waiting.left(request.request_id)
         live.stored.finished(request, tables, well=well)
         try:
             live.decode.finished(request)
@@ -299,13 +349,13 @@ class SchedulerSide:
         live = self._live
         if live is None:
             return False
-        loads = live.decode.busy or live.stored.busy
+        loads = live.is_awaited or bool(live.failures)
         if not (live.door.holding or loads):
-            return False
+            return self.turn.rests()
+        self.turn.works()
         if not loads and self._napped != self._step:  # vLLM asks only when it has nothing to do itself
             self._napped = self._step
-            self._news.wait(NAP_S)
-            self._news.clear()
+            self._nap(NAP_S)
         return True
 
     @guarded(returns(False))
@@ -340,7 +390,9 @@ class SchedulerSide:
 class _Live:
     """What exists once the engine has its cache."""
 
-    __slots__ = ("decode", "door", "held", "lookup", "pool", "prefill", "stored")
+    __slots__ = (
+        "arrived", "decode", "door", "failures", "held", "lookup", "pool", "prefill", "stored", "waiting"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -358,6 +410,22 @@ class _Live:
         self.lookup = lookup
         self.stored = stored
         self.held: dict[str, Ask | None] = {}  # requests that came, by what they ask, until their content is known
+        self.waiting = Waiting(decode.blocked, status_aside())
+        self.arrived: list[str] = []  # loads of which vLLM is to be told
+        self.failures: list[Verdict] = []  # and those of which the workers are
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether vLLM waits for something that only we can tell it."""
+        return bool(self.arrived or self.waiting or self.decode.busy or self.stored.busy)
+
+    def sort(self) -> None:
+        """Verdicts that have come since: what has arrived, and what has failed."""
+        for verdict in self.decode.take_verdicts() + self.stored.take_verdicts():
+            if verdict.is_good:
+                self.arrived.append(verdict.request_id)
+            else:
+                self.failures.append(verdict)
 
 
 def _wants_kv(raw: object) -> bool:

@@ -2,7 +2,8 @@
 
 Laws: scheduler and workers cross process borders with plain msgpack data. Counts are told as what was added since the
 last time, so that nothing is counted twice and a restart starts at zero. vLLM's front end answers an exception with the
-end of the API server: what is taken in there is guarded, and a figure that cannot be read costs itself alone.
+end of the API server: what is taken in there is guarded, and a figure that cannot be read costs itself alone. An
+engine looks ten times a second and once before it rests, since a look takes as long as a small step.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,34 @@ AS_NIXL_HISTOGRAMS = {
     names.HANDOFF_BYTES.name: ("vllm:nixl_bytes_transferred", "Bytes of a handoff.", names.SIZES),
 }
 ROWS_MAX = 8192
+EVERY_S = 0.1
+"""How often an engine's own figures are looked at."""
+
+
+class Turn:
+    """When the figures are to be looked at. Steps come far more often, and an engine at rest takes none."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next = 0.0
+        self._rests = False
+        self._passed = False  # a step has ended since the last look
+
+    def comes(self) -> bool:
+        """A step has ended: whether to look now."""
+        now = self._clock()
+        self._passed = not self._rests and now < self._next
+        if not self._passed:
+            self._next = now + EVERY_S
+        return not self._passed
+
+    def rests(self) -> bool:
+        """The engine is about to rest. True: it must take one more step; that, and those still in flight, look."""
+        self._rests = True
+        return self._passed
+
+    def works(self) -> None:
+        self._rests = False
 
 
 @dataclass
@@ -55,9 +84,9 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
 
     @classmethod
     def of(cls, side: SchedulerSide) -> BatonStats | None:
-        """What is new in this engine; None when nothing is."""
+        """What is new in this engine; None when nothing is, or it is not the turn."""
         presence = side.presence
-        if presence is None:
+        if presence is None or not side.turn.comes():
             return None
         ledger = presence.node.ledger
         refused = {"data_refused_total": presence.links.data_refused()}

@@ -16,11 +16,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How one load ended; every rank reports it once."""
+    """How one load ended. One that ended badly is reported by every rank, once; of others vLLM hears without them."""
 
     request_id: str
     failed: bool = False
     bad_blocks: tuple[int, ...] = ()  # not failed as a whole: these are to be computed again, the ones before are good
+
+    @property
+    def is_good(self) -> bool:
+        return not self.failed and not self.bad_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class BatonStep(KVConnectorMetadata):  # type: ignore[misc]
     verdicts: tuple[Verdict, ...] = ()
     leaving: tuple[Leaving, ...] = ()
     ends_prompts: bool = False  # of a prompt that goes to the store the last chunk is in this step: say when it is done
+    is_awaited: bool = False  # requests wait for something else than this step: say when it is done, so that they hear
 
 
 @dataclass(slots=True)

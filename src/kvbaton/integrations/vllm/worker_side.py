@@ -110,7 +110,7 @@ class WorkerSide:
         step = self._step
         if self._heard:
             self._learn_order()
-        return StepDone(step.number) if step.leaving or step.ends_prompts else None
+        return StepDone(step.number) if step.leaving or step.ends_prompts or step.is_awaited else None
 
     def _learn_order(self) -> None:
         """Speak of layers one by one only after a step in which they came in the order that was expected."""

@@ -35,6 +35,7 @@ PIECES = (
     f"{_BASE}.stored_puts",
     f"{_BASE}.storing",
     f"{_BASE}.tables",
+    f"{_BASE}.waiting",
     f"{_BASE}.worker_side",
 )
 WITH_STORE = tuple(f"{_BASE}.{name}" for name in ("second_loads", "stored_loads", "stored_puts", "storing"))
@@ -48,7 +49,7 @@ QUICK: dict[str, Any] = {
 _MAY_NOT_FAIL = frozenset(
     {"_on_reuse", "raise_epoch", "of", "all_of", "all_judged", "_is_told", "_are_told", "_watching", "_with_others"}
     | {"is_empty", "build_step", "allocated", "step_begun"}
-    | {"_post", "_unpinned", "hand_in", "unpin", "let_go"}
+    | {"_post", "_unpinned", "hand_in", "unpin", "let_go", "back_to_vllm"}
 )
 """Nothing is put in at the entry of these: callbacks that cannot raise by construction (rule 7), what vLLM itself calls
 on our data, bodies of hooks that only call others, which get their turn; appends to and pops from queues and tables;

@@ -179,7 +179,7 @@ def a_load_that_brings_nothing_is_computed_here(lab: Lab, how: str, shape: str) 
         tap.set(get=how)
         name = run(lab, d, prompt_of(30))
         demand(d.watch.loads[name] == 1, f"{d.watch.loads[name]} loads")
-        demand(d.watch.failed[name] == d.shape.ranks, "nothing came, and it was not told")
+        demand(d.watch.failed[name] == 1, "nothing came, and it was not told")
         lab.settle()
 
 
@@ -222,7 +222,7 @@ def a_load_whose_rank_is_silent_ends_by_its_deadline_and_keeps_its_blocks(lab: L
         ranks.hold()
         lab.ended(d, name, 6.0)
         lab.right(d, name)
-        demand(d.watch.failed[name] == d.shape.ranks, "it was not told that nothing came")
+        demand(d.watch.failed[name] == 1, "it was not told that nothing came")
         lab.run(20)
         demand(d.blocks_left == 7, f"{d.blocks_left} blocks are held, of 7 that may still be written to")
         tap.release()
@@ -257,7 +257,7 @@ def an_abort_during_a_load_from_the_store_gets_its_one_report(lab: Lab, mid_step
         lab.run(10)
         tap.release()
         lab.settle()
-    demand(d.watch.received[name] == d.shape.ranks, f"{d.watch.received[name]} reports")
+    demand(d.watch.received[name] == 1, f"{d.watch.received[name]} reports")
 
 
 @case()
@@ -365,7 +365,9 @@ def the_store_is_the_second_source_when_p_cannot_be_reached(lab: Lab, mode: str)
     params = lab.prefill(prompt_of(30))[1] if mode == "pull" else d_params(mode, router_ticket())
     lab.stop("p0")
     name = run(lab, d, prompt_of(30), params=params)
-    demand(d.watch.loaded_tokens[name] == 28, f"{d.watch.loaded_tokens[name]} tokens")
+    lab.settle()  # the last figures are told before rest
+    tried = 30 if mode == "pull" else 0  # P had it computed, so blocks were taken while it was asked
+    demand(d.watch.loaded_tokens[name] == tried + 28, f"{d.watch.loaded_tokens[name]} tokens")
     demand(d.counts["second_source_total"] == 1, f"{d.counts}")
 
 

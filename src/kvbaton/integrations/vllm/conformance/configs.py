@@ -57,6 +57,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     pipelined: bool = False  # schedule a step before the one ahead of it has run
     aggregated: bool = True  # as the multiprocess executor does, also for one rank
+    runner: Literal["v1", "v2"] = "v1"  # whose order of hooks
 
     @property
     def usable_blocks(self) -> int:

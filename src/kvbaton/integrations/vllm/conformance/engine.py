@@ -80,6 +80,7 @@ class Engine:
             hash_block_size=shape.block_tokens,
             log_stats=True,
         )
+        self.scheduler.use_v2_model_runner = shape.runner == "v2"
         self.connector = self.watch.over(
             self.scheduler.connector, before={"update_state_after_alloc": self._poison_fresh}
         )
@@ -107,7 +108,9 @@ class Engine:
             memory = Memory(self.shape, planned, rank)
             self.watch.over(worker)
             worker.register_kv_caches(memory.tensors)
-        return Runner(worker, memory, self._sample)
+            if self.shape.runner == "v2" and hasattr(worker, "reset_capture_state"):
+                worker.reset_capture_state()  # CUDA graphs have been captured
+        return Runner(worker, memory, self._sample, is_v2=self.shape.runner == "v2", is_late=self.shape.pipelined)
 
     def _handshake(self, rank: int) -> Any:
         with as_rank(rank, self.shape.ranks):
@@ -199,17 +202,25 @@ class Engine:
         depth = _PIPELINE_STEPS if self.shape.pipelined else 1
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
-            self._in_flight.append(across(scheduled))
+            self._in_flight.append((across(scheduled), self._issue(scheduled)))
             full = len(self._in_flight) >= depth
             if not full and (scheduled.total_num_scheduled_tokens > 0 or self.scheduler.has_requests()):
                 return True
         if self._in_flight:
-            self._finish_step(self._in_flight.popleft())
+            self._finish_step(*self._in_flight.popleft())
         return True
 
-    def _finish_step(self, scheduled: Any) -> None:
+    def _issue(self, scheduled: Any) -> list[Any]:
+        """With one step at a time, a device that works at once; else one that is late, and hooks that come first."""
+        issued = []
+        for rank, runner in enumerate(self.runners):
+            with as_rank(rank, self.shape.ranks):
+                issued.append(runner.issue(across(scheduled)))
+        return issued
+
+    def _finish_step(self, scheduled: Any, issued: list[Any]) -> None:
         self.before_executing()
-        outputs = [self._execute(rank, scheduled) for rank in range(self.shape.ranks)]
+        outputs = [across(runner.result(each)) for runner, each in zip(self.runners, issued, strict=True)]
         output = self.aggregator.aggregate(outputs) if self.shape.aggregated or len(outputs) > 1 else outputs[0]
         aborts, self._aborts = self._aborts, []
         for name in aborts:
@@ -218,10 +229,6 @@ class Engine:
             for each in told.outputs:
                 self._take(each)
             self._take_stats(told.scheduler_stats)
-
-    def _execute(self, rank: int, scheduled: Any) -> Any:
-        with as_rank(rank, self.shape.ranks):
-            return across(self.runners[rank].execute(across(scheduled)))
 
     def _take(self, told: Any) -> None:
         outcome = self.outcomes[told.request_id]

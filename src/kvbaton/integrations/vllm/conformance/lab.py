@@ -159,7 +159,8 @@ class Handoff:
 
 @dataclass
 class Lab:
-    """The engines of one case. `overlapped`: each schedules a step while the one before it has not run yet."""
+    """The engines of one case. `overlapped`: each schedules a step while the one before it has not run yet. With one
+    step at a time P has the V1 model runner's order of hooks and D the V2's; overlapped, the other way round."""
 
     overlapped: bool = False
     before_executing: Callable[[], None] = lambda: None
@@ -182,7 +183,11 @@ class Lab:
             **settings,
         }
         shape = shape or Shape()
-        self.engines[name] = Engine(msgspec.structs.replace(shape, pipelined=shape.pipelined or self.overlapped), extra)
+        pipelined = shape.pipelined or self.overlapped
+        if pipelined:  # a device that is late has computed no layer when its hook is called
+            extra.setdefault("layerwise", False)
+        runner: Any = "v1" if pipelined == name.startswith("p") else "v2"
+        self.engines[name] = Engine(msgspec.structs.replace(shape, pipelined=pipelined, runner=runner), extra)
         self.engines[name].before_executing = self.before_executing
         return self.engines[name]
 

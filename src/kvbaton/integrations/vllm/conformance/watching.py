@@ -22,6 +22,7 @@ HOOKS = (
     "build_connector_meta",
     "build_connector_worker_meta",
     "clear_connector_metadata",
+    "finish_forward",
     "get_block_ids_with_load_errors",
     "get_external_cache_hit_sources",
     "get_finished",
@@ -41,6 +42,7 @@ HOOKS = (
     "request_finished",
     "request_finished_all_groups",
     "reset_cache",
+    "reset_capture_state",
     "save_kv_layer",
     "set_xfer_handshake_metadata",
     "set_xfer_handshake_metadata_pp_aware",
@@ -56,7 +58,8 @@ HOOKS = (
 
 @dataclass
 class Watch:
-    """What the hooks of one engine did. `loads`: request ids by the times they were matched, allocated, reported."""
+    """What the hooks of one engine did, by request id: how often it was matched, got blocks to be loaded, was reported
+    as loaded or as failed. A report of one that has no blocks yet makes vLLM look at it again, and is not counted."""
 
     calls: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
@@ -104,10 +107,10 @@ class Watch:
         elif name == "update_state_after_alloc" and args[2] > 0:
             self.loads[args[0].request_id] += 1
             self.loaded_tokens[args[0].request_id] += args[2]
-        elif name == "get_transfer_results":
-            self.received.update(result.finished_recving or ())
-            self.failed.update(result.failed_recving or ())
-            self.sent.update(result.finished_sending or ())
+        elif name == "update_connector_output":  # what vLLM is about to believe, whoever put it there
+            self.received.update(each for each in args[0].finished_recving or () if self.loads[each])
+            self.failed.update(args[0].failed_recving or ())
+            self.sent.update(args[0].finished_sending or ())
         elif name == "get_block_ids_with_load_errors":
             self.invalid_blocks += len(result or ())
 
