@@ -15,10 +15,11 @@ from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.intake import Intake
 from kvbaton.protocol.outlet import Outlet
 from kvbaton.protocol.ticket import Ticket, seal
-from kvbaton.sim.engine import WRONG, Broken, SimRequest
 from kvbaton.sim.life import TICKET_KEY, Character, Life, request_name
 from kvbaton.sim.network import Network, NetworkFaults
 from kvbaton.sim.plan import FAULTY_S, Plan
+from kvbaton.sim.promises import WRONG, Broken
+from kvbaton.sim.request import SimRequest
 from kvbaton.sim.router import Errand, Router
 from kvbaton.sim.transport import Fabric, SimTransport, TransportFaults
 from kvbaton.sim.world import World
