@@ -390,6 +390,7 @@ class SimEngine:
             request.handoff = HandoffId("")
         self._free(request)
         request.phase = Phase.WAITING
+        self.doorway.wake_engine()
 
     def _start_decoding(self, request: SimRequest) -> None:
         request.phase = Phase.DECODING
