@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvbaton.protocol.effects import Copy
+from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.events import Departed, DrainStarted
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.intake import Intake
@@ -23,6 +23,7 @@ from kvbaton.sim.request import SimRequest
 from kvbaton.sim.router import Errand, Router
 from kvbaton.sim.transport import Fabric, SimTransport, TransportFaults
 from kvbaton.sim.world import World
+from kvbaton.transports.base import Loan
 
 DRAIN_S = 4.0
 FLAP_LOOK_S, FLAP_LOOKS_MAX = 0.1, 25
@@ -52,6 +53,7 @@ class Cluster:
         self.network.deliver = self._deliver
         self.fabric.on_landing = self._landing
         self.fabric.on_leaving = self._leaving
+        self.fabric.on_lending = self._lending
         self.lives: dict[WorkerId, Life] = {}
         self.router = Router(world, self.network, self.lives)
         self.router.late = plan.stray
@@ -432,11 +434,19 @@ class Cluster:
         return {block for group in intake.target.blocks for block in group} if intake.target is not None else set()
 
     def _leaving(self, transport: SimTransport, offset: int) -> None:
-        """P writes from its own blocks: they must still be held by somebody."""
+        """P writes from its own blocks, or serves them: they must still be held by somebody."""
         life = self.owner[transport.address]
         block = life.character.shape.block_at(offset)
         if not life.engine.pool.refs[block]:
             raise Broken(WRONG, f"{life.peer.worker}: bytes are sent from block {block}, which nobody holds")
+
+    def _lending(self, transport: SimTransport, loan: Loan) -> None:
+        """P lends a block for reading: something of it has been computed there, on the device of this very rank."""
+        life = self.owner[transport.address]
+        rank = next(n for n, planes in enumerate(life.transports) if planes.get(transport.kind.name) is transport)
+        blank = life.engine.device.blank[rank]
+        if loan.direction is Direction.READ and not blank.isdisjoint(block for ids in loan.blocks for block in ids):
+            raise Broken(WRONG, f"{life.peer.worker}: rank {rank} lends blocks that it has not computed")
 
     def _later(self, act: Callable[..., None], *arguments: object) -> Callable[[], None]:
         return lambda: act(*arguments)

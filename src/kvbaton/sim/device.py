@@ -45,10 +45,12 @@ class Step:
 
     number: int
     works: Sequence[Work]
+    ranks: int
     ranks_left: int
 
     @property
     def done(self) -> bool:
+        """Its output is here."""
         return not self.ranks_left
 
 
@@ -72,7 +74,7 @@ class Device:
             blank.update(blocks)
 
     def issue(self, number: int, works: Sequence[Work]) -> Step:
-        step = Step(number, works, len(self.memory))
+        step = Step(number, works, len(self.memory), len(self.memory))
         self._count_writes(step, 1)
         world, now = self.world, self.world.now
         layer_s = world.rng.choice(LAYER_S)
@@ -97,7 +99,7 @@ class Device:
         self.on_layer(step, rank, layer)
         if layer == self.shape.layers - 1:
             step.ranks_left -= 1
-            if step.done:
+            if not step.ranks_left:
                 self._count_writes(step, -1)
                 self.on_done()
 

@@ -17,8 +17,10 @@ from kvbaton.sim.world import World
 MISS, PIECE_S, SLOW, SLOW_PIECE_S = 0.1, 0.01, 0.2, 0.5
 
 
-@dataclass(slots=True)
-class _Fetch:
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """One get."""
+
     request: SimRequest
     turn: int
     content: int
@@ -36,8 +38,12 @@ class Fetching:
         self.world = world
         self.pool = pool
         self.device = device
-        self.held_blocks = 0
+        self.open: list[Fetch] = []
         self._on_end = on_end
+
+    @property
+    def held_blocks(self) -> int:
+        return sum(len(fetch.held) for fetch in self.open)
 
     def begin(self, request: SimRequest) -> bool:
         """Bring leading whole blocks of a prompt, unless there are none; at least one token is left to compute."""
@@ -49,16 +55,16 @@ class Fetching:
         blocks = tuple(ids[:count] for ids in request.blocks)
         held = tuple(block for ids in blocks for block in ids)
         ranks = len(self.device.memory)
-        fetch = _Fetch(request, request.turn, request.content, blocks, held, ranks * count)
+        fetch = Fetch(request, request.turn, request.content, blocks, held, ranks * count)
         self.pool.hold(held)
-        self.held_blocks += len(held)
+        self.open.append(fetch)
         most_s = SLOW_PIECE_S if self.world.chance(SLOW) else PIECE_S
         for rank in range(ranks):
             for index in range(count):
                 self.world.after(self.world.rng.uniform(0, most_s), functools.partial(self._land, fetch, rank, index))
         return True
 
-    def _land(self, fetch: _Fetch, rank: int, index: int) -> None:
+    def _land(self, fetch: Fetch, rank: int, index: int) -> None:
         if self.device.stopped:
             return
         tokens = self.device.shape.block_tokens
@@ -68,7 +74,7 @@ class Fetching:
         if not fetch.pieces_left:
             self._rest(fetch)
 
-    def _rest(self, fetch: _Fetch) -> None:
+    def _rest(self, fetch: Fetch) -> None:
         self.pool.let_go(fetch.held)
-        self.held_blocks -= len(fetch.held)
+        self.open.remove(fetch)
         self._on_end(fetch.request, 0 if self.world.chance(MISS) else len(fetch.blocks[0]), fetch.turn)

@@ -30,6 +30,7 @@ from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.node import Node
 from kvbaton.sim import engine as sim_engine
 from kvbaton.sim import request as sim_request
+from kvbaton.sim.mutants_device import DEVICE_MUTANTS
 from kvbaton.sim.mutants_discard import DISCARD_MUTANTS
 from kvbaton.sim.mutants_planes import PLANE_MUTANTS
 from kvbaton.sim.mutants_versions import VERSION_MUTANTS
@@ -714,6 +715,7 @@ MUTANTS: tuple[Mutant, ...] = (
         swap(Node, "step", _frames_before_events),
     ),
     *DISCARD_MUTANTS,
+    *DEVICE_MUTANTS,
     *PLANE_MUTANTS,
     *VERSION_MUTANTS,
 )
