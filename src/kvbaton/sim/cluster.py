@@ -26,6 +26,7 @@ from kvbaton.sim.world import World
 from kvbaton.transports.base import Loan
 
 DRAIN_S = 4.0
+BURST_S = 1.2
 FLAP_LOOK_S, FLAP_LOOKS_MAX = 0.1, 25
 
 Told = Callable[[str, str], None]
@@ -67,7 +68,10 @@ class Cluster:
             self.network.names.add(character.name)
             self.start(character)
         for index in range(plan.requests):
-            world.after(world.rng.uniform(0, FAULTY_S * 0.8), self._later(self._new_request, index))
+            at_s = world.rng.uniform(0, FAULTY_S * 0.8)
+            if plan.bursts:
+                at_s = at_s // BURST_S * BURST_S + world.rng.uniform(0, 0.05)
+            world.after(at_s, self._later(self._new_request, index))
         self._schedule_faults()
 
     # --- workers

@@ -209,18 +209,18 @@ class SimEngine:
         if len(self.pool.free) < per_group * groups:
             return False
         same = self._same_prefix(request) if request.role == "prefill" else 0
-        taken = []
-        for group in range(groups):
-            found = [self.cached[request.content, group, index][0] for index in range(same)]
-            for block in found:
-                self.pool.revive(block)
-            fresh = self.pool.allocate(per_group - same)
-            self.device.handed_out(fresh)
-            taken.append([*found, *fresh])
-        request.blocks = tuple(taken)
+        found = [[self.cached[request.content, group, index][0] for index in range(same)] for group in range(groups)]
+        for ids in found:  # of all groups, before a fresh block of one is taken from what another has found
+            self.pool.revive(ids)
+        request.blocks = tuple([*ids, *self._fresh(per_group - same)] for ids in found)
         request.computed = same * shape.block_tokens
         self.own_refs += per_group * groups
         return True
+
+    def _fresh(self, count: int) -> list[int]:
+        blocks = self.pool.allocate(count)
+        self.device.handed_out(blocks)
+        return blocks
 
     def _same_prefix(self, request: SimRequest) -> int:
         """Leading whole blocks of this prompt that are still cached; one token is always left to compute."""

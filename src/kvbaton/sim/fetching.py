@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from kvbaton.sim.device import Device
 from kvbaton.sim.pool import Pool
+from kvbaton.sim.promises import WRONG, Broken
 from kvbaton.sim.request import SimRequest
 from kvbaton.sim.world import World
 
-MISS, PIECE_S, SLOW, SLOW_PIECE_S = 0.1, 0.01, 0.2, 0.5
+MISS, PIECE_S, SLOW, SLOW_PIECE_S = 0.1, 0.01, 0.4, 0.5
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +69,9 @@ class Fetching:
         if self.device.stopped:
             return
         tokens = self.device.shape.block_tokens
+        for ids in fetch.blocks:
+            if not self.pool.held[ids[index]]:
+                raise Broken(WRONG, f"{self.device.name}: a store's bytes land in block {ids[index]}, which nothing holds")
         for layer in range(self.device.shape.layers):
             self.device.write(fetch.content, fetch.blocks, index * tokens, (index + 1) * tokens, rank, layer)
         fetch.pieces_left -= 1

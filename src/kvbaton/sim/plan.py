@@ -45,6 +45,7 @@ class Plan(msgspec.Struct, frozen=True):
     abort: float  # share of requests that clients give up
     bad_ticket: float
     late_ticket: float  # share of tickets that reach D long after P wrote them
+    bursts: bool  # requests come together, not evenly
     push: float  # share of requests that are pushed
     leave: float  # share of clients that leave between P's answer and D's
     stray: float  # share of tickets that are taken back out of turn
@@ -139,7 +140,7 @@ def draw(rng: random.Random) -> Plan:
             layerwise=rng.random() < 0.4,
             preempt=engines and 0.1,
             put=0.2,
-            get=0.3 if gets else 0.0,
+            get=0.5 if gets else 0.0,
             depth=rng.choice((1, 2, 2)),
             defers=loads or gets,
             reuses_soon=rng.random() < 0.5,
@@ -191,6 +192,7 @@ def draw(rng: random.Random) -> Plan:
         retires=int(when("crashes", rng.randint(0, 2)) or when("engines", rng.randint(0, 1))),
         abort=(engines and 0.2) or when("network", 0.3) or when("copies", 0.1) or writes * 0.4,
         bad_ticket=strange * 0.3,
+        bursts=rng.random() < 0.4,
         push=1.0 if writes else 0.4,
         late_ticket=0.0 if healthy else rng.choice((0.0, 0.2)),
         leave=0.1,

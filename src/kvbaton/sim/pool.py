@@ -29,12 +29,13 @@ class Pool:
         self.total += count
         return taken
 
-    def revive(self, block: int) -> None:
-        """Take a block with its content: somebody wants the same prefix again."""
-        if self.refs[block] == 0:
-            self.free.remove(block)
-        self.refs[block] += 1
-        self.total += 1
+    def revive(self, blocks: list[int]) -> None:
+        """Take blocks with their content: somebody wants the same prefix again."""
+        for block in blocks:
+            if self.refs[block] == 0:
+                self.free.remove(block)
+            self.refs[block] += 1
+        self.total += len(blocks)
 
     def touch(self, blocks: tuple[int, ...]) -> None:
         for block in blocks:
