@@ -224,7 +224,7 @@ class Cluster:
         count = 0
         for source in self.plan.prefill:
             for target in self.plan.decode:
-                if source.required or target.required or source.name == target.name:
+                if source.name == target.name or not _can_talk(source, target):
                     continue
                 for mode in ("pull", "stream", "push"):
                     count += 1
@@ -461,6 +461,12 @@ def _is_written(target: Life, source: Life) -> bool:
     link = target.node.ledger.consumer.links.by_worker.get(source.peer.worker)
     outlets = source.node.ledger.producer.writer.outlets.items()
     return link is not None and any(key[0] == link.session and outlet.parts.moving for key, outlet in outlets)
+
+
+def _can_talk(one: Character, other: Character) -> bool:
+    """Nothing is required that the other has not, and there is a version that both speak."""
+    ours, theirs = one.versions, other.versions
+    return not (one.required or other.required) and max(ours.oldest, theirs.oldest) <= min(ours.newest, theirs.newest)
 
 
 def _ignore(how: str, detail: str) -> None:
