@@ -23,6 +23,9 @@ LAYER_S = (0.0005, 0.002, 0.01)
 SLOW, SLOW_LAYER_S = 0.03, 0.15
 """Some steps take much longer: graphs are captured, kernels compiled."""
 
+Tables = Sequence[Sequence[int]]
+"""Blocks, per group."""
+
 
 @dataclass(slots=True)
 class Work:
@@ -112,7 +115,9 @@ class Device:
 
     # --- memory
 
-    def write(self, content: int, blocks: Sequence[Sequence[int]], first: int, stop: int, rank: int, layer: int) -> None:
+    def write(
+        self, content: int, blocks: Sequence[Sequence[int]], first: int, stop: int, rank: int, layer: int
+    ) -> None:
         """Put the KV of tokens `first` to `stop` where it belongs; the rest of a block that is begun is nobody's."""
         shape, memory, blank = self.shape, self.memory[rank], self.blank[rank]
         ids, size = blocks[shape.group_of[layer]], shape.block_tokens
@@ -130,7 +135,7 @@ class Device:
     def check(
         self,
         content: int,
-        blocks: Sequence[Sequence[int]],
+        blocks: Tables,
         tokens: int,
         ranks: Sequence[int],
         layers: Sequence[int],

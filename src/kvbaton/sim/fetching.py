@@ -71,7 +71,9 @@ class Fetching:
         tokens = self.device.shape.block_tokens
         for ids in fetch.blocks:
             if not self.pool.held[ids[index]]:
-                raise Broken(WRONG, f"{self.device.name}: a store's bytes land in block {ids[index]}, which nothing holds")
+                raise Broken(
+                    WRONG, f"{self.device.name}: a store's bytes land in block {ids[index]}, which nothing holds"
+                )
         for layer in range(self.device.shape.layers):
             self.device.write(fetch.content, fetch.blocks, index * tokens, (index + 1) * tokens, rank, layer)
         fetch.pieces_left -= 1
