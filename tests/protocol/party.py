@@ -41,8 +41,7 @@ from kvbaton.protocol.progress import Progress, whole
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.ticket import Ticket, seal, unseal
 from kvbaton.protocol.versions import SPOKEN, Versions
-from kvbaton.sim.engine import same_tokens
-from kvbaton.sim.memory import Shape, page_stamp
+from kvbaton.sim.memory import Shape, page_stamp, same_tokens
 from kvbaton.sim.transport import TCP
 
 if TYPE_CHECKING:

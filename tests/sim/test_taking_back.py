@@ -11,11 +11,11 @@ from kvbaton.protocol.ids import LeaseId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.ticket import Ticket, seal
 from kvbaton.sim.campaign import hunt, run_seeds
-from kvbaton.sim.engine import LEAK, Broken
 from kvbaton.sim.life import TICKET_KEY, Character, Life
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.mutants_discard import DISCARD_MUTANTS
 from kvbaton.sim.network import Network, NetworkFaults
+from kvbaton.sim.promises import LEAK, Broken
 from kvbaton.sim.router import STRAYS, Errand, Router
 from kvbaton.sim.transport import Fabric, TransportFaults
 from kvbaton.sim.world import World

@@ -544,7 +544,8 @@ class Consumer:
             self._mark(intake.attempt, Step.OFFERED, now)
             self._lend(intake)
             self._send_offer(intake)
-            self._pulse(intake, self.desk.settings.retry_s, now)
+            assert intake.source is not None
+            self._pulse_renewal(intake, intake.source, now)
 
     def _lend(self, intake: Intake) -> None:
         """Before the source is told of these blocks; taken back when the handoff ends, whatever the source says."""

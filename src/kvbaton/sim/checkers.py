@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from kvbaton.protocol.marks import Step
 from kvbaton.sim.cluster import Cluster
-from kvbaton.sim.engine import HANG, LEAK, NEEDLESS, Broken
 from kvbaton.sim.life import Life
+from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, Broken
 
 
 def check_at_rest(cluster: Cluster) -> None:

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvbaton.protocol.effects import Copy
 from kvbaton.protocol.events import Departed, DrainStarted
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
-from kvbaton.protocol.intake import Intake
-from kvbaton.protocol.outlet import Outlet
 from kvbaton.protocol.ticket import Ticket, seal
-from kvbaton.sim.engine import WRONG, Broken, SimRequest
 from kvbaton.sim.life import TICKET_KEY, Character, Life, request_name
 from kvbaton.sim.network import Network, NetworkFaults
 from kvbaton.sim.plan import FAULTY_S, Plan
+from kvbaton.sim.promises import WRONG, Broken
+from kvbaton.sim.request import SimRequest
 from kvbaton.sim.router import Errand, Router
-from kvbaton.sim.transport import Fabric, SimTransport, TransportFaults
+from kvbaton.sim.transport import Fabric, TransportFaults
+from kvbaton.sim.witness import Witness
 from kvbaton.sim.world import World
 
 DRAIN_S = 4.0
+BURST_S = 1.2
 FLAP_LOOK_S, FLAP_LOOKS_MAX = 0.1, 25
 
 Told = Callable[[str, str], None]
@@ -49,22 +49,23 @@ class Cluster:
         self.network = Network(world, plan.network)
         self.fabric = Fabric(world, plan.copies)
         self.network.deliver = self._deliver
-        self.fabric.on_landing = self._landing
-        self.fabric.on_leaving = self._leaving
+        self.witness = Witness(self.fabric)
         self.lives: dict[WorkerId, Life] = {}
         self.router = Router(world, self.network, self.lives)
         self.router.late = plan.stray
         self.draining: set[WorkerId] = set()
         self.healed = False
         self.every_life: list[Life] = []
-        self.owner: dict[int, Life] = {}  # transport address -> life
         self.legs: list[Leg] = []
         self.outcomes: Counter[str] = Counter()
         for character in {each.name: each for each in (*plan.prefill, *plan.decode)}.values():
             self.network.names.add(character.name)
             self.start(character)
         for index in range(plan.requests):
-            world.after(world.rng.uniform(0, FAULTY_S * 0.8), self._later(self._new_request, index))
+            at_s = world.rng.uniform(0, FAULTY_S * 0.8)
+            if plan.bursts:
+                at_s = at_s // BURST_S * BURST_S + world.rng.uniform(0, 0.05)
+            world.after(at_s, self._later(self._new_request, index))
         self._schedule_faults()
 
     # --- workers
@@ -76,9 +77,7 @@ class Cluster:
         self.draining.discard(character.name)
         self.lives[character.name] = life
         self.every_life.append(life)
-        for rank in life.transports:
-            for transport in rank.values():
-                self.owner[transport.address] = life
+        self.witness.watch(life)
         self.world.tell(f"{life.peer} starts")
 
     def _crash(self) -> None:
@@ -217,7 +216,7 @@ class Cluster:
         count = 0
         for source in self.plan.prefill:
             for target in self.plan.decode:
-                if source.required or target.required or source.name == target.name:
+                if source.name == target.name or not _can_talk(source, target):
                     continue
                 for mode in ("pull", "stream", "push"):
                     count += 1
@@ -401,42 +400,6 @@ class Cluster:
         if life.alive:
             life.receive(source, frame)
 
-    def _landing(self, transport: SimTransport, driver: SimTransport, copy: Copy, offset: int, size: int) -> None:
-        """Bytes are about to land: only in blocks that D holds for this very handoff, never in anybody else's."""
-        life, name = self.owner[transport.address], transport.me.worker
-        shape = life.character.shape
-        blocks = range(shape.block_at(offset), shape.block_at(offset + size - 1) + 1)
-        for block in blocks:
-            if not life.engine.pool.held[block]:
-                raise Broken(WRONG, f"{name}: bytes land in block {block}, which no handoff holds")
-        wanted = self._handoff_of(life, driver, copy)
-        if wanted is not None and not set(blocks) <= wanted:
-            raise Broken(WRONG, f"{name}: bytes of one handoff land in blocks of another")
-
-    def _handoff_of(self, life: Life, driver: SimTransport, copy: Copy) -> set[int] | None:
-        """D's blocks of the handoff that a copy belongs to; None when its driver is dead and cannot be asked."""
-        author = self.owner[driver.address]
-        if not author.alive:
-            return None
-        parts = author.node.ledger.desk.owners.get(copy.job)
-        if parts is None:
-            raise Broken(WRONG, f"{author.peer.worker}: bytes of a copy move that its ledger has forgotten")
-        if isinstance(parts.owner, Outlet):
-            intake = life.node.ledger.consumer.by_reservation.get(parts.owner.reservation)
-            if intake is None:
-                raise Broken(WRONG, f"{life.peer.worker}: bytes land for a reservation that D has let go")
-        else:
-            assert isinstance(parts.owner, Intake)
-            intake = parts.owner
-        return {block for group in intake.target.blocks for block in group} if intake.target is not None else set()
-
-    def _leaving(self, transport: SimTransport, offset: int) -> None:
-        """P writes from its own blocks: they must still be held by somebody."""
-        life = self.owner[transport.address]
-        block = life.character.shape.block_at(offset)
-        if not life.engine.pool.refs[block]:
-            raise Broken(WRONG, f"{life.peer.worker}: bytes are sent from block {block}, which nobody holds")
-
     def _later(self, act: Callable[..., None], *arguments: object) -> Callable[[], None]:
         return lambda: act(*arguments)
 
@@ -446,6 +409,12 @@ def _is_written(target: Life, source: Life) -> bool:
     link = target.node.ledger.consumer.links.by_worker.get(source.peer.worker)
     outlets = source.node.ledger.producer.writer.outlets.items()
     return link is not None and any(key[0] == link.session and outlet.parts.moving for key, outlet in outlets)
+
+
+def _can_talk(one: Character, other: Character) -> bool:
+    """Nothing is required that the other has not, and there is a version that both speak."""
+    ours, theirs = one.versions, other.versions
+    return not (one.required or other.required) and max(ours.oldest, theirs.oldest) <= min(ours.newest, theirs.newest)
 
 
 def _ignore(how: str, detail: str) -> None:

@@ -1,119 +1,33 @@
-"""A simulated engine: a block pool, a scheduler and stamped memory, behind the production `Doorway`.
+"""A simulated engine: a block pool, a scheduler and devices with stamped memory, behind the production `Doorway`.
 
 It keeps the contract that vLLM's scheduler enforces (reference: invariants of the hooks): a load that was begun waits
 for exactly one report per rank, also after an abort; an unknown or second report is the death of an engine.
+
+Laws: up to `depth` steps are in flight; what a request has computed is known when a step's output is taken, and outputs
+are taken in order. A chunk is announced with its step's output, a layer by the event behind that layer on that rank
+(rule 30). Where bytes may land that no step orders, a block that a step in flight writes is freed with that step's
+output (rule 32).
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from kvbaton.protocol.content import Content, digest
-from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, WorkerId
+from kvbaton.protocol.ids import HandoffId, RequestId
 from kvbaton.protocol.progress import GroupProgress, Progress, whole
 from kvbaton.runtime.doorway import Doorway, DropBlocks, LoadReport, MatchState, UnpinBlocks
-from kvbaton.sim.memory import Shape, page_stamp
+from kvbaton.sim.device import Device, Step, Work
+from kvbaton.sim.fetching import Fetching
+from kvbaton.sim.memory import Shape
+from kvbaton.sim.pool import Pool
+from kvbaton.sim.promises import DEATH, STRANGER, Broken
+from kvbaton.sim.request import Phase, SimRequest, digest_of
 from kvbaton.sim.world import World
 
-
-class Broken(BaseException):
-    """A promise was broken; the simulator stops this world and reports it. No `except Exception` swallows it."""
-
-    def __init__(self, promise: str, what: str) -> None:
-        super().__init__(f"{promise}: {what}")
-        self.promise = promise
-        self.what = what
-
-
-WRONG, HANG, LEAK, DEATH, STRANGER = "no wrong answer", "no hang", "no leak", "no engine death", "no stranger"
-NEEDLESS = "no needless failure"
-"""Not one of the five, but what makes them worth having: where nothing is wrong, handoffs are delivered."""
-
-
-class Phase(enum.Enum):
-    WAITING = "waiting"
-    PREFILLING = "prefilling"
-    LOADING = "loading"
-    DECODING = "decoding"
-
-
-@dataclass(slots=True)
-class SimRequest:
-    """One request inside one engine."""
-
-    id: RequestId
-    content: int
-    tokens: int
-    role: str  # "prefill", "decode", "both"
-    on_end: Callable[[str, str], None]
-    mode: str = "pull"
-    ticket: str = ""
-    handoff: HandoffId = HandoffId("")
-    target: WorkerId = WorkerId("")
-    max_readers: int = 1
-    phase: Phase = Phase.WAITING
-    blocks: tuple[list[int], ...] = ()
-    computed: int = 0
-    lease: LeaseId | None = None
-    reported: set[int] = field(default_factory=set)
-    failed: End | None = None
-    first_token: int = 0
-    aborted: bool = False
-    decode_left: int = 0
-    remote_done: bool = False  # matched or failed once: never again
-    lagging: int = 0  # ranks whose device has not finished the chunk
-    announced: int = 0  # whole blocks that the lease has been told of
-    trusted: bool = True  # its ticket is genuine
-
-
-class Pool:
-    """Blocks with reference counts; reuse raises the epoch first."""
-
-    def __init__(self, blocks: int, doorway: Doorway) -> None:
-        self.refs = [0] * blocks
-        self.free: deque[int] = deque(range(1, blocks))  # block 0 is nobody's
-        self.held = [0] * blocks  # our own holds on destination blocks
-        self.reuses = [0] * blocks
-        self.total = 0
-        self._doorway = doorway
-
-    def allocate(self, count: int) -> list[int]:
-        taken = [self.free.popleft() for _ in range(count)]
-        for block in taken:
-            self._doorway.epochs.raise_epoch(block)
-            self.reuses[block] += 1
-            self.refs[block] = 1
-        self.total += count
-        return taken
-
-    def revive(self, block: int) -> None:
-        """Take a block with its content: somebody wants the same prefix again."""
-        if self.refs[block] == 0:
-            self.free.remove(block)
-        self.refs[block] += 1
-        self.total += 1
-
-    def touch(self, blocks: tuple[int, ...]) -> None:
-        for block in blocks:
-            if self.refs[block] == 0:
-                raise Broken(LEAK, f"block {block} was pinned while it was free")
-            self.refs[block] += 1
-        self.total += len(blocks)
-
-    def drop(self, blocks: list[int] | tuple[int, ...]) -> None:
-        for block in blocks:
-            self.refs[block] -= 1
-            if self.refs[block] < 0:
-                raise Broken(LEAK, f"block {block} was freed more often than it was taken")
-            if self.refs[block] == 0:
-                self.free.append(block)
-        self.total -= len(blocks)
+LATE_EVENT, LATE_EVENT_S = 0.3, 0.02
+"""Some events are noticed late: after the step's output, or after the request's end."""
 
 
 class SimEngine:
@@ -126,17 +40,24 @@ class SimEngine:
         self.name = name
         self.shape = shape
         self.doorway = doorway
-        self.memory = memory
         self.policy = policy
         self.pool = Pool(shape.blocks, doorway)
+        self.device = Device(world, name, shape, memory)
+        self.device.on_layer, self.device.on_done = self._layer_done, doorway.wake_engine
+        self.fetching = Fetching(world, self.pool, self.device, self._fetched)
         self.requests: dict[RequestId, SimRequest] = {}
         self.cached: dict[tuple[int, int, int], tuple[int, int]] = {}  # (content, group, index) -> (block, epoch)
         self._true_epochs = self.pool.reuses  # the engine's own truth, whatever the core believes
         self.own_refs = 0
         self.layerwise = False
-        self.stopped = False
+        self.depth = 1
+        self.defers = True  # frees wait for the steps that were in flight
         self.preempt = 0.0
         self.put = 0.0
+        self.get = 0.0
+        self._in_flight: deque[Step] = deque()
+        self._deferred: deque[tuple[int, list[int]]] = deque()  # (the last step that may write there, blocks)
+        self._last_step = 0
 
     # --- requests
 
@@ -162,10 +83,11 @@ class SimEngine:
     # --- one step
 
     def step(self) -> None:
+        """Take the outputs that have come, and issue the next step if there is room for one more in flight."""
         self._do_duties()
-        for request in list(self.requests.values()):
-            if request.id in self.requests:
-                self._advance(request)
+        self._take_outputs()
+        if len(self._in_flight) < self.depth:
+            self._issue([work for request in list(self.requests.values()) for work in self._advance(request)])
         self._do_duties()
 
     def step_down(self) -> None:
@@ -175,18 +97,30 @@ class SimEngine:
             self.doorway.gave_up(request.id)
         self._do_duties()
 
+    def stop(self) -> None:
+        self.device.stopped = True
+
     @property
     def busy(self) -> bool:
         return bool(self.requests) or self.doorway.busy
+
+    @property
+    def has_next(self) -> bool:
+        """Whether a step could be issued now."""
+        active = (Phase.PREFILLING, Phase.DECODING)
+        return len(self._in_flight) < self.depth and any(r.phase in active for r in self.requests.values())
+
+    @property
+    def held_refs(self) -> int:
+        """References of the engine itself: of its requests, of what a store's bytes land in, and frees that wait."""
+        return self.own_refs + self.fetching.held_blocks
 
     def _do_duties(self) -> None:
         for duty in self.doorway.duties():
             if isinstance(duty, UnpinBlocks):
                 self.pool.drop(duty.blocks)
             elif isinstance(duty, DropBlocks):
-                for block in duty.blocks:
-                    self.pool.held[block] -= 1
-                self.pool.drop(duty.blocks)
+                self.pool.let_go(duty.blocks)
             elif isinstance(duty, LoadReport):
                 self._report(duty)
 
@@ -209,7 +143,7 @@ class SimEngine:
         elif request.failed is None:
             if not request.trusted:
                 raise Broken(STRANGER, f"{self.name}: {request.id} was delivered on a forged ticket")
-            self.check(request, "as delivered")
+            self._check_tokens(request, request.tokens, "as delivered")
             request.computed = request.tokens
             self._start_decoding(request)
         elif self.policy == "fail":
@@ -227,16 +161,15 @@ class SimEngine:
             request.phase = Phase.PREFILLING
         else:
             self._free(request)
-            request.computed = 0
             request.phase = Phase.WAITING
 
-    def _advance(self, request: SimRequest) -> None:
+    def _advance(self, request: SimRequest) -> list[Work]:
+        """What the next step does for a request."""
         if request.phase is Phase.WAITING:
             self._schedule(request)
-        elif request.phase is Phase.PREFILLING:
-            self._prefill(request)
-        elif request.phase is Phase.DECODING:
-            self._decode(request)
+        if request.phase is Phase.PREFILLING:
+            return self._prefill(request)
+        return [self._decode(request)] if request.phase is Phase.DECODING else []
 
     def _schedule(self, request: SimRequest) -> None:
         if request.role == "decode" and request.ticket and not request.remote_done:
@@ -251,10 +184,24 @@ class SimEngine:
             if self.policy == "fail" and match.end is not None:
                 self._finish(request, "failed", str(match.end.reason))
                 return
-        if self._allocate(request):
-            request.phase = Phase.PREFILLING
-            if request.handoff and request.role == "prefill":
-                self._begin_lease(request)
+        if not self._allocate(request):
+            return
+        if not request.fetched and self.world.chance(self.get) and self.fetching.begin(request):
+            request.fetched, request.phase = True, Phase.FETCHING
+            return
+        self._start_prefill(request)
+
+    def _start_prefill(self, request: SimRequest) -> None:
+        request.phase = Phase.PREFILLING
+        if request.handoff and request.role == "prefill":
+            self._begin_lease(request)
+
+    def _fetched(self, request: SimRequest, blocks: int, turn: int) -> None:
+        """A store's bytes are at rest in the first `blocks` blocks; or, if there are none, it did not have them."""
+        if request.id in self.requests and request.turn == turn:
+            request.computed = blocks * self.shape.block_tokens
+            self._start_prefill(request)
+        self.doorway.wake_engine()
 
     def _allocate(self, request: SimRequest) -> bool:
         shape = self.shape
@@ -262,16 +209,18 @@ class SimEngine:
         if len(self.pool.free) < per_group * groups:
             return False
         same = self._same_prefix(request) if request.role == "prefill" else 0
-        taken = []
-        for group in range(groups):
-            found = [self.cached[request.content, group, index][0] for index in range(same)]
-            for block in found:
-                self.pool.revive(block)
-            taken.append([*found, *self.pool.allocate(per_group - same)])
-        request.blocks = tuple(taken)
+        found = [[self.cached[request.content, group, index][0] for index in range(same)] for group in range(groups)]
+        for ids in found:  # of all groups, before a fresh block of one is taken from what another has found
+            self.pool.revive(ids)
+        request.blocks = tuple([*ids, *self._fresh(per_group - same)] for ids in found)
         request.computed = same * shape.block_tokens
         self.own_refs += per_group * groups
         return True
+
+    def _fresh(self, count: int) -> list[int]:
+        blocks = self.pool.allocate(count)
+        self.device.handed_out(blocks)
+        return blocks
 
     def _same_prefix(self, request: SimRequest) -> int:
         """Leading whole blocks of this prompt that are still cached; one token is always left to compute."""
@@ -293,57 +242,105 @@ class SimEngine:
         block_tokens = self.shape.block_tokens
         have = self.world.rng.randrange(0, request.tokens, block_tokens) if self.world.chance(0.2) else 0
         request.first_token = have
-        for index in range(have // block_tokens):
-            self._write_block(request, index, range(self.shape.layers))
+        if have:  # as if found in the prefix cache
+            for rank in range(self.shape.ranks):
+                for layer in range(self.shape.layers):
+                    self.device.write(request.content, request.blocks, 0, have, rank, layer)
         needed = -(-request.tokens // block_tokens)
         wanted = tuple(tuple(ids[have // block_tokens : needed]) for ids in request.blocks)
-        self.pool.touch(self._hold(self.doorway.allocated(request.id, wanted, have)))
-
-    def _hold(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        for block in blocks:
-            self.pool.held[block] += 1
-        return blocks
+        self.pool.hold(self.doorway.allocated(request.id, wanted, have))
 
     # --- computing
 
-    def _prefill(self, request: SimRequest) -> None:
-        if request.lagging:
-            return
+    def _prefill(self, request: SimRequest) -> list[Work]:
+        """The next chunk; its blocks are pinned before it is issued."""
         if request.computed == request.tokens:
-            self._prefilled(request)
-            return
+            return []
         if request.role == "prefill" and self.world.chance(self.preempt):
             self._preempt(request)
-            return
-        before = request.computed
-        request.computed = min(request.tokens, before + self.world.rng.choice((2, 4, 8, 16)))
-        blocks = range(before // self.shape.block_tokens, -(-request.computed // self.shape.block_tokens))
+            return []
+        first, had = request.computed, request.pinned
+        request.computed = min(request.tokens, first + self.world.rng.choice((2, 4, 8, 16)))
         if request.lease is not None:
             self._pin_chunk(request)
-        self._compute(request, blocks, 0)
-        for rank in range(1, self.shape.ranks):
-            request.lagging += 1
-            later = functools.partial(self._catch_up, request, blocks, rank)
-            self.world.after(self.world.rng.uniform(0, 0.02), later)
-        if not request.lagging:
-            self._chunk_done(request)
-
-    def _catch_up(self, request: SimRequest, blocks: range, rank: int) -> None:
-        """The other ranks of an engine finish a step a little later than the first."""
-        request.lagging -= 1
-        if not self.stopped and request.id in self.requests and request.blocks:
-            self._compute(request, blocks, rank)
-            if not request.lagging:
-                self._chunk_done(request)
-
-    def _chunk_done(self, request: SimRequest) -> None:
         if request.role == "prefill":
-            for group, ids in enumerate(request.blocks):
-                for index in range(request.computed // self.shape.block_tokens):
-                    self.cached[request.content, group, index] = ids[index], self.epoch(ids[index])
-        if request.lease is not None and request.computed == request.tokens:
-            self.doorway.completed(request.lease)
-        self.doorway.wake_engine()
+            self._publish(request)
+        work = Work(request, request.blocks, first, request.computed, request.turn, request.lease, had, request.pinned)
+        work.is_checked = request.fetched
+        return [work]
+
+    def _publish(self, request: SimRequest) -> None:
+        """Whole blocks are found by others as soon as they are issued: whoever finds them computes behind them."""
+        for group, ids in enumerate(request.blocks):
+            for index in range(request.computed // self.shape.block_tokens):
+                self.cached[request.content, group, index] = ids[index], self.epoch(ids[index])
+
+    def _decode(self, request: SimRequest) -> Work:
+        """One more token. That a request is over is known with its last output: one step too many may be in flight."""
+        request.decode_issued += 1
+        work = Work(request, request.blocks, request.tokens, request.tokens + 1, request.turn)
+        work.is_checked = request.decode_issued == request.decode_left
+        return work
+
+    def _issue(self, works: list[Work]) -> None:
+        if works:
+            self._last_step += 1
+            self._in_flight.append(self.device.issue(self._last_step, works))
+
+    def _take_outputs(self) -> None:
+        while self._in_flight and self._in_flight[0].done:
+            step = self._in_flight.popleft()
+            for work in step.works:
+                request = work.request
+                if self.requests.get(request.id) is request and request.turn == work.turn:
+                    self._output(work)
+            while self._deferred and self._deferred[0][0] <= step.number:
+                self._let_go(self._deferred.popleft()[1])
+
+    def _output(self, work: Work) -> None:
+        request = work.request
+        if request.phase is Phase.DECODING:
+            request.decode_left -= 1
+            request.decode_issued -= 1
+            if request.decode_left <= 0:
+                self._finish(request, "answered", "")
+            return
+        self._announce_chunk(work)
+        if work.stop == request.tokens:
+            self._prefilled(request)
+
+    def _announce_chunk(self, work: Work) -> None:
+        """Every rank has computed the chunk: its output is here."""
+        lease = work.request.lease
+        if lease is not None:
+            self.doorway.progressed(lease, whole([work.has] * len(self.shape.group_layers)))
+            if work.stop == work.request.tokens:
+                self.doorway.completed(lease)
+
+    def _layer_done(self, step: Step, rank: int, layer: int) -> None:
+        """The event behind a layer has come to pass on one rank; whoever waits for events says so, sooner or later."""
+        if not self.layerwise:
+            return
+        for work in step.works:
+            if work.has > work.had and self.world.chance(0.5):
+                late_s = self.world.rng.uniform(0, LATE_EVENT_S) if self.world.chance(LATE_EVENT) else 0.0
+                self._announce_layer(work, rank, layer, late_s)
+
+    def _announce_layer(self, work: Work, rank: int, layer: int, late_s: float) -> None:
+        assert work.lease is not None
+        say = functools.partial(self.doorway.progressed, work.lease, self._ahead(work, layer + 1), rank)
+        if late_s:
+            self.world.after(late_s, say)
+        else:
+            say()
+
+    def _ahead(self, work: Work, layers: int) -> Progress:
+        """What is ready when `layers` layers (through all groups) of the chunk are done."""
+        found = []
+        for group, count in enumerate(self.shape.group_layers):
+            done = max(0, min(count, layers - self.shape.first_layer(group)))
+            found.append(GroupProgress(work.has) if done == count else GroupProgress(work.had, work.has, done))
+        return tuple(found)
 
     def _prefilled(self, request: SimRequest) -> None:
         if request.role == "prefill":
@@ -351,45 +348,8 @@ class SimEngine:
         else:
             self._start_decoding(request)
 
-    def _compute(self, request: SimRequest, blocks: range, rank: int) -> None:
-        for layer in range(self.shape.layers):
-            for index in blocks:
-                self._write_block(request, index, range(layer, layer + 1), (rank,))
-            if request.lease is not None and self.layerwise and self.world.chance(0.5):
-                self.doorway.progressed(request.lease, self._ahead(request, layer + 1), rank)
-        if request.lease is not None:
-            if rank == self.shape.ranks - 1:
-                request.announced = self._chunk_end(request)
-            self.doorway.progressed(
-                request.lease, whole([self._chunk_end(request)] * len(self.shape.group_layers)), rank
-            )
-
-    def _ahead(self, request: SimRequest, layers: int) -> Progress:
-        """What is ready when `layers` layers (through all groups) of the chunk are done: whole blocks only."""
-        now_whole = request.computed // self.shape.block_tokens
-        found = []
-        for group, count in enumerate(self.shape.group_layers):
-            done = max(0, min(count, layers - self.shape.first_layer(group)))
-            before = min(request.announced, now_whole)
-            found.append(GroupProgress(now_whole) if done == count else GroupProgress(before, now_whole, done))
-        return tuple(found)
-
-    def _write_block(
-        self, request: SimRequest, index: int, layers: range, ranks: tuple[int, ...] | None = None
-    ) -> None:
-        shape = self.shape
-        valid = min(shape.block_tokens, request.computed - index * shape.block_tokens or 0)
-        if request.phase is Phase.LOADING:
-            valid = shape.block_tokens
-        for layer in layers:
-            group = next(n for n in range(len(shape.group_layers)) if layer < shape.first_layer(n + 1))
-            offset = shape.page(layer, request.blocks[group][index])
-            for rank in range(shape.ranks) if ranks is None else ranks:
-                page = page_stamp(shape, request.content, layer, index, rank, valid)
-                self.memory[rank][offset : offset + shape.page_bytes] = page
-
     def _begin_lease(self, request: SimRequest) -> None:
-        request.announced = 0  # also what the prefix cache gave is pinned with the first chunk
+        request.pinned = 0  # also what the prefix cache gave is pinned with the first chunk
         request.lease = self.doorway.begin(
             request.handoff, digest_of(request), request.tokens, target=request.target, max_readers=request.max_readers
         )
@@ -403,8 +363,9 @@ class SimEngine:
     def _pin_chunk(self, request: SimRequest) -> None:
         assert request.lease is not None
         upto = self._chunk_end(request)
-        fresh = tuple(tuple(ids[request.announced : upto]) for ids in request.blocks)
+        fresh = tuple(tuple(ids[request.pinned : upto]) for ids in request.blocks)
         self.pool.touch(self.doorway.pin(request.lease, fresh))
+        request.pinned = upto
 
     def _finish_prefill(self, request: SimRequest) -> None:
         ticket = ""
@@ -428,18 +389,12 @@ class SimEngine:
             request.lease = None
             request.handoff = HandoffId("")
         self._free(request)
-        request.computed = 0
         request.phase = Phase.WAITING
+        self.doorway.wake_engine()
 
     def _start_decoding(self, request: SimRequest) -> None:
         request.phase = Phase.DECODING
         request.decode_left = self.world.rng.choice((1, 2, 3, 12))
-
-    def _decode(self, request: SimRequest) -> None:
-        request.decode_left -= 1
-        if request.decode_left <= 0:
-            self.check(request, "at the end")
-            self._finish(request, "answered", "")
 
     # --- endings and checks
 
@@ -455,54 +410,25 @@ class SimEngine:
             request.on_end("aborted", "")
 
     def _free(self, request: SimRequest) -> None:
-        for ids in request.blocks:
-            self.pool.drop(ids)
-            self.own_refs -= len(ids)
-        request.blocks = ()
+        """Give a request's blocks back: with the output of the last step in flight where that may still write them."""
+        blocks = [block for ids in request.blocks for block in ids]
+        request.blocks, request.computed = (), 0
+        request.turn += 1
+        if self.defers and self._in_flight:
+            self._deferred.append((self._last_step, blocks))
+        else:
+            self._let_go(blocks)
 
-    def check(self, request: SimRequest, when: str) -> None:
-        """Every cell of the prompt is this prompt's."""
-        self._check_tokens(request, request.tokens, when)
+    def _let_go(self, blocks: list[int]) -> None:
+        self.pool.drop(blocks)
+        self.own_refs -= len(blocks)
 
     def _check_tokens(self, request: SimRequest, tokens: int, when: str) -> None:
+        """Every cell of the prompt is this prompt's."""
         shape = self.shape
-        for group, count in enumerate(shape.group_layers):
-            first = shape.first_layer(group)
-            for index in range(-(-tokens // shape.block_tokens)):
-                valid = min(shape.block_tokens, tokens - index * shape.block_tokens)
-                block = request.blocks[group][index]
-                for layer in range(first, first + count):
-                    self._check_page(request, layer, index, block, valid, when)
-
-    def _check_page(self, request: SimRequest, layer: int, index: int, block: int, valid: int, when: str) -> None:
-        shape = self.shape
-        offset = shape.page(layer, block)
-        for rank, memory in enumerate(self.memory):
-            page = memory[offset : offset + shape.page_bytes]
-            if not same_tokens(
-                shape, page, page_stamp(shape, request.content, layer, index, rank, shape.block_tokens), valid
-            ):
-                raise Broken(
-                    WRONG, f"{self.name}: {request.id} {when}: layer {layer} block {index} is not this prompt's"
-                )
-
-
-def same_tokens(shape: Shape, page: bytes | bytearray, expected: bytes, valid: int) -> bool:
-    """Whether the first `valid` tokens of a page are the expected ones."""
-    if valid == shape.block_tokens:
-        return page == expected
-    heads, tokens = shape.rank_heads, shape.block_tokens
-    for head in range(heads):
-        for token in range(valid):
-            cell = (head * tokens + token if shape.order == "HNP" else token * heads + head) * 4
-            if page[cell : cell + 4] != expected[cell : cell + 4]:
-                return False
-    return True
+        who = f"{request.id} {when}"
+        self.device.check(request.content, request.blocks, tokens, range(shape.ranks), range(shape.layers), who)
 
 
 def _nobody(how: str, detail: str) -> None:
     """The worker leaves; its clients have been told."""
-
-
-def digest_of(request: SimRequest) -> bytes:
-    return digest(Content((request.content, request.tokens), request.tokens))

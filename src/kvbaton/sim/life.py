@@ -36,9 +36,10 @@ from kvbaton.runtime.discarding import discarded
 from kvbaton.runtime.doorway import Doorway, DoorwayConfig
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.node import Node
-from kvbaton.sim.engine import DEATH, HANG, LEAK, Broken, Phase, SimEngine
+from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import Network, SimControl
+from kvbaton.sim.promises import DEATH, HANG, LEAK, Broken
 from kvbaton.sim.transport import KINDS, Fabric, SimTransport
 from kvbaton.sim.world import InjectedFault, World
 
@@ -61,6 +62,10 @@ class Character(msgspec.Struct, frozen=True):
     layerwise: bool = False
     preempt: float = 0.0
     put: float = 0.0
+    get: float = 0.0
+    depth: int = 1  # steps in flight
+    defers: bool = True  # it frees blocks with the output of the last step that may write them
+    reuses_soon: bool = False
     features: int = int(ALL_FEATURES)
     required: int = 0
     versions: Versions = SPOKEN
@@ -147,11 +152,10 @@ class Life:
         self.engine = SimEngine(
             world, str(character.name), character.shape, self.doorway, self.memory, character.policy
         )
-        self.engine.layerwise, self.engine.preempt, self.engine.put = (
-            character.layerwise,
-            character.preempt,
-            character.put,
-        )
+        engine = self.engine
+        engine.layerwise, engine.depth, engine.defers = character.layerwise, character.depth, character.defers
+        engine.preempt, engine.put, engine.get = character.preempt, character.put, character.get
+        engine.pool.reuses_soon = character.reuses_soon
 
     def clock(self) -> float:
         return self._offset_s + self.world.now * (1 + self.character.drift)
@@ -183,7 +187,7 @@ class Life:
 
     def crash(self) -> None:
         self.alive = False
-        self.engine.stopped = True
+        self.engine.stop()
         self.control.alive = False
         for rank in self.transports:
             for transport in rank.values():
@@ -233,8 +237,7 @@ class Life:
         except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
             raise Broken(DEATH, f"{self.character.name}: the engine died\n{traceback.format_exc()}") from None
         self._check_pins()
-        active = (Phase.PREFILLING, Phase.DECODING)
-        if before != self.engine.pool.total or any(r.phase in active for r in self.engine.requests.values()):
+        if before != self.engine.pool.total or self.engine.has_next:
             self.wake_engine()
 
     def _set_timer(self) -> None:
@@ -312,7 +315,7 @@ class Life:
 
     def _check_pins(self) -> None:
         """Every reference to a block is the engine's own or has an owner at the door."""
-        pool, owned = self.engine.pool, self.engine.own_refs + self.doorway.pinned_blocks
+        pool, owned = self.engine.pool, self.engine.held_refs + self.doorway.pinned_blocks
         if pool.total != owned:
             raise Broken(LEAK, f"{self.character.name}: {pool.total} references to blocks, {owned} with an owner")
 

@@ -6,6 +6,7 @@ So a copy that took one wrong page, one stale block or one other prompt's head i
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 
 import msgspec
@@ -59,6 +60,24 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
     def first_layer(self, group: int) -> int:
         return sum(self.group_layers[:group])
 
+    @functools.cached_property
+    def group_of(self) -> tuple[int, ...]:
+        """Each layer's group."""
+        return tuple(group for group, count in enumerate(self.group_layers) for _ in range(count))
+
+    @functools.cached_property
+    def cells(self) -> dict[tuple[int, int], tuple[slice, ...]]:
+        """Where tokens `lo` to `hi` of a block are in its page."""
+        size, heads, tokens = CELL.bytes, self.rank_heads, self.block_tokens
+        found = {}
+        for lo, hi in itertools.combinations(range(tokens + 1), 2):
+            if self.order == "HNP":
+                starts = [(head * tokens + lo, head * tokens + hi) for head in range(heads)]
+            else:
+                starts = [(lo * heads, hi * heads)]
+            found[lo, hi] = tuple(slice(start * size, stop * size) for start, stop in starts)
+        return found
+
     def layout(self) -> EngineLayout:
         groups = tuple(
             Group(
@@ -110,3 +129,10 @@ def page_stamp(shape: Shape, content: int, layer: int, index: int, rank: int, va
 def _stamp(content: int, layer: int, head: int, token: int) -> int:
     mixed = (content * 2654435761 + layer * 40503 + head * 2246822519 + token * 3266489917 + 1) & 0xFFFFFFFF
     return (mixed ^ (mixed >> 15)) * 2246822519 & 0xFFFFFFFF | 1
+
+
+def same_tokens(shape: Shape, page: bytes | bytearray, expected: bytes, valid: int) -> bool:
+    """Whether the first `valid` tokens of a page are the expected ones."""
+    if valid == shape.block_tokens:
+        return page == expected
+    return all(page[cells] == expected[cells] for cells in shape.cells[0, valid])

@@ -29,6 +29,8 @@ from kvbaton.runtime import doorway
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.node import Node
 from kvbaton.sim import engine as sim_engine
+from kvbaton.sim import request as sim_request
+from kvbaton.sim.mutants_device import DEVICE_MUTANTS
 from kvbaton.sim.mutants_discard import DISCARD_MUTANTS
 from kvbaton.sim.mutants_planes import PLANE_MUTANTS
 from kvbaton.sim.mutants_versions import VERSION_MUTANTS
@@ -592,7 +594,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "ticket_without_content",
         "2",
         "a genuine ticket with another prompt",
-        swap(sim_engine.__dict__, "digest", _same_digest_for_all),
+        swap(sim_request.__dict__, "digest", _same_digest_for_all),
     ),
     Mutant(
         "signature_ignored", "1", "any text is a ticket", swap(ticket.__dict__, "_verified_body", _signature_ignored)
@@ -713,6 +715,7 @@ MUTANTS: tuple[Mutant, ...] = (
         swap(Node, "step", _frames_before_events),
     ),
     *DISCARD_MUTANTS,
+    *DEVICE_MUTANTS,
     *PLANE_MUTANTS,
     *VERSION_MUTANTS,
 )

@@ -45,6 +45,7 @@ class Plan(msgspec.Struct, frozen=True):
     abort: float  # share of requests that clients give up
     bad_ticket: float
     late_ticket: float  # share of tickets that reach D long after P wrote them
+    bursts: bool  # requests come together, not evenly
     push: float  # share of requests that are pushed
     leave: float  # share of clients that leave between P's answer and D's
     stray: float  # share of tickets that are taken back out of turn
@@ -114,12 +115,13 @@ def draw(rng: random.Random) -> Plan:
     strange, engines = when("strangers", 1.0), when("engines", 1.0)
     mixed = strange and rng.random() < 0.3
 
-    def character(name: str, ranks: int, block_tokens: int) -> Character:
+    def character(name: str, ranks: int, block_tokens: int, loads: bool) -> Character:
         own = (
             times
             if healthy
             else msgspec.structs.replace(times, lease_s=max(0.2, times.lease_s * rng.choice((0.5, 1.0))))
         )
+        gets = rng.random() < 0.3
         return Character(
             name=WorkerId(name),
             wall_skew_s=0.0 if healthy else rng.uniform(-0.5, 0.5),
@@ -138,6 +140,10 @@ def draw(rng: random.Random) -> Plan:
             layerwise=rng.random() < 0.4,
             preempt=engines and 0.1,
             put=0.2,
+            get=0.5 if gets else 0.0,
+            depth=rng.choice((1, 2, 2)),
+            defers=loads or gets,
+            reuses_soon=rng.random() < 0.5,
             features=int(ALL_FEATURES & ~Feature.PUSH if mixed and rng.random() < 0.5 else ALL_FEATURES),
             required=1 << 40 if mixed and rng.random() < 0.2 else 0,
             store_fails=0.5 if engines or bad else 0.05,
@@ -146,10 +152,10 @@ def draw(rng: random.Random) -> Plan:
     p_ranks, d_ranks = rng.choice(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 2)))
     p_tokens, d_tokens = rng.choice(((2, 2), (2, 2), (2, 4), (4, 2)))
     speaks = upgrades(rng, bool(mixed))
-    prefill = tuple(character(f"p{n}", p_ranks, p_tokens) for n in range(rng.randint(1, 2)))
-    decode = tuple(character(f"d{n}", d_ranks, d_tokens) for n in range(rng.randint(1, 2)))
+    prefill = tuple(character(f"p{n}", p_ranks, p_tokens, loads=False) for n in range(rng.randint(1, 2)))
+    decode = tuple(character(f"d{n}", d_ranks, d_tokens, loads=True) for n in range(rng.randint(1, 2)))
     if rng.random() < 0.15:  # workers of both roles, who hand over to each other
-        prefill = decode = tuple(character(f"b{n}", p_ranks, p_tokens) for n in range(2))
+        prefill = decode = tuple(character(f"b{n}", p_ranks, p_tokens, loads=True) for n in range(2))
     prefill = tuple(msgspec.structs.replace(each, versions=speaks(each.name)) for each in prefill)
     decode = tuple(msgspec.structs.replace(each, versions=speaks(each.name)) for each in decode)
     shut = (
@@ -186,6 +192,7 @@ def draw(rng: random.Random) -> Plan:
         retires=int(when("crashes", rng.randint(0, 2)) or when("engines", rng.randint(0, 1))),
         abort=(engines and 0.2) or when("network", 0.3) or when("copies", 0.1) or writes * 0.4,
         bad_ticket=strange * 0.3,
+        bursts=rng.random() < 0.4,
         push=1.0 if writes else 0.4,
         late_ticket=0.0 if healthy else rng.choice((0.0, 0.2)),
         leave=0.1,

@@ -8,8 +8,8 @@ import msgspec
 
 from kvbaton.sim.checkers import check_at_rest, check_healthy, check_recovery
 from kvbaton.sim.cluster import Cluster
-from kvbaton.sim.engine import Broken
 from kvbaton.sim.plan import FAULTY_S, PROBE_S, REST_S, draw
+from kvbaton.sim.promises import Broken
 from kvbaton.sim.world import World
 
 

@@ -67,6 +67,7 @@ class Fabric:
         self.by_address: dict[int, SimTransport] = {}
         self.on_landing: Callable[[SimTransport, SimTransport, Copy, int, int], None] | None = None
         self.on_leaving: Callable[[SimTransport, int], None] | None = None
+        self.on_lending: Callable[[SimTransport, Loan], None] | None = None
 
     def add(self, transport: SimTransport) -> int:
         self.by_address[len(self.by_address) + 1] = transport
@@ -112,6 +113,8 @@ class SimTransport:
 
     def lend(self, loan: Loan) -> None:
         self._maybe_throw()
+        if self.fabric.on_lending is not None:
+            self.fabric.on_lending(self, loan)
         self._loans.lend(loan)
 
     def _loan_ended(self, event: CopyEnded) -> None:
@@ -288,6 +291,8 @@ class SimTransport:
             if copy.direction is Direction.READ:
                 if fabric.on_landing is not None:
                     fabric.on_landing(self, self, copy, local, size)
+                if fabric.on_leaving is not None and job.flight is not None and job.remote.alive:
+                    fabric.on_leaving(job.remote, remote)
                 ours[local : local + size] = theirs[remote : remote + size]
             else:
                 if fabric.on_landing is not None:

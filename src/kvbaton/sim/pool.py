@@ -1,0 +1,65 @@
+"""The blocks of one simulated engine: who has them, and when one that was let go is given to somebody else."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvbaton.runtime.doorway import Doorway
+from kvbaton.sim.promises import LEAK, Broken
+
+
+class Pool:
+    """Blocks with reference counts; reuse raises the epoch first."""
+
+    def __init__(self, blocks: int, doorway: Doorway) -> None:
+        self.refs = [0] * blocks
+        self.free: deque[int] = deque(range(1, blocks))  # block 0 is nobody's
+        self.held = [0] * blocks  # our own holds on destination blocks
+        self.reuses = [0] * blocks
+        self.total = 0
+        self.reuses_soon = False  # what was let go last is given out first
+        self._doorway = doorway
+
+    def allocate(self, count: int) -> list[int]:
+        taken = [self.free.popleft() for _ in range(count)]
+        for block in taken:
+            self._doorway.epochs.raise_epoch(block)
+            self.reuses[block] += 1
+            self.refs[block] = 1
+        self.total += count
+        return taken
+
+    def revive(self, blocks: list[int]) -> None:
+        """Take blocks with their content: somebody wants the same prefix again."""
+        for block in blocks:
+            if self.refs[block] == 0:
+                self.free.remove(block)
+            self.refs[block] += 1
+        self.total += len(blocks)
+
+    def touch(self, blocks: tuple[int, ...]) -> None:
+        for block in blocks:
+            if self.refs[block] == 0:
+                raise Broken(LEAK, f"block {block} was pinned while it was free")
+            self.refs[block] += 1
+        self.total += len(blocks)
+
+    def hold(self, blocks: tuple[int, ...]) -> None:
+        """Bytes may land in these from now on."""
+        self.touch(blocks)
+        for block in blocks:
+            self.held[block] += 1
+
+    def let_go(self, blocks: tuple[int, ...]) -> None:
+        for block in blocks:
+            self.held[block] -= 1
+        self.drop(blocks)
+
+    def drop(self, blocks: list[int] | tuple[int, ...]) -> None:
+        for block in blocks:
+            self.refs[block] -= 1
+            if self.refs[block] < 0:
+                raise Broken(LEAK, f"block {block} was freed more often than it was taken")
+            if self.refs[block] == 0:
+                (self.free.appendleft if self.reuses_soon else self.free.append)(block)
+        self.total -= len(blocks)

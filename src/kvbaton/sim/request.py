@@ -1,0 +1,54 @@
+"""One request inside one simulated engine."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvbaton.protocol.content import Content, digest
+from kvbaton.protocol.effects import End
+from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, WorkerId
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"
+    FETCHING = "fetching"  # from a store
+    PREFILLING = "prefilling"
+    LOADING = "loading"
+    DECODING = "decoding"
+
+
+@dataclass(slots=True)
+class SimRequest:
+    """What an engine knows of a request. `computed` is what has been issued; the device may not be done with it."""
+
+    id: RequestId
+    content: int
+    tokens: int
+    role: str  # "prefill", "decode", "both"
+    on_end: Callable[[str, str], None]
+    mode: str = "pull"
+    ticket: str = ""
+    handoff: HandoffId = HandoffId("")
+    target: WorkerId = WorkerId("")
+    max_readers: int = 1
+    phase: Phase = Phase.WAITING
+    blocks: tuple[list[int], ...] = ()
+    turn: int = 0  # rises when its blocks go: outputs of steps that were issued before say nothing of it
+    computed: int = 0
+    lease: LeaseId | None = None
+    pinned: int = 0  # blocks of each group in the lease
+    reported: set[int] = field(default_factory=set)
+    failed: End | None = None
+    first_token: int = 0
+    aborted: bool = False
+    decode_left: int = 0  # outputs that are still to come
+    decode_issued: int = 0
+    remote_done: bool = False  # matched or failed once: never again
+    fetched: bool = False  # asked a store once, likewise
+    trusted: bool = True  # its ticket is genuine
+
+
+def digest_of(request: SimRequest) -> bytes:
+    return digest(Content((request.content, request.tokens), request.tokens))
