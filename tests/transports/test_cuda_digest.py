@@ -1,4 +1,4 @@
-"""The digest of device memory: what it must notice, and numbers by which another implementation is known to be the same.
+"""The digest of device memory: what it must notice, and numbers by which another implementation is known as the same.
 
 That the kernel says the same as the reference is seen on a GPU: `python -m tests.transports.cuda_check`.
 """
