@@ -243,7 +243,7 @@ def test_digests_of_two_kinds_of_memory_never_meet(make: Callable[..., Rig]) -> 
     rig, region = make(), allocate(SIZE)
     host = SummedTransport(ShmTransport(P), P)
     host.register(0, region.view)
-    with pytest.raises(ValueError, match="checksum: .* another kind of memory than ours, device memory"):
+    with pytest.raises(ValueError, match=r"checksum: .* another kind of memory than ours, device memory"):
         rig.d.connect(P, host.endpoint(D))
     with pytest.raises(ValueError, match="another kind of memory than ours, host memory"):
         host.connect(D, rig.d.endpoint(P))

@@ -12,10 +12,13 @@ There is no stream of a lower priority than the default, which engines use: prio
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from typing import Any, Protocol
 
 from kvbaton.transports.cuda_ptx import DIGEST, MOVE, PTX, THREADS
+
+log = logging.getLogger(__name__)
 
 LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
@@ -123,6 +126,9 @@ class CudaGpu:
         self._ask("cuDeviceGetAttribute", ctypes.byref(count), _MULTIPROCESSORS, number)
         self.multiprocessors = count.value
         self.blocks = max(1, round(share * count.value))
+        log.info(
+            "device %d: copies and digests take at most %d of %d multiprocessors", device, self.blocks, count.value
+        )
         self._functions: dict[bytes, ctypes.c_void_p] = {}
         with _lanes_lock:
             self._lane = _lanes.setdefault(device, _Lane())
