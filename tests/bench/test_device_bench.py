@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from kvbaton.bench import device_page
 from kvbaton.bench.device import Bus, DeviceReport, Size
 from kvbaton.bench.device_nixl import Reads
+from kvbaton.bench.device_peer import make_plane
 from kvbaton.bench.device_side import DeviceSide
 from kvbaton.bench.device_world import (
     BLOCK_BYTES,
@@ -111,11 +113,13 @@ def test_without_a_driver_the_command_says_what_is_missing(
     assert "--device cuda: the data planes 'cuda' and 'staged' need an NVIDIA driver" in capsys.readouterr().err
 
 
-def test_a_whole_handoff_brings_the_blocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plane", ["cuda", "cuda+sums", "staged-tcp+sums"])
+def test_a_whole_handoff_brings_the_blocks(tmp_path: Path, plane: str) -> None:
     directory, gpu = str(tmp_path / "keys"), FakeGpu()
+    make = partial(make_plane, plane, gpu=gpu, slots=(1 << 20, 2))
     keys.mint(directory, ["p", "d"])
     memory = {name: gpu.allocate(REGION_BYTES) for name in "pd"}  # never touched but for a few pages
-    sides = {name: DeviceSide(name, directory, DeviceMemory(memory[name], REGION_BYTES), gpu) for name in "pd"}
+    sides = {name: DeviceSide(name, directory, DeviceMemory(memory[name], REGION_BYTES), gpu, make) for name in "pd"}
     try:
         sides["d"].knows("p", sides["p"].address)
         source, target = [3, 700], [900, 5]
@@ -125,6 +129,7 @@ def test_a_whole_handoff_brings_the_blocks(tmp_path: Path) -> None:
         view["p"][(last + 700) * SEGMENT_BYTES : (last + 701) * SEGMENT_BYTES] = data
         assert sides["d"].fetch(sides["p"].grant(source), source, target) > 0
         assert view["d"][(last + 5) * SEGMENT_BYTES : (last + 6) * SEGMENT_BYTES] == data
+        assert ("digest_rows" in gpu.calls) is plane.endswith("+sums")
         with pytest.raises(RuntimeError, match="failed"):
             sides["d"].fetch("no ticket", source, target)
     finally:

@@ -21,15 +21,17 @@ from kvbaton.transports import cuda, staged
 from kvbaton.transports.cuda_driver import Gpu
 from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.loans import lend_everything
+from kvbaton.transports.summed import summed
 
 from .device_peer import OpenDevice, make_gpu, make_plane
 from .process_harness import FarTransport, PeerProcess
 
-CAPABILITIES = {
+PLAIN = {
     "cuda": cuda.CAPABILITIES,
     "staged-shm": staged.CAPABILITIES["shm"],
     "staged-tcp": staged.CAPABILITIES["tcp"],
 }
+CAPABILITIES = {**PLAIN, **{able.name: able for able in map(summed, PLAIN.values())}}
 
 
 class DeviceView:

@@ -15,7 +15,10 @@ from kvbaton.transports.base import DeviceTransport, Transport
 from kvbaton.transports.cuda import CudaConfig, CudaTransport
 from kvbaton.transports.cuda_driver import CudaGpu, Gpu
 from kvbaton.transports.device import DeviceMemory
+from kvbaton.transports.planes import SUMS
 from kvbaton.transports.staged import StagedConfig, StagedTransport
+from kvbaton.transports.summed import SumConfig, SummedTransport
+from kvbaton.transports.sums_device import DeviceSums
 from tests.transports.fake_gpu import FakeGpu
 from tests.transports.peer_process import Answer, Call, Calls, carry_out
 
@@ -34,11 +37,15 @@ def make_gpu(kind: str) -> Gpu:
 
 
 def make_plane(plane: str, me: PeerId, gpu: Gpu, dial_deadline_s: float) -> DeviceTransport:
+    if plane.endswith(SUMS):
+        inner = make_plane(plane.removesuffix(SUMS), me, gpu, dial_deadline_s)
+        config = SumConfig(dial_deadline_s=dial_deadline_s)
+        return SummedTransport(inner, me, config, DeviceSums(f"sums-{me}", 0, gpu=gpu))
     if plane == "cuda":
         return CudaTransport(me, CudaConfig(dial_deadline_s=dial_deadline_s), gpu)
     carrier = plane.removeprefix("staged-")
-    config = StagedConfig(carrier=carrier, slot_bytes=1 << 20, dial_deadline_s=dial_deadline_s)  # type: ignore[arg-type]
-    return StagedTransport(me, config, gpu)
+    staging = StagedConfig(carrier=carrier, slot_bytes=1 << 20, dial_deadline_s=dial_deadline_s)  # type: ignore[arg-type]
+    return StagedTransport(me, staging, gpu)
 
 
 def main() -> None:

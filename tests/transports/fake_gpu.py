@@ -10,7 +10,9 @@ import ctypes
 import mmap
 import os
 import struct
+from collections.abc import Iterator
 
+from kvbaton.transports.cuda_digest import digest_of
 from kvbaton.transports.cuda_driver import HANDLE_BYTES, CudaError
 from kvbaton.transports.cuda_table import TABLE_NUMBERS_MAX
 from kvbaton.transports.memory import Region, allocate
@@ -25,6 +27,7 @@ def address_of(memory: memoryview | mmap.mmap) -> int:
 class FakeGpu:
     def __init__(self, device: int = 0) -> None:
         self.device = device
+        self.blocks = 4
         self.refusals: dict[str, CudaError] = {}  # by name of the call
         self.calls: list[str] = []
         self.regions: dict[int, Region] = {}
@@ -135,13 +138,23 @@ class FakeGpu:
         self._called("copy")
         ctypes.memmove(target, source, nbytes)
 
-    def move_rows(self, table: int, groups: int, rows: int, stream: int) -> None:
+    def move_rows(self, table: int, groups: int, rows: range, stream: int) -> None:
         self._called("move_rows")
+        for target, source, nbytes in self._rows(table, groups, rows):
+            ctypes.memmove(target, source, nbytes)
+
+    def digest_rows(self, table: int, groups: int, rows: range, stream: int) -> None:
+        self._called("digest_rows")
+        for target, source, nbytes in self._rows(table, groups, rows):
+            ctypes.c_uint64.from_address(target).value = digest_of(ctypes.string_at(source, nbytes))
+
+    def _rows(self, table: int, groups: int, rows: range) -> Iterator[tuple[int, int, int]]:
+        """(target, source, bytes) as the kernels find them."""
         numbers = (ctypes.c_int64 * TABLE_NUMBERS_MAX).from_address(table)
         heads = [tuple(numbers[6 * group : 6 * group + 6]) for group in range(groups)]
-        for row in range(rows):
+        for row in rows:
             first, target, source, column, count, shifts = next(head for head in reversed(heads) if head[0] <= row)
             shift, line = divmod(row - first, count)
             to, at, nbytes = numbers[column + 3 * line : column + 3 * line + 3]
             more_to, more_at = numbers[shifts + 2 * shift : shifts + 2 * shift + 2]
-            ctypes.memmove(target + to + more_to, source + at + more_at, nbytes)
+            yield target + to + more_to, source + at + more_at, nbytes

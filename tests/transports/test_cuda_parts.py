@@ -63,7 +63,8 @@ def triples(*rows: tuple[int, int, int]) -> Spans:
 def test_the_ptx_is_the_source_compiled() -> None:
     source = Path(cuda_ptx.__file__).with_name("cuda_move.cu").read_bytes()
     assert hashlib.sha256(source).hexdigest() == cuda_ptx.SOURCE_SHA256, "run tools/cuda_ptx.py"
-    assert f".visible .entry {cuda_ptx.ENTRY.decode()}(" in cuda_ptx.PTX
+    for entry in (cuda_ptx.MOVE, cuda_ptx.DIGEST):
+        assert f".visible .entry {entry.decode()}(" in cuda_ptx.PTX
     assert f"THREADS = {cuda_ptx.THREADS}," in source.decode()
 
 

@@ -1,4 +1,5 @@
-"""The planes of device memory keep the contract of `Transport` on a device made of host memory, in one process and two.
+"""The planes of device memory keep the contract of `Transport` on a device made of host memory, in one process and two,
+with checksums around them and without.
 
 On a real GPU the same cases are run by `python -m tests.transports.cuda_check`.
 """
@@ -14,7 +15,7 @@ from kvbaton.testing.transport_case import offered
 
 from .device_harness import DeviceHarness
 
-PLANES = ("cuda", "staged-shm", "staged-tcp")
+PLANES = ("cuda", "staged-shm", "staged-tcp", "cuda+sums", "staged-tcp+sums")
 CASES = [
     case
     for case in check_transport.cases

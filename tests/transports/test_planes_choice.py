@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.transports import planes
+from kvbaton.transports import cuda, planes, staged, sums_device
 from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.memory import allocate
 from kvbaton.transports.planes import PlaneSettings
+from kvbaton.transports.summed import SummedTransport
+from kvbaton.transports.sums import Checksum
+
+from .fake_gpu import FakeGpu
 
 ME = PeerId(WorkerId("me"), Incarnation(1))
 
@@ -143,3 +147,38 @@ def test_who_insists_on_enforcement_is_offered_only_planes_that_lend() -> None:
 
 def test_what_enforces_is_what_the_page_says() -> None:
     assert {name for name in planes.ORDER if planes.capabilities(name).enforces} == {"tcp", "staged-shm", "staged-tcp"}
+
+
+@pytest.mark.parametrize("between", planes.CHECKSUMS)
+def test_checksums_that_are_auto_are_those_of_device_memory_between_hosts(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, between: planes.ChecksumMode
+) -> None:
+    monkeypatch.setattr(planes, "BETWEEN_HOSTS", between)
+    plain = planes.offered("auto", "cuda")
+    assert {"cuda", "staged-shm", "staged-tcp"} <= set(plain)
+    wanted = [f"{name}+sums" if name == "staged-tcp" and between != "off" else name for name in plain]
+    assert list(planes.offered("auto", "cuda", "auto")) == wanted
+    assert planes.offered("shm,tcp", "cpu", "auto") == ("shm", "tcp")
+    assert planes.offered("cuda,staged-tcp", "cuda", "full") == ("cuda+sums", "staged-tcp+sums")
+
+
+@pytest.mark.parametrize("name", ["cuda+sums", "staged-shm+sums", "staged-tcp+sums"])
+def test_device_planes_are_made_with_checksums_and_their_share(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, float]] = []
+    gpu = FakeGpu()
+
+    def make(device: int, share: float) -> FakeGpu:
+        made.append((device, share))
+        return gpu
+
+    for module in (cuda, staged, sums_device):
+        monkeypatch.setattr(module, "CudaGpu", make)
+    address = gpu.allocate(64)
+    plane = planes.make_device(name, ME, PlaneSettings(checksum="full", copy_share=0.25), [DeviceMemory(address, 64)])
+    try:
+        assert isinstance(plane, SummedTransport) and plane._sums.kind == "device"
+        assert plane.capabilities == planes.capabilities(name) and made == [(0, 0.25)] * 2
+        assert plane._config.mode is Checksum.FULL and plane._sums.size_of(0) == 64
+    finally:
+        plane.close()
+        gpu.free(address)

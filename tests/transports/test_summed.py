@@ -20,7 +20,7 @@ from kvbaton.testing import Log, Side
 from kvbaton.testing.corrupting import CorruptingTransport, Strike, some_byte
 from kvbaton.testing.transport_case import READ, WRITE, copy, fill
 from kvbaton.testing.transport_harness import InProcessHarness, poll
-from kvbaton.transports import summed, sums_service, tcp
+from kvbaton.transports import summed, tcp
 from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Direction, FenceEnded, HostTransport, TransportEvent
 from kvbaton.transports.loans import lend_everything
 from kvbaton.transports.memory import Region, allocate
@@ -28,6 +28,7 @@ from kvbaton.transports.shm import ShmTransport
 from kvbaton.transports.summed import SumConfig, SummedTransport
 from kvbaton.transports.sums import Checksum, portions
 from kvbaton.transports.sums_endpoint import BYTES_MAX, VERSION, SumEndpoint, is_summed, parse
+from kvbaton.transports.sums_memory import HostSums
 from kvbaton.transports.tcp import TcpTransport
 
 from .sums_harness import HeldDigesters
@@ -74,8 +75,13 @@ class Rig:
     def hold(self, index: int) -> HeldDigesters:
         """Let nobody digest at one side: 0 is the near one, 1 the far one."""
         held = HeldDigesters()
-        self.transports[index]._digesters = self.transports[index]._service._digesters = held
+        host_sums(self.transports[index]).digesters = held
         return held
+
+
+def host_sums(transport: object) -> HostSums:
+    assert isinstance(transport, SummedTransport) and isinstance(transport._sums, HostSums)
+    return transport._sums
 
 
 @pytest.fixture
@@ -457,7 +463,8 @@ class TestAroundAnyPlane:
         def broken(*_: object) -> bytes:
             raise MemoryError("on purpose")
 
-        monkeypatch.setattr(summed, breaks, broken)
+        where: object = summed if breaks == "portions" else host_sums(near.transport)
+        monkeypatch.setattr(where, breaks, broken)
         assert near.transport.submit(copy(1, far, READ, SPANS))
         inner.tell(CopyEnded(JobId(1)))
         end = log.end(1)
@@ -471,7 +478,7 @@ class TestAroundAnyPlane:
         def broken(*_: object) -> bytes:
             raise MemoryError("on purpose")
 
-        monkeypatch.setattr(sums_service, "digests", broken)
+        monkeypatch.setattr(host_sums(far.transport), "digests", broken)
         assert near.transport.submit(copy(1, far, READ, SPANS))
         inner.tell(CopyEnded(JobId(1)))
         end = log.end(1)

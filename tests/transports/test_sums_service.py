@@ -20,6 +20,7 @@ from kvbaton.transports.loans import EVERYTHING, lend_everything
 from kvbaton.transports.spans import to_wire
 from kvbaton.transports.summed import SumConfig, SummedTransport
 from kvbaton.transports.sums_endpoint import SumEndpoint, parse
+from kvbaton.transports.sums_memory import HostSums
 from kvbaton.transports.tcp import TcpEndpoint, TcpTransport
 from kvbaton.transports.tcp_frames import FRAME_BYTES, PAYLOAD_BYTES_MAX, ROWS_MAX, WINDOW_MAX, Frame, Kind, Status
 from kvbaton.transports.tcp_frames import parse as parse_frame
@@ -170,7 +171,8 @@ def test_who_is_shut_out_is_heard_no_more_until_it_has_a_new_secret(rig: Rig) ->
 
 def test_a_peer_can_make_only_a_window_of_work_wait(rig: Rig) -> None:
     held = HeldDigesters()
-    rig.server._service._digesters = held
+    assert isinstance(rig.server._sums, HostSums)
+    rig.server._sums.digesters = held
     sock = rig.dial()
     sock.sendall(b"".join(question([0, 8], tag) for tag in range(WINDOW_MAX)))
     assert poll(lambda: len(held.held) == WINDOW_MAX, DEADLINE_S)

@@ -5,6 +5,7 @@ It is asked by an `Order` and answers with an `Offer`; from then on block lists 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -17,8 +18,11 @@ from kvbaton.transports.base import DeviceTransport, LendingTransport
 from kvbaton.transports.cuda import CudaTransport
 from kvbaton.transports.cuda_driver import CudaGpu, Gpu
 from kvbaton.transports.loans import lend_everything
+from kvbaton.transports.planes import SUMS
 from kvbaton.transports.staged import StagedConfig, StagedTransport
 from kvbaton.transports.staged_door import Carrier
+from kvbaton.transports.summed import SumConfig, SummedTransport
+from kvbaton.transports.sums_device import DeviceSums
 
 P = PeerId(WorkerId("bench-p"), Incarnation(1))
 PLANES = ("cuda", "staged-shm", "staged-tcp")
@@ -28,6 +32,7 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     key_directory: str
     readers: dict[str, PeerId]  # by plane
     slots: tuple[int, int] = (StagedConfig().slot_bytes, StagedConfig().slots)  # of staging: bytes, and how many
+    handoffs: str = "cuda"  # the plane that they go over
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -37,6 +42,9 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 def make_plane(name: str, me: PeerId, gpu: Gpu, slots: tuple[int, int]) -> DeviceTransport:
+    if name.endswith(SUMS):
+        sums = DeviceSums(f"kvbaton-sums-{me}", gpu.device, gpu=gpu)
+        return SummedTransport(make_plane(name.removesuffix(SUMS), me, gpu, slots), me, SumConfig(), sums)
     if name == "cuda":
         return CudaTransport(me, gpu=gpu)
     carrier: Carrier = "shm" if name == "staged-shm" else "tcp"
@@ -65,7 +73,8 @@ def main() -> None:
             lend_everything(cast(LendingTransport, plane), reader)
         endpoints[name] = plane.endpoint(reader)
         planes.append(plane)
-    side = DeviceSide("p", order.key_directory, cache.memory, gpu)
+    make = partial(make_plane, order.handoffs, gpu=gpu, slots=order.slots)
+    side = DeviceSide("p", order.key_directory, cache.memory, gpu, make)
     with gpu:
         parent.answer(Offer(gpu.export(cache.address), endpoints, side.address))
     for prompts in questions:

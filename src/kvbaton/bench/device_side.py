@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -20,6 +20,7 @@ from kvbaton.runtime.doorway import Doorway, DoorwayConfig, DropBlocks, LoadRepo
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.loop import NodeLoop
 from kvbaton.runtime.node import Node
+from kvbaton.transports.base import DeviceTransport
 from kvbaton.transports.cuda import CudaConfig, CudaTransport
 from kvbaton.transports.cuda_driver import Gpu
 from kvbaton.transports.device import DeviceMemory
@@ -33,9 +34,16 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class DeviceSide:
-    """A node over the cuda plane."""
+    """A node over the cuda plane, or over the one that `make` makes."""
 
-    def __init__(self, name: str, key_directory: str, memory: DeviceMemory, gpu: Gpu) -> None:
+    def __init__(
+        self,
+        name: str,
+        key_directory: str,
+        memory: DeviceMemory,
+        gpu: Gpu,
+        make: Callable[[PeerId], DeviceTransport] | None = None,
+    ) -> None:
         keyring = keys.load(key_directory, name)
         me = PeerId(WorkerId(name), Incarnation(secrets.randbits(63)))
         self.news = threading.Event()
@@ -45,7 +53,8 @@ class DeviceSide:
         )  # fmt: skip
         self.door = Doorway(config, EpochTable(BLOCKS))
         self.door.wake_engine = self.news.set
-        plane = CudaTransport(rank_peer(me, 0), CudaConfig(device=memory.device), gpu)
+        rank, config_of = rank_peer(me, 0), CudaConfig(device=memory.device)
+        plane: DeviceTransport = make(rank) if make is not None else CudaTransport(rank, config_of, gpu)
         plane.register(0, memory)
         self._control = ZmqControl(keyring)
         self.address = Address(self._control.endpoint, keyring.public)

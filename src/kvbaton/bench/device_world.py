@@ -17,7 +17,8 @@ import numpy as np
 from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Rank, Share, places, planes
 from kvbaton.protocol.weave import Weave
 from kvbaton.transports.base import Spans
-from kvbaton.transports.cuda_driver import CudaGpu
+from kvbaton.transports.cuda_driver import SHARE, CudaGpu
+from kvbaton.transports.cuda_ptx import PTX
 from kvbaton.transports.device import DeviceMemory
 
 SEGMENT_BYTES = 32 << 10
@@ -76,14 +77,20 @@ def pattern() -> Words:
 class TimedGpu(CudaGpu):
     """A device that also times its launches, by its own clock."""
 
-    def __init__(self, device: int) -> None:
-        super().__init__(device)
+    def __init__(self, device: int, share: float = SHARE, ptx: str = PTX) -> None:
+        super().__init__(device, share, ptx)
         with self:
             self._before, self._after = (self._make("cuEventCreate", 0) for _ in range(2))
 
-    def move_rows(self, table: int, groups: int, rows: int, stream: int) -> None:
-        self.record(self._before, stream)
+    def move_rows(self, table: int, groups: int, rows: range, stream: int) -> None:
+        if not rows.start:  # the first of the launches that move one table
+            self.record(self._before, stream)
         super().move_rows(table, groups, rows, stream)
+        self.record(self._after, stream)
+
+    def digest_rows(self, table: int, groups: int, rows: range, stream: int) -> None:
+        self.record(self._before, stream)
+        super().digest_rows(table, groups, rows, stream)
         self.record(self._after, stream)
 
     def timed_copy(self, target: int, source: int, nbytes: int, stream: int) -> None:

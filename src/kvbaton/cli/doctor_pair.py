@@ -104,11 +104,12 @@ def _planes(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
         yield finding("pair-transport", where, found, "add tcp, or what your network has, to transport on both")
 
 
-def _offers(choice: str, checksum: planes.ChecksumMode) -> Sequence[str]:
+def _offers(choice: str, checksum: planes.ChecksumChoice) -> Sequence[str]:
     """By name; of `auto` what this machine would offer."""
     if choice == planes.AUTO:
         return planes.offered(choice, checksum=checksum)
-    return [name if checksum == "off" else name + planes.SUMS for name in planes.parse(choice)]
+    plain = {name: planes.checksum_of(name, "cpu", checksum) == "off" for name in planes.parse(choice)}
+    return [name if plain[name] else name + planes.SUMS for name in plain]
 
 
 def _two_hosts(one: str, other: str) -> bool:

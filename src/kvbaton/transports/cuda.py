@@ -28,7 +28,7 @@ from kvbaton.protocol.weave import Weave
 from kvbaton.transports.base import Capabilities, Copy, Direction, Spans, TransportEvent
 from kvbaton.transports.cuda_attach import CudaAttachment, Remote
 from kvbaton.transports.cuda_door import CudaDoor, CudaEndpoint, parse_endpoint
-from kvbaton.transports.cuda_driver import CudaGpu, Gpu
+from kvbaton.transports.cuda_driver import SHARE, CudaGpu, Gpu, check_share
 from kvbaton.transports.cuda_gate import quiet_event
 from kvbaton.transports.cuda_mover import CudaMover, Due
 from kvbaton.transports.cuda_table import check_weave, parts_of
@@ -56,6 +56,10 @@ class CudaConfig(msgspec.Struct, frozen=True):
     device: int = 0
     copies_max: int = 1024
     dial_deadline_s: float = 5.0
+    share: float = SHARE  # of the device's multiprocessors
+
+    def __post_init__(self) -> None:
+        check_share(self.share)
 
 
 class CudaTransport:
@@ -67,7 +71,7 @@ class CudaTransport:
         """ImportError without a driver, CudaError without a device; `gpu` is for tests."""
         self._me = me
         self._config = config or CudaConfig()
-        self._gpu = gpu or CudaGpu(self._config.device)
+        self._gpu = gpu or CudaGpu(self._config.device, self._config.share)
         self._checker = choose_mover()
         self._jobs = Jobs(self._config.copies_max)
         self._memory = RegisteredDevice(self._config.device)

@@ -3,18 +3,30 @@
 Law: nothing but `CudaError` leaves. Calls act on the device's primary context, the one that PyTorch uses too; a thread
 makes it current by `enter` (threads of our own) or for a while by `with gpu:` (threads of others). No call here spins:
 events are created to be waited for by sleeping. ctypes lets go of the GIL during every call but `record`.
+
+All kernels of this process on one device run one after the other, whichever transport launched them on whichever
+stream, and none has more than its `share` of the multiprocessors: what an engine computes meanwhile has all the others.
+There is no stream of a lower priority than the default, which engines use: priorities have nothing to give here.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import threading
 from typing import Any, Protocol
 
-from kvbaton.transports.cuda_ptx import ENTRY, PTX, THREADS
+from kvbaton.transports.cuda_ptx import DIGEST, MOVE, PTX, THREADS
+
+log = logging.getLogger(__name__)
 
 LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
+SHARE = 0.5
+"""Of a device's multiprocessors, for all copies and digests of a process together. `bench.device_share` measures what
+a copy loses by less, and what others lose by more."""
 
+_MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _BLOCKING, _NO_TIMING = 1, 2
 _NON_BLOCKING = 1
 _PORTABLE, _MAPPED = 1, 2
@@ -36,6 +48,8 @@ class Gpu(Protocol):
     """What the data planes need of a device. Addresses, streams and events are plain integers."""
 
     device: int
+    blocks: int
+    """Of a grid, at most: each takes a multiprocessor."""
 
     def __enter__(self) -> Gpu: ...
     def __exit__(self, *_: object) -> None: ...
@@ -72,8 +86,23 @@ class Gpu(Protocol):
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """One contiguous copy, between any two kinds of memory that the device reaches."""
 
-    def move_rows(self, table: int, groups: int, rows: int, stream: int) -> None:
-        """One launch over a table that the device reaches, as `cuda_table` writes it; `rows` of all groups together."""
+    def move_rows(self, table: int, groups: int, rows: range, stream: int) -> None:
+        """One launch over a table that the device reaches, as `cuda_table` writes it: these of all groups' rows."""
+
+    def digest_rows(self, table: int, groups: int, rows: range, stream: int) -> None:
+        """As `move_rows`; but each row's digest is written, 8 bytes, to its target (`cuda_digest`)."""
+
+
+class _Lane:
+    """The kernels of this process on one device: each waits, on the device, for the one before."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.last = 0  # the event of the latest; re-recording it does not move those that wait already
+
+
+_lanes: dict[int, _Lane] = {}
+_lanes_lock = threading.Lock()
 
 
 class _Handle(ctypes.Structure):
@@ -83,8 +112,9 @@ class _Handle(ctypes.Structure):
 class CudaGpu:
     """A real device, by its number among those that are visible."""
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, share: float = SHARE, ptx: str = PTX) -> None:
         """ImportError without a driver, CudaError without such a device."""
+        check_share(share)
         self._cuda = load()
         self._brief = ctypes.PyDLL(LIBRARY)
         self.device = device
@@ -93,11 +123,22 @@ class CudaGpu:
         self._ask("cuDeviceGet", ctypes.byref(number), device)
         self._ask("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
         self._context = context
-        self._function = ctypes.c_void_p()
+        count = ctypes.c_int()
+        self._ask("cuDeviceGetAttribute", ctypes.byref(count), _MULTIPROCESSORS, number)
+        self.multiprocessors = count.value
+        self.blocks = max(1, round(share * count.value))
+        log.info(
+            "device %d: copies and digests take at most %d of %d multiprocessors", device, self.blocks, count.value
+        )
+        self._functions: dict[bytes, ctypes.c_void_p] = {}
+        with _lanes_lock:
+            self._lane = _lanes.setdefault(device, _Lane())
         with self:
             module = ctypes.c_void_p()
-            self._ask("cuModuleLoadData", ctypes.byref(module), PTX.encode())
-            self._ask("cuModuleGetFunction", ctypes.byref(self._function), module, ENTRY)
+            self._ask("cuModuleLoadData", ctypes.byref(module), ptx.encode())
+            for entry in (MOVE, DIGEST):
+                function = self._functions[entry] = ctypes.c_void_p()
+                self._ask("cuModuleGetFunction", ctypes.byref(function), module, entry)
 
     def __enter__(self) -> CudaGpu:
         self._ask("cuCtxPushCurrent_v2", self._context)
@@ -170,11 +211,22 @@ class CudaGpu:
         size = ctypes.c_size_t(nbytes)
         self._ask("cuMemcpyAsync", ctypes.c_uint64(target), ctypes.c_uint64(source), size, ctypes.c_void_p(stream))
 
-    def move_rows(self, table: int, groups: int, rows: int, stream: int) -> None:
-        values = ctypes.c_uint64(table), ctypes.c_int(groups)
-        arguments = (ctypes.c_void_p * 2)(*(ctypes.addressof(value) for value in values))
-        shape = (rows, 1, 1, THREADS, 1, 1, 0)
-        self._ask("cuLaunchKernel", self._function, *shape, ctypes.c_void_p(stream), arguments, None)
+    def move_rows(self, table: int, groups: int, rows: range, stream: int) -> None:
+        self._launch(MOVE, table, groups, rows, stream)
+
+    def digest_rows(self, table: int, groups: int, rows: range, stream: int) -> None:
+        self._launch(DIGEST, table, groups, rows, stream)
+
+    def _launch(self, entry: bytes, table: int, groups: int, rows: range, stream: int) -> None:
+        values = ctypes.c_uint64(table), ctypes.c_int(groups), ctypes.c_uint(rows.start), ctypes.c_uint(rows.stop)
+        arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        shape = (min(self.blocks, len(rows)), 1, 1, THREADS, 1, 1, 0)
+        with self._lane.lock:
+            if not self._lane.last:
+                self._lane.last = self.event()
+            self.stream_wait(stream, self._lane.last)
+            self._ask("cuLaunchKernel", self._functions[entry], *shape, ctypes.c_void_p(stream), arguments, None)
+            self.record(self._lane.last, stream)
 
     def _make(self, call: str, *arguments: Any) -> int:
         """Calls that give something back through their first argument."""
@@ -191,6 +243,12 @@ class CudaGpu:
             name = ctypes.c_char_p()
             self._cuda.cuGetErrorName(status, ctypes.byref(name))
             raise CudaError(call, status, (name.value or b"?").decode())
+
+
+def check_share(share: float) -> None:
+    """ValueError for what is no part of a device."""
+    if not 0 < share <= 1:
+        raise ValueError(f"share: got {share}, expected above 0 and at most 1: a part of the device's multiprocessors")
 
 
 def load() -> ctypes.CDLL:

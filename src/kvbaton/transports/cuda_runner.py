@@ -164,8 +164,10 @@ class Runner(Generic[Item]):
         except CudaError as error:
             self._note(error)
             problem = str(error)
-        self._slots.put(slot)
-        self._worker.end(batch, problem)
+        try:
+            self._worker.end(batch, problem)
+        finally:
+            self._slots.put(slot)
 
     def _close(self) -> None:
         self._worker.closed()

@@ -1,6 +1,6 @@
 """From span tables to what one launch takes: groups, then columns and shifts. Pure arithmetic, and a launch's limits.
 
-Law: the rows of a launch name exactly the bytes of the spans that were checked, once. One block of the grid copies a
+Law: the rows of a launch name exactly the bytes of the spans that were checked, once. A few threads of the grid copy a
 row, so none is longer than `ROW_BYTES_MAX`; a launch has at most `GROUPS_MAX` groups and a table of bounded size.
 """
 
@@ -19,7 +19,7 @@ from kvbaton.transports.spans import Rows
 
 ROW_BYTES_MAX = 256 << 10
 PIECE_BYTES = 64 << 10
-"""Longer rows are divided into these: one block of the grid moves some 20 GB/s, and hundreds run at once."""
+"""Longer rows are divided into these: a team of threads moves a few GB/s, and hundreds of them run at once."""
 
 GROUPS_MAX = 256
 GROUP_NUMBERS = 6
@@ -40,6 +40,12 @@ class Group(msgspec.Struct, frozen=True):
     @property
     def rows(self) -> int:
         return self.spans.rows if isinstance(self.spans, Weave) else len(self.spans) // 3
+
+    @property
+    def bytes(self) -> int:
+        column = self.spans.column if isinstance(self.spans, Weave) else self.spans
+        times = len(self.spans.shifts) // 2 if isinstance(self.spans, Weave) else 1
+        return int(np.frombuffer(column, np.int64)[2::3].sum()) * times
 
     @property
     def numbers(self) -> int:
@@ -100,7 +106,7 @@ def write_table(table: Rows, groups: Sequence[Group]) -> None:
 
 
 def divided(rows: Rows) -> Rows:
-    """The same (n, 3) bytes with no row too long for one block of the grid."""
+    """The same (n, 3) bytes with no row too long for one team of the grid."""
     if not len(rows) or rows[:, 2].max() <= ROW_BYTES_MAX:
         return rows
     counts = np.maximum(1, -(-rows[:, 2] // PIECE_BYTES))

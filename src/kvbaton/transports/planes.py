@@ -10,7 +10,8 @@ own plane is faster and can cancel and fence; MoRI not, since it has not run on 
 serves whoever can reach its port. Any of them is offered when it is named.
 
 With checksums a plane is another plane (`tcp+sums`): both sides need the service that answers for the bytes, so a side
-with and a side without have nothing in common, and are told so by name.
+with and a side without have nothing in common, and are told so by name. Checksums that are `auto` are those of
+`BETWEEN_HOSTS` for device memory on a plane that leaves the host, and off everywhere else.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.sealed.policy import Encrypt, is_loopback
 from kvbaton.transports import shm, tcp
 from kvbaton.transports.base import DeviceTransport, HostTransport
+from kvbaton.transports.cuda_driver import SHARE
 from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.summed import SumConfig, SummedTransport, summed
 from kvbaton.transports.sums import Checksum
@@ -45,6 +47,10 @@ ORDER = ("cuda", "shm", "staged-shm", "mori", "nixl", "mooncake", "tcp", "staged
 RDMA_DEVICES = Path("/sys/class/infiniband")
 ChecksumMode = Literal["off", "sample", "full"]
 CHECKSUMS: tuple[ChecksumMode, ...] = ("off", "sample", "full")
+ChecksumChoice = Literal["auto", "off", "sample", "full"]
+BETWEEN_HOSTS: ChecksumMode = "off"
+"""What `auto` is for device memory between hosts: `full` where that costs at most a tenth of a handoff, as
+`python -m kvbaton.bench.device_sums` measures it."""
 
 
 class PlaneError(OSError):
@@ -55,8 +61,9 @@ class PlaneSettings(msgspec.Struct, frozen=True):
     """What a data plane is told when it is made."""
 
     host: str = "127.0.0.1"  # that peers dial
-    checksum: ChecksumMode = "off"
+    checksum: ChecksumChoice = "off"
     encrypt: Encrypt = "auto"
+    copy_share: float = SHARE  # of a device's multiprocessors, for copies and digests together
 
 
 class Plane(msgspec.Struct, frozen=True):
@@ -82,7 +89,7 @@ def parse(text: str) -> tuple[str, ...]:
 
 
 def offered(
-    choice: str, device: str = "cpu", checksum: ChecksumMode = "off", require_enforcement: bool = False
+    choice: str, device: str = "cpu", checksum: ChecksumChoice = "off", require_enforcement: bool = False
 ) -> tuple[str, ...]:
     """What this process offers its peers, best first. OSError names what a chosen one lacks.
 
@@ -98,7 +105,14 @@ def offered(
                 f"use some of {kept}, or leave that out"
             )
         names = tuple(name for name in names if name not in open_)
-    return names if checksum == "off" else tuple(name + SUMS for name in names)
+    return tuple(name if checksum_of(name, device, checksum) == "off" else name + SUMS for name in names)
+
+
+def checksum_of(name: str, device: str, checksum: ChecksumChoice) -> ChecksumMode:
+    """What `auto` comes to on one plane, for memory of one kind."""
+    if checksum != "auto":
+        return checksum
+    return "off" if device == "cpu" or capabilities(name).same_host else BETWEEN_HOSTS
 
 
 def _usable(choice: str, device: str) -> tuple[str, ...]:
@@ -143,8 +157,7 @@ def make(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[memory
     except Exception as error:  # a library may raise anything, and without its device some do
         raise PlaneError(f"transport {name} cannot be used here: {type(error).__name__}: {error}") from error
     if plain != name:
-        sums = SumConfig(Checksum(settings.checksum), host=settings.host, encrypt=settings.encrypt)
-        plane = SummedTransport(plane, me, sums)
+        plane = SummedTransport(plane, me, _sum_config(settings))
     for region, view in enumerate(memory):
         plane.register(region, view)
     return plane
@@ -152,20 +165,33 @@ def make(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[memory
 
 def make_device(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[DeviceMemory]) -> DeviceTransport:
     """A data plane over these regions of one device's memory."""
-    _warn(name, settings)
-    module, device = _MODULES[name.partition("-")[0]](), memory[0].device
+    plain, device, share = name.removesuffix(SUMS), memory[0].device, settings.copy_share
+    _warn(plain, settings)
+    module = _MODULES[plain.partition("-")[0]]()
     made: DeviceTransport
-    if name == "cuda":
-        made = module.CudaTransport(me, module.CudaConfig(device=device))
-    elif name in {"staged-shm", "staged-tcp"}:
-        carrier = name.removeprefix("staged-")
-        config = module.StagedConfig(carrier=carrier, device=device, host=settings.host, encrypt=settings.encrypt)
-        made = module.StagedTransport(me, config)
+    if plain == "cuda":
+        made = module.CudaTransport(me, module.CudaConfig(device=device, share=share))
+    elif plain in {"staged-shm", "staged-tcp"}:
+        carrier, told = plain.removeprefix("staged-"), {"host": settings.host, "encrypt": settings.encrypt}
+        made = module.StagedTransport(me, module.StagedConfig(carrier=carrier, device=device, share=share, **told))
     else:
         raise ValueError(f"transport {name}: device memory goes over one of cuda, staged-shm or staged-tcp")
+    if plain != name:
+        made = with_device_sums(made, me, settings, device)
     for region, each in enumerate(memory):
         made.register(region, each)
     return made
+
+
+def with_device_sums(plane: DeviceTransport, me: PeerId, settings: PlaneSettings, device: int) -> SummedTransport:
+    """Checksums around a plane of device memory: digested by the device, on both sides."""
+    sums = _module("sums_device")().DeviceSums(f"kvbaton-sums-{me}", device, settings.copy_share)
+    return SummedTransport(plane, me, _sum_config(settings), sums)
+
+
+def _sum_config(settings: PlaneSettings) -> SumConfig:
+    mode = BETWEEN_HOSTS if settings.checksum == "auto" else settings.checksum
+    return SumConfig(Checksum(mode), host=settings.host, encrypt=settings.encrypt)
 
 
 def _warn(name: str, settings: PlaneSettings) -> None:

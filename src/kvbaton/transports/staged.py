@@ -23,7 +23,7 @@ from kvbaton.sealed import policy
 from kvbaton.sealed.policy import Encrypt
 from kvbaton.sealed.records import load
 from kvbaton.transports.base import Capabilities, Copy, Direction, Loan, PageTable, TransportEvent
-from kvbaton.transports.cuda_driver import CudaGpu, Gpu
+from kvbaton.transports.cuda_driver import SHARE, CudaGpu, Gpu, check_share
 from kvbaton.transports.cuda_gate import quiet_event
 from kvbaton.transports.cuda_table import PIECE_BYTES
 from kvbaton.transports.device import DeviceMemory, RegisteredDevice
@@ -65,8 +65,10 @@ class StagedConfig(msgspec.Struct, frozen=True):
     copies_max: int = 1024
     dial_deadline_s: float = 5.0
     encrypt: Encrypt = "auto"  # over tcp, unless both ends are loopback addresses
+    share: float = SHARE  # of the device's multiprocessors
 
     def __post_init__(self) -> None:
+        check_share(self.share)
         if self.slot_bytes not in SLOT_BYTES or not 2 <= self.slots <= SLOTS_MAX:
             raise ValueError(
                 f"slot_bytes: expected {SLOT_BYTES.start}..{SLOT_BYTES.stop - 1}, slots: expected 2..{SLOTS_MAX}; "
@@ -90,7 +92,7 @@ class StagedTransport:
         """ImportError without a driver, CudaError without a device; `gpu` is for tests."""
         self._me = me
         self._config = config = config or StagedConfig()
-        self._gpu = gpu or CudaGpu(config.device)
+        self._gpu = gpu or CudaGpu(config.device, config.share)
         self.capabilities = CAPABILITIES[config.carrier]
         self._mover = choose_mover()
         self._jobs = Jobs(config.copies_max)

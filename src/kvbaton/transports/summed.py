@@ -2,7 +2,8 @@
 
 When the plane beneath says that a copy has ended well, the side that drove it asks the other side for digests of the
 memory there, digests its own, and compares: what was sent with what landed, whoever moved it and through whatever. The
-other side answers from a small sum service beside its plane, which only admitted peers can reach.
+other side answers from a small sum service beside its plane, which only admitted peers can reach. Memory of the host is
+digested by threads of the host, memory of a device by the device (`sums_memory`, `sums_device`).
 
 Law: no copy ends well unless every digest asked for it agreed. A copy whose bytes differ ends as CHECKSUM_MISMATCH; one
 whose sums could not be had as TRANSFER_FAILED, or as UNREACHABLE where there is nobody to ask. Comparing only reads, so
@@ -20,7 +21,7 @@ import ipaddress
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
@@ -34,6 +35,7 @@ from kvbaton.transports import sums_endpoint
 from kvbaton.transports.base import (
     Copy,
     CopyEnded,
+    DeviceTransport,
     HostTransport,
     LendingTransport,
     Loan,
@@ -43,15 +45,13 @@ from kvbaton.transports.base import (
 from kvbaton.transports.jobs import Job, Jobs
 from kvbaton.transports.loans import GRACE_S, Loans
 from kvbaton.transports.loop import Loop
-from kvbaton.transports.memory import Registered
 from kvbaton.transports.mover import choose_mover
 from kvbaton.transports.refusals import refusals_of
 from kvbaton.transports.sums import Checksum, portions
 from kvbaton.transports.sums_client import Question, SumLink
 from kvbaton.transports.sums_comparison import Comparison
 from kvbaton.transports.sums_endpoint import CAN, CANNOT, INSISTS, SumEndpoint
-from kvbaton.transports.sums_hash import digests
-from kvbaton.transports.sums_pool import Digesters
+from kvbaton.transports.sums_memory import HostSums, Sums
 from kvbaton.transports.sums_service import SumService
 from kvbaton.transports.tcp_client import Route
 
@@ -102,25 +102,29 @@ class Accepted(Jobs):
 
 
 class SummedTransport:
-    """See `base.Transport`. Threads beside the inner plane's: one that asks and answers, `threads` that digest."""
+    """See `base.Transport`. Threads beside the inner plane's: one that asks and answers, and those of `sums`."""
 
-    def __init__(self, inner: HostTransport, me: PeerId, config: SumConfig | None = None) -> None:
+    def __init__(
+        self,
+        inner: HostTransport | DeviceTransport,
+        me: PeerId,
+        config: SumConfig | None = None,
+        sums: Sums | None = None,
+    ) -> None:
+        """`sums` digests the kind of memory that `inner` moves; without it, memory of the host."""
         self._inner = inner
         self._me = me
         self._config = config = config or SumConfig()
         self._jobs = Accepted(config.copies_max)
-        self._memory = Registered()
+        self._sums: Sums = sums or HostSums(f"kvbaton-digest-{me}", config.threads)
         self._comparisons: dict[JobId, Comparison] = {}
         self._links: dict[PeerId, SumLink] = {}
         self._loop = Loop(f"kvbaton-sums-{me}")
-        self._digesters = Digesters(f"kvbaton-digest-{me}", config.threads)
         mover, limits = choose_mover(config.pure_python), (config.strangers_max, config.dial_deadline_s)
         self._loans = Loans(mover, self._loan_ended, partial(self._loop.call_later, GRACE_S))
         self._lent: dict[JobId, int] = {}  # how many of the two, the inner plane and the service, have not let go
         asked = self._loans if inner.capabilities.enforces else None
-        self._service = SumService(
-            me, self._loop, self._memory, mover, self._digesters, asked, *limits, config.encrypt
-        )  # fmt: skip
+        self._service = SumService(me, self._loop, self._sums, mover, asked, *limits, config.encrypt)
         if config.must_seal:
             load()
         inner.set_waker(self._has_news)
@@ -134,9 +138,10 @@ class SummedTransport:
         """At the sum service and, where it counts them, at the inner plane's own port."""
         return refusals_of(self._service, self._inner)
 
-    def register(self, region: int, memory: memoryview) -> None:
+    def register(self, region: int, memory: Any) -> None:
+        """Of the kind that the inner plane moves."""
         self._inner.register(region, memory)
-        self._memory.add(region, memory)
+        self._sums.add(region, memory)
         self._loans.add_region(region, memory.nbytes)
 
     def lay_out(self, tables: Sequence[PageTable]) -> None:
@@ -155,11 +160,12 @@ class SummedTransport:
         port = self._service.listen(config.host, config.port)
         secret = self._service.keyring.mint(peer)
         seals = INSISTS if config.must_seal else CAN if policy.can_seal() else CANNOT
-        return sums_endpoint.pack(SumEndpoint(config.advertise or config.host, port, secret, inner, seals))
+        there = SumEndpoint(config.advertise or config.host, port, secret, inner, seals)
+        return sums_endpoint.pack(there, self._sums.kind)
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         """ValueError, naming `checksum`, for a peer that has no sum service; and as of any encrypted connection."""
-        there = sums_endpoint.parse(peer, endpoint)
+        there = sums_endpoint.parse(peer, endpoint, self._sums.kind)
         insists, able = there.seals == INSISTS, there.seals != CANNOT
         sealed = policy.agree(str(peer), self._config.encrypt, there.host, insists, able)
         if sealed:
@@ -223,7 +229,7 @@ class SummedTransport:
             self._stop_copies(None, Reason.CANCELLED, "the transport was closed")
         self._inner.close()
         self._loop.stop(CLOSE_S)
-        stopped = self._digesters.close(CLOSE_S)
+        self._sums.close(CLOSE_S)
         self._loans.close()
         self._collect()
         with self._jobs:
@@ -231,8 +237,6 @@ class SummedTransport:
                 job.lost = True
                 self._jobs.abandon(job, Reason.CANCELLED, "the transport was closed")
         self._links.clear()
-        if stopped:
-            self._memory.clear()
 
     def _has_news(self) -> None:
         """Called by the inner plane, on any of its threads."""
@@ -273,28 +277,25 @@ class SummedTransport:
             self._jobs.fail(job, Reason.TRANSFER_FAILED, f"cannot be compared: {error!r}")
 
     def _compare(self, job: Job) -> None:
-        link, memory = self._links.get(job.copy.peer), self._memory.get(job.copy.local_region)
-        if link is None or memory is None:
+        copy, bounds = job.copy, self._sums.portioning
+        link = self._links.get(copy.peer)
+        if link is None or self._sums.size_of(copy.local_region) is None:
             self._jobs.fail(job, Reason.PEER_GONE, "gone before its bytes could be compared")
             return
         # A copy of nothing asks as well, for nothing: it tells a pair that the plane can be opened, sums and all.
-        found = portions(job.copy, self._config.mode) or [array("q")]
-        comparison = self._comparisons[job.copy.job] = Comparison(job, found)
+        found = portions(copy, self._config.mode, bounds.piece_bytes, bounds.part_bytes) or [array("q")]
+        comparison = self._comparisons[copy.job] = Comparison(job, found)
         fail = partial(self._failed, comparison)
         link.ask(
             Question(job, spans, partial(self._heard, comparison, index), fail) for index, spans in enumerate(found)
         )
-        for index in range(len(found)):
-            self._digesters.add(partial(self._digest, comparison, index, memory))
+        for index, spans in enumerate(found):
+            self._sums.digest(copy.local_region, spans, 3, job.halt, partial(self._digested, comparison, index))
 
-    def _digest(self, comparison: Comparison, index: int, memory: memoryview) -> None:
-        """On a digester."""
-        if comparison.job.ended:
-            return
-        try:
-            found = digests(memory, comparison.portions[index], 3, comparison.job.halt)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the copy has an end
-            self._failed(comparison, Reason.TRANSFER_FAILED, f"cannot be digested here: {error!r}")
+    def _digested(self, comparison: Comparison, index: int, found: bytes, problem: str) -> None:
+        """On the thread of whoever digests."""
+        if problem:
+            self._failed(comparison, Reason.TRANSFER_FAILED, f"cannot be digested here: {problem}")
         else:
             self._heard(comparison, index, found)
 

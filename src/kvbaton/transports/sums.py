@@ -8,7 +8,6 @@ compared one by one, in pieces of bounded size: what differs can then be named, 
 from __future__ import annotations
 
 import enum
-import itertools
 from array import array
 
 import numpy as np
@@ -36,20 +35,24 @@ class Checksum(enum.StrEnum):
     FULL = "full"
 
 
-def portions(copy: Copy, mode: Checksum) -> list[Spans]:
-    """What is to be compared: triples of at most `PIECE_BYTES`, in portions of bounded rows and bytes."""
-    if mode is Checksum.OFF or not any(copy.spans[2::3]):
+def portions(copy: Copy, mode: Checksum, piece_bytes: int = PIECE_BYTES, part_bytes: int = PART_BYTES) -> list[Spans]:
+    """What is to be compared: triples of at most `piece_bytes`, in portions of bounded rows and bytes."""
+    if mode is Checksum.OFF:
         return []
-    spans = _pieces(copy.spans)
-    if mode is Checksum.SAMPLE:
-        chosen = _sampled(len(spans) // 3, copy.job)
-        spans = array("q", itertools.chain.from_iterable(spans[3 * row : 3 * row + 3] for row in chosen))
-    if len(spans) <= 3 * ROWS_MAX and sum(spans[2::3]) <= PART_BYTES:
-        return [spans]
-    rows: Rows = np.frombuffer(spans, np.int64).reshape(-1, 3)
+    rows = _pieces(rows_of(copy), piece_bytes)
+    if mode is Checksum.SAMPLE and len(rows):
+        rows = rows[_sampled(len(rows), copy.job)]
+    if not len(rows):
+        return []
     before = np.cumsum(rows[:, 2]) - rows[:, 2]
-    edges = np.flatnonzero(np.diff(before // PART_BYTES) | np.diff(np.arange(len(rows)) // ROWS_MAX)) + 1
+    edges = np.flatnonzero(np.diff(before // part_bytes) | np.diff(np.arange(len(rows)) // ROWS_MAX)) + 1
     return [_as_spans(portion) for portion in np.split(rows, edges)]
+
+
+def rows_of(copy: Copy) -> Rows:
+    """All that a copy moves, span by span."""
+    spans = copy.spans if copy.weave is None else copy.spans + copy.weave.flat()
+    return np.frombuffer(spans, np.int64).reshape(-1, 3) if spans else np.empty((0, 3), np.int64)
 
 
 def difference(ours: bytes, theirs: bytes) -> int | None:
@@ -64,7 +67,7 @@ def difference(ours: bytes, theirs: bytes) -> int | None:
 def described(copy: Copy, portion: Spans, row: int) -> str:
     """A piece that differs, in the words of the copy it belongs to."""
     local, remote, size = portion[3 * row : 3 * row + 3]
-    rows: Rows = np.frombuffer(copy.spans, np.int64).reshape(-1, 3)
+    rows = rows_of(copy)
     into = local - rows[:, 0]
     found = np.flatnonzero((into >= 0) & (into < rows[:, 2]) & (remote - rows[:, 1] == into))
     segment = f"segment {found[0]} of {len(rows)}" if len(found) else "a segment"
@@ -74,17 +77,15 @@ def described(copy: Copy, portion: Spans, row: int) -> str:
     )
 
 
-def _pieces(spans: Spans) -> Spans:
-    """No row larger than `PIECE_BYTES`, and none empty."""
-    sizes = spans[2::3]
-    if max(sizes) <= PIECE_BYTES and min(sizes) > 0:
-        return spans
-    rows: Rows = np.frombuffer(spans, np.int64).reshape(-1, 3)
-    counts = -(-rows[:, 2] // PIECE_BYTES)
+def _pieces(rows: Rows, piece_bytes: int) -> Rows:
+    """No row larger than `piece_bytes`, and none empty."""
+    if not len(rows) or (rows[:, 2].max() <= piece_bytes and rows[:, 2].min() > 0):
+        return rows
+    counts = -(-rows[:, 2] // piece_bytes)
     owner = np.repeat(np.arange(len(rows)), counts)
-    into = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * PIECE_BYTES
-    part_bytes = np.minimum(rows[owner, 2] - into, PIECE_BYTES)
-    return _as_spans(np.stack((rows[owner, 0] + into, rows[owner, 1] + into, part_bytes), axis=1))
+    into = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * piece_bytes
+    part_bytes = np.minimum(rows[owner, 2] - into, piece_bytes)
+    return np.stack((rows[owner, 0] + into, rows[owner, 1] + into, part_bytes), axis=1)
 
 
 def _sampled(count: int, job: int) -> list[int]:

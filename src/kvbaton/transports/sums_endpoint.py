@@ -1,6 +1,7 @@
 """What a peer needs to reach a data plane and the sum service beside it.
 
-Law: an endpoint without a sum service is refused by name, never taken for one that needs no checking.
+Law: an endpoint without a sum service is refused by name, never taken for one that needs no checking; and so is one
+whose digests are of another kind than ours (`sums_memory`), which would always differ.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from kvbaton.protocol.numbers import Number, Port
 from kvbaton.transports.auth import SECRET_BYTES
 
 VERSION = b"sum1"
+VERSIONS = {"host": VERSION, "device": b"sum2"}
+"""By the kind of digest: xxh3, or what a device computes (`cuda_digest`)."""
+
 BYTES_MAX = 1024  # as in `protocol.messages.Endpoints`
 
 
@@ -32,11 +36,11 @@ class SumEndpoint(msgspec.Struct, frozen=True, array_like=True):
 
 def is_summed(endpoint: bytes) -> bool:
     """Whether the sender of `endpoint` has a sum service beside its data plane."""
-    return endpoint.startswith(VERSION)
+    return endpoint.startswith(tuple(VERSIONS.values()))
 
 
-def pack(endpoint: SumEndpoint) -> bytes:
-    packed = VERSION + msgspec.msgpack.encode(endpoint)
+def pack(endpoint: SumEndpoint, kind: str = "host") -> bytes:
+    packed = VERSIONS[kind] + msgspec.msgpack.encode(endpoint)
     if len(packed) > BYTES_MAX:
         raise ValueError(
             f"checksum: the endpoint is {len(packed)} bytes with its sum service, at most {BYTES_MAX} can be told"
@@ -44,12 +48,17 @@ def pack(endpoint: SumEndpoint) -> bytes:
     return packed
 
 
-def parse(peer: PeerId, data: bytes) -> SumEndpoint:
-    """ValueError for anything but an endpoint with a sum service."""
+def parse(peer: PeerId, data: bytes, kind: str = "host") -> SumEndpoint:
+    """ValueError for anything but an endpoint with a sum service of that kind."""
     if not is_summed(data):
         raise ValueError(
             f"checksum: {peer} offers no sums, so its bytes cannot be compared with ours; "
             "set checksum on both sides, or to off on both"
+        )
+    if not data.startswith(VERSIONS[kind]):
+        raise ValueError(
+            f"checksum: {peer} has its digests of another kind of memory than ours, {kind} memory, and they cannot be "
+            "compared; keep the caches of both sides in the same kind of memory, or set checksum to off on both"
         )
     try:
         there = msgspec.msgpack.decode(data[len(VERSION) :], type=SumEndpoint)

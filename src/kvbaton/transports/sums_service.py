@@ -18,23 +18,17 @@ from kvbaton.transports.auth import Admitted, Keyring
 from kvbaton.transports.base import Direction, Spans
 from kvbaton.transports.loans import Flight, Loans
 from kvbaton.transports.loop import Loop
-from kvbaton.transports.memory import Registered
 from kvbaton.transports.mover import Mover
 from kvbaton.transports.reception import BACKLOG, Reception
 from kvbaton.transports.refusals import Refusals, cause_of
 from kvbaton.transports.spans import from_wire
-from kvbaton.transports.sums import PART_BYTES, PIECE_BYTES
-from kvbaton.transports.sums_hash import digests
-from kvbaton.transports.sums_pool import Digesters
+from kvbaton.transports.sums_memory import Sums
 from kvbaton.transports.tcp_frames import FRAME_BYTES, WINDOW_MAX, Frame, Kind, Status, parse
 from kvbaton.transports.tcp_server import REFUSED_AS, family_of, prepare
 from kvbaton.transports.wire import Bytes, Script, Wire, take
 
 WRITTEN_BYTES_MIN = 16
 """Of a span that a writer asks about. With less a digest could be guessed: a byte has 256 of them."""
-
-QUESTION_BYTES_MAX = PART_BYTES + PIECE_BYTES
-"""More than an honest peer ever asks about at once: others wait in the same line."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,18 +48,16 @@ class SumService:
         self,
         me: PeerId,
         loop: Loop,
-        memory: Registered,
+        sums: Sums,
         mover: Mover,
-        digesters: Digesters,
         loans: Loans | None,
         strangers_max: int,
         handshake_s: float,
         encrypt: Encrypt = "auto",
     ) -> None:
         self._loop = loop
-        self._memory = memory
+        self._sums = sums
         self._mover = mover
-        self._digesters = digesters
         self._loans = loans
         self._reception = Reception(me, loop, prepare, self._adopt, strangers_max, handshake_s, encrypt)
         self._guests: dict[PeerId, Guest] = {}  # touched by the loop only
@@ -118,15 +110,16 @@ class SumService:
             pairs = from_wire((yield from take(frame.table_bytes)))
             if guest.waiting + len(guest.wire.out) >= WINDOW_MAX:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"more than {WINDOW_MAX} questions at once")
-            memory = self._checked(frame, pairs)
-            flight = self._begin(guest, frame.region, pairs) if memory is not None and self._loans and pairs else None
-            if memory is None or (self._loans and pairs and flight is None):
-                status = Status.BAD_SPAN if memory is None else Status.NOT_LENT
+            known = self._is_inside(frame, pairs)
+            flight = self._begin(guest, frame.region, pairs) if known and self._loans and pairs else None
+            if not known or (self._loans and pairs and flight is None):
+                status = Status.NOT_LENT if known else Status.BAD_SPAN
                 self.refusals.add(REFUSED_AS[status])
                 guest.wire.out.append(Bytes(Frame(Kind.SUMS, frame.tag, status=status).pack()))
             else:
                 guest.waiting += 1
-                self._digesters.add(partial(self._digest, guest, frame.tag, memory, pairs, flight))
+                tell = partial(self._digested, guest, frame.tag, flight)
+                self._sums.digest(frame.region, pairs, 2, guest.halt, tell)
 
     def _begin(self, guest: Guest, region: int, pairs: Spans) -> Flight | None:
         """Who was lent blocks to read may ask for their digests; who may only write there, not for digests of so little
@@ -140,32 +133,29 @@ class SumService:
                 return flight
         return None
 
-    def _checked(self, frame: Frame, pairs: Spans) -> memoryview | None:
-        """The memory that a question is about, or None when any of it lies outside."""
-        memory = self._memory.get(frame.region)
-        if memory is None:
-            return None
+    def _is_inside(self, frame: Frame, pairs: Spans) -> bool:
+        """Whether all that a question is about lies in memory here."""
+        size, bounds = self._sums.size_of(frame.region), self._sums.portioning
+        if size is None:
+            return False
         try:
-            total = self._mover.check_spans(pairs, 2, memory.nbytes, 0)
+            total = self._mover.check_spans(pairs, 2, size, 0)
         except ValueError:
-            return None
-        if frame.payload_bytes > QUESTION_BYTES_MAX:
+            return False
+        if frame.payload_bytes > bounds.question_bytes_max or max(pairs[1::2], default=0) > bounds.row_bytes_max:
             raise ProtocolError(Reason.BAD_MESSAGE, f"a question about {frame.payload_bytes} bytes; ask in parts")
         if total != frame.payload_bytes:
             raise ProtocolError(Reason.BAD_MESSAGE, f"spans of {total} bytes, said to be {frame.payload_bytes}")
-        return memory
+        return True
 
-    def _digest(self, guest: Guest, tag: int, memory: memoryview, pairs: Spans, flight: Flight | None) -> None:
-        """On a digester."""
-        try:
-            found = digests(memory, pairs, 2, guest.halt)
-        except Exception:
+    def _digested(self, guest: Guest, tag: int, flight: Flight | None, found: bytes, problem: str) -> None:
+        """On the thread of whoever digests."""
+        if self._loans is not None and flight is not None:
+            self._loans.end(flight)
+        if problem:
             self._loop.call(partial(guest.wire.close, "cannot be digested"))
-            raise
-        finally:
-            if self._loans is not None and flight is not None:
-                self._loans.end(flight)
-        self._loop.call(partial(self._answer, guest, tag, found))
+        else:
+            self._loop.call(partial(self._answer, guest, tag, found))
 
     def _answer(self, guest: Guest, tag: int, found: bytes) -> None:
         guest.waiting -= 1

@@ -53,6 +53,9 @@ def test_everything_can_be_said() -> None:
         ({"moriio": {"router": "x"}, "http_address": "a:1"}, "moriio.router: "),
         ({"moriio": {"router": "a:1", "transfer_mode": "read"}, "http_address": "a:1"}, "transfer_mode"),
         ({"fault_copy_delay_s": -1}, "fault_copy_delay_s"),
+        ({"copy_share": 0}, "copy_share"),
+        ({"copy_share": 1.5}, "copy_share"),
+        ({"checksum": "some"}, "checksum"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(change: dict[str, Any], named: str) -> None:

@@ -22,7 +22,8 @@ from kvbaton.runtime.store_places import STORE_NAME, store_place
 from kvbaton.sealed.policy import Encrypt
 from kvbaton.tracing.export import traces_url
 from kvbaton.transports import planes
-from kvbaton.transports.planes import ChecksumMode
+from kvbaton.transports.cuda_driver import SHARE, check_share
+from kvbaton.transports.planes import ChecksumChoice
 
 FIELD = "kv_connector_extra_config"
 PORT_MAX = 65535
@@ -56,7 +57,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     mode: Mode = Mode.PULL  # for requests that name none
     modes: tuple[Mode, ...] = tuple(Mode)
     transport: str = "auto"  # or data planes with commas, best first
-    checksum: ChecksumMode = "off"  # of what is copied, end to end
+    checksum: ChecksumChoice = "auto"  # of what is copied, end to end; auto: of GPU memory between hosts, else off
+    copy_share: float = SHARE  # of a GPU's multiprocessors, for copies and digests: what they may take from decoding
     encrypt: Encrypt = "auto"  # what crosses TCP: between hosts, always (on) or never (off)
     require_enforcement: bool = False  # only data planes on which a peer reaches nothing but what is lent to it
     layerwise: bool = True  # P announces each layer, not only each chunk
@@ -117,6 +119,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise _bad("ticket_ttl_s", self.ticket_ttl_s, f"at most {TICKET_LIFE_S_MAX:.0f} s: P refuses older tickets")
         if self.store_timeout > STORE_TIMEOUT_S_MAX:
             raise _bad("store_timeout", self.store_timeout, f"at most {STORE_TIMEOUT_S_MAX} s")
+        _checked("copy_share", self.copy_share, check_share)
         if not (math.isfinite(self.fault_copy_delay_s) and self.fault_copy_delay_s >= 0):
             raise _bad("fault_copy_delay_s", self.fault_copy_delay_s, "seconds, 0 or more")
         try:
@@ -183,9 +186,9 @@ def _is_alone(store: str, others: object) -> bool:
     return store.startswith("mooncake:") and not others
 
 
-def _checked(field: str, text: str, check: Any) -> None:
+def _checked(field: str, value: object, check: Any) -> None:
     try:
-        check(text)
+        check(value)
     except ValueError as error:
         raise ValueError(f"{FIELD}.{field}: {error}") from None
 
