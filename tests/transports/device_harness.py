@@ -17,7 +17,7 @@ from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
 from kvbaton.testing.transport_harness import Drives, poll
-from kvbaton.transports import cuda, staged
+from kvbaton.transports import cuda, nixl, staged
 from kvbaton.transports.cuda_driver import Gpu
 from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.loans import lend_everything
@@ -27,6 +27,7 @@ from .process_harness import FarTransport, PeerProcess
 
 CAPABILITIES = {
     "cuda": cuda.CAPABILITIES,
+    "nixl": nixl.CAPABILITIES,
     "staged-shm": staged.CAPABILITIES["shm"],
     "staged-tcp": staged.CAPABILITIES["tcp"],
 }

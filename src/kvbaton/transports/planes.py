@@ -105,11 +105,12 @@ def _usable(choice: str, device: str) -> tuple[str, ...]:
     names = parse(choice)
     if names != (AUTO,):
         for name in names:
+            _check_kind(name, device)
             problem = PLANES[name].usable()
             if problem:
                 raise PlaneError(f"transport {name} cannot be used here: {problem}")
         return names
-    found = [name for name in ORDER if device in capabilities(name).device_kinds and PLANES[name].in_auto()]
+    found = [name for name in of_kind(device) if PLANES[name].in_auto()]
     return tuple(name for name in found if not PLANES[name].usable())
 
 
@@ -152,20 +153,30 @@ def make(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[memory
 
 def make_device(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[DeviceMemory]) -> DeviceTransport:
     """A data plane over these regions of one device's memory."""
+    _check_kind(name, "cuda")
+    check_host(name, settings.host)
     _warn(name, settings)
-    module, device = _MODULES[name.partition("-")[0]](), memory[0].device
-    made: DeviceTransport
-    if name == "cuda":
-        made = module.CudaTransport(me, module.CudaConfig(device=device))
-    elif name in {"staged-shm", "staged-tcp"}:
-        carrier = name.removeprefix("staged-")
-        config = module.StagedConfig(carrier=carrier, device=device, host=settings.host, encrypt=settings.encrypt)
-        made = module.StagedTransport(me, config)
-    else:
-        raise ValueError(f"transport {name}: device memory goes over one of cuda, staged-shm or staged-tcp")
+    try:
+        plane = _of_device(name, me, settings, memory[0].device)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # the driver's, or a library's
+        raise PlaneError(f"transport {name} cannot be used here: {type(error).__name__}: {error}") from error
     for region, each in enumerate(memory):
-        made.register(region, each)
-    return made
+        plane.register(region, each)
+    return plane
+
+
+def of_kind(device: str) -> tuple[str, ...]:
+    """The planes that move memory of this kind, `cpu` (the host's) or `cuda`, best first."""
+    return tuple(name for name in ORDER if device in capabilities(name).device_kinds)
+
+
+def _check_kind(name: str, device: str) -> None:
+    """PlaneError for a plane that cannot move such memory."""
+    if name not in of_kind(device):
+        memory = "host memory" if device == "cpu" else "device memory"
+        raise PlaneError(f"transport {name} does not move {memory}, which goes over {', '.join(of_kind(device))}")
 
 
 def _warn(name: str, settings: PlaneSettings) -> None:
@@ -174,20 +185,35 @@ def _warn(name: str, settings: PlaneSettings) -> None:
         log.warning("[plane-exposed] %s", problem)
 
 
+def _of_device(name: str, me: PeerId, settings: PlaneSettings, device: int) -> DeviceTransport:
+    base, _, carrier = name.partition("-")
+    module = _MODULES[base]()
+    made: DeviceTransport
+    if base == "cuda":
+        made = module.CudaTransport(me, module.CudaConfig(device=device))
+    elif base == "nixl":
+        made = module.NixlTransport(me, module.device_config(device))
+    elif base == "mori":
+        made = module.MoriTransport(me, module.MoriConfig(host=settings.host))
+    else:
+        config = module.StagedConfig(carrier=carrier, device=device, host=settings.host, encrypt=settings.encrypt)
+        made = module.StagedTransport(me, config)
+    return made
+
+
 def _plain(name: str, me: PeerId, settings: PlaneSettings) -> HostTransport:
     if name == "shm":
         return shm.ShmTransport(me)
     if name == "tcp":
         return tcp.TcpTransport(me, tcp.TcpConfig(host=settings.host, encrypt=settings.encrypt))
+    _check_kind(name, "cpu")
     module = _MODULES[name]()
     if name == "mooncake":
         made: HostTransport = module.MooncakeTransport(me, module.MooncakeConfig(host=settings.host))
     elif name == "nixl":
         made = module.NixlTransport(me)
-    elif name == "mori":
-        made = module.MoriTransport(me, module.MoriConfig(host=settings.host))
     else:
-        raise ValueError(f"transport {name}: host memory goes over one of shm, nixl, mooncake, mori or tcp")
+        made = module.MoriTransport(me, module.MoriConfig(host=settings.host))
     return made
 
 
