@@ -106,6 +106,8 @@ class DeviceHarness:
     def __init__(self, plane: str, kind: str = "fake", *, together: bool = False, dial_deadline_s: float = 5.0) -> None:
         self.capabilities: Capabilities = CAPABILITIES[plane]
         self.offers = frozenset({"idle"} if together else {"idle", "kill", "pause"})
+        if plane.startswith("staged"):
+            self.offers |= {"unproven"}  # a launch may outlive its connection
         self.gpu = make_gpu(kind)
         self._plane = plane
         self._kind = kind
