@@ -35,7 +35,7 @@ from kvbaton.transports.refusals import Cause, Refusals, cause_of
 from kvbaton.transports.shm_door import LENGTH, STRANGERS_MAX, same_user
 from kvbaton.transports.spans import from_wire
 from kvbaton.transports.staged_door import Carrier, Hello, listen
-from kvbaton.transports.staged_slots import Slots, allocate_slots, gather_rows, scatter_rows
+from kvbaton.transports.staged_slots import SLOTS_MAX, Slots, allocate_slots, gather_rows, scatter_rows
 from kvbaton.transports.staged_work import Chunk, Stager
 from kvbaton.transports.tcp_frames import FRAME_BYTES, Frame, Kind, Status, parse
 from kvbaton.transports.tcp_server import REFUSED_AS, TOO_SLOW, prepare
@@ -184,6 +184,8 @@ class StagedServer:
             frame = parse((yield from take(FRAME_BYTES)), Kind.READ, Kind.WRITE)
             pairs = from_wire((yield from take(frame.table_bytes)))
             slot, size, writes = frame.tag % slots.count, frame.payload_bytes, frame.kind is Kind.WRITE
+            if len(wire.out) > 2 * SLOTS_MAX:  # an answer is a head and perhaps a payload
+                raise ProtocolError(Reason.BAD_MESSAGE, "more is asked for than there are slots, and nothing is taken")
             if slot in session.busy or size > slots.slot_bytes:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"slot {slot} is in use, or too small for the request")
             memory = self._named(frame, pairs)
