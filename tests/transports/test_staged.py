@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import JobId
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports import auth, staged_line, staged_server
 from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Direction, FenceEnded, TransportEvent
@@ -22,7 +22,7 @@ from kvbaton.transports.loans import lend_everything
 from kvbaton.transports.refusals import refusals_of
 from kvbaton.transports.shm_door import LENGTH
 from kvbaton.transports.staged import StagedConfig, StagedTransport
-from kvbaton.transports.staged_door import SOCKETS_MAX, Hello, StagedEndpoint
+from kvbaton.transports.staged_door import SOCKETS_MAX, Carrier, Hello, StagedEndpoint, dial
 from kvbaton.transports.tcp_frames import FRAME_BYTES, Frame, Kind, Status, parse
 
 from .blocking import D, P, exactly, is_closed, play, request
@@ -36,7 +36,7 @@ DEADLINE_S = 20.0
 class Pair:
     """P and D in this process over one device; `d` drives."""
 
-    def __init__(self, carrier: str = "tcp", sockets: int = SOCKETS, d_sockets: int | None = None) -> None:
+    def __init__(self, carrier: Carrier = "tcp", sockets: int = SOCKETS, d_sockets: int | None = None) -> None:
         self.gpu = FakeGpu()
         self.p = self._side(P, carrier, sockets)
         self.d = self._side(D, carrier, d_sockets or sockets)
@@ -46,7 +46,7 @@ class Pair:
             transport.register(0, DeviceMemory(self.memory[me], SIZE))
             lend_everything(transport, other)
 
-    def _side(self, me, carrier, sockets):  # type: ignore[no-untyped-def]
+    def _side(self, me: PeerId, carrier: Carrier, sockets: int) -> StagedTransport:
         config = StagedConfig(carrier=carrier, slot_bytes=1 << 20, slots=2, sockets=sockets)
         return StagedTransport(me, config, self.gpu)
 
@@ -74,10 +74,10 @@ class Pair:
 
         return poll(found, DEADLINE_S)
 
-    def write_at(self, who, data: bytes) -> None:  # type: ignore[no-untyped-def]
+    def write_at(self, who: PeerId, data: bytes) -> None:
         ctypes.memmove(self.memory[who], data, len(data))
 
-    def read_at(self, who) -> bytes:  # type: ignore[no-untyped-def]
+    def read_at(self, who: PeerId) -> bytes:
         return ctypes.string_at(self.memory[who], SIZE)
 
     def lines(self) -> list[staged_line.Line]:
@@ -112,7 +112,7 @@ def test_a_pair_has_as_many_sockets_as_both_sides_have(p: int, d: int, lines: in
     pair.write_at(P, data)
     pair.copy(1)
     assert pair.end(1).reason is None and pair.read_at(D) == data
-    assert len(pair.lines()) == lines
+    assert poll(lambda: len(pair.lines()) == lines, DEADLINE_S)
     pair.close()
     assert not pair.gpu.pinned
 
@@ -139,7 +139,8 @@ def test_a_number_of_sockets_out_of_bounds_is_refused(pair: Pair, sockets: int) 
 def test_when_one_connection_falls_all_fall_and_what_was_under_way_fails_once(pair: Pair, way: Direction) -> None:
     pair.copy(1)
     assert pair.end(1).reason is None
-    lines = pair.lines()
+    assert poll(lambda: len(pair.lines()) == SOCKETS, DEADLINE_S)
+    lines = list(pair.lines())
     for job in range(2, 6):
         pair.copy(job, way)
     broken = lines[-1]
@@ -157,7 +158,7 @@ def test_when_one_connection_falls_all_fall_and_what_was_under_way_fails_once(pa
 def test_a_connection_that_cannot_be_had_makes_the_plane_unreachable(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dial, turns = staged_line.dial, iter(range(100))
+    turns = iter(range(100))
 
     def refused(there: StagedEndpoint) -> socket.socket:
         if next(turns) == SOCKETS - 1:
@@ -208,7 +209,7 @@ def hello(sock: socket.socket) -> Hello:
 
 
 def test_nobody_joins_without_the_secret_and_nobody_has_one_more_than_allowed(pair: Pair) -> None:
-    with pytest.raises(auth.ProtocolError, match="does not hold our secret"):
+    with pytest.raises(ProtocolError, match="does not hold our secret"):
         enter(pair, 1, bytes(32))
     with enter(pair, SOCKETS) as sock:
         assert is_closed(sock)
@@ -252,7 +253,7 @@ def test_who_asks_on_and_on_and_takes_nothing_is_cut_off(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("carrier", ["shm", "tcp"])
-def test_a_write_lands_by_the_receivers_launch_and_only_where_it_is_lent(carrier: str) -> None:
+def test_a_write_lands_by_the_receivers_launch_and_only_where_it_is_lent(carrier: Carrier) -> None:
     pair = Pair(carrier)
     pair.connect()
     data, marks = noise(1), noise(2)
@@ -344,8 +345,8 @@ def test_a_payload_that_is_still_coming_holds_no_loan_up(pair: Pair) -> None:
 def test_a_write_whose_connection_fell_rests_when_the_peer_is_forgotten(pair: Pair) -> None:
     pair.copy(1, Direction.WRITE, 8)
     assert pair.end(1).reason is None
+    assert poll(lambda: all(pair.p._server._served), DEADLINE_S)
     served = [session for served in pair.p._server._served for session in served.values()]
-    assert len(served) == SOCKETS
     held, added = threading.Event(), pair.p._stager.add
     pair.p._stager.add = lambda chunk: held.set()  # type: ignore[method-assign]
     pair.copy(2, Direction.WRITE, 8)
