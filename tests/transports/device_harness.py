@@ -17,7 +17,7 @@ from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
 from kvbaton.testing.transport_harness import Drives, poll
-from kvbaton.transports import cuda, staged
+from kvbaton.transports import cuda, nixl, staged
 from kvbaton.transports.cuda_driver import Gpu
 from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.loans import lend_everything
@@ -28,6 +28,7 @@ from .process_harness import FarTransport, PeerProcess
 
 PLAIN = {
     "cuda": cuda.CAPABILITIES,
+    "nixl": nixl.CAPABILITIES,
     "staged-shm": staged.CAPABILITIES["shm"],
     "staged-tcp": staged.CAPABILITIES["tcp"],
 }
@@ -107,6 +108,8 @@ class DeviceHarness:
     def __init__(self, plane: str, kind: str = "fake", *, together: bool = False, dial_deadline_s: float = 5.0) -> None:
         self.capabilities: Capabilities = CAPABILITIES[plane]
         self.offers = frozenset({"idle"} if together else {"idle", "kill", "pause"})
+        if plane.startswith("staged"):
+            self.offers |= {"unproven"}  # a launch may outlive its connection
         self.gpu = make_gpu(kind)
         self._plane = plane
         self._kind = kind

@@ -7,14 +7,18 @@ look at it whatever becomes of this one.
 from __future__ import annotations
 
 import sys
+from typing import Any
+from unittest import mock
 
 import msgspec
 
 from kvbaton.protocol.ids import PeerId
+from kvbaton.transports import nixl_agent
 from kvbaton.transports.base import DeviceTransport, Transport
 from kvbaton.transports.cuda import CudaConfig, CudaTransport
 from kvbaton.transports.cuda_driver import CudaGpu, Gpu
 from kvbaton.transports.device import DeviceMemory
+from kvbaton.transports.nixl import NixlConfig, NixlTransport, device_config
 from kvbaton.transports.planes import SUMS
 from kvbaton.transports.staged import StagedConfig, StagedTransport
 from kvbaton.transports.summed import SumConfig, SummedTransport
@@ -32,6 +36,20 @@ class OpenDevice(Call):
 DeviceCalls = OpenDevice | Calls
 
 
+class HostBindings:
+    """NIXL's own bindings, for a device whose memory is the host's: it is named to NIXL as that."""
+
+    def __init__(self) -> None:
+        self._real: Any = _load_bindings()
+        self.VRAM_SEG = self._real.DRAM_SEG
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+_load_bindings = nixl_agent.load_bindings
+
+
 def make_gpu(kind: str) -> Gpu:
     return FakeGpu() if kind == "fake" else CudaGpu(0)
 
@@ -43,6 +61,11 @@ def make_plane(plane: str, me: PeerId, gpu: Gpu, dial_deadline_s: float) -> Devi
         return SummedTransport(inner, me, config, DeviceSums(f"sums-{me}", 0, gpu=gpu))
     if plane == "cuda":
         return CudaTransport(me, CudaConfig(dial_deadline_s=dial_deadline_s), gpu)
+    if plane == "nixl" and isinstance(gpu, FakeGpu):
+        with mock.patch.object(nixl_agent, "load_bindings", HostBindings):
+            return NixlTransport(me, NixlConfig(device=0), gpu)
+    if plane == "nixl":
+        return NixlTransport(me, device_config(0), gpu)
     carrier = plane.removeprefix("staged-")
     staging = StagedConfig(carrier=carrier, slot_bytes=1 << 20, dial_deadline_s=dial_deadline_s)  # type: ignore[arg-type]
     return StagedTransport(me, staging, gpu)

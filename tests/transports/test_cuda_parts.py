@@ -469,8 +469,8 @@ def test_the_device_planes_need_no_device_library_to_be_imported() -> None:
 
 
 def test_packed_rows_lie_one_behind_the_other() -> None:
-    assert gather_rows(array("q", (100, 5, 50, 0, 7, 9))) == triples((0, 100, 5), (5, 50, 0), (5, 7, 9))
-    assert scatter_rows(triples((1, 100, 5), (9, 7, 9))) == triples((1, 0, 5), (9, 5, 9))
+    assert gather_rows(array("q", (100, 5, 50, 0, 7, 9)), 2) == triples((0, 100, 5), (5, 50, 0), (5, 7, 9))
+    assert scatter_rows(triples((1, 100, 5), (9, 7, 9)), 3) == triples((1, 0, 5), (9, 5, 9))
 
 
 def test_slots_are_pinned_and_shadowed_and_let_go() -> None:

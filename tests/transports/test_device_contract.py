@@ -15,29 +15,37 @@ from kvbaton.testing.transport_case import offered
 
 from .device_harness import DeviceHarness
 
-PLANES = ("cuda", "staged-shm", "staged-tcp", "cuda+sums", "staged-tcp+sums")
-CASES = [
-    case
-    for case in check_transport.cases
-    if not case.needs & {"write", "fence"} and case.needs <= offered(DeviceHarness("cuda"))
-]
-HERE = [case for case in CASES if not case.needs & {"kill", "pause"}]
+PLANES = ("cuda", "nixl", "staged-shm", "staged-tcp", "cuda+sums", "staged-tcp+sums")
 
 
-@pytest.fixture(scope="module", params=PLANES)
-def apart(request: pytest.FixtureRequest) -> Iterator[DeviceHarness]:
-    harness = DeviceHarness(request.param)
-    yield harness
-    harness.close()
+def cases(together: bool) -> list[tuple[str, Case]]:
+    """What each plane can be asked, one plane after the other."""
+    return [
+        (plane, case)
+        for plane in PLANES
+        for case in check_transport.cases
+        if case.needs <= offered(DeviceHarness(plane, together=together))
+    ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_between_two_processes(apart: DeviceHarness, case: Case) -> None:
-    case(apart)
+def named(value: object) -> str:
+    return str(value)
 
 
-@pytest.mark.parametrize("plane", PLANES)
-@pytest.mark.parametrize("case", HERE, ids=str)
+@pytest.fixture(scope="module")
+def harnesses() -> Iterator[dict[str, DeviceHarness]]:
+    made = {plane: DeviceHarness(plane) for plane in PLANES}
+    yield made
+    for harness in made.values():
+        harness.close()
+
+
+@pytest.mark.parametrize(("plane", "case"), cases(together=False), ids=named)
+def test_between_two_processes(harnesses: dict[str, DeviceHarness], plane: str, case: Case) -> None:
+    case(harnesses[plane])
+
+
+@pytest.mark.parametrize(("plane", "case"), cases(together=True), ids=named)
 def test_within_one_process(plane: str, case: Case) -> None:
     harness = DeviceHarness(plane, together=True)
     try:

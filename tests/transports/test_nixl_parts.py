@@ -9,6 +9,7 @@ import zlib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import msgspec
@@ -20,13 +21,17 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports import nixl_agent
 from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Direction, Spans, TransportEvent
+from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.jobs import Job, Jobs
+from kvbaton.transports.nixl import DEVICE_PARAMETERS, DEVICE_UCX, NixlConfig, NixlTransport, device_config
 from kvbaton.transports.nixl_agent import Agent, Indices, NixlError, load_bindings
 from kvbaton.transports.nixl_endpoint import Life, NixlEndpoint, name_agent, pack, parse, this_life
 from kvbaton.transports.nixl_links import Link
-from kvbaton.transports.nixl_lists import GRIDS_MAX, Grid, Lists, Place, grid_of, without_empty
+from kvbaton.transports.nixl_lists import GRIDS_MAX, Grid, Lists, Place, grid_of, merged, without_empty
 from kvbaton.transports.nixl_mover import NixlMover
 from kvbaton.transports.spans import Rows
+
+from .fake_gpu import FakeGpu
 
 ME, PEER = (PeerId(WorkerId(name), Incarnation(7)) for name in ("me", "a.b-c"))
 READ, WRITE = Direction.READ, Direction.WRITE
@@ -53,6 +58,7 @@ class FakeAgent:
         self.closed = False
         self.known: set[str] = set()
         self.prepared: list[Rows] = []
+        self.devices: list[int | None] = []
         self.posted: list[int] = []
         self.ended: dict[int, Exception | None] = {}
         self.threads: set[str] = set()
@@ -65,8 +71,9 @@ class FakeAgent:
     def remove_remote(self, name: str) -> None:
         self.known.clear()
 
-    def prepare(self, remote: str, table: Rows) -> int:
+    def prepare(self, remote: str, table: Rows, device: int | None = None) -> int:
         self.prepared.append(table)
+        self.devices.append(device)
         self.handles += 1
         return len(self.prepared)
 
@@ -171,6 +178,7 @@ def test_an_endpoint_survives_the_wire() -> None:
         endpoint(places={0: Place(0, 64)}),
         endpoint(places={0: Place(64, 0)}),
         endpoint(places={0: Place((1 << 63) - 64, 65)}),
+        endpoint(places={0: Place(64, 64, 1 << 20)}),
     ],
 )
 def test_an_endpoint_that_names_what_it_may_not_is_refused(bad: NixlEndpoint) -> None:
@@ -248,6 +256,86 @@ def test_a_grid_is_prepared_once_and_other_spans_each_time() -> None:
             assert agent.handles <= GRIDS_MAX
     lists.clear()
     assert agent.handles == 0
+
+
+def test_device_memory_is_named_with_its_device_on_either_side() -> None:
+    agent = FakeAgent()
+    lists = Lists(cast(Agent, agent), "them", {0: Place(1 << 20, 1 << 16, 3)})
+    for offsets, sizes in ((column(64, 192), column(64, 64)), (column(64, 192), column(64, 60))):
+        with lists.select(lists.choose(0, offsets, sizes), 0, 2):
+            pass
+    grid, rows = (table.tolist() for table in agent.prepared)
+    assert grid == [[1 << 20, 64, 3, 64, 1024]] and [row[2] for row in rows] == [3, 3]
+    assert agent.devices == [3, 3]
+    lists.clear()
+
+
+def test_spans_that_follow_each_other_on_both_sides_become_one() -> None:
+    apart = array("q", [0, 0, 8, 8, 100, 8, 16, 108, 8, 64, 116, 8])  # the second follows here only, the last there
+    assert merged(apart) == apart, "one of four is not worth another list"
+    run = array("q", [0, 50, 8, 8, 58, 8, 16, 66, 4, 20, 70, 8, 100, 0, 8, 108, 8, 8])
+    assert merged(run).tolist() == [0, 50, 28, 100, 0, 16]
+    assert merged(array("q")) == array("q") and merged(run[:3]) == run[:3]
+
+
+class Bindings:
+    """As much of NIXL's bindings as registering and preparing take, with a note of what was asked."""
+
+    DRAM_SEG, VRAM_SEG, NIXL_INIT_AGENT, NIXL_THREAD_SYNC_RW = "DRAM", "VRAM", "me", 0
+    NIXL_READ, NIXL_WRITE = "READ", "WRITE"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+
+    def nixlAgentConfig(self) -> SimpleNamespace:
+        return SimpleNamespace()
+
+    def nixlAgent(self, name: str, config: object) -> Bindings:
+        return self
+
+    def createBackend(self, name: str, told: dict[str, str]) -> int:
+        self.asked.append((name, told))
+        return 1
+
+    def nixlRegDList(self, kind: str, rows: list[tuple[int, int, int, str]]) -> tuple[object, ...]:
+        return kind, rows
+
+    nixlXferDList = nixlRegDList
+
+    def registerMem(self, listed: tuple[object, ...], backend: list[int]) -> None:
+        self.asked.append(listed)
+
+    def prepXferDlist(self, who: str, *listed: object) -> int:
+        self.asked.append((who, *listed[:-1]))
+        return 1
+
+
+def test_memory_of_a_device_is_registered_and_described_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    bindings = Bindings()
+    monkeypatch.setattr(nixl_agent, "load_bindings", lambda: bindings)
+    transport = NixlTransport(ME, device_config(2), FakeGpu(2))
+    transport.register(0, DeviceMemory(4096, 64, 2))
+    asked, told = bindings.asked[0]
+    assert (asked, told) == (
+        "UCX",
+        {"engine_config": ",".join(f"{key}={value}" for key, value in DEVICE_UCX.items()), **DEVICE_PARAMETERS},
+    )
+    assert bindings.asked[1] == ("VRAM", [(4096, 64, 2, "")])
+    for wrong in (DeviceMemory(4096, 64, 1), memoryview(bytearray(8))):
+        with pytest.raises(ValueError, match="region 1"):
+            transport.register(1, wrong)
+    agent = Agent("me", {})
+    table = np.array([[4096, 64, 2]])
+    agent.prepare("them", table, 2)
+    agent.prepare("", np.array([[4096, 64, 0, 64, 8]]))
+    (_, rows), strided = bindings.asked[3:]
+    assert rows == ("VRAM", table) and strided[:2] == ("me", "DRAM")
+    transport.close()
+
+
+def test_without_a_device_its_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="a device is counted from 0"):
+        NixlConfig(device=-1)
 
 
 def test_transfers_are_posted_by_the_mover_alone_and_never_more_than_the_window(bench: Bench) -> None:

@@ -47,6 +47,15 @@ def test_with_rdma_it_comes_after_shared_memory_and_before_sockets(machine: Path
 
 def test_device_memory_is_offered_what_reaches_it(machine: Path) -> None:
     assert planes.offered("auto", "cuda") == ("cuda", "staged-shm", "staged-tcp")
+    assert planes.offered("staged-tcp,nixl", "cuda") == ("staged-tcp", "nixl"), "by name it is offered everywhere"
+    (machine / "mlx5_0").touch()
+    assert planes.offered("auto", "cuda") == ("cuda", "staged-shm", "nixl", "staged-tcp")
+
+
+@pytest.mark.parametrize(("name", "device"), [("tcp", "cuda"), ("mooncake", "cuda"), ("cuda", "cpu")])
+def test_a_named_plane_of_other_memory_is_an_error_at_start(machine: Path, name: str, device: str) -> None:
+    with pytest.raises(OSError, match=f"transport {name} does not move .* memory, which goes over .*nixl"):
+        planes.offered(name, device)
 
 
 def test_auto_leaves_out_what_is_not_there(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +110,8 @@ def test_each_is_made_by_its_name_and_is_what_was_announced(name: str) -> None:
 
 def test_what_a_library_raises_when_it_is_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
+        CAPABILITIES = planes.capabilities("nixl")
+
         @staticmethod
         def NixlTransport(me: PeerId) -> None:
             raise RuntimeError("no device")
@@ -110,22 +121,22 @@ def test_what_a_library_raises_when_it_is_made_is_told(monkeypatch: pytest.Monke
         planes.make("nixl", ME, PlaneSettings(), [])
 
 
-@pytest.mark.parametrize("name", ["shm", "nixl"])
+@pytest.mark.parametrize("name", ["shm", "mooncake"])
 def test_device_memory_does_not_go_over_a_host_plane(name: str) -> None:
-    with pytest.raises(ValueError, match="device memory goes over one of cuda, staged-shm or staged-tcp"):
+    with pytest.raises(OSError, match="device memory, which goes over cuda, staged-shm, mori, nixl, staged-tcp"):
         planes.make_device(name, ME, PlaneSettings(), [DeviceMemory(4096, 64)])
 
 
-@pytest.mark.parametrize("name", ["cuda", "staged-shm", "staged-tcp"])
+@pytest.mark.parametrize("name", ["cuda", "nixl", "staged-shm", "staged-tcp"])
 def test_without_a_gpu_a_device_plane_says_what_it_needs(name: str) -> None:
     assert planes.capabilities(name).name == name and "cuda" in planes.capabilities(name).device_kinds
-    if planes.PLANES[name].usable():
-        with pytest.raises(ImportError, match="need an NVIDIA driver"):
+    if planes.PLANES["cuda"].usable():
+        with pytest.raises(OSError, match=f"transport {name} cannot be used here: .*need an NVIDIA driver"):
             planes.make_device(name, ME, PlaneSettings(), [DeviceMemory(4096, 64)])
 
 
 def test_host_memory_does_not_go_over_a_device_plane() -> None:
-    with pytest.raises(ValueError, match="host memory goes over one of"):
+    with pytest.raises(OSError, match="host memory, which goes over shm, mori, nixl, mooncake, tcp"):
         planes.make("cuda", ME, PlaneSettings(), [])
 
 

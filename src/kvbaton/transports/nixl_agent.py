@@ -53,7 +53,8 @@ def load_bindings() -> ModuleType:
 class Agent:
     """One NIXL agent with a UCX back end and an event-driven progress thread."""
 
-    def __init__(self, name: str, ucx: dict[str, str]) -> None:
+    def __init__(self, name: str, ucx: dict[str, str], parameters: dict[str, str] | None = None) -> None:
+        """`parameters` are those of NIXL's back end, such as `num_threads`."""
         self._nixl: Any = load_bindings()
         self.name = name
         self.handles = 0
@@ -64,12 +65,14 @@ class Agent:
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_RW
         options = ",".join(f"{key}={value}" for key, value in ucx.items())
         self._agent: Any = _ask("agent", self._nixl.nixlAgent, name, config)
-        self._backend = [_ask(f"UCX {options}", self._agent.createBackend, BACKEND, {"engine_config": options})]
+        told = {"engine_config": options, **(parameters or {})}
+        self._backend = [_ask(f"UCX {told}", self._agent.createBackend, BACKEND, told)]
         self._operation = {Direction.READ: self._nixl.NIXL_READ, Direction.WRITE: self._nixl.NIXL_WRITE}
 
-    def register(self, address: int, size: int) -> None:
-        """For reads and for writes: NIXL knows no other kind of registration."""
-        listed = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, size, 0, "")])
+    def register(self, address: int, size: int, device: int | None = None) -> None:
+        """For reads and for writes: NIXL knows no other kind of registration. `device`: whose memory; None: the
+        host's."""
+        listed = self._nixl.nixlRegDList(self._kind(device), [(address, size, device or 0, "")])
         _ask("register", self._agent.registerMem, listed, self._backend)
 
     def metadata(self) -> bytes:
@@ -84,9 +87,10 @@ class Agent:
         """Close the connection. Lists prepared for it must not be used again: they point into what is freed here."""
         _ask("disconnect", self._agent.invalidateRemoteMD, name)
 
-    def prepare(self, remote: str, table: Rows) -> int:
-        """A list of (address, bytes, 0), or of (address, bytes, 0, stride, count). Without `remote`: of own memory."""
-        who, kind = remote or self._nixl.NIXL_INIT_AGENT, self._nixl.DRAM_SEG
+    def prepare(self, remote: str, table: Rows, device: int | None = None) -> int:
+        """A list of (address, bytes, device), or of (address, bytes, device, stride, count). Without `remote`: of own
+        memory."""
+        who, kind = remote or self._nixl.NIXL_INIT_AGENT, self._kind(device)
         if table.shape[1] == 5:
             handle = _ask("prepare", self._agent.prepXferDlist, who, kind, table.astype(np.uint64), self._backend)
         else:
@@ -117,6 +121,9 @@ class Agent:
         """Forget a request. One that is not over is *not* stopped by this: its bytes still land."""
         _ask("release", self._agent.releaseXferReq, request)
         self.handles -= 1
+
+    def _kind(self, device: int | None) -> Any:
+        return self._nixl.DRAM_SEG if device is None else self._nixl.VRAM_SEG
 
     def close(self) -> None:
         """End NIXL's thread and its sockets: after this it touches no memory here (measured: 0 bytes came late)."""

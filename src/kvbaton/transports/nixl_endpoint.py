@@ -26,6 +26,7 @@ from kvbaton.transports.nixl_lists import Place
 VERSION = b"nixl1"
 BYTES_MAX = 256 << 10
 ADDRESS_MAX = 1 << 63
+DEVICES_MAX = 1 << 10
 NONCE_BYTES = 8
 METADATA_HEAD = b"nixlSerDes|Agent"
 """How NIXL's metadata begins; the name's length, the name and a bar follow."""
@@ -103,7 +104,8 @@ def parse(peer: PeerId, data: bytes) -> NixlEndpoint:
     if not there.metadata.startswith(METADATA_HEAD + struct.pack("<Q", len(name)) + name + b"|"):
         raise ValueError(f"the endpoint's metadata is not of its agent {there.agent!r}; do both sides run one nixl?")
     for region, place in there.places.items():
-        if not 0 <= region < REGIONS_MAX or place.size < 1 or not 0 < place.address < ADDRESS_MAX - place.size:
+        inside = place.size >= 1 and 0 < place.address < ADDRESS_MAX - place.size
+        if not 0 <= region < REGIONS_MAX or not inside or not 0 <= (place.device or 0) < DEVICES_MAX:
             raise ValueError(f"the endpoint's region {region} is out of bounds: {place}")
     return there
 

@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.base import Direction, Spans
+from kvbaton.transports.cuda_driver import CudaError, Gpu
 from kvbaton.transports.jobs import Job, Jobs
 from kvbaton.transports.nixl_agent import Agent, NixlError
 from kvbaton.transports.nixl_links import Link, Part, Remote, plan_of
@@ -41,7 +42,11 @@ stopped lets that peer's UCX abort its process when it goes on (UCX 1.23: "unexp
 class NixlMover:
     """Calls from any thread; everything else on its own, which the first call starts."""
 
-    def __init__(self, name: str, agent: Agent, jobs: Jobs, places: dict[int, Place], window: int) -> None:
+    def __init__(
+        self, name: str, agent: Agent, jobs: Jobs, places: dict[int, Place], window: int, gpu: Gpu | None = None
+    ) -> None:
+        """`gpu`: whose memory is moved, if a device's."""
+        self._gpu = gpu
         self._agent = agent
         self._jobs = jobs
         self._window = window
@@ -86,12 +91,21 @@ class NixlMover:
                 self._thread.start()
 
     def _run(self) -> None:
+        self._enter()
         while not self._stopping:
             self._turn(self._patience())
         deadline = time.monotonic() + GRACE_S
         while self._under_way and time.monotonic() < deadline:
             self._turn(LOOK_S[0])
         self._end()
+
+    def _enter(self) -> None:
+        """UCX copies device memory in the context that is current where it is called."""
+        try:
+            if self._gpu is not None:
+                self._gpu.enter()
+        except CudaError as error:  # then NIXL will say what it cannot do
+            log.warning("[device-fault] %s: %s", self._thread.name, error)
 
     def _turn(self, patience_s: float | None) -> None:
         try:

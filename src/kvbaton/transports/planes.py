@@ -119,11 +119,12 @@ def _usable(choice: str, device: str) -> tuple[str, ...]:
     names = parse(choice)
     if names != (AUTO,):
         for name in names:
+            _check_kind(name, device)
             problem = PLANES[name].usable()
             if problem:
                 raise PlaneError(f"transport {name} cannot be used here: {problem}")
         return names
-    found = [name for name in ORDER if device in capabilities(name).device_kinds and PLANES[name].in_auto()]
+    found = [name for name in of_kind(device) if PLANES[name].in_auto()]
     return tuple(name for name in found if not PLANES[name].usable())
 
 
@@ -165,22 +166,33 @@ def make(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[memory
 
 def make_device(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[DeviceMemory]) -> DeviceTransport:
     """A data plane over these regions of one device's memory."""
-    plain, device, share = name.removesuffix(SUMS), memory[0].device, settings.copy_share
+    plain, device = name.removesuffix(SUMS), memory[0].device
+    _check_kind(plain, "cuda")
+    check_host(plain, settings.host)
     _warn(plain, settings)
-    module = _MODULES[plain.partition("-")[0]]()
-    made: DeviceTransport
-    if plain == "cuda":
-        made = module.CudaTransport(me, module.CudaConfig(device=device, share=share))
-    elif plain in {"staged-shm", "staged-tcp"}:
-        carrier, told = plain.removeprefix("staged-"), {"host": settings.host, "encrypt": settings.encrypt}
-        made = module.StagedTransport(me, module.StagedConfig(carrier=carrier, device=device, share=share, **told))
-    else:
-        raise ValueError(f"transport {name}: device memory goes over one of cuda, staged-shm or staged-tcp")
+    try:
+        plane = _of_device(plain, me, settings, device)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # the driver's, or a library's
+        raise PlaneError(f"transport {name} cannot be used here: {type(error).__name__}: {error}") from error
     if plain != name:
-        made = with_device_sums(made, me, settings, device)
+        plane = with_device_sums(plane, me, settings, device)
     for region, each in enumerate(memory):
-        made.register(region, each)
-    return made
+        plane.register(region, each)
+    return plane
+
+
+def of_kind(device: str) -> tuple[str, ...]:
+    """The planes that move memory of this kind, `cpu` (the host's) or `cuda`, best first."""
+    return tuple(name for name in ORDER if device in capabilities(name).device_kinds)
+
+
+def _check_kind(name: str, device: str) -> None:
+    """PlaneError for a plane that cannot move such memory."""
+    if name not in of_kind(device):
+        memory = "host memory" if device == "cpu" else "device memory"
+        raise PlaneError(f"transport {name} does not move {memory}, which goes over {', '.join(of_kind(device))}")
 
 
 def with_device_sums(plane: DeviceTransport, me: PeerId, settings: PlaneSettings, device: int) -> SummedTransport:
@@ -200,20 +212,35 @@ def _warn(name: str, settings: PlaneSettings) -> None:
         log.warning("[plane-exposed] %s", problem)
 
 
+def _of_device(name: str, me: PeerId, settings: PlaneSettings, device: int) -> DeviceTransport:
+    base, _, carrier = name.partition("-")
+    module = _MODULES[base]()
+    made: DeviceTransport
+    if base == "cuda":
+        made = module.CudaTransport(me, module.CudaConfig(device=device, share=settings.copy_share))
+    elif base == "nixl":
+        made = module.NixlTransport(me, module.device_config(device))
+    elif base == "mori":
+        made = module.MoriTransport(me, module.MoriConfig(host=settings.host))
+    else:
+        told = {"host": settings.host, "encrypt": settings.encrypt, "share": settings.copy_share}
+        made = module.StagedTransport(me, module.StagedConfig(carrier=carrier, device=device, **told))
+    return made
+
+
 def _plain(name: str, me: PeerId, settings: PlaneSettings) -> HostTransport:
     if name == "shm":
         return shm.ShmTransport(me)
     if name == "tcp":
         return tcp.TcpTransport(me, tcp.TcpConfig(host=settings.host, encrypt=settings.encrypt))
+    _check_kind(name, "cpu")
     module = _MODULES[name]()
     if name == "mooncake":
         made: HostTransport = module.MooncakeTransport(me, module.MooncakeConfig(host=settings.host))
     elif name == "nixl":
         made = module.NixlTransport(me)
-    elif name == "mori":
-        made = module.MoriTransport(me, module.MoriConfig(host=settings.host))
     else:
-        raise ValueError(f"transport {name}: host memory goes over one of shm, nixl, mooncake, mori or tcp")
+        made = module.MoriTransport(me, module.MoriConfig(host=settings.host))
     return made
 
 

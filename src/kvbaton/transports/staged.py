@@ -1,12 +1,15 @@
-"""staged: READ of device memory through pinned memory of the host, for devices whose only common path is that.
+"""staged: device memory through pinned memory of the host, for devices whose only common path is that.
 
-P gathers a chunk into a slot (`staged_server`), D scatters it from there (`staged_client`): over `shm` the slot is the
-same memory in both processes, pinned in each, over `tcp` its bytes cross a socket. Several slots are on their way at
-once, so P's copy, the wire and D's copy overlap.
+READ: the peer gathers a chunk into a slot (`staged_server`), this side scatters it from there (`staged_line`). WRITE is
+the other way round. Over `shm` the slot is the same memory in both processes, pinned in each; over `tcp` its bytes
+cross a socket, of which there are several to a peer (`staged_client`). Several slots are on their way at once, so the
+peer's copy, the wire and this side's copy overlap.
 
-Law: only this side's own launches touch this side's memory. Every span is checked twice: here as a whole, before any of
-it is asked for, and by the peer where its memory lives. A copy ends when its last launch is over; a chunk that is still
-with the peer when a copy is given up is at rest for us, since it can reach no further than its slot.
+Law: only this side's own launches touch this side's memory, whoever asked for them. Every span is checked twice: here
+as a whole, before any of it is asked for, and by the peer where its memory lives. A copy ends when its last launch here
+is over; of a READ, a chunk that is still with the peer when it is given up is at rest for us, since it can reach no
+further than its slot. A fence is therefore no more than this: nothing further is launched for that peer, and what was
+has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.sealed import policy
 from kvbaton.sealed.policy import Encrypt
 from kvbaton.sealed.records import load
-from kvbaton.transports.base import Capabilities, Copy, Direction, Loan, PageTable, TransportEvent
+from kvbaton.transports.base import Capabilities, Copy, Direction, FenceEnded, Loan, PageTable, TransportEvent
 from kvbaton.transports.cuda_driver import SHARE, CudaGpu, Gpu, check_share
 from kvbaton.transports.cuda_gate import quiet_event
 from kvbaton.transports.cuda_table import PIECE_BYTES
@@ -35,7 +38,15 @@ from kvbaton.transports.mover import choose_mover
 from kvbaton.transports.shm_door import host_identity
 from kvbaton.transports.spans import cut
 from kvbaton.transports.staged_client import StagedLink
-from kvbaton.transports.staged_door import Carrier, Hello, SealedStagedEndpoint, StagedEndpoint, parse_endpoint
+from kvbaton.transports.staged_door import (
+    SOCKETS_MAX,
+    Carrier,
+    Hello,
+    SealedStagedEndpoint,
+    StagedEndpoint,
+    parse_endpoint,
+)
+from kvbaton.transports.staged_line import Trade
 from kvbaton.transports.staged_server import StagedServer
 from kvbaton.transports.staged_slots import SLOT_BYTES, SLOTS_MAX
 from kvbaton.transports.staged_work import Stager
@@ -43,7 +54,7 @@ from kvbaton.transports.tcp_frames import ROWS_MAX
 
 CLOSE_S = 5.0
 _BASE = Capabilities(
-    name="staged", one_sided=False, can_write=False, can_fence=False, cancels=True, same_host=True,
+    name="staged", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=True,
     device_kinds=("cuda",), enforces=True,
 )  # fmt: skip
 CAPABILITIES: dict[Carrier, Capabilities] = {
@@ -53,12 +64,14 @@ CAPABILITIES: dict[Carrier, Capabilities] = {
 
 
 class StagedConfig(msgspec.Struct, frozen=True):
-    """Slots are for each peer that reads from here: pinned on the host, and as much once more on the device."""
+    """Slots are for each peer, spread over its sockets, at least two for each: pinned on the host, and as much once
+    more on the device. A socket is one thread here, and one on the other side; over shm there is one."""
 
     carrier: Carrier = "shm"
     device: int = 0
-    slot_bytes: int = 32 << 20
-    slots: int = 6
+    slot_bytes: int = 16 << 20
+    slots: int = 12
+    sockets: int = 4
     host: str = "127.0.0.1"  # for tcp: numeric, so that nothing ever waits for a resolver
     port: int = 0
     advertise: str = ""
@@ -74,10 +87,17 @@ class StagedConfig(msgspec.Struct, frozen=True):
                 f"slot_bytes: expected {SLOT_BYTES.start}..{SLOT_BYTES.stop - 1}, slots: expected 2..{SLOTS_MAX}; "
                 f"got {self.slot_bytes} and {self.slots}"
             )
+        if not 1 <= self.sockets <= SOCKETS_MAX:
+            raise ValueError(f"sockets: got {self.sockets}, expected 1..{SOCKETS_MAX}")
         if ipaddress.ip_address(self.advertise or self.host).is_unspecified:
             raise ValueError(f"peers cannot dial {self.advertise or self.host}: set advertise to this host's address")
         if self.carrier == "tcp":
             policy.check(self.encrypt, self.advertise or self.host)
+
+    @property
+    def width(self) -> int:
+        """Connections of one peer."""
+        return self.sockets if self.carrier == "tcp" else 1
 
     @property
     def must_seal(self) -> bool:
@@ -86,7 +106,8 @@ class StagedConfig(msgspec.Struct, frozen=True):
 
 
 class StagedTransport:
-    """See `base.DeviceTransport`. Threads: one for sockets, two that drive the device, one to wait for events."""
+    """See `base.DeviceTransport`. Threads: one for each socket of a peer, however many peers there are, two that drive
+    the device, one to wait for events."""
 
     def __init__(self, me: PeerId, config: StagedConfig | None = None, gpu: Gpu | None = None) -> None:
         """ImportError without a driver, CudaError without a device; `gpu` is for tests."""
@@ -99,12 +120,13 @@ class StagedTransport:
         self._memory = RegisteredDevice(config.device)
         self._links: dict[PeerId, StagedLink] = {}
         self._gate = Gate(f"kvbaton-staged-gate-{me}")
-        self._loop = Loop(f"kvbaton-staged-{me}")
+        self._loops = [Loop(f"kvbaton-staged-{index}-{me}") for index in range(config.width)]
         self._stager = Stager(f"kvbaton-stager-{me}", self._gpu)
-        slots = config.slot_bytes, config.slots
-        self._loans = Loans(self._mover, self._jobs.loan_ended, partial(self._loop.call_later, GRACE_S))
+        self._trade = Trade(me, self._jobs, self._mover, self._stager, self._address_of, config.dial_deadline_s)
+        slots = config.slot_bytes, max(2, config.slots // config.width)
+        self._loans = Loans(self._mover, self._jobs.loan_ended, partial(self._loops[0].call_later, GRACE_S))
         self._server = StagedServer(
-            me, config.carrier, self._loop, self._memory, self._mover, self._stager, self._loans, slots,
+            me, config.carrier, self._loops, self._memory, self._mover, self._stager, self._loans, slots,
             config.dial_deadline_s, config.encrypt,
         )  # fmt: skip
         if config.must_seal:
@@ -132,14 +154,16 @@ class StagedTransport:
         self._loans.lend(loan)
 
     def endpoint(self, peer: PeerId) -> bytes:
-        """Listens from the first call on. The same until `peer` is disconnected, then a new one."""
+        """Listens from the first call on. The same until `peer` is fenced or disconnected, then a new one."""
         config = self._config
         place, port = self._server.listen((config.host, config.port))
         place = config.advertise or place if config.carrier == "tcp" else place
         secret = self._server.keyring.mint(peer)
         kind = SealedStagedEndpoint if config.must_seal else StagedEndpoint
         place_of = host_identity(), place, port
-        return msgspec.msgpack.encode(kind(self._me, config.carrier, *place_of, secret, policy.can_seal()))
+        return msgspec.msgpack.encode(
+            kind(self._me, config.carrier, *place_of, secret, policy.can_seal(), config.width)
+        )
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         """A new endpoint of a known peer replaces the old one, and ends what was under way on it."""
@@ -154,20 +178,22 @@ class StagedTransport:
             if peer in self._links and self._links[peer].there == there:
                 return
             self._forget(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
-            self._links[peer] = StagedLink(
-                self._me, there, self._loop, self._jobs, self._mover, self._stager,
-                self._plan, self._address_of, config.dial_deadline_s, sealed,
-            )  # fmt: skip
+            loops = self._loops[: there.sockets]
+            self._links[peer] = StagedLink(self._trade, there, loops, self._plan, sealed)
 
     def disconnect(self, peer: PeerId) -> None:
         with self._jobs:
             self._server.keyring.revoke(peer)
             self._forget(peer, Reason.PEER_GONE, "disconnected")
         self._loans.forget(peer)
-        self._loop.call(partial(self._server.shut_out, peer))
+        self._shut_out(peer, lambda: None)
 
     def fence(self, peer: PeerId) -> None:
-        raise NotImplementedError("staging cannot fence, and nobody writes over it: see capabilities.can_fence")
+        """Nothing more is launched for `peer`, and `FenceEnded` says when what was launched has ended. Copies that this
+        side drives go on: they land by launches of ours."""
+        self._server.keyring.revoke(peer)
+        ended = partial(self._jobs.post, FenceEnded(peer))
+        self._shut_out(peer, partial(self._stager.after, ended))
 
     def submit(self, copy: Copy) -> bool:
         with self._jobs:
@@ -206,7 +232,8 @@ class StagedTransport:
             for job in self._jobs.of_peer():
                 self._stop(job, Reason.CANCELLED, "the transport was closed")
         self._gate.close(0)
-        self._loop.stop(CLOSE_S)  # closes every connection, which gives its slots to the stager to release
+        for loop in self._loops:
+            loop.stop(CLOSE_S)  # closes every connection, which gives its slots to the stager to release
         self._stager.close(CLOSE_S)
         self._loans.close()
         for job in self._jobs.of_peer():
@@ -217,8 +244,6 @@ class StagedTransport:
         """Why a copy cannot even begin."""
         if copy.peer not in self._links:
             return Reason.PEER_UNKNOWN, f"{copy.peer} is not connected"
-        if copy.direction is Direction.WRITE:
-            return Reason.NO_TRANSPORT, "staging offers no WRITE: the receiver asks"
         if self._memory.get(copy.local_region) is None:
             return Reason.BAD_SPAN, f"region {copy.local_region} is not registered"
         if self._stager.broken:
@@ -235,8 +260,8 @@ class StagedTransport:
             else:
                 link.add(job)
 
-    def _plan(self, job: Job, hello: Hello) -> bool:
-        """On the loop, with the lock: check the whole copy against both memories and cut it into chunks."""
+    def _plan(self, job: Job, hello: Hello, hands: int) -> bool:
+        """On a loop, with the lock: check the whole copy against both memories and cut it into chunks."""
         copy = job.copy
         target, remote_bytes = self._memory.get(copy.local_region), hello.regions.get(copy.remote_region)
         try:
@@ -247,7 +272,7 @@ class StagedTransport:
             self._jobs.fail(job, Reason.BAD_SPAN, str(error))
             return False
         # A part may end with a piece that begins within its bound.
-        job.parts = cut(copy.spans, total, 1, range(PIECE_BYTES, hello.slot_bytes - PIECE_BYTES), ROWS_MAX)
+        job.parts = cut(copy.spans, total, hands, range(PIECE_BYTES, hello.slot_bytes - PIECE_BYTES), ROWS_MAX)
         self._jobs.settle(job)
         return not job.ended
 
@@ -257,7 +282,11 @@ class StagedTransport:
         return memory.address
 
     def _stop(self, job: Job, reason: Reason, detail: str) -> None:
-        self._jobs.fail(job, reason, detail)
+        """End a copy as soon as it can be ended truthfully. The lock is held."""
+        if job.copy.direction is Direction.WRITE:
+            self._jobs.abandon(job, reason, detail)
+        else:
+            self._jobs.fail(job, reason, detail)
         link = self._links.get(job.copy.peer)
         if link is not None:
             link.remove(job)
@@ -267,4 +296,20 @@ class StagedTransport:
             self._stop(job, reason, detail)
         gone = self._links.pop(peer, None)
         if gone is not None:
-            self._loop.call(partial(gone.shut, detail))
+            gone.forget()
+            gone.shut(detail)
+
+    def _shut_out(self, peer: PeerId, then: Callable[[], None]) -> None:
+        """Close what is served to `peer`, whose secret was revoked, then call `then`."""
+        waiting = set(range(len(self._loops)))
+
+        def on_loop(index: int) -> None:
+            self._server.shut_out(peer, index)
+            with self._jobs:
+                waiting.discard(index)
+                last = not waiting
+            if last:
+                then()
+
+        for index, loop in enumerate(self._loops):
+            loop.call(partial(on_loop, index))

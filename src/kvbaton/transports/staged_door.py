@@ -26,6 +26,8 @@ from kvbaton.transports.tcp_server import family_of, prepare
 
 Carrier: TypeAlias = Literal["shm", "tcp"]
 HELLO_BYTES_MAX = 32 * REGIONS_MAX
+SOCKETS_MAX = 16
+"""Connections of one peer. Each proves the secret of this pairing by itself, and its number is a part of that proof."""
 
 
 class StagedEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="staged1"):
@@ -38,6 +40,7 @@ class StagedEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="staged1"
     port: Port
     secret: bytes
     seals: bool = False  # can encrypt; a version that could not said nothing
+    sockets: Number = 1  # connections that one peer may have; a version that had but one said nothing
 
 
 class SealedStagedEndpoint(StagedEndpoint, frozen=True, array_like=True, tag="staged2"):
@@ -88,6 +91,8 @@ def parse_endpoint(peer: PeerId, carrier: Carrier, endpoint: bytes) -> StagedEnd
         raise ValueError(f"{peer} is on another host or in another network namespace; stage over tcp instead")
     if len(there.secret) != SECRET_BYTES or not there.place:
         raise ValueError("the endpoint has no usable place or secret")
+    if not 1 <= there.sockets <= SOCKETS_MAX:
+        raise ValueError(f"the endpoint allows {there.sockets} connections, expected 1..{SOCKETS_MAX}")
     return there
 
 

@@ -80,17 +80,19 @@ def map_slots(fd: int, slot_bytes: int, count: int) -> Slots:
     return Slots(memoryview(mmap.mmap(fd, 0, mmap.MAP_SHARED)), slot_bytes, count)
 
 
-def gather_rows(pairs: Spans) -> Spans:
-    """(packed offset, offset, bytes) of (offset, bytes) pairs: one behind the other."""
-    table = np.frombuffer(pairs, np.int64).reshape(-1, 2)
-    return as_spans(divided(np.stack((_starts(table[:, 1]), table[:, 0], table[:, 1]), axis=1)))
+def gather_rows(spans: Spans, width: int) -> Spans:
+    """(packed offset, local offset, bytes) of spans of `width`, pairs or triples: one behind the other."""
+    offsets, packed, sizes = _columns(spans, width)
+    return as_spans(divided(np.stack((packed, offsets, sizes), axis=1)))
 
 
-def scatter_rows(triples: Spans) -> Spans:
-    """(local offset, packed offset, bytes) of (local offset, remote offset, bytes) triples."""
-    table = np.frombuffer(triples, np.int64).reshape(-1, 3)
-    return as_spans(divided(np.stack((table[:, 0], _starts(table[:, 2]), table[:, 2]), axis=1)))
+def scatter_rows(spans: Spans, width: int) -> Spans:
+    """The way back: (local offset, packed offset, bytes)."""
+    return as_spans(divided(np.stack(_columns(spans, width), axis=1)))
 
 
-def _starts(sizes: Rows) -> Rows:
-    return np.cumsum(sizes) - sizes
+def _columns(spans: Spans, width: int) -> tuple[Rows, Rows, Rows]:
+    """Local offsets, where each begins when they are packed, and bytes."""
+    table = np.frombuffer(spans, np.int64).reshape(-1, width)
+    sizes = table[:, -1]
+    return table[:, 0], np.cumsum(sizes) - sizes, sizes

@@ -69,6 +69,10 @@ class Stager:
 
         self._runner.after(close)
 
+    def after(self, then: Callable[[], None]) -> None:
+        """Call `then` once all that was added before has ended."""
+        self._runner.after(then)
+
     def close(self, join_s: float) -> bool:
         return self._runner.close(join_s)
 
