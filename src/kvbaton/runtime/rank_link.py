@@ -214,6 +214,10 @@ class RankLinks:
             self._refused = data_refused(link.transports for link in self._links.values())
         return self._refused
 
+    def mapped_bytes(self) -> int:
+        """What all ranks keep open of other processes' device memory."""
+        return sum(each.mapped_bytes for link in self._links.values() for each in link.transports.values())
+
     def is_lost(self, rank: int) -> bool:
         return self._links[rank].lost
 
