@@ -22,7 +22,7 @@ from kvbaton.transports.cuda_driver import Gpu
 from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.loans import lend_everything
 
-from .device_peer import OpenDevice, make_gpu, make_plane
+from .device_peer import OpenDevice, Ruin, make_gpu, make_plane
 from .process_harness import FarTransport, PeerProcess
 
 CAPABILITIES = {
@@ -155,6 +155,11 @@ class DeviceHarness:
     def kill(self, side: Side) -> None:
         assert self._process is not None
         self._process.kill()
+
+    def ruin(self, side: Side) -> None:
+        """The far process loses its device, and lives on."""
+        assert self._process is not None
+        self._process.call(Ruin(side.peer))  # type: ignore[arg-type]
 
     def pause(self, side: Side) -> None:
         assert self._process is not None

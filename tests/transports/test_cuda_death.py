@@ -13,7 +13,7 @@ import pytest
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.testing import Log, Pair
+from kvbaton.testing import Case, Log, Pair
 from kvbaton.testing.transport_case import READ, SMALL_BYTES, copy, fill
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports import cuda_attach, cuda_door
@@ -23,6 +23,7 @@ from kvbaton.transports.cuda_driver import CudaError
 from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.refusals import Cause
 
+from . import device_death
 from .device_harness import DeviceHarness
 from .fake_gpu import FakeGpu
 
@@ -50,13 +51,14 @@ def opened_pair(harness: DeviceHarness) -> tuple[Pair, Log, CudaTransport]:
     return pair, log, near
 
 
-def test_the_memory_of_a_process_that_was_killed_is_let_go_of(apart: DeviceHarness) -> None:
-    pair, log, near = opened_pair(apart)
-    apart.kill(pair.far)
-    assert poll(lambda: not near.mapped_bytes, 10)
-    assert len(apart.gpu.opened) == 1, "the harness's own"  # type: ignore[attr-defined]
-    assert near.submit(copy(2, pair.far, READ, [(0, 0, 64)]))
-    assert log.end(2).reason is Reason.PEER_UNKNOWN, "on which the ledger pairs anew"
+@pytest.mark.parametrize("plane", ["cuda", "staged-shm", "staged-tcp"])
+@pytest.mark.parametrize("case", list(device_death.CASES), ids=str)
+def test_between_two_processes(plane: str, case: Case) -> None:
+    harness = DeviceHarness(plane)
+    try:
+        case(harness)
+    finally:
+        harness.close()
 
 
 def test_a_process_that_stands_still_stays_mapped_and_is_read_from(apart: DeviceHarness) -> None:
@@ -67,13 +69,6 @@ def test_a_process_that_stands_still_stays_mapped_and_is_read_from(apart: Device
     assert near.mapped_bytes == SMALL_BYTES
     apart.resume(pair.far)
     assert near.submit(copy(3, pair.far, READ, [(0, 0, 64)])) and log.end(3).reason is None
-
-
-def test_a_successor_is_reached_while_its_predecessor_is_forgotten(apart: DeviceHarness) -> None:
-    pair, _, near = opened_pair(apart)
-    apart.kill(pair.far)
-    assert poll(lambda: not near.mapped_bytes, 10)
-    opened_pair(apart)
 
 
 # --- within one process, which pretends to be two
