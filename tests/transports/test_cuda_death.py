@@ -210,6 +210,37 @@ def test_a_handle_of_a_dead_process_does_not_break_the_plane_whatever_the_driver
     assert not d.broken and d.submit(read(9)) and end(d).reason is None
 
 
+# --- several devices
+
+
+@pytest.mark.parametrize(("visible", "reason"), [(True, None), (None, None), (False, Reason.UNREACHABLE)])
+def test_a_device_that_cannot_be_read_is_given_up_with_the_reason(
+    rig: Rig, visible: bool | None, reason: Reason | None
+) -> None:
+    p = rig.make(P)
+    rig.gpu.uuid = "00ff"
+    if visible is not None:
+        rig.gpu.peers["00ff"] = visible
+    d = rig.make(D)
+    d.connect(P, p.endpoint(D))
+    assert d.submit(Copy(JobId(1), P, READ, 0, 0, array("q")))
+    ended = end(d)
+    assert ended.reason is reason
+    assert not reason or ("peer access" in ended.detail and "00ff" in ended.detail)
+    assert ("open" in rig.gpu.calls) is (reason is None)
+
+
+def test_a_driver_that_cannot_tell_is_not_fatal(rig: Rig) -> None:
+    p, d = rig.make(P), rig.make(D)
+    rig.gpu.refusals["reaches"] = CudaError("cuDeviceCanAccessPeer", 101, "CUDA_ERROR_INVALID_DEVICE")
+    d.connect(P, p.endpoint(D))
+    assert d.submit(read(1)) and end(d).reason is Reason.UNREACHABLE and not d.broken
+    d.disconnect(P)
+    del rig.gpu.refusals["reaches"]
+    d.connect(P, p.endpoint(D))
+    assert d.submit(read(2)) and end(d).reason is None
+
+
 # --- P's side of the lines
 
 

@@ -12,6 +12,9 @@ Death: what D has opened stays allocated when P dies, and P's successor could no
 line ends the copies out of P and forgets it: its memory is closed after the last launch, and the next copy is told that
 the peer is unknown, on which the ledger pairs anew, with a successor if there is one.
 
+Several GPUs: an endpoint names its device. Where D's device cannot read P's (no NVLink, no peer access over PCIe) this
+plane is given up for the pair at its first copy of nothing, and memory goes through pinned memory of the host.
+
 Streams: copies wait for nothing but their own `after`. A CUDA event there (anything with a `cuda_event`) is waited for
 by sleeping, on a stream of the gate's. Whoever reads what was delivered does so after `CopyEnded`, when the bytes are
 visible to every stream of the device.
@@ -33,7 +36,7 @@ from kvbaton.protocol.weave import Weave
 from kvbaton.transports.base import Capabilities, Copy, Direction, Spans, TransportEvent
 from kvbaton.transports.cuda_attach import CudaAttachment, Limits, Mapped, Remote
 from kvbaton.transports.cuda_door import CudaDoor, CudaEndpoint, parse_endpoint
-from kvbaton.transports.cuda_driver import CudaGpu, Gpu
+from kvbaton.transports.cuda_driver import CudaError, CudaGpu, Gpu
 from kvbaton.transports.cuda_gate import quiet_event
 from kvbaton.transports.cuda_mover import CudaMover, Due
 from kvbaton.transports.cuda_table import check_weave, parts_of
@@ -109,19 +112,25 @@ class CudaTransport:
 
     def endpoint(self, peer: PeerId) -> bytes:
         """Listens from the first call on. The same until `peer` is disconnected, then a new one."""
-        there = CudaEndpoint(self._me, host_identity(), self._door.listen(), self._door.keyring.mint(peer))
-        return msgspec.msgpack.encode(there)
+        name, secret = self._door.listen(), self._door.keyring.mint(peer)
+        return msgspec.msgpack.encode(CudaEndpoint(self._me, host_identity(), name, secret, self._gpu.uuid))
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        """Asks for the peer's handles right away, in the background; the first copy opens them."""
+        """Asks for the peer's handles right away, in the background; the first copy opens them.
+
+        A device that ours cannot read fails the copies, with the reason: so the pair takes the next plane and says why.
+        """
         there = parse_endpoint(peer, endpoint)
+        problem = self._no_way_to(there)
         with self._jobs:
             if peer in self._peers and self._peers[peer].there == there:
                 return
             self._forget(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
             attachment = CudaAttachment(self._me, there, self._loop, self._jobs, self, self._mapped, self._limits)
             self._peers[peer] = attachment
-            attachment.dial()
+            attachment.problem = problem
+            if not problem:
+                attachment.dial()
 
     def disconnect(self, peer: PeerId) -> None:
         """`peer` is told nothing new, and to let go of what it has opened; nothing here can make it."""
@@ -188,6 +197,8 @@ class CudaTransport:
         """Why a copy cannot even begin."""
         if copy.peer not in self._peers:
             return Reason.PEER_UNKNOWN, f"{copy.peer} is not connected"
+        if self._peers[copy.peer].problem:
+            return Reason.UNREACHABLE, self._peers[copy.peer].problem
         if copy.direction is Direction.WRITE:
             return Reason.NO_TRANSPORT, "cuda offers no WRITE: the receiver copies"
         if self._memory.get(copy.local_region) is None:
@@ -195,6 +206,17 @@ class CudaTransport:
         if self._mover.broken:
             return Reason.TRANSFER_FAILED, self._mover.broken
         return None
+
+    def _no_way_to(self, there: CudaEndpoint) -> str:
+        """Why this device cannot read the peer's; "" when it can, or when only opening its memory can tell."""
+        try:
+            can = self._gpu.reaches(there.device) if there.device else None
+        except CudaError as error:
+            return f"cannot ask for peer access: {error}"
+        if can is not False:
+            return ""
+        gpus = f"from GPU {self._gpu.uuid} to GPU {there.device} of {there.owner}"
+        return f"no peer access {gpus}; see nvidia-smi topo -p2p r"
 
     def _start(self, job: Job, problem: str) -> None:
         with self._jobs:

@@ -153,6 +153,7 @@ class CudaAttachment:
         self, me: PeerId, there: CudaEndpoint, loop: Loop, jobs: Jobs, owner: Owner, mapped: Mapped, limits: Limits
     ) -> None:
         self.there = there
+        self.problem = ""  # why nothing can be read there
         self.remote: Remote | None = None
         self._me = me
         self._loop = loop

@@ -12,6 +12,7 @@ owner forks holds its line too, and its memory.)
 
 from __future__ import annotations
 
+import re
 import secrets
 import socket
 
@@ -43,6 +44,7 @@ class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="cuda1"):
     host: str
     name: str
     secret: bytes
+    device: str = ""  # its UUID, as hexadecimal digits
 
 
 class CudaPlace(msgspec.Struct, frozen=True, array_like=True):
@@ -174,4 +176,6 @@ def parse_endpoint(peer: PeerId, endpoint: bytes) -> CudaEndpoint:
         raise ValueError(f"{peer} is on another host or in another network namespace; cuda reaches only this one")
     if len(there.secret) != SECRET_BYTES or not there.name:
         raise ValueError("the endpoint has no usable name or secret")
+    if not re.fullmatch("[0-9a-f]{0,32}", there.device):
+        raise ValueError("the endpoint names no device: its UUID has 32 hexadecimal digits")
     return there

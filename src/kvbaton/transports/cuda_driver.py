@@ -36,6 +36,11 @@ class Gpu(Protocol):
     """What the data planes need of a device. Addresses, streams and events are plain integers."""
 
     device: int
+    uuid: str
+    """The same in every process of the host, whatever is visible there and in which order."""
+
+    def reaches(self, uuid: str) -> bool | None:
+        """Whether this device can read that one's memory; None where it is not visible here, so nobody can tell."""
 
     def __enter__(self) -> Gpu: ...
     def __exit__(self, *_: object) -> None: ...
@@ -92,11 +97,24 @@ class CudaGpu:
         self._ask("cuDeviceGet", ctypes.byref(number), device)
         self._ask("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
         self._context = context
+        self._number = number
+        self.uuid = self._uuid(number.value)
         self._function = ctypes.c_void_p()
         with self:
             module = ctypes.c_void_p()
             self._ask("cuModuleLoadData", ctypes.byref(module), PTX.encode())
             self._ask("cuModuleGetFunction", ctypes.byref(self._function), module, ENTRY)
+
+    def reaches(self, uuid: str) -> bool | None:
+        if uuid == self.uuid:
+            return True
+        number, can = ctypes.c_int(), ctypes.c_int()
+        for device in range(self._count()):
+            self._ask("cuDeviceGet", ctypes.byref(number), device)
+            if self._uuid(number.value) == uuid:
+                self._ask("cuDeviceCanAccessPeer", ctypes.byref(can), self._number, number)
+                return bool(can.value)
+        return None
 
     def __enter__(self) -> CudaGpu:
         self._ask("cuCtxPushCurrent_v2", self._context)
@@ -172,6 +190,16 @@ class CudaGpu:
         arguments = (ctypes.c_void_p * 2)(*(ctypes.addressof(value) for value in values))
         shape = (rows, 1, 1, THREADS, 1, 1, 0)
         self._ask("cuLaunchKernel", self._function, *shape, ctypes.c_void_p(stream), arguments, None)
+
+    def _count(self) -> int:
+        count = ctypes.c_int()
+        self._ask("cuDeviceGetCount", ctypes.byref(count))
+        return count.value
+
+    def _uuid(self, number: int) -> str:
+        found = (ctypes.c_ubyte * 16)()
+        self._ask("cuDeviceGetUuid_v2", found, number)
+        return bytes(found).hex()
 
     def _make(self, call: str, *arguments: Any) -> int:
         """Calls that give something back through their first argument."""
