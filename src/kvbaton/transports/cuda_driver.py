@@ -19,6 +19,7 @@ _BLOCKING, _NO_TIMING = 1, 2
 _NON_BLOCKING = 1
 _PORTABLE, _MAPPED = 1, 2
 _LAZY_PEER_ACCESS = 1
+_IPC_SUPPORTED = 125  # CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED, by which a device says whether it has IPC at all
 _PASSING = frozenset({1, 2, 201, 205, 206, 208, 217, 600, 712, 801, 803})
 """Refusals of one call: invalid value, out of memory, handle or mapping refused, not supported. All others stay."""
 
@@ -208,12 +209,45 @@ class CudaGpu:
         return made.value
 
     def _ask(self, call: str, *arguments: Any) -> None:
-        """Every call goes through here, and its errors are translated here."""
-        status: int = getattr(self._cuda, call)(*arguments)
-        if status:
-            name = ctypes.c_char_p()
-            self._cuda.cuGetErrorName(status, ctypes.byref(name))
-            raise CudaError(call, status, (name.value or b"?").decode())
+        """Every call goes through here."""
+        _ask(self._cuda, call, *arguments)
+
+
+class CudaHost:
+    """The devices that are visible, looked at without using any of them."""
+
+    def __init__(self) -> None:
+        """ImportError without a driver, CudaError without a device."""
+        self._cuda = load()
+        _ask(self._cuda, "cuInit", 0)
+        self.count = self._int("cuDeviceGetCount")
+        self._numbers = [self._int("cuDeviceGet", index) for index in range(self.count)]
+
+    def name(self, device: int) -> str:
+        text = ctypes.create_string_buffer(128)
+        _ask(self._cuda, "cuDeviceGetName", text, len(text), self._numbers[device])
+        return text.value.decode(errors="replace")
+
+    def shares(self, device: int) -> bool:
+        """Whether other processes can open its memory."""
+        return bool(self._int("cuDeviceGetAttribute", _IPC_SUPPORTED, self._numbers[device]))
+
+    def reaches(self, device: int, other: int) -> bool:
+        return bool(self._int("cuDeviceCanAccessPeer", self._numbers[device], self._numbers[other]))
+
+    def _int(self, call: str, *arguments: int) -> int:
+        found = ctypes.c_int()
+        _ask(self._cuda, call, ctypes.byref(found), *arguments)
+        return found.value
+
+
+def _ask(cuda: ctypes.CDLL, call: str, *arguments: Any) -> None:
+    """Errors are translated here."""
+    status: int = getattr(cuda, call)(*arguments)
+    if status:
+        name = ctypes.c_char_p()
+        cuda.cuGetErrorName(status, ctypes.byref(name))
+        raise CudaError(call, status, (name.value or b"?").decode())
 
 
 def load() -> ctypes.CDLL:
