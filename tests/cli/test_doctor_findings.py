@@ -77,7 +77,7 @@ class Place:
         return getattr(self, side)["kv-transfer-config"]  # type: ignore[no-any-return]
 
     def words(self) -> list[str]:
-        words = ["doctor", "--json", *self.more]
+        words = ["doctor", "--json", "--device", "cpu", *self.more]
         for flag, config in (("prefill", self.p), ("decode", self.d)):
             path = self.base / f"{flag}.json"
             path.write_text(json.dumps(config))
@@ -606,6 +606,7 @@ def test_every_code_is_planted_somewhere() -> None:
     elsewhere = {
         "python-version", "mover-missing", "seal-missing", "encrypt-missing", "plane-open", "no-plane", "huge-pages",
         "policy-default", "host-foreign", "port-ephemeral", "files-few", "worker-silent", "clock-off",
+        "gpu-container", "gpu-ipc", "gpu-missing", "gpu-peer", "memlock-small",  # test_doctor_gpu.py
     }  # fmt: skip
     assert {code for code, *_ in PLANTED.values()} | elsewhere == set(SEVERITY)
 

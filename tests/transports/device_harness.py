@@ -23,7 +23,7 @@ from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.loans import lend_everything
 from kvbaton.transports.summed import summed
 
-from .device_peer import OpenDevice, make_gpu, make_plane
+from .device_peer import OpenDevice, Ruin, make_gpu, make_plane
 from .process_harness import FarTransport, PeerProcess
 
 PLAIN = {
@@ -160,6 +160,11 @@ class DeviceHarness:
     def kill(self, side: Side) -> None:
         assert self._process is not None
         self._process.kill()
+
+    def ruin(self, side: Side) -> None:
+        """The far process loses its device, and lives on."""
+        assert self._process is not None
+        self._process.call(Ruin(side.peer))  # type: ignore[arg-type]
 
     def pause(self, side: Side) -> None:
         assert self._process is not None

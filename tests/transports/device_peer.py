@@ -6,6 +6,7 @@ look at it whatever becomes of this one.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.transports import nixl_agent
 from kvbaton.transports.base import DeviceTransport, Transport
 from kvbaton.transports.cuda import CudaConfig, CudaTransport
-from kvbaton.transports.cuda_driver import CudaGpu, Gpu
+from kvbaton.transports.cuda_driver import CudaError, CudaGpu, Gpu
 from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.nixl import NixlConfig, NixlTransport, device_config
 from kvbaton.transports.planes import SUMS
@@ -33,7 +34,23 @@ class OpenDevice(Call):
     dial_deadline_s: float
 
 
-DeviceCalls = OpenDevice | Calls
+class Ruin(Call):
+    """Lose the device: a launch reads where nothing is, which ends this process's context for good."""
+
+
+DeviceCalls = OpenDevice | Ruin | Calls
+
+
+def ruin(gpu: Gpu) -> None:
+    if isinstance(gpu, FakeGpu):
+        lost = CudaError("cuEventSynchronize", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
+        gpu.refusals = dict.fromkeys(("wait", "copy", "move_rows", "record", "allocate", "free", "open", "close"), lost)
+        return
+    stream, event = gpu.stream(), gpu.event()
+    with contextlib.suppress(CudaError):
+        gpu.move_rows(4096, 1, 1, stream)
+        gpu.record(event, stream)
+        gpu.wait(event)
 
 
 class HostBindings:
@@ -83,6 +100,9 @@ def main() -> None:
             plane.register(0, DeviceMemory(address, call.memory_bytes))
             transports[call.me] = plane
             answer = Answer(endpoint=gpu.export(address))
+        elif isinstance(call, Ruin):
+            ruin(gpu)
+            answer = Answer()
         else:
             answer = carry_out(call, transports)
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")

@@ -28,6 +28,8 @@ class FakeGpu:
     def __init__(self, device: int = 0) -> None:
         self.device = device
         self.blocks = 4
+        self.uuid = f"{device:032x}"
+        self.peers: dict[str, bool] = {self.uuid: True}  # that are visible, and whether their memory can be read
         self.refusals: dict[str, CudaError] = {}  # by name of the call
         self.calls: list[str] = []
         self.regions: dict[int, Region] = {}
@@ -41,6 +43,10 @@ class FakeGpu:
         self.calls.append(name)
         if name in self.refusals:
             raise self.refusals[name]
+
+    def reaches(self, uuid: str) -> bool | None:
+        self._called("reaches")
+        return self.peers.get(uuid)
 
     def __enter__(self) -> FakeGpu:
         return self

@@ -259,7 +259,14 @@ def test_an_endpoint_is_small_and_belongs_to_its_owner(rig: Rig) -> None:
     blob = p.endpoint(D)
     assert len(blob) <= 1024 and p.endpoint(D) == blob
     there = msgspec.msgpack.decode(blob, type=CudaEndpoint)
-    changes = {"owner": D}, {"owner": PeerId(P.worker, Incarnation(9))}, {"host": "x/1"}, {"name": ""}, {"secret": b"s"}
+    changes = (
+        {"owner": D},
+        {"owner": PeerId(P.worker, Incarnation(9))},
+        {"host": "x/1"},
+        {"name": ""},
+        {"secret": b"s"},
+        {"device": "x"},
+    )
     for change in changes:
         with pytest.raises(ValueError):
             d.connect(P, msgspec.msgpack.encode(msgspec.structs.replace(there, **change)))  # type: ignore[arg-type]

@@ -330,6 +330,7 @@ def test_planes_around_a_plane_tell_of_it(make: Make) -> None:
     late.open(P)
     door.knock().close()
     assert door.counted(left=1) and late.refusals["left"] == 1
+    assert late.mapped_bytes == 0
     late.close()
 
 
@@ -348,6 +349,9 @@ def test_ranks_tell_their_engine_unasked(monkeypatch: pytest.MonkeyPatch) -> Non
             socket.create_connection(address, DEADLINE_S).close()  # type: ignore[arg-type]
             until(lambda count=count: links.data_refused()["tcp:left"] == count)  # type: ignore[misc]
         assert links.data_refused() is links.data_refused(), "an engine asks at every step"
+        for nbytes in (1 << 40, 0):
+            ranks[1].mapped_bytes = nbytes  # type: ignore[attr-defined]
+            until(lambda nbytes=nbytes: links.mapped_bytes() == nbytes)  # type: ignore[misc]
     finally:
         rig.close()
 

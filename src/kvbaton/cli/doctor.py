@@ -19,6 +19,7 @@ import kvbaton
 from kvbaton.cli import (
     doctor_cluster,
     doctor_config,
+    doctor_gpu,
     doctor_keys,
     doctor_machine,
     doctor_pair,
@@ -59,6 +60,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     machine: str
     host: str  # processes that share memory have the same
+    gpus: tuple[str, ...]
     rdma_devices: tuple[str, ...]
     packages: dict[str, str]
     planes: tuple[PlaneState, ...]
@@ -75,7 +77,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--transport", type=planes_choice, default=planes.AUTO, metavar="NAMES", help="the choice to look at")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the KV cache lies")
+    where = "where vLLM's caches lie; auto: on a GPU, if there is one"
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=where)
     for side in ("prefill", "decode"):
         what = f"a {side} engine: --kv-transfer-config, a launch as JSON, or the command; may be given more than once"
         add(f"--{side}", action="append", default=[], metavar="FILE|TEXT", help=what)
@@ -99,21 +102,25 @@ def run(args: argparse.Namespace) -> int:
 
 def diagnose(args: argparse.Namespace) -> Diagnosis:
     """All that the arguments ask for."""
-    engines, findings = _engines(args)
+    gpus, problem = doctor_gpu.look()
+    device = args.device if args.device != "auto" else "cuda" if gpus is not None else "cpu"
+    engines, findings = _engines(args, device)
+    findings += doctor_gpu.examine(gpus, problem, device)
     uses = [*(use for engine in engines for use in doctor_ports.uses(engine)), *map(_use, args.port)]
     findings += doctor_ports.examine(uses)
-    findings += doctor_machine.examine(args.transport, args.device, args.shm, engines)
+    findings += doctor_machine.examine(args.transport, device, args.shm, engines)
     findings += doctor_machine.vllm(args.vllm_python, any(engine.options is None for engine in engines))
     for directory in args.keys:
         findings += doctor_keys.examine(directory, f"--keys {directory}")
     workers = tuple(doctor_cluster.workers(args.router.rstrip("/"), args.timeout_s)) if args.router else ()
     findings += doctor_cluster.findings(workers)
-    offered = _offered(args.transport, args.device)
+    offered = _offered(args.transport, device)
     return Diagnosis(
         version=kvbaton.__version__,
         python=platform.python_version(),
         machine=f"{platform.machine()} {platform.system()} {platform.release()}, {os.cpu_count()} cores",
         host=_host(),
+        gpus=doctor_gpu.names(gpus),
         rdma_devices=planes.rdma_devices(),
         packages=doctor_machine.packages(PACKAGES),
         planes=tuple(_planes(offered)),
@@ -129,6 +136,7 @@ def report(found: Diagnosis, screen: Screen) -> Iterator[str]:
     yield f"kvbaton {found.version}, Python {found.python}, {found.machine}"
     packages = ", ".join(f"{name} {version}" for name, version in found.packages.items())
     yield f"beside it: {packages or 'none of the packages that it can work with'}"
+    yield f"GPUs: {', '.join(f'{number}: {name}' for number, name in enumerate(found.gpus)) or 'none'}"
     yield f"RDMA devices: {', '.join(found.rdma_devices) or 'none'}"
     yield "data planes, best first:"
     for plane in found.planes:
@@ -147,7 +155,7 @@ def report(found: Diagnosis, screen: Screen) -> Iterator[str]:
 # --- what was asked for
 
 
-def _engines(args: argparse.Namespace) -> tuple[list[Engine], list[Finding]]:
+def _engines(args: argparse.Namespace, device: str) -> tuple[list[Engine], list[Finding]]:
     """The configurations that could be read, each examined alone, with its keys, and in pairs."""
     findings: list[Finding] = []
     sides: dict[doctor_read.Side, list[Engine]] = {"prefill": [], "decode": []}
@@ -156,12 +164,12 @@ def _engines(args: argparse.Namespace) -> tuple[list[Engine], list[Finding]]:
             launch, problems = doctor_read.read(side, given)
             findings += problems
             if launch is not None:
-                engine, alone = doctor_config.examine(launch)
+                engine, alone = doctor_config.examine(launch, device)
                 findings += [*alone, *_keys(engine)]
                 engines.append(engine)
     for p in sides["prefill"]:
         for d in sides["decode"]:
-            findings += doctor_pair.examine(p, d)
+            findings += doctor_pair.examine(p, d, device)
     return [*sides["prefill"], *sides["decode"]], findings
 
 

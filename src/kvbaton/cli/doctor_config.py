@@ -20,6 +20,7 @@ import msgspec
 from kvbaton.cli.arguments import CommandError
 from kvbaton.cli.doctor_finding import Finding, finding
 from kvbaton.cli.doctor_read import Launch
+from kvbaton.integrations.vllm import supported
 from kvbaton.integrations.vllm.launching import CONNECTOR
 from kvbaton.integrations.vllm.settings import FIELD, ConnectorSettings
 from kvbaton.protocol.settings import Settings
@@ -71,12 +72,11 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     def tp(self) -> int:
         if self.options is not None:
             return self.options.tp
-        text = self.launch.option("tensor_parallel_size")
-        return int(text) if text.isdigit() and int(text) > 0 else 1
+        return _number(self.launch, "tensor_parallel_size")
 
 
-def examine(launch: Launch) -> tuple[Engine, list[Finding]]:
-    """The engine, and what is wrong with it alone."""
+def examine(launch: Launch, device: str = "cpu") -> tuple[Engine, list[Finding]]:
+    """The engine, and what is wrong with it alone. `device`: where vLLM's cache will lie."""
     if launch.worker is not None:
         options, found = _worker_options(launch)
         engine = Engine(launch=launch, options=options)
@@ -89,6 +89,7 @@ def examine(launch: Launch) -> tuple[Engine, list[Finding]]:
         engine = Engine(launch=launch, settings=settings)
         if settings is not None:
             found += [*_policy(launch, transfer, settings), *_http(launch, settings)]
+            found += _refused(launch, settings.transport, device)
     if engine.told is not None:
         found += [*_times(engine), *_addresses(engine.where, engine.told)]
     if engine.is_here:
@@ -155,9 +156,33 @@ def _launch(launch: Launch) -> Iterator[Finding]:
         if value.isdigit() and int(value) > 1:
             found = f"{name}: {value} is not supported by this version"
             yield finding("parallel-unsupported", where, found, f"leave out {_flag(name)} and run {value} engines")
-    if launch.option("calculate_kv_scales") in {"True", "true"}:
+    if _is_set(launch, "calculate_kv_scales"):
         found = "calculate_kv_scales makes the KV of two engines differ"
         yield finding("parallel-unsupported", where, found, "leave it out, and use static scales")
+
+
+def _refused(launch: Launch, transport: str, device: str) -> Iterator[Finding]:
+    asked = supported.Asked(
+        device=device,
+        transport=transport,
+        sleeps=_is_set(launch, "enable_sleep_mode"),
+        cumem=_is_set(launch, "enable_cumem_allocator"),
+        allocator=supported.allocator_of(launch.variables),
+        nodes=_number(launch, "nnodes"),
+        executor=launch.option("distributed_executor_backend"),
+        ranks=_number(launch, "tensor_parallel_size") * _number(launch, "pipeline_parallel_size"),
+    )
+    for found, fix in supported.refusals(asked):
+        yield finding("parallel-unsupported", launch.where, found, fix)
+
+
+def _is_set(launch: Launch, name: str) -> bool:
+    return launch.option(name) in {"True", "true"}
+
+
+def _number(launch: Launch, name: str) -> int:
+    text = launch.option(name)
+    return int(text) if text.isdigit() and int(text) > 0 else 1
 
 
 def _model(launch: Launch) -> Iterator[Finding]:

@@ -36,7 +36,7 @@ def examine(choice: str, device: str, shm: str, engines: Sequence[Engine]) -> li
     here = [engine for engine in engines if engine.is_here]
     return [
         *python(sys.version_info[:2]), *_planes(choice, device), *_limits(), *_shm(shm, here), *_memory(here),
-        *(each for engine in engines for each in _planes_of(engine)),
+        *(each for engine in engines for each in _planes_of(engine, device)),
     ]  # fmt: skip
 
 
@@ -109,13 +109,14 @@ def _planes(choice: str, device: str) -> Iterator[Finding]:
         yield finding("seal-missing", MACHINE, "no tcp beyond loopback", MISSING.rpartition(": ")[2])
 
 
-def _planes_of(engine: Engine) -> Iterator[Finding]:
-    """What a configuration names, if it is for this host."""
+def _planes_of(engine: Engine, device: str) -> Iterator[Finding]:
+    """What a configuration names, if it is for this host. The embedded engine has its caches in host memory."""
     told = engine.told
     if told is None:
         return
     try:
-        names = planes.offered(told.transport, checksum=told.checksum, require_enforcement=told.require_enforcement)
+        where = device if engine.options is None else "cpu"
+        names = planes.offered(told.transport, where, told.checksum, told.require_enforcement)
     except OSError as error:
         if engine.is_here:
             yield finding("no-plane", engine.where, str(error), _fix_of(told.transport))

@@ -20,23 +20,23 @@ from kvbaton.protocol.compat import difference
 from kvbaton.sealed.policy import is_loopback
 from kvbaton.transports import planes
 
-CPU_BLOCK = "128"  # vLLM's own choice on CPU, where this version's caches lie
+CPU_BLOCK = "128"  # vLLM's own choice on CPU
 CONFIG_FIELDS_SHOWN = 3
 TEXT_CHARS_MAX = 300
 DTYPES = {"half": "float16", "float": "float32"}
 DEFAULTS = {"kv_cache_dtype": "auto", "quantization": "none", "tokenizer": "", "chat_template": ""}
 
 
-def examine(p: Engine, d: Engine) -> list[Finding]:
-    """What is wrong between them."""
+def examine(p: Engine, d: Engine, device: str = "cpu") -> list[Finding]:
+    """What is wrong between them. `device`: where vLLM's caches will lie."""
     where = f"{p.where} and {d.where}"
     if p.told is None or d.told is None:
         return []
-    found = [*_people(p, d, where), *_planes(p, d, where), *_times(p, d, where)]
+    found = [*_people(p, d, where), *_planes(p, d, where, device), *_times(p, d, where)]
     if (p.settings is None) is not (d.settings is None):
         fix = "pair vLLM with vLLM, and kvbaton worker with kvbaton worker"
         return [*found, finding("pair-differs", where, "engine: one is vLLM, the other is kvbaton's own", fix)]
-    return [*found, *_facts(p, d, where), *doctor_shape.examine(p, d, where)]
+    return [*found, *_facts(p, d, where, device), *doctor_shape.examine(p, d, where)]
 
 
 # --- finding each other
@@ -91,10 +91,11 @@ def _peer(one: Engine, other: Engine, where: str) -> Iterator[Finding]:
 # --- moving bytes
 
 
-def _planes(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
+def _planes(p: Engine, d: Engine, where: str, device: str) -> Iterator[Finding]:
     ours, theirs = p.told, d.told
     assert ours is not None and theirs is not None
-    here, there = _offers(ours.transport, ours.checksum), _offers(theirs.transport, theirs.checksum)
+    device = device if p.options is None else "cpu"
+    here, there = (_offers(each.transport, each.checksum, device) for each in (ours, theirs))
     common = [name for name in here if name in there]
     if not common:
         found = f"transport: P offers {', '.join(here)}, D offers {', '.join(there)}"
@@ -104,11 +105,11 @@ def _planes(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
         yield finding("pair-transport", where, found, "add tcp, or what your network has, to transport on both")
 
 
-def _offers(choice: str, checksum: planes.ChecksumChoice) -> Sequence[str]:
+def _offers(choice: str, checksum: planes.ChecksumChoice, device: str) -> Sequence[str]:
     """By name; of `auto` what this machine would offer."""
     if choice == planes.AUTO:
-        return planes.offered(choice, checksum=checksum)
-    plain = {name: planes.checksum_of(name, "cpu", checksum) == "off" for name in planes.parse(choice)}
+        return planes.offered(choice, device, checksum)
+    plain = {name: planes.checksum_of(name, device, checksum) == "off" for name in planes.parse(choice)}
     return [name if plain[name] else name + planes.SUMS for name in plain]
 
 
@@ -128,7 +129,7 @@ def _times(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
 # --- what the KV is
 
 
-def _facts(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
+def _facts(p: Engine, d: Engine, where: str, device: str) -> Iterator[Finding]:
     if p.options is not None and d.options is not None:
         yield from _differing({"seed": str(p.options.seed)}, {"seed": str(d.options.seed)}, where)
         return
@@ -140,8 +141,9 @@ def _facts(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
     if "auto" not in dtypes:
         yield from _differing({"dtype": dtypes[0]}, {"dtype": dtypes[1]}, where)
     if not doctor_shape.is_latent(p):
-        ours, theirs = ({"block_size": each.launch.option("block_size") or CPU_BLOCK} for each in (p, d))
-        yield from _differing(ours, theirs, where)
+        sizes = [each.launch.option("block_size") or (CPU_BLOCK if device == "cpu" else "") for each in (p, d)]
+        if all(sizes):  # on a GPU vLLM's own choice follows the attention backend
+            yield from _differing({"block_size": sizes[0]}, {"block_size": sizes[1]}, where)
 
 
 def _options(engine: Engine) -> dict[str, str]:

@@ -185,6 +185,9 @@ DATA_REFUSED = _counter(
     "data_refused", "Strangers that were turned away at data ports, and bad requests of peers.", _ENGINES, TRANSPORT,
     Label("reason", tuple(Cause), "see [above](#who-was-turned-away-at-a-data-port)"),
 )  # fmt: skip
+MAPPED = _gauge(
+    "mapped_bytes", "Device memory of other processes that this engine keeps open; it is not free before.", (_V,)
+)
 HTTP_MALFORMED = _counter("http_malformed", "Requests at the HTTP port that were not HTTP/1.1 or broke a bound.", (_W,))
 
 # --- the shared store

@@ -248,6 +248,10 @@ class RankLinks:
             self._refused = data_refused(self._transports.values())
         return self._refused
 
+    def mapped_bytes(self) -> int:
+        """What all ranks keep open of other processes' device memory."""
+        return sum(each.mapped_bytes for link in self._links.values() for each in link.transports.values())
+
     def is_lost(self, rank: int) -> bool:
         return rank not in self._near and self._links[rank].lost
 

@@ -207,6 +207,12 @@ class Refusals(_News, frozen=True):
     counts: Annotated[dict[Name, Number], Meta(max_length=CAUSES_MAX)]
 
 
+class MappedBytes(_News, frozen=True):
+    """How much of other processes' device memory the rank keeps open; only where that has changed."""
+
+    nbytes: Number
+
+
 class Progressed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The rank's device has finished writing this much of a lease."""
 
@@ -214,7 +220,7 @@ class Progressed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     progress: Progress
 
 
-PlaneNews = Minted | MintFailed | ConnectFailed | Ended | Rested | Fenced | Refusals
+PlaneNews = Minted | MintFailed | ConnectFailed | Ended | Rested | Fenced | Refusals | MappedBytes
 News = PlaneNews | Progressed | ShelfNews
 
 _encoder = msgspec.msgpack.Encoder()

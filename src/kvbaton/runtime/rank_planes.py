@@ -30,6 +30,7 @@ from kvbaton.runtime.rank_messages import (
     Fenced,
     LayOut,
     Lend,
+    MappedBytes,
     Mint,
     Minted,
     MintFailed,
@@ -42,6 +43,7 @@ from kvbaton.runtime.rank_messages import (
     copy_of,
 )
 from kvbaton.transports.base import Copy, CopyEnded, CopyRested, LendingTransport, Transport
+from kvbaton.transports.device import mapped_bytes_of
 from kvbaton.transports.refusals import refusals_of
 from kvbaton.transports.unnamed import UnnamedTransport
 
@@ -62,6 +64,7 @@ class HostedPlane:
         self._parts: dict[JobId, bytearray] = {}
         self._news: list[News] = []
         self._refusals: dict[str, int] = {}  # as last told
+        self._mapped_bytes = 0  # as last told
         self._closed = False
 
     def carry_out(self, command: Command) -> None:
@@ -103,8 +106,9 @@ class HostedPlane:
         return news
 
     def note_refusals(self) -> None:
-        """Make news of who was turned away since the last call."""
+        """Make news of who was turned away since the last call, and of what is mapped now."""
         self._guarded(self._count_refusals)
+        self._guarded(self._count_mapped)
 
     def close(self) -> None:
         """Ends everything; the ends are in the news afterwards. Idempotent."""
@@ -199,6 +203,12 @@ class HostedPlane:
         if found != self._refusals:
             self._refusals = found
             self._news.append(Refusals(self.name, found))
+
+    def _count_mapped(self) -> None:
+        found = mapped_bytes_of(self.transport)
+        if found != self._mapped_bytes:
+            self._mapped_bytes = found
+            self._news.append(MappedBytes(self.name, found))
 
     def _end(self, job: JobId, reason: Reason, detail: str) -> None:
         self._news.append(Ended(self.name, job, reason, True, detail[:DETAIL_CHARS_MAX]))

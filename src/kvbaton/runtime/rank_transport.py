@@ -36,6 +36,7 @@ from kvbaton.runtime.rank_messages import (
     Fenced,
     LayOut,
     Lend,
+    MappedBytes,
     Mint,
     Minted,
     MintFailed,
@@ -120,6 +121,7 @@ class RemoteTransport:
         self.capabilities = capabilities
         self.counters: Counter[str] = Counter()  # connects_refused
         self.refusals: Mapping[str, int] = {}  # as the rank last said
+        self.mapped_bytes = 0  # as the rank last said
         self._name = name
         self._link = link
         self._jobs = Jobs(COPIES_MAX)
@@ -221,6 +223,8 @@ class RemoteTransport:
             self._endpoints.take(news)
         elif isinstance(news, Refusals):
             self.refusals = news.counts
+        elif isinstance(news, MappedBytes):
+            self.mapped_bytes = news.nbytes
         elif isinstance(news, ConnectFailed):
             self.counters["connects_refused"] += 1
             if worth_saying(self.counters["connects_refused"]):

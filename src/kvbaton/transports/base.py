@@ -60,7 +60,8 @@ class Transport(Protocol):
     """A data plane of one rank. Construct, register memory, then exchange endpoints with peers.
 
     What memory is differs: `HostTransport` and `DeviceTransport` say how it is registered. One that listens may have
-    `refusals: Mapping[str, int]` too, which any thread may read: who was turned away (`refusals.Cause`).
+    `refusals: Mapping[str, int]` too, which any thread may read: who was turned away (`refusals.Cause`). One that keeps
+    memory of other processes open may have `mapped_bytes: int` (`device.mapped_bytes_of`).
     """
 
     @property

@@ -1,12 +1,19 @@
 """cuda: READ from the device memory of another process of this host, all spans of a copy by one kernel launch.
 
 P tells D the IPC handles of its allocations (`cuda_door`), D opens them (`cuda_attach`), and D's mover launches
-one kernel over a table of spans (`cuda_move.cu`) on a stream of its own. P takes no part, not even by being alive: what
-D has opened stays readable after P's death. Nothing here needs PyTorch; only the driver is called (`cuda_driver`).
+one kernel over a table of spans (`cuda_move.cu`) on a stream of its own. P takes no part, not even by running. Nothing
+here needs PyTorch; only the driver is called (`cuda_driver`).
 
 Law: only the mover touches memory. Every span is checked here, against what this side has registered and what
 the peer told, before the device hears of it. A copy ends when the device has said that its launch is over: a launch
 cannot be stopped, but it rests within milliseconds, so a cancelled copy ends as soon as that.
+
+Death: what D has opened stays allocated when P dies, and P's successor could not start in it. So the end of P's life
+line ends the copies out of P and forgets it: its memory is closed after the last launch, and the next copy is told that
+the peer is unknown, on which the ledger pairs anew, with a successor if there is one.
+
+Several GPUs: an endpoint names its device. Where D's device cannot read P's (no NVLink, no peer access over PCIe) this
+plane is given up for the pair at its first copy of nothing, and memory goes through pinned memory of the host.
 
 Streams: copies wait for nothing but their own `after`. A CUDA event there (anything with a `cuda_event`) is waited for
 by sleeping, on a stream of the gate's. Whoever reads what was delivered does so after `CopyEnded`, when the bytes are
@@ -15,6 +22,7 @@ visible to every stream of the device.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,9 +34,9 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.protocol.weave import Weave
 from kvbaton.transports.base import Capabilities, Copy, Direction, Spans, TransportEvent
-from kvbaton.transports.cuda_attach import CudaAttachment, Remote
+from kvbaton.transports.cuda_attach import CudaAttachment, Limits, Mapped, Remote
 from kvbaton.transports.cuda_door import CudaDoor, CudaEndpoint, parse_endpoint
-from kvbaton.transports.cuda_driver import SHARE, CudaGpu, Gpu, check_share
+from kvbaton.transports.cuda_driver import SHARE, CudaError, CudaGpu, Gpu, check_share
 from kvbaton.transports.cuda_gate import quiet_event
 from kvbaton.transports.cuda_mover import CudaMover, Due
 from kvbaton.transports.cuda_table import check_weave, parts_of
@@ -38,6 +46,8 @@ from kvbaton.transports.jobs import Job, Jobs
 from kvbaton.transports.loop import Loop
 from kvbaton.transports.mover import choose_mover
 from kvbaton.transports.shm_door import host_identity
+
+log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
 CAPABILITIES = Capabilities(
@@ -56,6 +66,7 @@ class CudaConfig(msgspec.Struct, frozen=True):
     device: int = 0
     copies_max: int = 1024
     dial_deadline_s: float = 5.0
+    idle_s: float = 60.0  # memory of a peer that nobody read from for so long is closed until it is needed again
     share: float = SHARE  # of the device's multiprocessors
 
     def __post_init__(self) -> None:
@@ -76,6 +87,8 @@ class CudaTransport:
         self._jobs = Jobs(self._config.copies_max)
         self._memory = RegisteredDevice(self._config.device)
         self._peers: dict[PeerId, CudaAttachment] = {}
+        self._mapped = Mapped()
+        self._limits = Limits(self._config.dial_deadline_s, self._config.idle_s)
         self._gate = Gate(f"kvbaton-cuda-gate-{me}")
         self._loop = Loop(f"kvbaton-cuda-door-{me}")
         self._door = CudaDoor(me, self._gpu, self._loop, self._config.dial_deadline_s)
@@ -91,6 +104,11 @@ class CudaTransport:
         """Who was turned away here; see `refusals.Cause`."""
         return self._door.refusals
 
+    @property
+    def mapped_bytes(self) -> int:
+        """Of other processes' device memory that is open here, and cannot be free before it is closed."""
+        return self._mapped.nbytes
+
     def register(self, region: int, memory: DeviceMemory) -> None:
         """It must stay allocated until `close`; whoever gets an endpoint is trusted with all of its allocation."""
         self._memory.add(region, memory)
@@ -98,23 +116,30 @@ class CudaTransport:
 
     def endpoint(self, peer: PeerId) -> bytes:
         """Listens from the first call on. The same until `peer` is disconnected, then a new one."""
-        there = CudaEndpoint(self._me, host_identity(), self._door.listen(), self._door.keyring.mint(peer))
-        return msgspec.msgpack.encode(there)
+        name, secret = self._door.listen(), self._door.keyring.mint(peer)
+        return msgspec.msgpack.encode(CudaEndpoint(self._me, host_identity(), name, secret, self._gpu.uuid))
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        """Asks for the peer's handles right away, in the background; the first copy opens them."""
+        """Asks for the peer's handles right away, in the background; the first copy opens them.
+
+        A device that ours cannot read fails the copies, with the reason: so the pair takes the next plane and says why.
+        """
         there = parse_endpoint(peer, endpoint)
+        problem = self._no_way_to(there)
         with self._jobs:
             if peer in self._peers and self._peers[peer].there == there:
                 return
             self._forget(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
-            self._peers[peer] = CudaAttachment(self._me, there, self._loop, self._jobs, self._config.dial_deadline_s)
-            self._peers[peer].dial()
+            attachment = CudaAttachment(self._me, there, self._loop, self._jobs, self, self._mapped, self._limits)
+            self._peers[peer] = attachment
+            attachment.problem = problem
+            if not problem:
+                attachment.dial()
 
     def disconnect(self, peer: PeerId) -> None:
-        """What `peer` has opened already it keeps until it lets go; it is told nothing new."""
+        """`peer` is told nothing new, and to let go of what it has opened; nothing here can make it."""
         with self._jobs:
-            self._door.keyring.revoke(peer)
+            self._door.revoke(peer)
             self._forget(peer, Reason.PEER_GONE, "disconnected")
 
     def fence(self, peer: PeerId) -> None:
@@ -161,10 +186,23 @@ class CudaTransport:
             self._jobs.abandon(job, Reason.CANCELLED)
         self._memory.clear()
 
+    def on_lost(self, peer: PeerId, attachment: CudaAttachment, detail: str) -> None:
+        """See `cuda_attach.Owner`."""
+        if self._peers.get(peer) is attachment:
+            log.info("%s has ended, or has disconnected us (%s): its device memory is let go of", peer, detail)
+            self._forget(peer, Reason.TRANSFER_FAILED, f"{peer} has ended, or has disconnected us: {detail}")
+
+    def retire(self, remote: Remote) -> None:
+        """See `cuda_attach.Owner`."""
+        if remote.shut():
+            self._mover.after(partial(remote.close, self._gpu))
+
     def _refusal(self, copy: Copy) -> tuple[Reason, str] | None:
         """Why a copy cannot even begin."""
         if copy.peer not in self._peers:
             return Reason.PEER_UNKNOWN, f"{copy.peer} is not connected"
+        if self._peers[copy.peer].problem:
+            return Reason.UNREACHABLE, self._peers[copy.peer].problem
         if copy.direction is Direction.WRITE:
             return Reason.NO_TRANSPORT, "cuda offers no WRITE: the receiver copies"
         if self._memory.get(copy.local_region) is None:
@@ -172,6 +210,17 @@ class CudaTransport:
         if self._mover.broken:
             return Reason.TRANSFER_FAILED, self._mover.broken
         return None
+
+    def _no_way_to(self, there: CudaEndpoint) -> str:
+        """Why this device cannot read the peer's; "" when it can, or when only opening its memory can tell."""
+        try:
+            can = self._gpu.reaches(there.device) if there.device else None
+        except CudaError as error:
+            return f"cannot ask for peer access: {error}"
+        if can is not False:
+            return ""
+        gpus = f"from GPU {self._gpu.uuid} to GPU {there.device} of {there.owner}"
+        return f"no peer access {gpus}; see nvidia-smi topo -p2p r"
 
     def _start(self, job: Job, problem: str) -> None:
         with self._jobs:
@@ -221,5 +270,5 @@ class CudaTransport:
         for job in self._jobs.of_peer(peer):
             self._stop(job, reason, detail)
         gone = self._peers.pop(peer, None)
-        if gone is not None and gone.remote is not None:
-            self._mover.after(partial(gone.remote.close, self._gpu))
+        if gone is not None:
+            gone.close()

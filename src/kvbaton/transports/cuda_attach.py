@@ -1,13 +1,18 @@
 """D's side of cuda: how a peer's handles come here, who waits for them, and the memory that they open.
 
-Law: memory is opened and closed by the mover only, opened by the first copy that needs it and closed when the peer was
-forgotten and the last copy out of it has ended. A region lies wholly inside an allocation that was passed.
+Laws: memory is opened and closed by the mover only, opened by the first copy that needs it and closed when the last
+copy out of it has ended. A region lies wholly inside an allocation that was passed. What is open here stays allocated
+after its owner's death, so it is closed as soon as the owner's life line ends (`cuda_door`), and when nobody has read
+from it for a while; the next copy opens it again. An owner that stands still keeps its line: reading goes on.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -15,18 +20,39 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.auth import greet
 from kvbaton.transports.cuda_door import LIFE, TABLE_BYTES_MAX, CudaEndpoint, Shared
-from kvbaton.transports.cuda_driver import HANDLE_BYTES, Gpu
+from kvbaton.transports.cuda_driver import HANDLE_BYTES, CudaError, Gpu
 from kvbaton.transports.jobs import Job, Jobs
-from kvbaton.transports.loop import Loop
+from kvbaton.transports.loop import Loop, Timer
 from kvbaton.transports.shm_attach import dial
 from kvbaton.transports.shm_door import LENGTH
 from kvbaton.transports.wire import Script, Wire, take
 
+INVALID_VALUE = 1
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """On the connection to one peer."""
+
+    dial_deadline_s: float
+    idle_s: float  # that memory stays open although nobody reads from it
+
+
+class Mapped:
+    """How many bytes of other processes are open here: their memory is not free before we let go of it."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
+
 
 class Remote:
-    """The memory of one peer, as far as it was told and opened."""
+    """The memory of one peer, as far as it was told and opened. Once shut it stays shut; see `anew`."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: Shared, mapped: Mapped | None = None) -> None:
         """ValueError for places that lie outside their allocations."""
         for place in shared.places:
             if not 0 <= place.allocation < len(shared.allocations) or place.size < 1:
@@ -37,7 +63,18 @@ class Remote:
             raise ValueError(f"a handle has {HANDLE_BYTES} bytes")
         self._shared = shared
         self._places = {place.region: place for place in shared.places}
+        self._mapped = mapped or Mapped()
         self._bases: dict[int, int] = {}
+        self._shut = False
+        self._lock = threading.Lock()  # or what is being opened while it is shut would stay open
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._bases)
+
+    def anew(self) -> Remote:
+        """The same memory, not opened yet."""
+        return Remote(self._shared, self._mapped)
 
     def size_of(self, region: int) -> int | None:
         place = self._places.get(region)
@@ -46,35 +83,93 @@ class Remote:
     def address_of(self, region: int, gpu: Gpu) -> int:
         """Where a known region begins in this process; opens its allocation. CudaError. By the mover."""
         place = self._places[region]
-        if place.allocation not in self._bases:
-            allocation = self._shared.allocations[place.allocation]
-            ours = self._shared.life == LIFE
-            self._bases[place.allocation] = allocation.base if ours else gpu.open(allocation.handle)
-        return self._bases[place.allocation] + place.offset
+        base = self._bases.get(place.allocation)
+        if base is None:
+            base = self._open(place.allocation, gpu)
+        return base + place.offset
+
+    def shut(self) -> bool:
+        """Nothing more is opened; whether something is, and waits for `close`. By any thread."""
+        with self._lock:
+            self._shut = True
+            return bool(self._bases)
 
     def close(self, gpu: Gpu) -> None:
-        """By the mover, when no copy out of it is under way."""
-        bases, self._bases = self._bases, {}
-        if self._shared.life != LIFE:
-            for base in bases.values():
-                gpu.close(base)
+        """By the mover, after `shut`, when no copy out of it is under way. CudaError, after all was tried."""
+        problem: CudaError | None = None
+        for index, base in self._bases.items():
+            try:
+                self._close(index, base, gpu)
+            except CudaError as error:
+                problem = error
+        self._bases = {}
+        if problem is not None:
+            raise problem
+
+    @property
+    def _is_foreign(self) -> bool:
+        return self._shared.life != LIFE
+
+    def _open(self, index: int, gpu: Gpu) -> int:
+        """By one thread of the mover's, without the lock: the driver may take a while."""
+        if self._shut:  # a copy that has failed had parts to come
+            raise CudaError("cuIpcOpenMemHandle_v2", INVALID_VALUE, "the peer is gone")
+        allocation = self._shared.allocations[index]
+        base = allocation.base
+        if self._is_foreign:
+            try:
+                base = gpu.open(allocation.handle)
+            except CudaError as error:
+                error.sticky = False  # how a dead or foreign handle is answered varies; a lost device says so again
+                raise
+            self._mapped.add(allocation.size)
+        with self._lock:
+            if not self._shut:
+                self._bases[index] = base
+                return base
+        self._close(index, base, gpu)
+        raise CudaError("cuIpcOpenMemHandle_v2", INVALID_VALUE, "the peer has gone meanwhile")
+
+    def _close(self, index: int, base: int, gpu: Gpu) -> None:
+        if self._is_foreign:
+            gpu.close(base)
+            self._mapped.add(-self._shared.allocations[index].size)
+
+
+class Owner(Protocol):
+    """The transport that has the copies and the mover. It holds the lock of the jobs when it is called."""
+
+    def on_lost(self, peer: PeerId, attachment: CudaAttachment, detail: str) -> None:
+        """The peer's life line has ended."""
+
+    def retire(self, remote: Remote) -> None:
+        """Nobody will use `remote` any more: close it when no copy reads from it."""
 
 
 class CudaAttachment:
     """How one peer is reached, and the copies that wait for its handles. Dialled at once, and again when needed."""
 
-    def __init__(self, me: PeerId, there: CudaEndpoint, loop: Loop, jobs: Jobs, deadline_s: float) -> None:
+    def __init__(
+        self, me: PeerId, there: CudaEndpoint, loop: Loop, jobs: Jobs, owner: Owner, mapped: Mapped, limits: Limits
+    ) -> None:
         self.there = there
+        self.problem = ""  # why nothing can be read there
         self.remote: Remote | None = None
         self._me = me
         self._loop = loop
         self._jobs = jobs
-        self._deadline_s = deadline_s
+        self._owner = owner
+        self._mapped = mapped
+        self._limits = limits
         self._dialling = False
         self._waiting: deque[tuple[Job, Callable[[Remote], None]]] = deque()
+        self._used_at = 0.0
+        self._line: Wire | None = None  # touched on the loop only, as is the timer
+        self._timer: Timer | None = None
 
     def use(self, job: Job, then: Callable[[Remote], None]) -> None:
         """Call `then` with the peer's memory, now or on the loop; or fail the job. The caller holds the lock."""
+        self._used_at = time.monotonic()
         if self.remote is not None:
             then(self.remote)
             return
@@ -91,34 +186,47 @@ class CudaAttachment:
         """Forget a job that has failed while it waited. The caller holds the lock."""
         self._waiting = deque(item for item in self._waiting if item[0] is not job)
 
+    def close(self) -> None:
+        """The peer was forgotten. The caller holds the lock."""
+        remote, self.remote = self.remote, None
+        if remote is not None:
+            self._owner.retire(remote)
+        self._loop.call(self._hang_up)
+
     def _open(self) -> None:
         try:
             sock = dial(self.there.name)
         except (OSError, ProtocolError) as error:
             self._done(None, str(error))
             return
-        limit = self._loop.later(self._deadline_s, lambda: wire.close(f"no answer within {self._deadline_s} s"))
+        deadline_s = self._limits.dial_deadline_s
+        self._timer = self._loop.later(deadline_s, lambda: wire.close(f"no answer within {deadline_s} s"))
 
         def closed(detail: str, _by_peer: bool) -> None:
-            limit.cancel()
+            self._cancel_timer()
+            self._line = None
             self._done(None, detail)
+            self._lost(detail)
 
-        wire = Wire(self._loop, sock, closed)
+        wire = self._line = Wire(self._loop, sock, closed)
         wire.open(self._talk(wire))
 
     def _talk(self, wire: Wire) -> Script:
-        """Prove ourselves, receive the handles."""
+        """Prove ourselves, receive the handles; then the line is only there to end."""
         yield from greet(wire, self.there.secret, self._me, self.there.owner, 0)
         head = yield from take(LENGTH.size)
         table = yield from take(min(LENGTH.unpack(head)[0], TABLE_BYTES_MAX))
         try:
-            remote = Remote(msgspec.msgpack.decode(table, type=Shared))
+            remote = Remote(msgspec.msgpack.decode(table, type=Shared), self._mapped)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(Reason.BAD_MESSAGE, f"regions that cannot be opened: {error}") from None
         self._done(remote, "")
+        self._look()
+        yield from take(1)
+        raise ProtocolError(Reason.BAD_MESSAGE, "it spoke on its life line")
 
     def _done(self, remote: Remote | None, detail: str) -> None:
-        """The first word on a dial counts; the connection that closes after a success says nothing new."""
+        """The first word on a dial counts."""
         with self._jobs:
             if not self._dialling:
                 return
@@ -130,3 +238,28 @@ class CudaAttachment:
                     self._jobs.fail(job, Reason.UNREACHABLE, problem)
                 else:
                     then(remote)
+
+    def _lost(self, detail: str) -> None:
+        with self._jobs:
+            if self.remote is not None:
+                self._owner.on_lost(self.there.owner, self, detail)
+
+    def _look(self) -> None:
+        """Let go of what nobody has read from for a while, and look again later."""
+        self._cancel_timer()
+        with self._jobs:
+            remote, idle_s = self.remote, time.monotonic() - self._used_at
+            is_idle = idle_s >= self._limits.idle_s and not self._jobs.of_peer(self.there.owner)
+            if remote is not None and remote.is_open and is_idle:
+                self.remote = remote.anew()
+                self._owner.retire(remote)
+        self._timer = self._loop.later(self._limits.idle_s, self._look)
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.close("forgotten")
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

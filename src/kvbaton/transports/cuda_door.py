@@ -3,11 +3,16 @@
 Law: a handle goes only to a process of the same user that has proven the secret minted for it. CUDA knows no read-only
 handle and takes none back: who holds one can read and write that whole allocation for as long as it likes. Endpoints
 therefore go to authenticated peers only, and those are trusted with the allocations that the registered memory lies in.
+
+The connection over which the handles went stays open, as a life line: nobody says a word on it, and the kernel ends it
+when either process dies, so the reader lets go of a dead owner's memory at once. One line for each peer, a bounded
+number in all, on the one loop; a peer that speaks on its line, or whose secret is revoked, loses it. (A child that the
+owner forks holds its line too, and its memory.)
 """
 
 from __future__ import annotations
 
-import contextlib
+import re
 import secrets
 import socket
 
@@ -21,10 +26,13 @@ from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.loop import Loop
 from kvbaton.transports.memory import REGIONS_MAX
 from kvbaton.transports.reception import BACKLOG, Reception
-from kvbaton.transports.refusals import Refusals
+from kvbaton.transports.refusals import Cause, Refusals, Refused, cause_of
 from kvbaton.transports.shm_door import LENGTH, NAME_PREFIX, STRANGERS_MAX, host_identity, same_user
+from kvbaton.transports.wire import Bytes as Message
+from kvbaton.transports.wire import Script, Wire, take
 
 TABLE_BYTES_MAX = (HANDLE_BYTES + 64) * REGIONS_MAX
+LINES_MAX = 512
 LIFE = secrets.token_bytes(16)
 """Of this process: CUDA opens no handle in the process that made it, and there is no need to."""
 
@@ -36,6 +44,7 @@ class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="cuda1"):
     host: str
     name: str
     secret: bytes
+    device: str = ""  # its UUID, as hexadecimal digits
 
 
 class CudaPlace(msgspec.Struct, frozen=True, array_like=True):
@@ -69,6 +78,8 @@ class CudaDoor:
     def __init__(self, me: PeerId, gpu: Gpu, loop: Loop, handshake_s: float) -> None:
         self._name = NAME_PREFIX + secrets.token_hex(16)
         self._gpu = gpu
+        self._loop = loop
+        self._lines: dict[PeerId, Wire] = {}  # touched on the loop only
         self._allocations: list[Allocation] = []
         self._places: list[CudaPlace] = []
         self._reception = Reception(me, loop, same_user, self._welcome, STRANGERS_MAX, handshake_s)
@@ -102,6 +113,11 @@ class CudaDoor:
         self._reception.listen(self._create)
         return self._name[1:]
 
+    def revoke(self, peer: PeerId) -> None:
+        """Tell `peer` nothing new, and end its line: it is to let go of what it has opened."""
+        self.keyring.revoke(peer)
+        self._loop.call(lambda: self._hang_up(peer))
+
     def _allocation(self, base: int, size: int) -> int:
         for index, known in enumerate(self._allocations):
             if known.base == base:
@@ -116,12 +132,36 @@ class CudaDoor:
         return listener
 
     def _welcome(self, admitted: Admitted, sock: socket.socket) -> None:
+        peer = admitted.peer
+        if not self.keyring.still_admits(admitted):
+            sock.close()
+            return
+        self._hang_up(peer)  # it has dialled again
+        if len(self._lines) >= LINES_MAX:
+            self.refusals.add(Cause.FULL)
+            sock.close()
+            return
+
+        def closed(_detail: str, _by_peer: bool) -> None:
+            if self._lines.get(peer) is wire:
+                del self._lines[peer]
+            if wire.fault is not None:
+                self.refusals.add(cause_of(wire.fault))
+
+        wire = self._lines[peer] = Wire(self._loop, sock, closed)
         table = msgspec.msgpack.encode(Shared(LIFE, self._allocations, self._places))
-        with sock, contextlib.suppress(OSError):  # who left meanwhile, left
-            if self.keyring.still_admits(admitted):
-                sock.setblocking(True)
-                sock.settimeout(1.0)  # 32 KiB at most, into an empty buffer
-                sock.sendall(LENGTH.pack(len(table)) + table)
+        wire.out.append(Message(LENGTH.pack(len(table)) + table))
+        wire.open(_silence(peer))
+
+    def _hang_up(self, peer: PeerId) -> None:
+        line = self._lines.get(peer)
+        if line is not None:
+            line.close("hung up")
+
+
+def _silence(peer: PeerId) -> Script:
+    yield from take(1)
+    raise Refused(Cause.BAD_MESSAGE, f"{peer} spoke on its life line")
 
 
 def parse_endpoint(peer: PeerId, endpoint: bytes) -> CudaEndpoint:
@@ -136,4 +176,6 @@ def parse_endpoint(peer: PeerId, endpoint: bytes) -> CudaEndpoint:
         raise ValueError(f"{peer} is on another host or in another network namespace; cuda reaches only this one")
     if len(there.secret) != SECRET_BYTES or not there.name:
         raise ValueError("the endpoint has no usable name or secret")
+    if not re.fullmatch("[0-9a-f]{0,32}", there.device):
+        raise ValueError("the endpoint names no device: its UUID has 32 hexadecimal digits")
     return there

@@ -31,6 +31,7 @@ _BLOCKING, _NO_TIMING = 1, 2
 _NON_BLOCKING = 1
 _PORTABLE, _MAPPED = 1, 2
 _LAZY_PEER_ACCESS = 1
+_IPC_SUPPORTED = 125  # CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED, by which a device says whether it has IPC at all
 _PASSING = frozenset({1, 2, 201, 205, 206, 208, 217, 600, 712, 801, 803})
 """Refusals of one call: invalid value, out of memory, handle or mapping refused, not supported. All others stay."""
 
@@ -50,6 +51,11 @@ class Gpu(Protocol):
     device: int
     blocks: int
     """Of a grid, at most: each takes a multiprocessor."""
+    uuid: str
+    """The same in every process of the host, whatever is visible there and in which order."""
+
+    def reaches(self, uuid: str) -> bool | None:
+        """Whether this device can read that one's memory; None where it is not visible here, so nobody can tell."""
 
     def __enter__(self) -> Gpu: ...
     def __exit__(self, *_: object) -> None: ...
@@ -123,6 +129,8 @@ class CudaGpu:
         self._ask("cuDeviceGet", ctypes.byref(number), device)
         self._ask("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
         self._context = context
+        self._number = number
+        self.uuid = self._uuid(number.value)
         count = ctypes.c_int()
         self._ask("cuDeviceGetAttribute", ctypes.byref(count), _MULTIPROCESSORS, number)
         self.multiprocessors = count.value
@@ -139,6 +147,17 @@ class CudaGpu:
             for entry in (MOVE, DIGEST):
                 function = self._functions[entry] = ctypes.c_void_p()
                 self._ask("cuModuleGetFunction", ctypes.byref(function), module, entry)
+
+    def reaches(self, uuid: str) -> bool | None:
+        if uuid == self.uuid:
+            return True
+        number, can = ctypes.c_int(), ctypes.c_int()
+        for device in range(self._count()):
+            self._ask("cuDeviceGet", ctypes.byref(number), device)
+            if self._uuid(number.value) == uuid:
+                self._ask("cuDeviceCanAccessPeer", ctypes.byref(can), self._number, number)
+                return bool(can.value)
+        return None
 
     def __enter__(self) -> CudaGpu:
         self._ask("cuCtxPushCurrent_v2", self._context)
@@ -199,7 +218,8 @@ class CudaGpu:
     def record(self, event: int, stream: int) -> None:
         """Keeps the GIL, as the one call that an engine's own thread makes in its forward: getting it back from a busy
         thread takes up to 5 ms, recording takes one microsecond."""
-        self._check("cuEventRecord", self._brief.cuEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream)))
+        status = self._brief.cuEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream))
+        _check(self._cuda, "cuEventRecord", status)
 
     def wait(self, event: int) -> None:
         self._ask("cuEventSynchronize", ctypes.c_void_p(event))
@@ -228,6 +248,16 @@ class CudaGpu:
             self._ask("cuLaunchKernel", self._functions[entry], *shape, ctypes.c_void_p(stream), arguments, None)
             self.record(self._lane.last, stream)
 
+    def _count(self) -> int:
+        count = ctypes.c_int()
+        self._ask("cuDeviceGetCount", ctypes.byref(count))
+        return count.value
+
+    def _uuid(self, number: int) -> str:
+        found = (ctypes.c_ubyte * 16)()
+        self._ask("cuDeviceGetUuid_v2", found, number)
+        return bytes(found).hex()
+
     def _make(self, call: str, *arguments: Any) -> int:
         """Calls that give something back through their first argument."""
         made = ctypes.c_uint64()
@@ -235,14 +265,48 @@ class CudaGpu:
         return made.value
 
     def _ask(self, call: str, *arguments: Any) -> None:
-        """Every call goes through here, and its errors are translated here."""
-        self._check(call, getattr(self._cuda, call)(*arguments))
+        """Every call goes through here."""
+        _ask(self._cuda, call, *arguments)
 
-    def _check(self, call: str, status: int) -> None:
-        if status:
-            name = ctypes.c_char_p()
-            self._cuda.cuGetErrorName(status, ctypes.byref(name))
-            raise CudaError(call, status, (name.value or b"?").decode())
+
+class CudaHost:
+    """The devices that are visible, looked at without using any of them."""
+
+    def __init__(self) -> None:
+        """ImportError without a driver, CudaError without a device."""
+        self._cuda = load()
+        _ask(self._cuda, "cuInit", 0)
+        self.count = self._int("cuDeviceGetCount")
+        self._numbers = [self._int("cuDeviceGet", index) for index in range(self.count)]
+
+    def name(self, device: int) -> str:
+        text = ctypes.create_string_buffer(128)
+        _ask(self._cuda, "cuDeviceGetName", text, len(text), self._numbers[device])
+        return text.value.decode(errors="replace")
+
+    def shares(self, device: int) -> bool:
+        """Whether other processes can open its memory."""
+        return bool(self._int("cuDeviceGetAttribute", _IPC_SUPPORTED, self._numbers[device]))
+
+    def reaches(self, device: int, other: int) -> bool:
+        return bool(self._int("cuDeviceCanAccessPeer", self._numbers[device], self._numbers[other]))
+
+    def _int(self, call: str, *arguments: int) -> int:
+        found = ctypes.c_int()
+        _ask(self._cuda, call, ctypes.byref(found), *arguments)
+        return found.value
+
+
+def _ask(cuda: ctypes.CDLL, call: str, *arguments: Any) -> None:
+    """Errors are translated here."""
+    _check(cuda, call, getattr(cuda, call)(*arguments))
+
+
+def _check(cuda: ctypes.CDLL, call: str, status: int) -> None:
+    if status:
+        name = ctypes.c_char_p()
+        cuda.cuGetErrorName(status, ctypes.byref(name))
+        raise CudaError(call, status, (name.value or b"?").decode())
 
 
 def check_share(share: float) -> None:

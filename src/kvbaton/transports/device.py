@@ -23,6 +23,11 @@ class DeviceMemory(msgspec.Struct, frozen=True):
             raise ValueError(f"{self}: expected an address above 0, at least one byte and a device from 0 on")
 
 
+def mapped_bytes_of(transport: object) -> int:
+    """What a data plane keeps open of other processes' device memory. One that maps none (it is optional) has 0."""
+    return max(int(getattr(transport, "mapped_bytes", 0)), 0)
+
+
 class RegisteredDevice:
     """The memory that a transport may touch, by region number: all of one device."""
 

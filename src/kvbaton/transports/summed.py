@@ -42,6 +42,7 @@ from kvbaton.transports.base import (
     PageTable,
     TransportEvent,
 )
+from kvbaton.transports.device import mapped_bytes_of
 from kvbaton.transports.jobs import Job, Jobs
 from kvbaton.transports.loans import GRACE_S, Loans
 from kvbaton.transports.loop import Loop
@@ -137,6 +138,10 @@ class SummedTransport:
     def refusals(self) -> Mapping[str, int]:
         """At the sum service and, where it counts them, at the inner plane's own port."""
         return refusals_of(self._service, self._inner)
+
+    @property
+    def mapped_bytes(self) -> int:
+        return mapped_bytes_of(self._inner)
 
     def register(self, region: int, memory: Any) -> None:
         """Of the kind that the inner plane moves."""

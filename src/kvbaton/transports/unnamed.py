@@ -11,6 +11,7 @@ from typing import cast
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.transports.base import Copy, LendingTransport, Loan, PageTable, Transport, TransportEvent
+from kvbaton.transports.device import mapped_bytes_of
 from kvbaton.transports.refusals import refusals_of
 
 
@@ -42,6 +43,10 @@ class UnnamedTransport:
     @property
     def refusals(self) -> Mapping[str, int]:
         return refusals_of(self._inner)
+
+    @property
+    def mapped_bytes(self) -> int:
+        return mapped_bytes_of(self._inner)
 
     def register(self, region: int, memory: memoryview) -> None:
         raise NotImplementedError("memory is registered by whoever makes the real transport")

@@ -86,7 +86,7 @@ class Side:
         self.turned_away = {"tcp:left": 0, "tcp:bad_proof": 2}
         self.presence = SimpleNamespace(
             node=SimpleNamespace(ledger=SimpleNamespace(desk=desk, producer=producer, consumer=consumer), faults={}),
-            links=SimpleNamespace(data_refused=lambda: self.turned_away),
+            links=SimpleNamespace(data_refused=lambda: self.turned_away, mapped_bytes=lambda: 1 << 30),
             control=SimpleNamespace(counters={"connections": 3, "admitted": 2}),
             loop=SimpleNamespace(faults=0),
             doorway=SimpleNamespace(pinned_blocks=5, put_blocks=1),
@@ -164,6 +164,7 @@ def test_vllms_page_has_the_names_of_the_list(stats: ModuleType) -> None:
     assert value("kvbaton_stage_seconds_sum", stage="copy", mode="pull", transport="shm") == 1.0
     assert value("kvbaton_data_refused_total", transport="tcp", reason="bad_proof") == 2
     assert value("kvbaton_data_refused_total", transport="tcp", reason="left") == 0
+    assert value("kvbaton_mapped_bytes") == 1 << 30
     assert value("kvbaton_pinned_blocks") == 6 and value("kvbaton_lease_hold_max_seconds") == 180
     assert value("vllm:nixl_num_failed_transfers_total") == 1, "the one that was refused"
     assert value("vllm:nixl_xfer_time_seconds_count") == 1 and value("vllm:nixl_bytes_transferred_count") == 2

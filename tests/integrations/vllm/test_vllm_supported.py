@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +12,15 @@ from kvbaton.integrations.vllm import supported, versions
 from kvbaton.integrations.vllm.settings import ConnectorSettings
 
 
-def config(role: str = "kv_both", engine_id: str = "0f3a", **parallel: Any) -> Any:
+def config(role: str = "kv_both", engine_id: str = "0f3a", device: str = "", model: Any = None, **parallel: Any) -> Any:
     transfer = SimpleNamespace(
         kv_role=role, engine_id=engine_id, kv_connector="BatonConnector", kv_load_failure_policy="recompute",
         is_kv_producer=role != "kv_consumer", is_kv_consumer=role != "kv_producer",
     )  # fmt: skip
     return SimpleNamespace(
-        kv_transfer_config=transfer, parallel_config=SimpleNamespace(**parallel), cache_config=SimpleNamespace()
-    )
+        kv_transfer_config=transfer, parallel_config=SimpleNamespace(**parallel), cache_config=SimpleNamespace(),
+        model_config=SimpleNamespace(**(model or {})), device_config=SimpleNamespace(device_type=device),
+    )  # fmt: skip
 
 
 def settings(**more: Any) -> ConnectorSettings:
@@ -46,6 +48,64 @@ def test_one_engine_is_taken() -> None:
     supported.check(config(data_parallel_size=1, data_parallel_index=0, data_parallel_rank=0), settings())
     supported.check(config("kv_producer"), settings())
     supported.check(config(), settings(store="tcp://127.0.0.1:7710", role="prefill"))
+
+
+class RayExecutor:
+    uses_ray = True
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ({"nnodes": 2}, "nnodes: 2: ranks on other hosts .* run one engine on each host"),
+        ({"distributed_executor_backend": "ray", "world_size": 2}, "executor_backend: ray .* mp"),
+        ({"distributed_executor_backend": RayExecutor, "world_size": 2}, "executor_backend: ray .* mp"),
+        ({"distributed_executor_backend": "external_launcher", "world_size": 2}, "external_launcher .* mp"),
+        ({"device": "xpu"}, "caches on xpu cannot be handed over"),
+        ({"device": "tpu"}, "caches on tpu cannot be handed over"),
+        ({"device": "cuda", "model": {"enable_sleep_mode": True, "enable_cumem_allocator": True}}, "--enable-sleep-m"),
+        ({"device": "cuda", "model": {"enable_cumem_allocator": True}}, "no IPC handle.*staged-shm,staged-tcp"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_fix(found: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=f"^kvbaton: .*{told}"):
+        supported.check(config(**found), settings())
+
+
+@pytest.mark.parametrize("name", supported.ALLOCATOR)
+@pytest.mark.parametrize("value", ["expandable_segments:True", "max_split_size_mb:64,expandable_segments: True"])
+def test_segments_that_expand_are_refused_on_a_gpu_whatever_variable_has_them(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM looks at one of the two only."""
+    supported.check(config(device="cuda"), settings())
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="leave expandable_segments out of PYTORCH_ALLOC_CONF and"):
+        supported.check(config(device="cuda"), settings())
+    supported.check(config(device="cpu"), settings())
+    monkeypatch.setenv(name, value.replace("True", "False"))
+    supported.check(config(device="cuda"), settings())
+
+
+def test_amds_gpus_are_not_mistaken_for_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = SimpleNamespace(version=SimpleNamespace(hip="6.4"))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with pytest.raises(ValueError, match="caches on rocm cannot"):
+        supported.check(config(device="cuda"), settings())
+    torch.version.hip = None
+    supported.check(config(device="cuda"), settings())
+
+
+def test_a_pool_without_handles_is_taken_where_no_handle_is_needed() -> None:
+    found = config(device="cuda", model={"enable_cumem_allocator": True})
+    supported.check(found, settings(transport="staged-shm,staged-tcp"))
+    with pytest.raises(ValueError, match="no IPC handle"):
+        supported.check(found, settings(transport="cuda,staged-tcp"))
+
+
+def test_one_rank_under_ray_is_taken() -> None:
+    supported.check(config(distributed_executor_backend="ray", world_size=1), settings())
+    supported.check(config(distributed_executor_backend="mp", world_size=2, nnodes=1), settings())
 
 
 def test_a_child_of_a_rank_is_refused_by_the_outer_engine_id() -> None:

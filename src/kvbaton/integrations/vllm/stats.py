@@ -101,6 +101,7 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
         gauges["oldest_lease_seconds"] = float(int(gauges["oldest_lease_seconds"]))
         gauges["pinned_blocks"] = presence.doorway.pinned_blocks + side.stored.held_blocks
         gauges["store_pins"] = presence.doorway.put_blocks + side.stored.held_blocks
+        gauges["mapped_bytes"] = presence.links.mapped_bytes()
         rows = side.tray.take()
         if not fresh and not rows and gauges == side.gauges_told:
             return None

@@ -6,15 +6,110 @@ Nothing of vLLM is imported: fields are looked up as they are in 0.30 to 0.32, a
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
+
 from kvbaton.integrations.vllm.settings import FIELD, ConnectorSettings
+from kvbaton.transports import planes
 
 RANK_OF_ENGINE = re.compile(r"_dp\d+\Z")
 """What vLLM appends to the engine id of each data-parallel rank; of rank 0 of a dense model nothing else is left."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""PyTorch reads the first that is set; vLLM itself looks at the second alone."""
+EXPANDABLE = re.compile(r"expandable_segments\s*:\s*True")
+SCATTERED = ("ray", "external_launcher")
+"""Executors that may start ranks on other hosts, or a scheduler in each rank."""
 SPLIT = ("decode_context_parallel_size", "prefill_context_parallel_size")
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a launch decides whether its caches can be handed over at all: of a running vLLM, or of a command."""
+
+    device: str = "cpu"  # cpu, cuda, rocm, xpu, tpu, …
+    transport: str = planes.AUTO
+    sleeps: bool = False
+    cumem: bool = False
+    allocator: str = ""  # PyTorch's, as its environment variable has it
+    nodes: int = 1
+    executor: str = ""
+    ranks: int = 1
+
+
+def refusals(asked: Asked) -> Iterator[tuple[str, str]]:
+    """(what was found and why it cannot work, what to change): also for `kvbaton doctor`, which asks before vLLM."""
+    if asked.nodes > 1:
+        yield (
+            f"nnodes: {asked.nodes}: ranks on other hosts are not supported by this version",
+            "leave out --nnodes, run one engine on each host, and let the router choose among them",
+        )
+    if asked.ranks > 1 and asked.executor in SCATTERED:
+        yield (
+            f"distributed_executor_backend: {asked.executor} may start ranks on other hosts, which this version cannot "
+            "reach",
+            "set --distributed-executor-backend mp",
+        )
+    if asked.device not in {"cpu", "cuda"}:
+        yield (
+            f"device: caches on {asked.device} cannot be handed over by this version: only those in host memory and on "
+            "NVIDIA GPUs",
+            "run vLLM for CUDA or for CPUs, or another connector",
+        )
+    if asked.device == "cuda":
+        yield from _of_allocators(asked)
+
+
+def _of_allocators(asked: Asked) -> Iterator[tuple[str, str]]:
+    """A cache on a GPU must stay where it is for as long as the engine lives, and `cuda` needs a handle of it."""
+    by_ipc = "cuda" in planes.parse(asked.transport) or planes.parse(asked.transport) == (planes.AUTO,)
+    if asked.sleeps:
+        yield (
+            "enable_sleep_mode takes the cache away while peers may read it, which ends an engine by an illegal access",
+            "leave out --enable-sleep-mode",
+        )
+    elif asked.cumem and by_ipc:
+        yield (
+            "enable_cumem_allocator: memory of that pool has no IPC handle, which transport cuda needs",
+            f'leave out --enable-cumem-allocator, or set {FIELD}.transport to "staged-shm,staged-tcp"',
+        )
+    elif EXPANDABLE.search(asked.allocator) and not asked.cumem:
+        yield (
+            f"{ALLOCATOR[1]}: expandable_segments:True makes memory that has no IPC handle and may be mapped anew",
+            f"leave expandable_segments out of {' and '.join(ALLOCATOR)}",
+        )
+
+
+def asked_of(vllm_config: Any, transport: str, environment: Mapping[str, str] = os.environ) -> Asked:
+    """As vLLM has understood it."""
+    model, parallel = getattr(vllm_config, "model_config", None), vllm_config.parallel_config
+    executor = getattr(parallel, "distributed_executor_backend", None)
+    if not isinstance(executor, str):
+        executor = "ray" if getattr(executor, "uses_ray", False) else ""
+    return Asked(
+        device=_device(getattr(vllm_config, "device_config", None)),
+        transport=transport,
+        sleeps=bool(getattr(model, "enable_sleep_mode", False)),
+        cumem=bool(getattr(model, "enable_cumem_allocator", False)),
+        allocator=allocator_of(environment),
+        nodes=getattr(parallel, "nnodes", 1),
+        executor=executor,
+        ranks=getattr(parallel, "world_size", 1),
+    )
+
+
+def allocator_of(environment: Mapping[str, str]) -> str:
+    return next((environment[name] for name in ALLOCATOR if environment.get(name)), "")
+
+
+def _device(config: Any) -> str:
+    """Of a cache; "cpu" where vLLM does not say. PyTorch calls AMD's GPUs cuda as well."""
+    device = str(getattr(config, "device_type", "") or "cpu")
+    version = getattr(sys.modules.get("torch"), "version", None)
+    return "rocm" if device == "cuda" and getattr(version, "hip", None) else device
 
 
 def check(vllm_config: Any, settings: ConnectorSettings, outer: Any = None) -> None:
@@ -26,6 +121,8 @@ def check(vllm_config: Any, settings: ConnectorSettings, outer: Any = None) -> N
     _check_parallel(vllm_config, [each for each in transfers if each is not None])
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise ValueError("kvbaton: calculate_kv_scales makes the KV of two engines differ; use static scales")
+    for found, fix in refusals(asked_of(vllm_config, settings.transport)):
+        raise ValueError(f"kvbaton: {found}. Next: {fix}")
     _check_role(settings, *transfers)
     _check_storing(settings, vllm_config.kv_transfer_config.kv_load_failure_policy)
 
