@@ -24,7 +24,7 @@ from kvbaton.protocol.progress import GroupProgress
 from kvbaton.runtime.rank_host import RankHost
 from kvbaton.transports import planes
 from kvbaton.transports.base import Transport
-from kvbaton.transports.delayed import DelayedTransport
+from kvbaton.transports.delayed import faulty
 from kvbaton.transports.memory import Region, adopt
 from kvbaton.transports.unnamed import UnnamedTransport
 
@@ -106,7 +106,7 @@ class WorkerSide:
         def make(me: PeerId) -> Transport:
             told = planes.PlaneSettings(settings.control_host, settings.checksum, settings.encrypt)
             plane = planes.make(name, me, told, views)
-            return DelayedTransport(plane, settings.fault_copy_delay_s) if settings.fault_copy_delay_s else plane
+            return faulty(plane, settings.fault_copy_delay_s, settings.fault_misplace_while)
 
         settings = self._settings
         return UnnamedTransport(planes.capabilities(name), make)
