@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
+
 from kvbaton.chaos import strangers
 from kvbaton.chaos.faults import Moment
 from kvbaton.chaos.plan import Step
@@ -41,6 +43,7 @@ REUSES = 64
 ABORT_CLIENTS, ABORT_LOAD_S, ABORT_SHARE, ABORT_AFTER_S = 32, 10.0, 0.7, 1.5
 FLOOD = 160
 REPLAYS = 8
+RESET_S = 2.0
 STRANGERS_S, IDLE = 5.0, 50
 SETTLE_S = 1.0  # an engine that is killed by a request says so a moment later
 
@@ -56,6 +59,9 @@ class Scene:
     tally: Tally = field(default_factory=Tally)
     note: str = ""
     problems: list[str] = field(default_factory=list)  # broken promises that are no count of a row
+    late_s: float = LATE_S
+    clients: int = ABORT_CLIENTS
+    share: float = ABORT_SHARE  # of the clients that hang up
 
     async def request(self, number: int, deadline_s: float = DEADLINE_S) -> bool:
         """Both legs of one prompt, counted."""
@@ -209,7 +215,7 @@ async def late_decode(scene: Scene) -> None:
     loop = asyncio.get_running_loop()
     handed = await scene.prefills(range(LATE))
     begun = loop.time()
-    await asyncio.sleep(LATE_S)
+    await asyncio.sleep(scene.late_s)
     await scene.reuse()
     scene.note = f"D asked {loop.time() - begun:.0f} s after P"
     await asyncio.gather(*(scene.decode(number, params) for number, params in handed.items()))
@@ -224,7 +230,7 @@ async def abort(scene: Scene) -> None:
         nonlocal left
         turn = number
         while loop.time() < end:
-            leaves = scene.rng.random() < ABORT_SHARE
+            leaves = scene.rng.random() < scene.share
             patience_s = scene.rng.uniform(0.0, ABORT_AFTER_S) if leaves else DEADLINE_S + 1
             task = asyncio.create_task(scene.request(turn % USUAL))
             done, _ = await asyncio.wait([task], timeout=patience_s)
@@ -233,10 +239,24 @@ async def abort(scene: Scene) -> None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
-            turn += ABORT_CLIENTS
+            turn += scene.clients
 
-    await asyncio.gather(*map(client, range(ABORT_CLIENTS)))
+    await asyncio.gather(*map(client, range(scene.clients)))
     scene.note = f"{left} more hung up"
+
+
+async def reset(scene: Scene) -> None:
+    """Twice under load: once with all that runs thrown out, once with all that the connector holds."""
+    told: list[str] = []
+    async with scene.load():
+        for what in ("reset_running_requests", "reset_external"):
+            await asyncio.sleep(RESET_S)
+            url = f"{scene.pair.engines[scene.step.target].url}/reset_prefix_cache?{what}=true"
+            with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+                async with asyncio.timeout(DEADLINE_S), scene.pair.session.post(url) as answer:
+                    told.append(f"{what}: {(await answer.text())[:60]}")
+        await asyncio.sleep(RESET_S)
+    scene.note = ", ".join(told) or "no answer to either reset"
 
 
 async def flood(scene: Scene) -> None:
@@ -301,5 +321,5 @@ async def reconfigure(scene: Scene) -> None:
 
 DO: Mapping[str, Do] = {
     "kill": kill, "stop": stop, "late-decode": late_decode, "abort": abort, "flood": flood, "exhausted": exhausted,
-    "replay": replay, "poison": poison, "strangers": visited, "reconfigure": reconfigure,
+    "reset": reset, "replay": replay, "poison": poison, "strangers": visited, "reconfigure": reconfigure,
 }  # fmt: skip
