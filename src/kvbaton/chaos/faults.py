@@ -92,4 +92,5 @@ ON_VLLM: tuple[Fault, ...] = (
 )  # fmt: skip
 """What only vLLM can be told to do; in plans of `kvbaton.gpu_test`."""
 
-BY_NAME: Mapping[str, Fault] = {fault.name: fault for fault in (*FAULTS, *ON_VLLM)}
+BY_NAME: Mapping[str, Fault] = {fault.name: fault for fault in FAULTS}
+KNOWN: Mapping[str, Fault] = {**BY_NAME, **{fault.name: fault for fault in ON_VLLM}}
