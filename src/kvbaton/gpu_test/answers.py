@@ -187,10 +187,17 @@ class Trial:
         counts = f"{tally.right} right, {tally.wrong} wrong, errors {bad}, {handed} handed over"
         self.say(f"{self.variant.name}: {what}: {counts}. {seen}")
 
-    def judged(self, what: str, tally: Tally, wanted: int, handed: int, least: int) -> None:
-        reached = f"{tally.right} of {wanted} right, {handed} handed over"
-        bound = f"{wanted} right, {least} handed over"
-        self.page.verdict(f"{self.variant.name}: {what}", reached, bound, tally.right == wanted and handed >= least)
+    def judged(self, what: str, tally: Tally, wanted: int, handed: int, seen: tuple[int, str] | None = None) -> None:
+        """All right and, unless a cache may have had them, all handed over; `seen`: what must have happened once."""
+        least = wanted if seen is None else 1
+        reached, bound = (
+            f"{tally.right} of {wanted} right, {handed} handed over",
+            f"{wanted} right, {least} handed over",
+        )
+        if seen is not None:
+            reached, bound = f"{reached}, {seen[0]} {seen[1]}", f"{bound}, {seen[1]} above 0"
+        ok = tally.right == wanted and handed >= least and (seen is None or seen[0] > 0)
+        self.page.verdict(f"{self.variant.name}: {what}", reached, bound, ok)
 
     async def fresh(self, mode: str) -> None:
         """Prompts that nobody knows; those above a chunk are prefilled in several steps."""
@@ -198,7 +205,7 @@ class Trial:
         chunked = sum(len(prompt) > self.sizes.chunk_tokens for prompt in prompts)
         tally, handed = await self.all(prompts, mode, self.sizes.answer_tokens)
         self.told(f"{mode}, {self.sizes.at_once} at once", tally, handed, f"{chunked} prefilled in chunks")
-        self.judged(mode, tally, len(prompts), handed, len(prompts))
+        self.judged(mode, tally, len(prompts), handed)
 
     async def shared(self) -> None:
         """Prompts of which both P and D have the beginning in their prefix caches."""
@@ -207,7 +214,7 @@ class Trial:
         after = await self.pair.p.figures(self.session) or {}
         hits = int(after.get(PREFIX_HITS, 0) - before.get(PREFIX_HITS, 0))
         self.told("pull, beginning in the prefix cache", tally, handed, f"{hits} tokens from P's prefix cache")
-        self.judged("prefix-cache hits", tally, len(self.asked.sharing), min(handed, hits), 1)
+        self.judged("prefix-cache hits", tally, len(self.asked.sharing), handed, (hits, "tokens from P's cache"))
 
     async def preempted(self) -> None:
         """More than D has blocks for, so that it throws requests out and takes them up again."""
@@ -216,7 +223,7 @@ class Trial:
         after = await self.pair.d.figures(self.session) or {}
         thrown = int(after.get(PREEMPTIONS, 0) - before.get(PREEMPTIONS, 0))
         self.told("pull, D short of blocks", tally, handed, f"{thrown} preemptions")
-        self.judged("preemption", tally, len(self.asked.long), min(handed, thrown), 1)
+        self.judged("preemption", tally, len(self.asked.long), handed, (thrown, "preemptions"))
 
     async def rest(self) -> None:
         calm = await client.at_rest(self.session, [self.pair.p, self.pair.d])

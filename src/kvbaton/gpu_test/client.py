@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import quantiles
 from typing import Any
 
@@ -55,18 +55,36 @@ async def streamed(
     params: object = None,
     headers: Mapping[str, str] | None = None,
     deadline_s: float = DEADLINE_S,
+    heard: Callable[[], None] = lambda: None,
 ) -> Streamed:
-    """One request, watched. Never raises, unless it is cancelled."""
+    """One request, watched; `heard` is called at each chunk. Never raises, unless it is cancelled."""
+    data = encoded(prompt, tokens, params)  # before the clock starts: the same for every way
+    return await sent(session, url, data, headers, deadline_s, heard)
+
+
+def encoded(prompt: Prompt, tokens: int, params: object = None) -> bytes:
+    """The body of a request that streams."""
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
     body["ignore_eos"] = True
     if params is not None:
         body["kv_transfer_params"] = params
-    data = json.dumps(body).encode()  # before the clock starts: the same for every way
-    sent = {"Content-Type": "application/json", **(headers or {})}
+    return msgspec.json.encode(body)
+
+
+async def sent(
+    session: aiohttp.ClientSession,
+    url: str,
+    data: bytes,
+    headers: Mapping[str, str] | None = None,
+    deadline_s: float = DEADLINE_S,
+    heard: Callable[[], None] = lambda: None,
+) -> Streamed:
+    """The same of a body that was encoded before."""
+    all_headers = {"Content-Type": "application/json", **(headers or {})}
     loop = asyncio.get_running_loop()
     begun, times, error = loop.time(), [], ""
     try:
-        async with asyncio.timeout(deadline_s), session.post(f"{url}{PATH}", data=data, headers=sent) as answer:
+        async with asyncio.timeout(deadline_s), session.post(f"{url}{PATH}", data=data, headers=all_headers) as answer:
             if answer.status != 200:
                 error = f"status {answer.status}: {(await answer.text())[:200]}"
             else:
@@ -74,6 +92,7 @@ async def streamed(
                     found = _chunk(line)
                     if found is True:
                         times.append(loop.time() - begun)
+                        heard()
                     elif found is not False:
                         error = found
     except TimeoutError:

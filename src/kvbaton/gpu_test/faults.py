@@ -50,6 +50,7 @@ POISONS = ("only the flag", "no blocks", "half the blocks", "a number of 2**62",
 def steps(sizes: Sizes) -> list[Step]:
     """Kills first: their memory is watched, and a connector that dies of something later does not disturb that."""
     found = [
+        Step(0, "kill", P, detail="under load"),
         Step(0, "kill", P, Moment.MID_COPY),
         Step(0, "kill", D, Moment.BEFORE_CLAIM, detail="(P holds 32 prefills)"),
         Step(0, "late-decode", detail="(after the lease)"),

@@ -14,7 +14,7 @@ from kvbaton.gpu_test.record import Part, Record, Table
 def drawn(record: Record) -> str:
     """The whole page."""
     machine = ", ".join(f"{name} {what}" for name, what in record.machine.items())
-    lines = [f"# kvbaton under vLLM on this machine ({record.plan} plan)", ""]
+    lines = [f"# {record.date}: kvbaton under vLLM, {record.plan} plan", ""]
     if record.device != "cuda":
         lines += ["**A rehearsal on a CPU: what is timed here says nothing of a GPU.**", ""]
     lines += [f"{machine}.", "", "<!-- run: needs=gpu -->", "```console"]
@@ -38,7 +38,12 @@ def _verdicts(record: Record) -> list[str]:
 
 
 def _part(part: Part) -> list[str]:
-    lines = [f"## {part.name}", "", f"{ABOUT.get(part.name, part.name)} Took {part.seconds:.0f} s.", ""]
+    lines = [
+        f"## {part.name}",
+        "",
+        f"{ABOUT.get(part.name, part.name)} Took {part.seconds:.0f} s, the start of servers included.",
+        "",
+    ]
     for table in part.tables:
         lines += _table(table)
     for note in part.notes:

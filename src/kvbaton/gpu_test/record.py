@@ -58,6 +58,7 @@ class Record(msgspec.Struct, kw_only=True):
     format: int = FORMAT
     plan: str
     device: str
+    date: str = ""
     machine: dict[str, str] = {}
     commands: list[str] = []  # as they were typed
     parts: dict[str, Part] = {}
@@ -75,6 +76,7 @@ class Book:
         directory.mkdir(parents=True, exist_ok=True)
         self.record = _earlier(self.path, plan, device) or Record(plan=plan, device=device)
         self.record.machine = machine
+        self.record.date = time.strftime("%Y-%m-%d", time.gmtime())
         self.record.commands.append(command)
         self.save()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -41,6 +42,15 @@ CUDA_VARIABLES: Mapping[str, str] = {
 DEVELOPER: Mapping[str, str] = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
 NIXL_BEST: Mapping[str, str] = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on", "UCX_TLS": "cuda_ipc,cuda_copy,sm,self,tcp"}
 """The best settings that were found for vLLM's own connector between processes on one GPU, with 8 threads."""
+NIXL_PACKAGES = ("nixl_cu13", "nixl_cu12")
+ALIAS = """\
+import importlib, sys
+for part in ("_bindings", "_api", "logging", "_utils"):
+    try:
+        sys.modules["nixl." + part] = importlib.import_module("{package}." + part)
+    except ModuleNotFoundError:
+        pass
+"""
 
 Connector = Literal["", "kvbaton", "nixl"]
 Say = Callable[[str], None]
@@ -147,7 +157,16 @@ class Group:
         return not self.problem
 
     def commands(self) -> list[str]:
-        return [launching.shown(each.command, each.variables) for each in self.engines.values()]
+        """As they can be typed elsewhere: where this machine keeps things is left out."""
+        return [anywhere(launching.shown(each.command, each.variables), self) for each in self.engines.values()]
+
+
+def anywhere(line: str, group: Group) -> str:
+    """A command without the paths of this machine; pure."""
+    line = line.replace(str(group.flag.parent), "DIR")
+    line = re.sub(r"(?<=[ =])/\S*/python[\d.]*(?= -m )", "python", line)
+    line = re.sub(r" PYTHONPATH=\S+", "", line)
+    return re.sub(r"(--model )\S+", rf"\g<1>{group.spec.model.upper()}", line)
 
 
 def made(site: Site, spec: Spec) -> Group:
@@ -181,11 +200,13 @@ def transfer_config(
     side = ports[2] if name == P else ports[3]
     if spec.connector == "nixl":
         if site.device == "cpu":
-            return launching.NIXL, launching.nixl_environment(site.directory, side)
+            return launching.NIXL, launching.nixl_environment(site.directory, side) | _nixl_path(
+                site.directory / "site"
+            )
         config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
         own = {"num_threads": 8, **spec.times}
         where = {"VLLM_NIXL_SIDE_CHANNEL_HOST": launching.HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side)}
-        return {**config, "kv_connector_extra_config": own}, where
+        return {**config, "kv_connector_extra_config": own}, {**where, **_nixl_path(site.directory / "nixl")}
     extra = {"name": name, "keys": str(flag.parent / "keys"), "control_port": side, **spec.settings}
     if spec.has_router:
         extra["registry"] = f"tcp://{launching.HOST}:{ports[5]}"
@@ -196,7 +217,7 @@ def transfer_config(
     if name == D:
         extra["fault_misplace_while"] = str(flag)
     if spec.is_dummy and site.device != "cpu":
-        extra["model_id"] = "8b of dummy weights"
+        extra["model_id"] = "8b-dummy"
     role = "kv_producer" if name == P else "kv_consumer"
     return launching.kv_transfer_config(role, "recompute", extra), {}
 
@@ -266,6 +287,16 @@ def last_words(log: Path) -> str:
     return " | ".join((causes or bad or lines)[-LOG_LINES:])[-LOG_CHARS:]
 
 
+def _nixl_path(directory: Path) -> dict[str, str]:
+    """vLLM imports `nixl`; where only the package that it stands for is installed, an alias is put on the path."""
+    if importlib.util.find_spec("nixl") is not None:
+        return {}
+    package = next(name for name in NIXL_PACKAGES if importlib.util.find_spec(name) is not None)
+    (directory / "nixl").mkdir(parents=True, exist_ok=True)
+    (directory / "nixl" / "__init__.py").write_text(ALIAS.format(package=package))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH", "")]))}
+
+
 def has_nixl() -> bool:
     """Whether vLLM's own connector can be run here."""
-    return any(importlib.util.find_spec(name) is not None for name in ("nixl", "nixl_cu13", "nixl_cu12"))
+    return any(importlib.util.find_spec(name) is not None for name in ("nixl", *NIXL_PACKAGES))
