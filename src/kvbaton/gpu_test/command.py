@@ -63,7 +63,10 @@ async def _load(stage: Stage, found: Page) -> None:
 
 
 async def _faults(stage: Stage, found: Page) -> None:
-    await faults.run(stage.sizes, stage.site, stage.session, found, stage.say)
+    connections = aiohttp.TCPConnector(limit=0, force_close=True)  # none that a fault has broken is used again
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+    async with aiohttp.ClientSession(connector=connections, timeout=timeout) as session:
+        await faults.run(stage.sizes, stage.site, session, found, stage.say)
 
 
 async def _handoff(stage: Stage, found: Page) -> None:
