@@ -18,7 +18,7 @@ from kvbaton.gpu_test.client import Streamed, streamed
 from kvbaton.gpu_test.exact import difference
 from kvbaton.gpu_test.record import Book
 from kvbaton.gpu_test.servers import Site, Spec, anywhere, last_words, made
-from kvbaton.gpu_test.sizes import CPU
+from kvbaton.gpu_test.sizes import CPU, STANDARD
 from kvbaton.gpu_test.watching import Order, watching
 
 
@@ -190,13 +190,18 @@ class TestServers:
             assert plain(command[:at] + command[at + 2 :]) == plain(list(alone))
 
     def test_roles_keys_and_the_fault_are_where_they_belong(self, tmp_path: Path) -> None:
-        pair = made(self.site(tmp_path), Spec(name="b", model="small", connector="kvbaton"))
+        pair = made(self.site(tmp_path), Spec(name="b", model="small", connector="kvbaton", has_control=True))
         p, d = (json.loads(each.command[-1]) for each in (pair.p, pair.d))
         assert (p["kv_role"], d["kv_role"]) == ("kv_producer", "kv_consumer")
         assert p["kv_connector_extra_config"]["keys"] == d["kv_connector_extra_config"]["keys"]
         assert "fault_misplace_while" not in p["kv_connector_extra_config"]
         assert d["kv_connector_extra_config"]["fault_misplace_while"] == str(pair.flag)
         assert "registry" in p["kv_connector_extra_config"] and "router" in pair.engines
+
+    def test_what_is_timed_has_no_fault_built_in(self, tmp_path: Path) -> None:
+        for spec in timing.specs(STANDARD):
+            for engine in made(self.site(tmp_path), spec).engines.values():
+                assert "fault_" not in " ".join(engine.command)
 
     def test_the_other_runner_is_asked_for_by_its_variable(self, tmp_path: Path) -> None:
         for variant, wanted in ((servers.EAGER, None), (CPU.variants[0], "0")):

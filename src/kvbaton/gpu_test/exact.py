@@ -40,7 +40,7 @@ Numbers = tuple[tuple[str, float], ...]
 
 
 def specs(spec: Spec, sizes: Sizes) -> list[Spec]:
-    return [msgspec.structs.replace(spec, settings={"claim_timeout": 8.0, "transfer_timeout": 20.0})]
+    return [msgspec.structs.replace(spec, has_control=True, settings={"claim_timeout": 8.0, "transfer_timeout": 20.0})]
 
 
 async def numbers(

@@ -73,6 +73,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     p_blocks: int = 0  # 0: as many as there is room for
     d_blocks: int = 0
     has_router: bool = True
+    has_control: bool = False  # D can be told to misplace blocks; costs every copy a thread's turn: not for timing
     settings: Mapping[str, Any] = {}  # kv_connector_extra_config besides who it is
     times: Mapping[str, Any] = {}  # the same of NIXL's
 
@@ -214,7 +215,7 @@ def transfer_config(
     else:
         other, at = (D, ports[3]) if name == P else (P, ports[2])
         extra["peers"] = {other: f"tcp://{launching.HOST}:{at}"}
-    if name == D:
+    if name == D and spec.has_control:
         extra["fault_misplace_while"] = str(flag)
     if spec.is_dummy and site.device != "cpu":
         extra["model_id"] = "8b-dummy"
