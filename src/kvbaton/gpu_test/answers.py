@@ -43,7 +43,8 @@ def specs(sizes: Sizes) -> list[Spec]:
     ]
     pairs = [
         msgspec.structs.replace(
-            shared, name=f"answers-{each.label}", variant=each, connector="kvbaton", d_blocks=sizes.d_blocks, has_control=True
+            shared, name=f"answers-{each.label}", variant=each, connector="kvbaton", d_blocks=sizes.d_blocks,
+            has_control=True,
         ) for each in sizes.variants
     ]  # fmt: skip
     return [*alone, *pairs]

@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal at tiny sizes")
     add("--out", type=Path, default=Path("gpu-test"), metavar="DIR", help="for results and logs (default: gpu-test)")
     add("--vllm-python", default=None, metavar="PATH", help="the Python that has vLLM (default: looked for)")
-    add("--no-nixl", action="store_true", help="leave vLLM's own connector out")
+    add("--nixl", choices=("auto", "on", "off"), default="auto", help="vLLM's own connector beside (auto: as planned)")
     add("--faults", metavar="TITLE[,TITLE]", default=None, help="of the part faults, only these steps")
     add("--json", action="store_true", help="print the whole record on stdout at the end, all else on stderr")
     add("--list", action="store_true", help="list the parts and do nothing")
@@ -138,8 +138,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _sized(args: argparse.Namespace, options: argparse.ArgumentParser) -> Sizes:
     sizes = sizes_of(args.device, args.quick)
-    if args.no_nixl or not has_nixl():
-        sizes = msgspec.structs.replace(sizes, nixl=False)
+    if args.nixl == "on" and not has_nixl():
+        options.error("--nixl on: there is no nixl beside this Python; install one: pip install nixl-cu13")
+    if args.nixl != "auto" or not has_nixl():
+        sizes = msgspec.structs.replace(sizes, nixl=args.nixl == "on")
     if args.faults is not None:
         try:
             sizes = msgspec.structs.replace(sizes, faults=faults.named(args.faults.split(",")))

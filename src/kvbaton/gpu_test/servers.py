@@ -292,7 +292,7 @@ def _nixl_path(directory: Path) -> dict[str, str]:
     """vLLM imports `nixl`; where only the package that it stands for is installed, an alias is put on the path."""
     if importlib.util.find_spec("nixl") is not None:
         return {}
-    package = next(name for name in NIXL_PACKAGES if importlib.util.find_spec(name) is not None)
+    package = next((name for name in NIXL_PACKAGES if importlib.util.find_spec(name) is not None), "nixl_cu13")
     (directory / "nixl").mkdir(parents=True, exist_ok=True)
     (directory / "nixl" / "__init__.py").write_text(ALIAS.format(package=package))
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH", "")]))}
