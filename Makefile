@@ -25,7 +25,7 @@ VLLM_PIP := $(VLLM_BIN)/pip install -qq --disable-pip-version-check
 
 .PHONY: demo test test-core test-full check lint types layers unit coverage runtime processes sim mutants bench bench-router fuzz fuzz-own
 .PHONY: docs docs-build docs-env docs-test clean planes planes-env seeing
-.PHONY: vllm vllm-nixl vllm-test vllm-full vllm-matrix conformance
+.PHONY: vllm vllm-nixl vllm-test vllm-full vllm-matrix conformance gpu-test
 
 demo: $(VENV)/.serve
 	@$(BIN)/kvbaton up --check
@@ -168,6 +168,13 @@ vllm-matrix: $(VLLM_VENV)/.ready
 	$(MAKE) vllm VLLM=0.30.0 VLLM_VENV=.venv-vllm-0.30
 	KVBATON_MATRIX="0.32=$(VLLM_BIN)/python 0.31=.venv-vllm-0.31/bin/python 0.30=.venv-vllm-0.30/bin/python" \
 		$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/test_matrix.py
+
+# On a machine with a GPU, and a Python that has vLLM for it and kvbaton: all of it, 15 minutes on one H200
+# (docs/gpu-test.md). GPU_TEST=--quick takes 4; GPU_TEST="--part answers" runs one part.
+GPU_PYTHON ?= $(PYTHON)
+GPU_TEST ?=
+gpu-test:
+	PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON) -m kvbaton.gpu_test $(GPU_TEST)
 
 # The peer that benchmarks compare with: vLLM's own NIXL connector, and the router that goes with it.
 vllm-nixl: $(VLLM_VENV)/.nixl

@@ -185,7 +185,7 @@ async def lives_after(tmp_path: Path, spoil: Callable[[Habits], None]) -> tuple[
     async with stand_ins(tmp_path) as (pair, _p, d):
         spoil(d)
         problems: list[str] = []
-        assert await vllm_run._row(pair, FLOOD, 1, time.monotonic(), Counter(), problems) is not None
+        assert await vllm_run.judged(pair, FLOOD, 1, time.monotonic(), Counter(), problems) is not None
         assert problems == []
         return pair.p.lives, pair.d.lives
 
@@ -209,7 +209,7 @@ def test_an_engine_that_never_comes_back_ends_the_run(tmp_path: Path, monkeypatc
         async with stand_ins(tmp_path) as (pair, _p, d):
             d.hands_over = False
             found: list[str] = []
-            assert await vllm_run._row(pair, FLOOD, 1, time.monotonic(), Counter(), found) is None
+            assert await vllm_run.judged(pair, FLOOD, 1, time.monotonic(), Counter(), found) is None
             return found
 
     monkeypatch.setattr(Pair, "restart", refuse)
@@ -223,7 +223,7 @@ def test_a_stranger_that_was_let_in_breaks_the_verdict(tmp_path: Path, monkeypat
     async def problems() -> list[str]:
         async with stand_ins(tmp_path) as (pair, _p, _d):
             found: list[str] = []
-            await vllm_run._row(pair, Step(0, "strangers", "p0"), 1, time.monotonic(), Counter(), found)
+            await vllm_run.judged(pair, Step(0, "strangers", "p0"), 1, time.monotonic(), Counter(), found)
             return found
 
     monkeypatch.setattr(strangers, "visit", visit)

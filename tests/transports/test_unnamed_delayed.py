@@ -1,19 +1,21 @@
-"""Wrappers of a data plane: one that learns its name later, one that starts every copy late."""
+"""Wrappers of a data plane: one that learns its name later, one that starts every copy late, one that misplaces."""
 
 from __future__ import annotations
 
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
+from kvbaton.protocol.weave import Weave
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.base import CopyEnded, Transport, TransportEvent
-from kvbaton.transports.delayed import DelayedTransport
+from kvbaton.transports.delayed import DelayedTransport, faulty, misplaced
 from kvbaton.transports.loans import lend_everything
 from kvbaton.transports.tcp import TcpTransport
 from kvbaton.transports.unnamed import UnnamedTransport
@@ -110,3 +112,48 @@ class TestDelayed:
         assert ended == [CopyEnded(JobId(1), Reason.CANCELLED), CopyEnded(JobId(2), Reason.PEER_GONE)]
         assert into[0] == 0
         late.close()
+
+
+class TestMisplacing:
+    """The control of the tests that compare answers: bytes land, but not where they belong."""
+
+    def test_the_first_and_the_last_piece_change_places(self) -> None:
+        asked = Copy(JobId(1), P, Direction.READ, 0, 0, array("q", [0, 100, 8, 8, 200, 8, 16, 300, 8]))
+        assert list(misplaced(asked).spans) == [0, 300, 8, 8, 200, 8, 16, 100, 8]
+
+    def test_in_product_form_they_do_in_every_layer(self) -> None:
+        woven = Weave(array("q", [0, 100, 8, 8, 200, 8]), array("q", [0, 0, 1000, 1000]))
+        asked = Copy(JobId(1), P, Direction.READ, 0, 0, array("q"), None, woven)
+        found = misplaced(asked).weave
+        assert found is not None and list(found.flat()) == [0, 200, 8, 8, 100, 8, 1000, 1200, 8, 1008, 1100, 8]
+
+    @pytest.mark.parametrize("size", [8, 9])
+    def test_of_one_piece_the_halves_do_and_no_byte_is_lost(self, size: int) -> None:
+        asked = Copy(JobId(1), P, Direction.READ, 0, 0, array("q", [0, 100, size]))
+        spans = misplaced(asked).spans
+        assert list(spans[:6]) == [0, 104, 4, 4, 100, 4]
+        assert sum(spans[2::3]) == size
+
+    def test_only_while_the_file_is_there(self, tmp_path: Path) -> None:
+        source_bytes = bytes(range(256)) * 16
+        other = TcpTransport(P)
+        other.register(0, memoryview(bytearray(source_bytes)))
+        lend_everything(other, D)
+        flag, memory = tmp_path / "flag", memory_of(0)
+        transport = faulty(reader(memory), 0.0, str(flag))
+        try:
+            transport.connect(P, other.endpoint(D))
+            assert transport.submit(read_of(1))
+            assert drained(transport, 1) == [CopyEnded(JobId(1), None)]
+            assert bytes(memory) == source_bytes
+            flag.touch()
+            copy = Copy(JobId(2), P, Direction.READ, 0, 0, array("q", [0, 0, 4096 - 16]))
+            assert transport.submit(copy)
+            assert drained(transport, 1) == [CopyEnded(JobId(2), None)]
+            assert bytes(memory) != source_bytes
+        finally:
+            transport.close()
+            other.close()
+
+    def test_without_a_fault_it_is_the_plane_itself(self, source: TcpTransport) -> None:
+        assert faulty(source, 0.0, "") is source

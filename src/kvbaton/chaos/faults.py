@@ -86,4 +86,11 @@ FAULTS: tuple[Fault, ...] = (
           (2, 4, 5), vllm=True),
 )  # fmt: skip
 
+ON_VLLM: tuple[Fault, ...] = (
+    Fault("reset", "the prefix cache is reset, with all that runs and all that is leased", _ENGINES, (1, 2, 3, 4),
+          vllm=True),
+)  # fmt: skip
+"""What only vLLM can be told to do; in plans of `kvbaton.gpu_test`."""
+
 BY_NAME: Mapping[str, Fault] = {fault.name: fault for fault in FAULTS}
+KNOWN: Mapping[str, Fault] = {**BY_NAME, **{fault.name: fault for fault in ON_VLLM}}

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from kvbaton.chaos import lies
-from kvbaton.chaos.faults import BY_NAME, Moment, Target
+from kvbaton.chaos.faults import KNOWN, Moment, Target
 
 STEPS_MAX = 100_000
 SECONDS_MAX = 5 * 86400
@@ -33,9 +33,9 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lies: Annotated[tuple[str, ...], Meta(max_length=LIES_MAX)] = ()  # of a liar, in order: name@member
 
     def __post_init__(self) -> None:
-        if self.fault not in BY_NAME:
-            raise ValueError(f"fault: got {self.fault!r}, expected one of {', '.join(BY_NAME)}")
-        if self.moment not in BY_NAME[self.fault].moments:
+        if self.fault not in KNOWN:
+            raise ValueError(f"fault: got {self.fault!r}, expected one of {', '.join(KNOWN)}")
+        if self.moment not in KNOWN[self.fault].moments:
             raise ValueError(f"moment: {self.fault} cannot be done at {self.moment}")
         if (self.fault == lies.LIAR) is not bool(self.lies):
             raise ValueError(f"lies: {len(self.lies)} of {self.fault}; a liar tells some, and nobody else any")
@@ -78,7 +78,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 def _fits(step: Step, engines: Set[str]) -> bool:
-    targets = BY_NAME[step.fault].targets
+    targets = KNOWN[step.fault].targets
     if Target.LINK in targets:
         ends = step.target.split("-")
         return len(set(ends)) == len(ends) == 2 and engines | {"router"} >= set(ends)

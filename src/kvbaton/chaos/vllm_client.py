@@ -83,16 +83,20 @@ async def ask(
     tokens: int = TOKENS,
     params: object = None,
     request_id: str = "",
+    headers: Mapping[str, str] | None = None,
 ) -> Told:
     """One leg. Never raises, unless it is cancelled: then the client has hung up."""
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1}
     if params is not None:
         body["kv_transfer_params"] = params
-    headers = {"X-Request-Id": request_id} if request_id else {}
+    told_apart = {"X-Request-Id": request_id} if request_id else {}
     loop = asyncio.get_running_loop()
     begun = loop.time()
     try:
-        async with asyncio.timeout(deadline_s), session.post(f"{url}{PATH}", json=body, headers=headers) as answer:
+        async with (
+            asyncio.timeout(deadline_s),
+            session.post(f"{url}{PATH}", json=body, headers={**told_apart, **(headers or {})}) as answer,
+        ):
             text = await answer.read()
             told = _told(text) if answer.status == 200 else Told(error=f"status {answer.status}")
     except TimeoutError:
@@ -113,7 +117,14 @@ def _told(text: bytes) -> Told:
 
 
 async def both_legs(
-    session: aiohttp.ClientSession, p_url: str, d_url: str, prompt: Prompt, *, deadline_s: float, request_id: str
+    session: aiohttp.ClientSession,
+    p_url: str,
+    d_url: str,
+    prompt: Prompt,
+    *,
+    deadline_s: float,
+    request_id: str,
+    tokens: int = TOKENS,
 ) -> Told:
     """P, then D with what P answered; one deadline over both."""
     first = await ask(
@@ -123,7 +134,7 @@ async def both_legs(
         return msgspec.structs.replace(first, error=f"P: {first.error}")
     second = await ask(
         session, d_url, prompt, params=first.params, deadline_s=max(0.1, deadline_s - first.seconds),
-        request_id=request_id,
+        request_id=request_id, tokens=tokens,
     )  # fmt: skip
     error = f"D: {second.error}" if second.error else ""
     return msgspec.structs.replace(second, error=error, seconds=first.seconds + second.seconds)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from kvbaton.chaos.faults import BY_NAME
+from kvbaton.chaos.faults import KNOWN
 from kvbaton.chaos.outcome import Row
 from kvbaton.chaos.plan import Step
 from kvbaton.chaos.vllm_client import Tally, both_legs
@@ -147,7 +147,7 @@ def row_of(step: Step, at_s: float, tally: Tally, well: Well, note: str) -> Row:
     elif well.rest_s is not None and well.rest_s > WORTH_SAYING_S:
         said.append(f"nothing held {well.rest_s:.0f} s after")
     return Row(
-        at_s=round(at_s, 1), title=step.title(), fault=step.fault, promises=BY_NAME[step.fault].promises,
+        at_s=round(at_s, 1), title=step.title(), fault=step.fault, promises=KNOWN[step.fault].promises,
         requests=tally.requests + well.wrong, right=tally.right, errors=tally.errors.total(),
         wrong=tally.wrong + well.wrong, late=tally.late, dead=len(well.dead), left_over=well.left_over,
         recover_s=None if well.recover_s is None else round(well.recover_s, 2), note="; ".join(filter(None, said)),

@@ -36,12 +36,7 @@ def table(ours: Outcome, theirs: Outcome, date: str) -> str:
     for outcome, connector in ((ours, "kvbaton"), (theirs, "nixl")):
         if outcome.connector != connector or outcome.engine != "vllm":
             raise ValueError(f"connector: got {outcome.connector} on {outcome.engine}, expected {connector} on vllm")
-    left, right = ({row.title: row for row in outcome.rows} for outcome in (ours, theirs))
-    titles = list(dict.fromkeys([*left, *right]))
-    lines = [HEAD, tuple("---" for _ in HEAD)]
-    lines += [_cells(title, left.get(title), right.get(title)) for title in titles]
-    lines.append(("**all**", "", f"**{_sum(ours)}**", _verdict(ours), f"**{_sum(theirs)}**", _verdict(theirs), ""))
-    drawn = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    drawn = "\n".join(f"| {' | '.join(cells)} |" for cells in (HEAD, ["---"] * len(HEAD), *lines(ours, theirs)))
     minutes = f"{ours.seconds / 60:.0f} and {theirs.seconds / 60:.0f} minutes"
     seeds = f"seed {ours.seed}" if ours.seed == theirs.seed else f"seeds {ours.seed} and {theirs.seed}"
     return (
@@ -50,6 +45,15 @@ def table(ours: Outcome, theirs: Outcome, date: str) -> str:
         "were held 45 s later; *dead* are engines that nobody killed.\n\n"
         f"{drawn}\n"
     )
+
+
+def lines(ours: Outcome, theirs: Outcome | None) -> list[tuple[str, ...]]:
+    """The cells of the table, row by row, and last what all came to; pure."""
+    left = {row.title: row for row in ours.rows}
+    right = {row.title: row for row in theirs.rows} if theirs is not None else {}
+    found = [_cells(title, left.get(title), right.get(title)) for title in dict.fromkeys([*left, *right])]
+    their_sum = (f"**{_sum(theirs)}**", _verdict(theirs)) if theirs is not None else (NOT_RUN, NOT_RUN)
+    return [*found, ("**all**", "", f"**{_sum(ours)}**", _verdict(ours), *their_sum, "")]
 
 
 def _cells(title: str, ours: Row | None, theirs: Row | None) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ class Pair:
     weights: Sequence[Path]
     say: Say
     asked: int = field(default=0)
+    blocks: Mapping[str, int] = field(default_factory=dict)  # of each engine, if others than usual
 
     @property
     def p(self) -> Engine:
@@ -69,9 +70,14 @@ class Pair:
         """Another life of each, on the same ports; EngineError if one does not come to serve."""
         for name in names:
             self.engines[name].kill()
+        await self.died(*names)
+        for name in names:
             self.engines[name].start()
         if names:
             await self.ready(*names)
+
+    async def died(self, *names: str) -> None:
+        """Called between two lives; for those who look at what the dead leave behind."""
 
     async def ready(self, *names: str) -> None:
         waiting = asyncio.gather(*(self.engines[name].ready(self.session) for name in names))
@@ -87,7 +93,7 @@ class Pair:
     async def used(self, name: str) -> int | None:
         """Blocks and pins that an engine holds; None if it does not say."""
         figures = await self.engines[name].figures(self.session)
-        return None if figures is None else held(figures)
+        return None if figures is None else held(figures, self.blocks.get(name, BLOCKS))
 
     async def handed(self) -> int | None:
         """How many prompts came to D whole from elsewhere, in this life of it."""
@@ -95,9 +101,9 @@ class Pair:
         return None if figures is None else handed(self.connector, figures)
 
 
-def held(figures: Figures) -> int:
+def held(figures: Figures, blocks: int = BLOCKS) -> int:
     """Blocks in use, by vLLM's count or by what kvbaton says it holds, whichever is more."""
-    used = round(figures.get("vllm:kv_cache_usage_perc", 0.0) * (BLOCKS - 1))
+    used = round(figures.get("vllm:kv_cache_usage_perc", 0.0) * (blocks - 1))
     return max(used, int(figures.get("kvbaton_pinned_blocks", 0.0)), int(figures.get("kvbaton_leases_held", 0.0)))
 
 
@@ -129,7 +135,7 @@ async def standing(
                 engine.start()
             await alone.ready(session)
             say(f"one engine alone answers {len(prompts)} prompts")
-            pair.expected = await _learned(session, alone, prompts)
+            pair.expected = await learned(session, alone, prompts)
             alone.kill()
             await pair.ready(P, D)
             yield pair
@@ -138,7 +144,7 @@ async def standing(
                 engine.kill()
 
 
-async def _learned(session: aiohttp.ClientSession, alone: Engine, prompts: Sequence[Prompt]) -> list[tuple[str, ...]]:
+async def learned(session: aiohttp.ClientSession, alone: Engine, prompts: Sequence[Prompt]) -> list[tuple[str, ...]]:
     room = asyncio.Semaphore(LEARN_AT_ONCE)
 
     async def one(prompt: Prompt) -> Told:

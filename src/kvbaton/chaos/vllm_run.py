@@ -70,7 +70,7 @@ async def _carried_out(plan: Plan, python: str, directory: Path, logs: Path, say
         rows: list[Row] = []
         kinds: Counter[str] = Counter()
         for number, step in enumerate(plan.steps, 1):
-            row = await _row(pair, step, plan.seed, up, kinds, problems)
+            row = await judged(pair, step, plan.seed, up, kinds, problems)
             if row is None:
                 break
             rows.append(row)
@@ -79,12 +79,16 @@ async def _carried_out(plan: Plan, python: str, directory: Path, logs: Path, say
     return outcome(plan, time.monotonic() - begun, rows, members, problems, kinds)
 
 
-async def _row(pair: Pair, step: Step, seed: int, up: float, kinds: Counter[str], problems: list[str]) -> Row | None:
-    """One step, judged; None if there are no engines any more to go on with."""
+async def judged(
+    pair: Pair, step: Step, seed: int, up: float, kinds: Counter[str], problems: list[str],
+    prepare: Callable[[Scene], None] = lambda scene: None,
+) -> Row | None:  # fmt: skip
+    """One step, judged; None if there are no engines any more to go on with. `prepare` may set the scene's numbers."""
     at_s = time.monotonic() - up
     try:
         async with contextlib.AsyncExitStack() as later:
             scene = Scene(pair, step, random.Random(f"{seed}/{step.title()}"), later)
+            prepare(scene)
             try:
                 async with asyncio.timeout(STEP_S_MAX):
                     await DO[step.fault](scene)

@@ -11,9 +11,12 @@ import asyncio
 import contextlib
 import random
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import aiohttp
 
 from kvbaton.chaos import strangers
 from kvbaton.chaos.faults import Moment
@@ -41,6 +44,8 @@ REUSES = 64
 ABORT_CLIENTS, ABORT_LOAD_S, ABORT_SHARE, ABORT_AFTER_S = 32, 10.0, 0.7, 1.5
 FLOOD = 160
 REPLAYS = 8
+RESETS, RESET_S = 12, 0.5
+RESET_KINDS: Sequence[Mapping[str, str]] = ({}, {"reset_running_requests": "true"}, {"reset_external": "true"})
 STRANGERS_S, IDLE = 5.0, 50
 SETTLE_S = 1.0  # an engine that is killed by a request says so a moment later
 
@@ -56,6 +61,9 @@ class Scene:
     tally: Tally = field(default_factory=Tally)
     note: str = ""
     problems: list[str] = field(default_factory=list)  # broken promises that are no count of a row
+    late_s: float = LATE_S
+    clients: int = ABORT_CLIENTS
+    share: float = ABORT_SHARE  # of the clients that hang up
 
     async def request(self, number: int, deadline_s: float = DEADLINE_S) -> bool:
         """Both legs of one prompt, counted."""
@@ -209,7 +217,7 @@ async def late_decode(scene: Scene) -> None:
     loop = asyncio.get_running_loop()
     handed = await scene.prefills(range(LATE))
     begun = loop.time()
-    await asyncio.sleep(LATE_S)
+    await asyncio.sleep(scene.late_s)
     await scene.reuse()
     scene.note = f"D asked {loop.time() - begun:.0f} s after P"
     await asyncio.gather(*(scene.decode(number, params) for number, params in handed.items()))
@@ -224,7 +232,7 @@ async def abort(scene: Scene) -> None:
         nonlocal left
         turn = number
         while loop.time() < end:
-            leaves = scene.rng.random() < ABORT_SHARE
+            leaves = scene.rng.random() < scene.share
             patience_s = scene.rng.uniform(0.0, ABORT_AFTER_S) if leaves else DEADLINE_S + 1
             task = asyncio.create_task(scene.request(turn % USUAL))
             done, _ = await asyncio.wait([task], timeout=patience_s)
@@ -233,10 +241,26 @@ async def abort(scene: Scene) -> None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
-            turn += ABORT_CLIENTS
+            turn += scene.clients
 
-    await asyncio.gather(*map(client, range(ABORT_CLIENTS)))
+    await asyncio.gather(*map(client, range(scene.clients)))
     scene.note = f"{left} more hung up"
+
+
+async def reset(scene: Scene) -> None:
+    """Again and again under load: plainly, with all that runs thrown out, and with all that the connector holds. vLLM
+    may refuse while blocks are in use; what it does not refuse must hurt nobody."""
+    url = f"{scene.pair.engines[scene.step.target].url}/reset_prefix_cache"
+    told: Counter[str] = Counter()
+    async with scene.load():
+        for number in range(RESETS):
+            await asyncio.sleep(RESET_S)
+            how = RESET_KINDS[number % len(RESET_KINDS)]
+            told["asked"] += 1
+            with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError, ValueError, AttributeError):
+                async with asyncio.timeout(DEADLINE_S), scene.pair.session.post(url, params=how) as answer:
+                    told["done"] += bool((await answer.json(content_type=None)).get("success"))
+    scene.note = f"{told['done']} of {told['asked']} resets done, others refused"
 
 
 async def flood(scene: Scene) -> None:
@@ -301,5 +325,5 @@ async def reconfigure(scene: Scene) -> None:
 
 DO: Mapping[str, Do] = {
     "kill": kill, "stop": stop, "late-decode": late_decode, "abort": abort, "flood": flood, "exhausted": exhausted,
-    "replay": replay, "poison": poison, "strangers": visited, "reconfigure": reconfigure,
+    "reset": reset, "replay": replay, "poison": poison, "strangers": visited, "reconfigure": reconfigure,
 }  # fmt: skip

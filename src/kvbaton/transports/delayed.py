@@ -1,19 +1,26 @@
-"""A data plane that starts every copy late: for tests of what expires meanwhile, on real engines.
+"""A data plane that starts every copy late, or puts two blocks into each other's places: for tests on real engines of
+what expires meanwhile, and of whether a wrong KV is seen in an answer.
 
-Law: nothing but the time changes. A copy that is cancelled while it waits ends as cancelled, at rest.
+Laws: of a late one nothing but the time changes; a copy that is cancelled while it waits ends as cancelled, at rest. A
+misplacing one moves the bytes that were asked for and no others, so that it works wherever the inner one does.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import cast
+
+import msgspec
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.protocol.weave import Weave
 from kvbaton.transports.base import (
     Copy,
     CopyEnded,
@@ -119,3 +126,46 @@ class DelayedTransport:
                     self._waiting.popleft()
                     continue
             time.sleep(0.001)  # the inner queue is full
+
+
+class MisplacingTransport(DelayedTransport):
+    """Another transport; while a file of that name is there, two blocks of every copy change places."""
+
+    def __init__(self, inner: Transport, delay_s: float, while_there: Path) -> None:
+        super().__init__(inner, delay_s)
+        self._while_there = while_there
+
+    def submit(self, copy: Copy) -> bool:
+        return super().submit(misplaced(copy) if self._while_there.exists() else copy)
+
+
+def faulty(plane: Transport, delay_s: float, misplace_while: str) -> Transport:
+    """`plane` with the faults that a test has asked for, if any."""
+    if misplace_while:
+        return MisplacingTransport(plane, delay_s, Path(misplace_while))
+    return DelayedTransport(plane, delay_s) if delay_s else plane
+
+
+def misplaced(copy: Copy) -> Copy:
+    """The same bytes, of which the first two pieces of one length that lie apart have changed places; pure."""
+    weave = copy.weave
+    if weave is not None:
+        weave = Weave(_exchanged(weave.column), weave.shifts)
+    return msgspec.structs.replace(copy, spans=_exchanged(copy.spans), weave=weave)
+
+
+def _exchanged(spans: array[int]) -> array[int]:
+    """(local offset, remote offset, bytes) triples; the remote offsets of the first and the last of one length change
+    places. Of a single one, the first half and the second do."""
+    found = array("q", spans)
+    last = len(found) - 3
+    while last > 0 and found[last + 2] != found[2]:
+        last -= 3
+    if last > 0:
+        found[1], found[last + 1] = found[last + 1], found[1]
+    elif found and (half := found[2] // 2):
+        local, remote, size = found[:3]
+        found[:3] = array("q", (local, remote + half, half, local + half, remote, half))
+        if size % 2:
+            found.extend((local + size - 1, remote + size - 1, 1))
+    return found

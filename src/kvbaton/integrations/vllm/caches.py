@@ -21,7 +21,7 @@ from kvbaton.integrations.vllm.settings import ConnectorSettings
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports import planes
 from kvbaton.transports.base import Transport
-from kvbaton.transports.delayed import DelayedTransport
+from kvbaton.transports.delayed import faulty
 from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.memory import Region, adopt
 from kvbaton.transports.unnamed import UnnamedTransport
@@ -120,8 +120,6 @@ def planes_over(cache: HostCache | DeviceCache, settings: ConnectorSettings) -> 
     made: dict[str, Transport] = {}
     for name in names:
         try:
-            if cache.kind not in planes.capabilities(name).device_kinds:
-                raise ValueError(f"it moves no memory of kind {cache.kind}")
             cache.prepare([name])
             made[name] = _unnamed(cache, name, settings)
         except (ValueError, OSError) as error:
@@ -134,11 +132,10 @@ def planes_over(cache: HostCache | DeviceCache, settings: ConnectorSettings) -> 
 
 
 def _unnamed(cache: HostCache | DeviceCache, name: str, settings: ConnectorSettings) -> UnnamedTransport:
-    told = planes.PlaneSettings(settings.control_host, settings.checksum, settings.encrypt)
+    told = planes.PlaneSettings(settings.control_host, settings.checksum, settings.encrypt, settings.copy_share)
 
     def make(me: PeerId) -> Transport:
-        plane = cache.plane(name, me, told)
-        return DelayedTransport(plane, settings.fault_copy_delay_s) if settings.fault_copy_delay_s else plane
+        return faulty(cache.plane(name, me, told), settings.fault_copy_delay_s, settings.fault_misplace_while)
 
     return UnnamedTransport(planes.capabilities(name), make)
 

@@ -77,6 +77,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     flight_dir: str = ""  # where records of failed handoffs are written; SIGUSR2 has all of them written there
     otlp_endpoint: str = ""  # of an OpenTelemetry collector, http(s)://host:port: spans of sampled requests go there
     fault_copy_delay_s: float = 0.0  # for tests of expiry only: every copy of this engine starts this much later
+    fault_misplace_while: str = ""  # for tests of the oracle only: while this file is there, blocks land misplaced
 
     def __post_init__(self) -> None:
         for field in ("name", "registry_name", "store_name", *(f"peers.{name}" for name in self.peers)):

@@ -1,6 +1,9 @@
-"""Models of random weights that vLLM can serve on any CPU, made in seconds without a network.
+"""Models of random weights that vLLM can serve on any machine, made in seconds without a network.
 
     python -m kvbaton.integrations.vllm.tiny_model --kind llama --seed 1 DIRECTORY
+
+`llama`, `mla` and `gemma3` are of shapes that CPUs can serve; `small` and `latent` are their like with heads as wide as
+the attention kernels of GPUs want them; `8b` is a shape alone, without weights: for timing, with `--load-format dummy`.
 
 They say nothing sensible, and are made so that a wrong KV shows: attention is sharp and as strong as the residual, so
 that the answer hangs on every part of the prompt, and logits are far apart, so that rounding does not change the
@@ -24,11 +27,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Kind = Literal["llama", "mla", "gemma3"]
+Kind = Literal["llama", "mla", "gemma3", "small", "latent", "8b"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FORMAT = 1  # raise when the same kind and seed would give other weights
 MARK = "kvbaton-model.json"
 POSITIONS_MAX = 4096
+POSITIONS_MAX_8B = 65536
 VOCABULARY = 1024
 PAD, BOS, EOS, TURN = "<pad>", "<s>", "</s>", "<turn>"
 _SPECIAL = (PAD, BOS, EOS, TURN)
@@ -89,8 +93,11 @@ def _refuse_others(directory: Path, wanted: dict[str, Any]) -> None:
 def _write(kind: Kind, seed: int, directory: Path) -> None:
     import torch
 
-    tokenizer = _tokenizer()
+    tokenizer = _tokenizer(POSITIONS_MAX_8B if kind == "8b" else POSITIONS_MAX)
     tokenizer.save_pretrained(directory)
+    if kind == "8b":
+        _shape_8b(tokenizer).save_pretrained(directory)
+        return
     torch.manual_seed(seed)
     model = _model(kind, tokenizer).to(torch.float32)
     _randomize(model, _printable(tokenizer))
@@ -98,7 +105,7 @@ def _write(kind: Kind, seed: int, directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def _tokenizer() -> Any:
+def _tokenizer(positions: int) -> Any:
     """Byte-level BPE: every text has tokens, and comes back as it was."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -116,7 +123,7 @@ def _tokenizer() -> Any:
     )
     names = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS, "additional_special_tokens": [TURN]}
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, chat_template=_CHAT, model_max_length=POSITIONS_MAX, clean_up_tokenization_spaces=False,
+        tokenizer_object=core, chat_template=_CHAT, model_max_length=positions, clean_up_tokenization_spaces=False,
         **names,
     )  # fmt: skip
 
@@ -128,21 +135,40 @@ def _printable(tokenizer: Any) -> list[int]:
     return sorted(at for word, at in words.items() if word not in _SPECIAL and set(word) <= plain)
 
 
-def _model(kind: Kind, tokenizer: Any) -> Any:
-    import transformers
-
-    shared = {
+def _shared(tokenizer: Any) -> dict[str, Any]:
+    return {
         "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
         "max_position_embeddings": POSITIONS_MAX, "tie_word_embeddings": False, "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
     }  # fmt: skip
+
+
+def _shape_8b(tokenizer: Any) -> Any:
+    """128 KiB of KV a token in 16 bits."""
+    import transformers
+
+    wide = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "head_dim": 128}
+    wide |= {"num_hidden_layers": 32, "num_key_value_heads": 8, "max_position_embeddings": POSITIONS_MAX_8B}
+    return transformers.LlamaConfig(**_shared(tokenizer) | wide, architectures=["LlamaForCausalLM"], dtype="bfloat16")
+
+
+def _model(kind: Kind, tokenizer: Any) -> Any:
+    import transformers
+
+    shared = _shared(tokenizer)
+    if kind == "small":
+        wide = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "head_dim": 64}
+        config = transformers.LlamaConfig(**shared | wide, num_hidden_layers=8, num_key_value_heads=8)
+        return transformers.LlamaForCausalLM(config)
     if kind == "llama":
         config = transformers.LlamaConfig(**shared, num_hidden_layers=4, num_key_value_heads=4, head_dim=32)
         return transformers.LlamaForCausalLM(config)
-    if kind == "mla":  # vLLM's CPU kernel is compiled for these two sizes of the latent and its rotary part alone
-        latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    if kind in ("mla", "latent"):  # kernels are compiled for these two sizes of the latent and its rotary part alone
+        heads, width = (8, 32) if kind == "mla" else (16, 128)
+        latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": width, "v_head_dim": width}
         dense = {"first_k_dense_replace": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "q_lora_rank": None}
-        config = transformers.DeepseekV2Config(**shared, **latent, **dense, num_hidden_layers=4, num_key_value_heads=8)
+        own = {"num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": 4}
+        config = transformers.DeepseekV2Config(**shared | latent | dense | own)
         return transformers.DeepseekV2ForCausalLM(config)
     layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     config = transformers.Gemma3TextConfig(
@@ -165,7 +191,7 @@ def _randomize(model: Any, printable: list[int]) -> None:
             elif "embed_tokens" in name:
                 weight.normal_(0.0, 1.0 / getattr(model.model.embed_tokens, "scalar_embed_scale", 1.0))
             elif "lm_head" in name:
-                weight.normal_(0.0, 0.25)  # logits of 0.25 * sqrt(256) = 4
+                weight.normal_(0.0, 4.0 / weight.shape[-1] ** 0.5)  # logits of 4
                 hidden = torch.ones(len(weight), dtype=torch.bool)
                 hidden[printable] = False
                 weight[hidden] = 0.0

@@ -1,0 +1,1 @@
+"""`kvbaton.gpu_test`: its logic, without an engine."""
