@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+from functools import cached_property
 from typing import Any, Protocol
 
 from kvbaton.transports.cuda_ptx import DIGEST, MOVE, PTX, THREADS
@@ -122,7 +123,6 @@ class CudaGpu:
         """ImportError without a driver, CudaError without such a device."""
         check_share(share)
         self._cuda = load()
-        self._brief = ctypes.PyDLL(LIBRARY)
         self.device = device
         self._ask("cuInit", 0)
         number, context = ctypes.c_int(), ctypes.c_void_p()
@@ -220,6 +220,11 @@ class CudaGpu:
         thread takes up to 5 ms, recording takes one microsecond."""
         status = self._brief.cuEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream))
         _check(self._cuda, "cuEventRecord", status)
+
+    @cached_property
+    def _brief(self) -> ctypes.PyDLL:
+        """The same library, called without letting go of the GIL."""
+        return ctypes.PyDLL(LIBRARY, handle=self._cuda._handle)
 
     def wait(self, event: int) -> None:
         self._ask("cuEventSynchronize", ctypes.c_void_p(event))
