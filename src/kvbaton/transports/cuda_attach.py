@@ -19,7 +19,7 @@ import msgspec
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.auth import greet
-from kvbaton.transports.cuda_door import TABLE_BYTES_MAX, Allocation, CudaEndpoint, Shared, is_ours
+from kvbaton.transports.cuda_door import LIFE, TABLE_BYTES_MAX, CudaEndpoint, Shared
 from kvbaton.transports.cuda_driver import HANDLE_BYTES, CudaError, Gpu
 from kvbaton.transports.jobs import Job, Jobs
 from kvbaton.transports.loop import Loop, Timer
@@ -52,7 +52,7 @@ class Mapped:
 class Remote:
     """The memory of one peer, as far as it was told and opened. Once shut it stays shut; see `anew`."""
 
-    def __init__(self, owner: PeerId, shared: Shared, mapped: Mapped | None = None) -> None:
+    def __init__(self, shared: Shared, mapped: Mapped | None = None) -> None:
         """ValueError for places that lie outside their allocations."""
         for place in shared.places:
             if not 0 <= place.allocation < len(shared.allocations) or place.size < 1:
@@ -61,9 +61,7 @@ class Remote:
                 raise ValueError(f"region {place.region} is not inside its allocation")
         if any(len(allocation.handle) != HANDLE_BYTES for allocation in shared.allocations):
             raise ValueError(f"a handle has {HANDLE_BYTES} bytes")
-        self._owner = owner
         self._shared = shared
-        self._is_foreign = not is_ours(owner, shared)
         self._places = {place.region: place for place in shared.places}
         self._mapped = mapped or Mapped()
         self._bases: dict[int, int] = {}
@@ -76,7 +74,7 @@ class Remote:
 
     def anew(self) -> Remote:
         """The same memory, not opened yet."""
-        return Remote(self._owner, self._shared, self._mapped)
+        return Remote(self._shared, self._mapped)
 
     def size_of(self, region: int) -> int | None:
         place = self._places.get(region)
@@ -108,6 +106,10 @@ class Remote:
         if problem is not None:
             raise problem
 
+    @property
+    def _is_foreign(self) -> bool:
+        return self._shared.life != LIFE
+
     def _open(self, index: int, gpu: Gpu) -> int:
         """By one thread of the mover's, without the lock: the driver may take a while."""
         if self._shut:  # a copy that has failed had parts to come
@@ -115,7 +117,11 @@ class Remote:
         allocation = self._shared.allocations[index]
         base = allocation.base
         if self._is_foreign:
-            base = _opened(allocation, gpu)
+            try:
+                base = gpu.open(allocation.handle)
+            except CudaError as error:
+                error.sticky = False  # how a dead or foreign handle is answered varies; a lost device says so again
+                raise
             self._mapped.add(allocation.size)
         with self._lock:
             if not self._shut:
@@ -128,25 +134,6 @@ class Remote:
         if self._is_foreign:
             gpu.close(base)
             self._mapped.add(-self._shared.allocations[index].size)
-
-
-def _opened(allocation: Allocation, gpu: Gpu) -> int:
-    """Where it begins here. Its owner may have said that it is larger than it is: a read beyond it would cost us the
-    device, and the engine with it, so the driver is asked."""
-    try:
-        base = gpu.open(allocation.handle)
-    except CudaError as error:
-        error.sticky = False  # how a dead or foreign handle is answered varies; a lost device says so again
-        raise
-    try:
-        begins, size = gpu.allocation_of(base)
-        if begins + size < base + allocation.size:
-            told = f"{allocation.size} bytes were told of, {begins + size - base} are there"
-            raise CudaError("cuIpcOpenMemHandle_v2", INVALID_VALUE, told)
-    except CudaError:
-        gpu.close(base)
-        raise
-    return base
 
 
 class Owner(Protocol):
@@ -230,7 +217,7 @@ class CudaAttachment:
         head = yield from take(LENGTH.size)
         table = yield from take(min(LENGTH.unpack(head)[0], TABLE_BYTES_MAX))
         try:
-            remote = Remote(self.there.owner, msgspec.msgpack.decode(table, type=Shared), self._mapped)
+            remote = Remote(msgspec.msgpack.decode(table, type=Shared), self._mapped)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(Reason.BAD_MESSAGE, f"regions that cannot be opened: {error}") from None
         self._done(remote, "")

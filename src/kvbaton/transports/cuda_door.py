@@ -12,8 +12,6 @@ owner forks holds its line too, and its memory.)
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 import secrets
 import socket
@@ -35,9 +33,8 @@ from kvbaton.transports.wire import Script, Wire, take
 
 TABLE_BYTES_MAX = (HANDLE_BYTES + 64) * REGIONS_MAX
 LINES_MAX = 512
-_LIFE = secrets.token_bytes(16)
-"""Of this process, told to nobody: CUDA opens no handle in the process that made it, and has no need to; but a base
-that another process named would be read as it stands."""
+LIFE = secrets.token_bytes(16)
+"""Of this process: CUDA opens no handle in the process that made it, and there is no need to."""
 
 
 class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="cuda1"):
@@ -70,26 +67,15 @@ class Allocation(msgspec.Struct, frozen=True, array_like=True):
 class Shared(msgspec.Struct, frozen=True, array_like=True):
     """What a proven peer is told."""
 
-    proof: bytes  # by which the process that made it knows it again
+    life: bytes
     allocations: list[Allocation]
     places: list[CudaPlace]
-
-
-def share(owner: PeerId, allocations: list[Allocation], places: list[CudaPlace]) -> Shared:
-    told = msgspec.msgpack.encode((owner, allocations, places))
-    return Shared(hashlib.blake2b(told, key=_LIFE, digest_size=16).digest(), allocations, places)
-
-
-def is_ours(owner: PeerId, shared: Shared) -> bool:
-    """Whether this process made it, as `owner`: nobody else can, nor tell it on as its own."""
-    return hmac.compare_digest(share(owner, shared.allocations, shared.places).proof, shared.proof)
 
 
 class CudaDoor:
     """One listening socket, and the handles that go with a welcome."""
 
     def __init__(self, me: PeerId, gpu: Gpu, loop: Loop, handshake_s: float) -> None:
-        self._me = me
         self._name = NAME_PREFIX + secrets.token_hex(16)
         self._gpu = gpu
         self._loop = loop
@@ -163,7 +149,7 @@ class CudaDoor:
                 self.refusals.add(cause_of(wire.fault))
 
         wire = self._lines[peer] = Wire(self._loop, sock, closed)
-        table = msgspec.msgpack.encode(share(self._me, self._allocations, self._places))
+        table = msgspec.msgpack.encode(Shared(LIFE, self._allocations, self._places))
         wire.out.append(Message(LENGTH.pack(len(table)) + table))
         wire.open(_silence(peer))
 
