@@ -51,7 +51,7 @@ class ZmqControl:
         self._following = Following(keyring, clock()) if keyring.directory else None
         self._waker = Waker()
         self._notes: dict[str, Callable[[], None]] = {}  # at most one of a kind: the last
-        self._ready: dict[object, int] = {}
+        self._ready: dict[object, int] | None = None  # as the last wait found it; None: not looked since
         self._dialler = Dialler(self._plane)
         self._listener: Listener | None = None
         try:
@@ -130,8 +130,8 @@ class ZmqControl:
         """The same, with the public key under which each came."""
         self._take_notes()
         self._follow()
-        events = self._ready or self._poll(0)
-        self._ready = {}
+        events = self._poll(0) if self._ready is None else self._ready
+        self._ready = None
         lines = list(self._dialler.readable(events))
         listener = self._listener if self._listener and self._listener.socket in events else None
         share = max(1, self._plane.limits.frames_per_receive_max // max(1, len(lines) + (listener is not None)))

@@ -147,6 +147,7 @@ def unpack_blocks(packed: bytes) -> tuple[int, ...]:
     ids.frombytes(packed)
     if sys.byteorder == "big":  # pragma: no cover
         ids.byteswap()
-    if ids and min(ids) < -1:
-        raise ProtocolError(Reason.BAD_MESSAGE, f"blocks: id {min(ids)} is negative")
-    return tuple(ids)
+    found = tuple(ids)
+    if found and min(found) < -1:
+        raise ProtocolError(Reason.BAD_MESSAGE, f"blocks: id {min(found)} is negative")
+    return found

@@ -52,7 +52,7 @@ def moves(route: Route, cargo: Cargo, before: Progress, after: Progress) -> list
         lists = BlockLists(cargo.source[whole.group], cargo.target[target_group], cargo.tokens, cargo.first_token)
         for rank in range(len(layout.ranks)):
             for rect in whole.cut(blocks_per_call(plan, route.side, rank, whole)):
-                found.append((rank, segments(plan, route.side, rank, rect, lists)))
+                found.append((rank, segments(plan, route.side, rank, rect, lists, not route.weaves)))
                 spans += sum(_spans(move, route.weaves) for move in found[-1][1])
                 if spans > SPANS_IN_ALL_MAX:
                     raise ProtocolError(Reason.BAD_SPAN, f"spans: more than {SPANS_IN_ALL_MAX} between these planes")

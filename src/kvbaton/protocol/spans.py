@@ -79,10 +79,12 @@ class Move(msgspec.Struct, frozen=True):
         return sum(self.flat[2::3]) + (0 if self.weave is None else self.weave.bytes)
 
 
-def segments(plan: Plan, side: Side, rank: int, rect: Rect, lists: BlockLists) -> list[Move]:
+def segments(plan: Plan, side: Side, rank: int, rect: Rect, lists: BlockLists, join: bool = True) -> list[Move]:
     """What `rank` of `side` copies for one rectangle: one move per peer rank and pair of regions.
 
-    Pages move whole where both sides have the same block size, otherwise exactly the tokens in question.
+    Pages move whole where both sides have the same block size, otherwise exactly the tokens in question. Pages that are
+    neighbours on both sides are one span, unless `join` is False: a data plane that takes them in product form would
+    only have to divide it again, and rows of all sizes are no product of anything.
     Raises `BAD_SPAN` when the lists do not hold what the rectangle says.
     """
     blocks = rect.block_hi - rect.block_lo
@@ -100,7 +102,7 @@ def segments(plan: Plan, side: Side, rank: int, rect: Rect, lists: BlockLists) -
             key = (part.target_rank, lane.source_region, lane.target_region)
             if side is Side.TARGET:
                 key = (part.source_rank, lane.target_region, lane.source_region)
-            for spans in _lane_spans(part, lane, rect, windows, side):
+            for spans in _lane_spans(part, lane, rect, windows, side, join or len(windows) > 1):
                 if isinstance(spans, Weave) and key not in woven:
                     woven[key] = spans
                     flat[key].extend(())
@@ -209,7 +211,7 @@ def _check_ids(plan: Plan, part: Part, windows: Iterable[Pairs]) -> None:
 
 
 def _lane_spans(
-    part: Part, lane: Lane, rect: Rect, windows: dict[Window, Pairs], side: Side
+    part: Part, lane: Lane, rect: Rect, windows: dict[Window, Pairs], side: Side, join: bool
 ) -> list[array[int] | Weave]:
     """The pieces of block 0 for every pair of blocks: a weave for each size of piece."""
     layers, is_whole = lane.layers, rect.layer_lo <= lane.layers[0][0] and lane.layers[-1][0] < rect.layer_hi
@@ -218,10 +220,10 @@ def _lane_spans(
     joinable = len(windows) > 1
     weaves: list[Weave] = []
     for window, pairs in windows.items():
-        shifts, is_one_run = (_shifts_of_lane if is_whole else _shifts)(part.strips, layers, window, side)
+        shifts, is_one_run = (_shifts_of_lane if is_whole else _shifts)(part.strips, layers, window, side, join)
         joinable = joinable and is_one_run  # a page in several runs has no neighbour on both sides
         if pairs[0]:
-            weaves += [Weave(_column(lane, pairs, size, side), shift) for size, shift in shifts]
+            weaves += [Weave(_column(lane, pairs, size, side, join), shift) for size, shift in shifts]
     if not joinable:
         return list(weaves)
     spans = array("q")
@@ -232,13 +234,13 @@ def _lane_spans(
 
 
 def _shifts(
-    strips: tuple[Strip, ...], layers: tuple[Triple, ...], window: Window, side: Side
+    strips: tuple[Strip, ...], layers: tuple[Triple, ...], window: Window, side: Side, join: bool
 ) -> tuple[list[tuple[int, array[int]]], bool]:
     """By the bytes of a piece, where such pieces of block 0 begin in these layers; and whether its page is one run."""
     inside = _coalesce(piece for strip in strips for piece in strip.pieces(*window))
-    pieces = ((at + x, to + y, size) for _, at, to in layers for x, y, size in inside)
+    pieces = [(at + x, to + y, size) for _, at, to in layers for x, y, size in inside]
     found: dict[int, array[int]] = defaultdict(lambda: array("q"))
-    for at, to, size in _coalesce(pieces):
+    for at, to, size in _coalesce(pieces) if join else pieces:
         found[size].extend((to, at) if side is Side.TARGET else (at, to))
     return list(found.items()), len(inside) == 1
 
@@ -246,11 +248,11 @@ def _shifts(
 _shifts_of_lane = lru_cache(maxsize=LANES_KEPT)(_shifts)
 
 
-def _column(lane: Lane, pairs: Pairs, size: int, side: Side) -> array[int]:
-    """The same piece of every pair of blocks; of blocks that follow each other on both sides, in one span."""
+def _column(lane: Lane, pairs: Pairs, size: int, side: Side, join: bool) -> array[int]:
+    """The same piece of every pair of blocks; joined, of blocks that follow each other on both sides in one span."""
     source, target = (array("q", ids) for ids in pairs)
     sizes = array("q", (size,)) * len(source)
-    if size == lane.source_stride == lane.target_stride:
+    if join and size == lane.source_stride == lane.target_stride:
         starts = _starts(source, target)
         if len(starts) < len(source):
             sizes = array("q", [(end - at) * size for at, end in pairwise((*starts, len(source)))])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import hmac
 from collections.abc import Sequence
 from typing import Annotated
@@ -78,4 +77,4 @@ def _verified_body(text: str, keys: Sequence[bytes]) -> bytes:
 
 
 def _mac(body: bytes, key: bytes) -> bytes:
-    return hmac.new(key, b"kvbaton-ticket\0" + body, hashlib.sha256).digest()[:_MAC_BYTES]
+    return hmac.digest(key, b"kvbaton-ticket\0" + body, "sha256")[:_MAC_BYTES]

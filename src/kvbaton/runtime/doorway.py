@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import msgspec
 
@@ -125,7 +126,7 @@ class Doorway:
         pins = self._pins.get(lease)
         if pins is None:
             return ()
-        real = tuple(block for group in blocks for block in group if block != NO_BLOCK)
+        real = _real(blocks)
         pins.extend(real)
         epochs = tuple(tuple(self.epochs.all_of(group)) for group in blocks)
         self._post(ev.LeaseExtended(lease, blocks, epochs))
@@ -176,7 +177,7 @@ class Doorway:
         """Store blocks under content keys. Returns what the engine must touch now."""
         self._last += 1
         put = PutId(self._last)
-        pinned = tuple(block for group in blocks for block in group if block != NO_BLOCK)
+        pinned = _real(blocks)
         self._pins["put", put] = list(pinned)
         self._post(ev.PutWanted(put, blocks, keys))
         return pinned
@@ -240,7 +241,7 @@ class Doorway:
     def allocated(self, request: RequestId, blocks: Groups, first_token: int) -> tuple[int, ...]:
         """The engine has blocks for the load. Returns what it must touch now, on top of its own references."""
         self._wants.pop(request, None)
-        held = tuple(block for group in blocks for block in group if block != NO_BLOCK)
+        held = _real(blocks)
         self._holds[request] = held
         self._post(ev.Allocated(request, blocks, first_token))
         return held
@@ -333,3 +334,9 @@ class Doorway:
     def _unpinned(self, key: LeaseId | tuple[str, PutId]) -> list[Duty]:
         pins = self._pins.pop(key, None)
         return [UnpinBlocks(tuple(pins))] if pins is not None else []
+
+
+def _real(blocks: Groups) -> tuple[int, ...]:
+    """All of them, of all groups, that are blocks."""
+    found = tuple(chain.from_iterable(blocks))
+    return tuple(block for block in found if block != NO_BLOCK) if NO_BLOCK in found else found
