@@ -139,6 +139,7 @@ class Engine:
         at_once_aborted: bool = False,
         salt: str | None = None,
         computes_all: bool = False,
+        resumable: bool = False,
     ) -> str:
         """A request arrives at the engine core; returns its id."""
         from vllm.sampling_params import SamplingParams
@@ -159,6 +160,7 @@ class Engine:
             block_hasher=self._hasher,
             cache_salt=salt,
             abort_immediately=at_once_aborted,
+            resumable=resumable,
         )
         request.skip_reading_prefix_cache = computes_all  # as for one that wants its prompt's log probabilities
         if eos_first:

@@ -79,7 +79,7 @@ class Memory:
         self.in_order = sorted(owned, key=lambda each: layer_index(each[1]))  # as a model computes them
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self.windows = [getattr(spec, "sliding_window", None) for spec in specs]
-        self._block_tokens = shape.block_tokens
+        self.block_tokens = shape.block_tokens
         heads = max(1, shape.kv_heads // shape.ranks)
         first = rank * shape.kv_heads // shape.ranks
         self._heads = range(first, first + heads)
@@ -119,7 +119,7 @@ class Memory:
 
     def _places(self, blocks: Sequence[int], first: int, count: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         positions = np.arange(first, first + count)
-        return np.asarray(blocks, dtype=np.int64)[positions // self._block_tokens], positions % self._block_tokens
+        return np.asarray(blocks, dtype=np.int64)[positions // self.block_tokens], positions % self.block_tokens
 
 
 @contextlib.contextmanager

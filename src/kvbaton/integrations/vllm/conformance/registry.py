@@ -18,7 +18,9 @@ from kvbaton.integrations.vllm.conformance.lab import BrokenError, Lab
 from kvbaton.integrations.vllm.conformance.oracle import WrongKvError
 
 CaseFunction = Callable[..., None]
-CASE_MODULES = ("cases_moving", "cases_ending", "cases_resting", "cases_params", "cases_storing", "cases_faults")
+CASE_MODULES = (
+    "cases_moving", "cases_ending", "cases_waiting", "cases_resting", "cases_params", "cases_storing", "cases_faults"
+)  # fmt: skip
 MODES = ("pull", "stream", "push")
 OVERLAPPED = "overlapped"
 IN_FLIGHT = (False, True)

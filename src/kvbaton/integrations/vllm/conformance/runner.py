@@ -56,6 +56,7 @@ class Runner:
     states: dict[str, Cached] = field(default_factory=dict)
     computed: int = 0  # positions, of all requests
     computed_of: Counter[str] = field(default_factory=Counter)
+    _pending: Counter[tuple[int, int]] = field(default_factory=Counter)  # (group, block) that steps in flight write
     aborted: set[str] = field(default_factory=set)  # a step in flight still computes them; nobody hears the answer
 
     # --- what the engine sees
@@ -95,6 +96,8 @@ class Runner:
             return ModelRunnerOutput.with_kv_conn_output_only(issued.output)
         if self.is_late:
             hashes = self._hashes(issued.work)
+            for each in issued.work:
+                self._pending.subtract(self._written(each))
             for group, layer in self.memory.in_order:
                 self._compute(issued.work, hashes, group, layer)
         names = [each.name for each in issued.work]
@@ -173,7 +176,22 @@ class Runner:
         for group, layer in self.memory.in_order:
             for each, own in zip(work, hashes, strict=True):
                 if each.is_fresh:
-                    self._check(each, group, layer, own)
+                    self._check(each, group, layer, own, self._before_pending(each, group))
+        for each in work:
+            self._pending.update(self._written(each))
+
+    def _written(self, work: Work) -> list[tuple[int, int]]:
+        """(group, block) that a step writes to; vLLM lets others find them cached before it has."""
+        size = self.memory.block_tokens
+        first, last = work.past // size, (work.past + work.count - 1) // size
+        return [(group, block) for group, ids in enumerate(work.state.blocks) for block in ids[first : last + 1]]
+
+    def _before_pending(self, work: Work, group: int) -> int:
+        """How many of its positions no step in flight has still to compute."""
+        for at, block in enumerate(work.state.blocks[group]):
+            if self._pending[group, block]:
+                return min(at * self.memory.block_tokens, work.past)
+        return work.past
 
     def _compute(self, work: list[Work], hashes: list[Any], group: int, layer: str) -> None:
         for each, own in zip(work, hashes, strict=True):
@@ -181,11 +199,11 @@ class Runner:
             past, blocks = each.past, each.state.blocks[group]
             self.memory.write(layer, blocks, past, own[past : past + each.count])
 
-    def _check(self, work: Work, group: int, layer: str, hashes: Any) -> None:
-        window = self.memory.windows[group]
+    def _check(self, work: Work, group: int, layer: str, hashes: Any, upto: int | None = None) -> None:
+        window, upto = self.memory.windows[group], work.past if upto is None else upto
         first = max(0, work.past - window + 1) if window else 0
-        if work.name not in self.aborted:
-            self.memory.check(layer, work.state.blocks[group], first, hashes[first : work.past], work.name)
+        if work.name not in self.aborted and upto > first:
+            self.memory.check(layer, work.state.blocks[group], first, hashes[first:upto], work.name)
 
     def _sampled(self, work: Work) -> list[int]:
         """A token only when all that is known has been computed."""
