@@ -135,8 +135,9 @@ def rules() -> Iterator[str]:
     yield ABOUT_RULES
     for part in re.split(r"(?m)^# ", RULES.read_text())[1:]:
         chapter, _, text = part.partition("\n")
-        yield f"### {chapter}"
-        for told in re.split(r"(?m)^## ", text)[1:]:
+        about, *listed = re.split(r"(?m)^## ", text)
+        yield f"### {chapter}" + (f"\n\n{about.strip()}" if about.strip() else "")
+        for told in listed:
             rule = parse(told)
             yield rule_text(rule, broken.pop(rule.number, []))
     if broken:

@@ -76,6 +76,12 @@ class Device:
         for blank in self.blank:
             blank.update(blocks)
 
+    def check_quiet(self, blocks: Sequence[int]) -> None:
+        """Bytes may land in these blocks from now on, ordered with no step: none in flight writes there (rule 32)."""
+        for block in blocks:
+            if self.writing[block]:
+                raise Broken(WRONG, f"{self.name}: block {block} is loaded into, and a step in flight writes it")
+
     def issue(self, number: int, works: Sequence[Work]) -> Step:
         step = Step(number, works, len(self.memory), len(self.memory))
         self._count_writes(step, 1)

@@ -169,7 +169,7 @@ class SimEngine:
             self._schedule(request)
         if request.phase is Phase.PREFILLING:
             return self._prefill(request)
-        return [self._decode(request)] if request.phase is Phase.DECODING else []
+        return self._decode(request) if request.phase is Phase.DECODING else []
 
     def _schedule(self, request: SimRequest) -> None:
         if request.role == "decode" and request.ticket and not request.remote_done:
@@ -248,7 +248,9 @@ class SimEngine:
                     self.device.write(request.content, request.blocks, 0, have, rank, layer)
         needed = -(-request.tokens // block_tokens)
         wanted = tuple(tuple(ids[have // block_tokens : needed]) for ids in request.blocks)
-        self.pool.hold(self.doorway.allocated(request.id, wanted, have))
+        held = self.doorway.allocated(request.id, wanted, have)
+        self.device.check_quiet(held)
+        self.pool.hold(held)
 
     # --- computing
 
@@ -275,12 +277,15 @@ class SimEngine:
             for index in range(request.computed // self.shape.block_tokens):
                 self.cached[request.content, group, index] = ids[index], self.epoch(ids[index])
 
-    def _decode(self, request: SimRequest) -> Work:
-        """One more token. That a request is over is known with its last output: one step too many may be in flight."""
+    def _decode(self, request: SimRequest) -> list[Work]:
+        """One more token. That a request is over is known with its last output: steps too many may be in flight."""
+        if self.world.chance(self.preempt):
+            self._preempt(request)
+            return []
         request.decode_issued += 1
         work = Work(request, request.blocks, request.tokens, request.tokens + 1, request.turn)
         work.is_checked = request.decode_issued == request.decode_left
-        return work
+        return [work]
 
     def _issue(self, works: list[Work]) -> None:
         if works:
@@ -393,7 +398,7 @@ class SimEngine:
         self.doorway.wake_engine()
 
     def _start_decoding(self, request: SimRequest) -> None:
-        request.phase = Phase.DECODING
+        request.phase, request.decode_issued = Phase.DECODING, 0
         request.decode_left = self.world.rng.choice((1, 2, 3, 12))
 
     # --- endings and checks

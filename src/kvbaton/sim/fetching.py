@@ -57,6 +57,7 @@ class Fetching:
         held = tuple(block for ids in blocks for block in ids)
         ranks = len(self.device.memory)
         fetch = Fetch(request, request.turn, request.content, blocks, held, ranks * count)
+        self.device.check_quiet(held)
         self.pool.hold(held)
         self.open.append(fetch)
         most_s = SLOW_PIECE_S if self.world.chance(SLOW) else PIECE_S

@@ -141,7 +141,7 @@ def draw(rng: random.Random) -> Plan:
             preempt=engines and 0.1,
             put=0.2,
             get=0.5 if gets else 0.0,
-            depth=rng.choice((1, 2, 2)),
+            depth=rng.choice((1, 2, 2, 3)),
             defers=loads or gets,
             reuses_soon=rng.random() < 0.5,
             features=int(ALL_FEATURES & ~Feature.PUSH if mixed and rng.random() < 0.5 else ALL_FEATURES),

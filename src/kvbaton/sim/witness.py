@@ -1,6 +1,6 @@
 """What must be true whenever bytes move, or may move from now on: in whose blocks they land, whose they leave.
 
-Laws: bytes land only in blocks that D holds for this very handoff, and that no step in flight writes (rules 18, 32).
+Laws: bytes land only in blocks that D holds for this very handoff (rule 18).
 What P writes from, or serves, somebody holds. What P lends has been computed on the device of that very rank (rule 28).
 """
 
