@@ -1,7 +1,7 @@
 """The planes of device memory on a real GPU: the whole contract between two processes and within one, and what only
 hardware can tell. Exit status 0 when all holds.
 
-    python -m tests.transports.cuda_check [cuda nixl staged-shm staged-tcp]
+    python -m tests.transports.cuda_check [kernel cuda nixl staged-shm staged-tcp cuda+sums staged-tcp+sums]
 
 Not a part of `make test`, which runs the same cases on a device made of host memory (tests/transports/fake_gpu.py).
 """
@@ -23,13 +23,15 @@ from kvbaton.transports import planes
 from kvbaton.transports.base import Copy
 from kvbaton.transports.cuda import CudaConfig, CudaTransport
 from kvbaton.transports.device import DeviceMemory
+from kvbaton.transports.planes import SUMS
 
 from . import device_death
 from .device_harness import DeviceHarness, DeviceProcess, FarDevice
 from .device_peer import make_gpu
+from .kernel_check import KERNEL, a_wrong_byte_is_a_mismatch_and_only_then, check_kernels
 
 EXTRA = Cases()
-PLANES = ("cuda", "nixl", "staged-shm", "staged-tcp")
+PLANES = ("cuda", "nixl", "staged-shm", "staged-tcp", "cuda+sums", "staged-tcp+sums")
 """NIXL is left out where it is not installed."""
 
 
@@ -40,7 +42,7 @@ def every_alignment_and_length_arrives(harness: TransportHarness) -> None:
     for slot in range(256):
         size = rng.choice((1, 3, 4, 15, 16, 17, 31, 33, 64, 127, 255, 256, 2000, 4000))
         places.append((slot * 8192 + rng.randrange(32), slot * 8192 + rng.randrange(32), size))
-    places.append((256 * 8192 + 5, 256 * 8192 + 5, 300_001))  # longer than one block of the grid takes
+    places.append((256 * 8192 + 5, 256 * 8192 + 5, 300_001))  # longer than one team of the grid takes
     pair = harness.pair(4 << 20, 4 << 20)
     near, far = fill(pair.near.memory, 1), fill(pair.far.memory, 2)
     assert pair.near.transport.submit(copy(1, pair.far, READ, places))
@@ -111,6 +113,9 @@ def nothing_moves_before_the_event_that_it_waits_for(harness: TransportHarness) 
     assert spent < 0.3 * waited, f"{spent:.2f} s of CPU to wait {waited:.2f} s"
 
 
+EXTRA.add()(a_wrong_byte_is_a_mismatch_and_only_then)
+
+
 def run(case: Case, harness: DeviceHarness) -> str:
     try:
         case(harness)
@@ -123,8 +128,9 @@ def run(case: Case, harness: DeviceHarness) -> str:
 
 
 def main() -> int:
-    failed = 0
-    for plane in sys.argv[1:] or [name for name in PLANES if not planes.PLANES[name].usable()]:
+    wanted = sys.argv[1:] or [KERNEL, *(name for name in PLANES if not planes.PLANES[name.removesuffix(SUMS)].usable())]
+    failed = check_kernels() if KERNEL in wanted else 0
+    for plane in (name for name in wanted if name != KERNEL):
         for together in (False, True):
             harness = DeviceHarness(plane, "cuda", together=together)
             begun, found = time.monotonic(), dict[str, list[str]]()

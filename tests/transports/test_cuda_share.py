@@ -27,12 +27,16 @@ class Driver:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.mode = 0  # of stream captures: 0 global, 2 relaxed
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         def call(*arguments: Any) -> int:
             self.calls.append((name, arguments))
             if name == "cuDeviceGetAttribute":
                 ctypes.cast(arguments[0], ctypes.POINTER(ctypes.c_int))[0] = MULTIPROCESSORS
+            elif name == "cuThreadExchangeStreamCaptureMode":
+                mode = ctypes.cast(arguments[0], ctypes.POINTER(ctypes.c_int))
+                self.mode, mode[0] = mode[0], self.mode
             elif name == "cuEventCreate":
                 ctypes.cast(arguments[0], ctypes.POINTER(ctypes.c_uint64))[0] = 77
             return 0
@@ -115,3 +119,19 @@ def test_what_one_launch_takes_goes_by_one() -> None:
     small = Group(1, 1, array("q", (0, 0, 5)))
     assert rows_a_launch([small, small]) == 2 and small.bytes == 5
     assert rows_a_launch([Group(1, 1, array("q", (0, 0, 1 << 40)))]) == 1
+
+
+def test_while_another_thread_captures_a_graph_calls_are_allowed_and_a_strangers_thread_is_as_it_was(
+    driver: Driver,
+) -> None:
+    """By default any allocation, by any thread, fails and breaks a capture that is under way."""
+    gpu = CudaGpu(0)
+    assert driver.mode == 0
+    with gpu:
+        assert driver.mode == 2
+        with gpu:
+            assert driver.mode == 2
+        assert driver.mode == 2
+    assert driver.mode == 0
+    gpu.enter()
+    assert driver.mode == 2

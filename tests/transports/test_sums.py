@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
+from kvbaton.protocol.weave import Weave
 from kvbaton.transports.base import Copy, Direction, Spans
 from kvbaton.transports.sums import (
     DIGEST_BYTES,
@@ -100,6 +101,18 @@ def test_questions_are_bounded_in_rows_and_bytes(sizes: list[int]) -> None:
 def test_there_is_nothing_to_compare_in_nothing(mode: Checksum) -> None:
     assert portions(copy_of([]), mode) == portions(copy_of([0, 0]), mode) == []
     assert bool(portions(copy_of([1]), mode)) is (mode is not Checksum.OFF)
+
+
+def test_woven_spans_are_those_of_the_long_form() -> None:
+    column, shifts = array("q", (0, 10, 5, 100, 7, 3)), array("q", (0, 0, 1000, 50, 5, 5))
+    spans, weave = array("q", (7000, 8000, 9)), Weave(column, shifts)
+    woven = Copy(JobId(1), PEER, Direction.READ, 0, 3, spans, weave=weave)
+    assert all_rows(woven, Checksum.FULL) == rows(spans + weave.flat())
+    assert described(woven, portions(woven, Checksum.FULL)[0], 3).startswith(
+        "job 1: segment 3 of 7 differs: 5 bytes at 1000"
+    )
+    none = Copy(JobId(1), PEER, Direction.READ, 0, 3, array("q"), weave=Weave(array("q"), shifts))
+    assert portions(none, Checksum.FULL) == []
 
 
 def test_the_first_difference_is_found() -> None:

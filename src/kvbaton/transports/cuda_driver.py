@@ -7,6 +7,7 @@ events are created to be waited for by sleeping. ctypes lets go of the GIL durin
 All kernels of this process on one device run one after the other, whichever transport launched them on whichever
 stream, and none has more than its `share` of the multiprocessors: what an engine computes meanwhile has all the others.
 There is no stream of a lower priority than the default, which engines use: priorities have nothing to give here.
+Whatever a thread calls here is allowed while another captures a CUDA graph, and does no harm to that.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ SHARE = 0.5
 """Of a device's multiprocessors, for all copies and digests of a process together. `bench.device_share` measures what
 a copy loses by less, and what others lose by more."""
 
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: of this thread's calls, not of anybody's capture
 _MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _BLOCKING, _NO_TIMING = 1, 2
 _NON_BLOCKING = 1
@@ -131,6 +133,7 @@ class CudaGpu:
         self._context = context
         self._number = number
         self.uuid = self._uuid(number.value)
+        self._modes = threading.local()  # of threads of others, while they are here
         count = ctypes.c_int()
         self._ask("cuDeviceGetAttribute", ctypes.byref(count), _MULTIPROCESSORS, number)
         self.multiprocessors = count.value
@@ -161,13 +164,22 @@ class CudaGpu:
 
     def __enter__(self) -> CudaGpu:
         self._ask("cuCtxPushCurrent_v2", self._context)
+        self._modes.__dict__.setdefault("held", []).append(self._exchange_mode(_RELAXED))
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._exchange_mode(self._modes.held.pop())
         self._ask("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def enter(self) -> None:
         self._ask("cuCtxSetCurrent", self._context)
+        self._exchange_mode(_RELAXED)
+
+    def _exchange_mode(self, mode: int) -> int:
+        """How this thread's calls get on with captures of others; what it was before."""
+        value = ctypes.c_int(mode)
+        self._ask("cuThreadExchangeStreamCaptureMode", ctypes.byref(value))
+        return value.value
 
     def allocate(self, nbytes: int) -> int:
         return self._make("cuMemAlloc_v2", ctypes.c_size_t(nbytes))

@@ -51,8 +51,14 @@ def portions(copy: Copy, mode: Checksum, piece_bytes: int = PIECE_BYTES, part_by
 
 def rows_of(copy: Copy) -> Rows:
     """All that a copy moves, span by span."""
-    spans = copy.spans if copy.weave is None else copy.spans + copy.weave.flat()
-    return np.frombuffer(spans, np.int64).reshape(-1, 3) if spans else np.empty((0, 3), np.int64)
+    flat: Rows = np.frombuffer(copy.spans, np.int64).reshape(-1, 3) if copy.spans else np.empty((0, 3), np.int64)
+    if copy.weave is None or not copy.weave.rows:
+        return flat
+    column = np.frombuffer(copy.weave.column, np.int64).reshape(1, -1, 3)
+    shifts = np.frombuffer(copy.weave.shifts, np.int64).reshape(-1, 1, 2)
+    woven = np.repeat(column, len(shifts), axis=0)
+    woven[:, :, :2] += shifts
+    return np.concatenate((flat, woven.reshape(-1, 3)))
 
 
 def difference(ours: bytes, theirs: bytes) -> int | None:
