@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
@@ -154,6 +155,27 @@ def test_who_insists_on_enforcement_is_offered_only_planes_that_lend() -> None:
         OSError, match=r"transport shm cannot keep a peer to what is lent to it.*staged-shm, tcp, staged-tcp"
     ):
         planes.offered("shm,tcp", require_enforcement=True)
+
+
+def test_every_plane_of_a_kind_of_memory_is_told_offered_or_why_not(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("nixl", "mori"):
+        monkeypatch.setitem(planes.PLANES, name, msgspec.structs.replace(planes.PLANES[name], left_out="left out"))
+    told = {each.name: each for each in planes.told("auto", "cuda")}
+    assert tuple(told) == planes.of_kind("cuda") == ("cuda", "staged-shm", "mori", "nixl", "staged-tcp")
+    assert [name for name, each in told.items() if each.offered] == ["cuda", "staged-shm", "staged-tcp"]
+    assert [each.why_not for each in told.values()] == ["", "", "left out", "left out", ""]
+    assert [name for name, each in told.items() if each.writes] == ["staged-shm", "staged-tcp"]
+    assert [name for name, each in told.items() if each.enforces] == ["staged-shm", "staged-tcp"]
+    without(monkeypatch, "staged-shm")
+    told = {each.name: each for each in planes.told("auto", "cuda", require_enforcement=True)}
+    assert (told["staged-shm"].why_not, told["staged-shm"].needs) == ("gone", "a library")
+    assert told["cuda"].why_not == "it cannot keep a peer to what is lent to it"
+    told = {each.name: each for each in planes.told("cuda,staged-shm", "cuda")}
+    assert "transport staged-shm cannot be used here" in told["cuda"].why_not, "one that is named and missing is fatal"
+    assert told["nixl"].why_not == "transport is cuda,staged-shm"
+    assert "tcp" in {each.name for each in planes.told("auto")}
 
 
 def test_what_enforces_is_what_the_page_says() -> None:

@@ -351,7 +351,13 @@ def test_a_host_without_the_library_is_refused_when_it_is_configured(monkeypatch
 
 
 @pytest.mark.parametrize(
-    "name", ["scattered_spans_arrive_exactly", "nothing_lands_after_a_cancelled_read_has_come_to_rest"]
+    "name",
+    [
+        "scattered_spans_arrive_exactly",
+        "nothing_lands_after_a_cancelled_read_has_come_to_rest",
+        "nothing_lands_after_a_cancelled_write_has_come_to_rest",
+        "a_fenced_writer_comes_back_only_with_a_new_endpoint",
+    ],
 )
 def test_staging_over_tcp_is_encrypted_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sealed: list[Wire] = []

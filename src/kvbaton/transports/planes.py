@@ -6,8 +6,8 @@ P takes the first that D has too, D opens it before anything depends on it, and 
 (`protocol/links.py`).
 
 `auto` offers what is best without being told more: NIXL only where there is an RDMA device, since over TCP kvbaton's
-own plane is faster and can cancel and fence; MoRI not, since it has not run on hardware; Mooncake not, since its engine
-serves whoever can reach its port. Any of them is offered when it is named.
+own planes are faster or can cancel and fence; MoRI not, since it has not run on hardware; Mooncake not, since its
+engine serves whoever can reach its port. Any of them is offered when it is named, and moves this kind of memory.
 
 With checksums a plane is another plane (`tcp+sums`): both sides need the service that answers for the bytes, so a side
 with and a side without have nothing in common, and are told so by name. Checksums that are `auto` are those of
@@ -75,6 +75,43 @@ class Plane(msgspec.Struct, frozen=True):
     usable: Callable[[], str]  # why it cannot be used in this process; "" when it can
     in_auto: Callable[[], bool]
     encrypts: bool = True  # what leaves the host, between hosts
+    left_out: str = ""  # why `auto` may leave it out
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What a plane is to memory of one kind on this machine; what `kvbaton doctor` lists."""
+
+    name: str
+    what: str
+    offered: bool  # with this choice
+    why_not: str  # "" when it is offered
+    needs: str  # how to get it, where that is why
+    writes: bool  # push writes over it; elsewhere the receiver reads behind the sender
+    enforces: bool
+    encrypts: bool  # or never leaves the host
+
+
+def told(choice: str, device: str = "cpu", require_enforcement: bool = False) -> tuple[Told, ...]:
+    """Every plane that moves memory of this kind, best first, offered or why not. Never raises for what is missing."""
+    try:
+        names, problem = offered(choice, device, require_enforcement=require_enforcement), ""
+    except OSError as error:
+        names, problem = (), str(error)
+    return tuple(_told(name, choice, name in names, problem) for name in of_kind(device))
+
+
+def _told(name: str, choice: str, is_offered: bool, problem: str) -> Told:
+    plane, able = PLANES[name], capabilities(name)
+    missing = "" if is_offered else plane.usable()
+    why_not = missing
+    if not is_offered and not missing:
+        if parse(choice) != (AUTO,):
+            why_not = problem if name in parse(choice) else f"transport is {choice}"
+        else:
+            why_not = plane.left_out if not plane.in_auto() else "it cannot keep a peer to what is lent to it"
+    writes, encrypts = able.can_write and able.can_fence, plane.encrypts or able.same_host
+    needs = plane.needs if missing else ""
+    return Told(name, plane.what, is_offered, why_not, needs, writes, able.enforces, encrypts)
 
 
 def parse(text: str) -> tuple[str, ...]:
@@ -300,14 +337,16 @@ PLANES: dict[str, Plane] = {
             _loads(lambda: _module("mori_engine")().load()),
             lambda: False,
             encrypts=False,
+            left_out="auto leaves it out: it has not run on hardware; name it to use it",
         ),
         Plane(
             "nixl",
-            "RDMA, and what else UCX has, by NIXL",
+            "host or device memory by RDMA, and what else UCX has, by NIXL",
             "pip install nixl",
             _loads(lambda: _module("nixl_agent")().load_bindings()),
             _has_rdma,
             encrypts=False,
+            left_out="auto leaves it out where there is no RDMA device; name it to use it",
         ),
         Plane(
             "mooncake",
@@ -316,6 +355,7 @@ PLANES: dict[str, Plane] = {
             _loads(lambda: _module("mooncake_engine")().load()),
             lambda: False,
             encrypts=False,
+            left_out="auto leaves it out: its engine serves whoever reaches its port; name it to use it",
         ),
         Plane("tcp", "kvbaton's own over TCP", "nothing", _always, lambda: True),
         *(
