@@ -14,8 +14,14 @@ import time
 import traceback
 import unittest
 from array import array
+from typing import cast
 
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
+from kvbaton.runtime.device_shelf import DeviceShelf
+from kvbaton.runtime.rank_values import RankValues, Run
+from kvbaton.store.base import OrderEnded, OrderId
+from kvbaton.store.keys import Space
+from kvbaton.store.memory import MemoryBackend
 from kvbaton.testing import Log, TransportHarness, check_transport
 from kvbaton.testing.transport_case import READ, SMALL_BYTES, Case, Cases, copy, fill, moved
 from kvbaton.testing.transport_harness import poll
@@ -26,7 +32,7 @@ from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.planes import SUMS
 
 from . import device_death
-from .device_harness import DeviceHarness, DeviceProcess, FarDevice
+from .device_harness import DeviceHarness, DeviceProcess, DeviceView, FarDevice
 from .device_peer import make_gpu
 from .kernel_check import KERNEL, a_wrong_byte_is_a_mismatch_and_only_then, check_kernels
 
@@ -86,6 +92,59 @@ def a_killed_owners_memory_is_free_within_5_s(harness: TransportHarness) -> None
         near.close()
         with gpu:
             gpu.free(address)
+
+
+@EXTRA.add("kill")
+def what_opening_memory_of_another_process_costs(harness: TransportHarness) -> None:
+    """No bound: printed, since it is what the first copy after a minute of silence pays."""
+    if harness.capabilities.name != "cuda":
+        return
+    pair = harness.pair(SMALL_BYTES, 4 << 30)
+    log, took_ms = Log(harness, pair.near), []
+    for job in range(3):
+        begun = time.monotonic()
+        assert pair.near.transport.submit(copy(job, pair.far, READ, [(0, 0, 64)]))
+        assert log.end(job).reason is None
+        took_ms.append(1000 * (time.monotonic() - begun))
+    print("  copies of 64 bytes out of 4 GiB, the first opens it: " + ", ".join(f"{each:.2f} ms" for each in took_ms))
+
+
+@EXTRA.add()
+def a_store_gives_back_what_it_was_given(harness: TransportHarness) -> None:
+    """Blocks of 2 MiB in 32 layers, as the cache of an 8B model has them; through pinned memory both ways."""
+    gpu, blocks, layers, page = cast(DeviceHarness, harness).gpu, 32, 32, 64 << 10
+    values = RankValues(
+        Space(
+            compat="c" * 32, block_tokens=16, value_bytes=layers * page, group="a", layer_start=0, layer_stop=layers,
+            part=0, layout="any",
+        ),
+        2 * blocks,
+        tuple(Run(layer, 0, page, page) for layer in range(layers)),
+    )  # fmt: skip
+    with gpu:
+        memory = [DeviceMemory(gpu.allocate(2 * blocks * page), 2 * blocks * page) for _ in range(layers)]
+    views = [DeviceView(gpu, each.address, each.nbytes) for each in memory]
+    right = [random.Random(layer).randbytes(blocks * page) for layer in range(layers)]
+    for view, data in zip(views, right, strict=True):
+        view[0 : blocks * page] = data
+    shelf = DeviceShelf(MemoryBackend(1 << 30), values, memory, gpu)
+    hashes = [bytes([number]) * 32 for number in range(blocks)]
+    took_s = []
+    for number, act in enumerate((shelf.put, shelf.get)):
+        begun, ends = time.monotonic(), list[OrderEnded]()
+        first = number * blocks
+        assert act(OrderId(number), hashes, range(first, first + blocks), 20.0)
+        assert poll(lambda ends=ends: bool(ends.extend(shelf.drain()) or ends), 20)  # type: ignore[misc]
+        took_s.append(time.monotonic() - begun)
+        assert ends == [OrderEnded(OrderId(number), blocks)], ends
+    for view, data in zip(views, right, strict=True):
+        assert view[blocks * page :] == data
+    shelf.close()
+    with gpu:
+        for each in memory:
+            gpu.free(each.address)
+    rates = ", ".join(f"{blocks * layers * page / each / 1e9:.1f} GB/s" for each in took_s)
+    print(f"  put and get of {blocks * layers * page >> 20} MiB: {rates}")
 
 
 @EXTRA.add()

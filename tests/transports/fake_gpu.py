@@ -89,6 +89,9 @@ class FakeGpu:
         for base, region in self.regions.items():
             if base <= address < base + len(region.view):
                 return base, len(region.view)
+        for base, mapped in self.opened.items():
+            if base <= address < base + len(mapped):
+                return base, len(mapped)
         raise CudaError("cuMemGetAddressRange_v2", 1, "CUDA_ERROR_INVALID_VALUE")
 
     def export(self, base: int) -> bytes:

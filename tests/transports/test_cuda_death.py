@@ -19,6 +19,7 @@ from kvbaton.testing.transport_harness import poll
 from kvbaton.transports import cuda_attach, cuda_door
 from kvbaton.transports.base import Copy, CopyEnded
 from kvbaton.transports.cuda import CudaConfig, CudaTransport
+from kvbaton.transports.cuda_door import EXPORTED, Allocation, CudaPlace, Exported, Shared
 from kvbaton.transports.cuda_driver import CudaError
 from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.refusals import Cause
@@ -106,7 +107,7 @@ class Rig:
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(cuda_attach, "LIFE", b"another process's")
+    monkeypatch.setattr(cuda_attach, "EXPORTED", Exported())  # what this process knows of its own: nothing
     rig = Rig()
     yield rig
     rig.gpu.go_on.set()
@@ -184,10 +185,8 @@ def test_what_is_read_from_is_not_idle_however_long_that_takes(rig: Rig) -> None
 
 def test_memory_that_is_opened_while_its_owner_dies_is_closed_again(rig: Rig) -> None:
     """The driver takes its time; what it gives then is for nobody."""
-    shared = cuda_door.Shared(b"x", [cuda_door.Allocation(rig.gpu.export(rig.gpu.allocate(SIZE)), 1, SIZE)], [])
-    place = cuda_door.CudaPlace(0, 0, 0, SIZE)
     mapped = cuda_attach.Mapped()
-    remote = cuda_attach.Remote(cuda_door.Shared(shared.life, shared.allocations, [place]), mapped)
+    remote = cuda_attach.Remote(told(rig.gpu.export(rig.gpu.allocate(SIZE)), SIZE), mapped)
     plain = rig.gpu.open
 
     def slow(handle: bytes) -> int:
@@ -208,6 +207,41 @@ def test_a_handle_of_a_dead_process_does_not_break_the_plane_whatever_the_driver
         assert d.submit(read(job)) and end(d).reason is Reason.UNREACHABLE
     del rig.gpu.refusals["open"]
     assert not d.broken and d.submit(read(9)) and end(d).reason is None
+
+
+# --- owners that lie
+
+
+def told(handle: bytes, size: int, base: int = 1) -> Shared:
+    return Shared(b"x", [Allocation(handle, base, size)], [CudaPlace(0, 0, 0, size)])
+
+
+def test_memory_is_as_large_as_the_driver_says(rig: Rig) -> None:
+    """A launch beyond it would cost the reader its device, and its engine."""
+    handle, mapped = rig.gpu.export(rig.gpu.allocate(SIZE)), cuda_attach.Mapped()
+    remote = cuda_attach.Remote(told(handle, SIZE + 1), mapped)
+    with pytest.raises(CudaError, match=f"it has {SIZE} bytes, and the peer said {SIZE + 1}") as raised:
+        remote.address_of(0, rig.gpu)
+    assert not raised.value.sticky and not rig.gpu.opened and not mapped.nbytes
+
+
+def test_our_own_memory_is_known_by_our_own_books() -> None:
+    """A reader was told our handle, and says it back with another address and size."""
+    gpu = FakeGpu()
+    transport = CudaTransport(P, CudaConfig(), gpu)
+    address = gpu.allocate(SIZE)
+    transport.register(0, DeviceMemory(address, SIZE))
+    handle = gpu.export(address)
+    assert cuda_attach.Remote(told(handle, SIZE, base=4096)).address_of(0, gpu) == address
+    with pytest.raises(CudaError, match="and the peer said"):
+        cuda_attach.Remote(told(handle, SIZE + 1, base=4096)).address_of(0, gpu)
+    assert "open" not in gpu.calls and EXPORTED.find(handle) == (address, SIZE)
+    other = CudaTransport(D, CudaConfig(), gpu)
+    other.register(0, DeviceMemory(address, SIZE))
+    transport.close()
+    assert EXPORTED.find(handle) == (address, SIZE), "another plane still tells it"
+    other.close()
+    assert EXPORTED.find(handle) is None
 
 
 # --- several devices

@@ -23,7 +23,7 @@ from kvbaton.transports import cuda, cuda_attach, cuda_driver, cuda_ptx, staged_
 from kvbaton.transports.base import Copy, CopyEnded, DeviceEvent, Direction, Spans
 from kvbaton.transports.cuda import CudaConfig, CudaTransport
 from kvbaton.transports.cuda_attach import Remote
-from kvbaton.transports.cuda_door import Allocation, CudaEndpoint, CudaPlace, Shared
+from kvbaton.transports.cuda_door import Allocation, CudaEndpoint, CudaPlace, Exported, Shared
 from kvbaton.transports.cuda_driver import CudaError, CudaGpu
 from kvbaton.transports.cuda_gate import quiet_event
 from kvbaton.transports.cuda_launch import SMALL_NUMBERS, Tables
@@ -236,7 +236,7 @@ class Rig:
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(cuda_attach, "LIFE", b"another process's")
+    monkeypatch.setattr(cuda_attach, "EXPORTED", Exported())  # what this process knows of its own: nothing
     rig = Rig()
     yield rig
     for transport in rig.made:

@@ -184,6 +184,7 @@ class CudaTransport:
         self._loop.stop(CLOSE_S)
         for job in self._jobs.of_peer():
             self._jobs.abandon(job, Reason.CANCELLED)
+        self._door.close()
         self._memory.clear()
 
     def on_lost(self, peer: PeerId, attachment: CudaAttachment, detail: str) -> None:

@@ -1,9 +1,10 @@
 """D's side of cuda: how a peer's handles come here, who waits for them, and the memory that they open.
 
 Laws: memory is opened and closed by the mover only, opened by the first copy that needs it and closed when the last
-copy out of it has ended. A region lies wholly inside an allocation that was passed. What is open here stays allocated
-after its owner's death, so it is closed as soon as the owner's life line ends (`cuda_door`), and when nobody has read
-from it for a while; the next copy opens it again. An owner that stands still keeps its line: reading goes on.
+copy out of it has ended. A region lies wholly inside an allocation that was passed, which is as large as the driver
+says, not as the peer does. What is open here stays allocated after its owner's death, so it is closed as soon as the
+owner's life line ends (`cuda_door`), and when nobody has read from it for a while; the next copy opens it again. An
+owner that stands still keeps its line: reading goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.auth import greet
-from kvbaton.transports.cuda_door import LIFE, TABLE_BYTES_MAX, CudaEndpoint, Shared
+from kvbaton.transports.cuda_door import EXPORTED, TABLE_BYTES_MAX, Allocation, CudaEndpoint, Shared
 from kvbaton.transports.cuda_driver import HANDLE_BYTES, CudaError, Gpu
 from kvbaton.transports.jobs import Job, Jobs
 from kvbaton.transports.loop import Loop, Timer
@@ -28,6 +29,7 @@ from kvbaton.transports.shm_door import LENGTH
 from kvbaton.transports.wire import Script, Wire, take
 
 INVALID_VALUE = 1
+OPEN = "cuIpcOpenMemHandle_v2"
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -65,6 +67,7 @@ class Remote:
         self._places = {place.region: place for place in shared.places}
         self._mapped = mapped or Mapped()
         self._bases: dict[int, int] = {}
+        self._foreign: set[int] = set()  # which of them are mapped: not those of this process
         self._shut = False
         self._lock = threading.Lock()  # or what is being opened while it is shut would stay open
 
@@ -97,43 +100,50 @@ class Remote:
     def close(self, gpu: Gpu) -> None:
         """By the mover, after `shut`, when no copy out of it is under way. CudaError, after all was tried."""
         problem: CudaError | None = None
-        for index, base in self._bases.items():
+        for index in self._foreign:
             try:
-                self._close(index, base, gpu)
+                self._unmap(index, self._bases[index], gpu)
             except CudaError as error:
                 problem = error
-        self._bases = {}
+        self._bases, self._foreign = {}, set()
         if problem is not None:
             raise problem
-
-    @property
-    def _is_foreign(self) -> bool:
-        return self._shared.life != LIFE
 
     def _open(self, index: int, gpu: Gpu) -> int:
         """By one thread of the mover's, without the lock: the driver may take a while."""
         if self._shut:  # a copy that has failed had parts to come
-            raise CudaError("cuIpcOpenMemHandle_v2", INVALID_VALUE, "the peer is gone")
+            raise CudaError(OPEN, INVALID_VALUE, "the peer is gone")
         allocation = self._shared.allocations[index]
-        base = allocation.base
-        if self._is_foreign:
-            try:
-                base = gpu.open(allocation.handle)
-            except CudaError as error:
-                error.sticky = False  # how a dead or foreign handle is answered varies; a lost device says so again
-                raise
-            self._mapped.add(allocation.size)
+        own = EXPORTED.find(allocation.handle)
+        base, size = own or self._map(allocation, gpu)
         with self._lock:
-            if not self._shut:
+            if not self._shut and size >= allocation.size:
                 self._bases[index] = base
+                if own is None:
+                    self._foreign.add(index)
                 return base
-        self._close(index, base, gpu)
-        raise CudaError("cuIpcOpenMemHandle_v2", INVALID_VALUE, "the peer has gone meanwhile")
+        if own is None:
+            self._unmap(index, base, gpu)
+        told = "the peer has gone" if self._shut else f"it has {size} bytes, and the peer said {allocation.size}"
+        raise CudaError(OPEN, INVALID_VALUE, told)
 
-    def _close(self, index: int, base: int, gpu: Gpu) -> None:
-        if self._is_foreign:
-            gpu.close(base)
-            self._mapped.add(-self._shared.allocations[index].size)
+    def _map(self, allocation: Allocation, gpu: Gpu) -> tuple[int, int]:
+        """Where it begins here, and its bytes by the driver's word: reading beyond them would cost us the device."""
+        try:
+            base = gpu.open(allocation.handle)
+        except CudaError as error:
+            error.sticky = False  # how a dead or foreign handle is answered varies; a lost device says so again
+            raise
+        self._mapped.add(allocation.size)
+        try:
+            start, size = gpu.allocation_of(base)
+        except CudaError:
+            return base, allocation.size  # this driver does not tell for memory of others
+        return base, size - (base - start)
+
+    def _unmap(self, index: int, base: int, gpu: Gpu) -> None:
+        gpu.close(base)
+        self._mapped.add(-self._shared.allocations[index].size)
 
 
 class Owner(Protocol):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import secrets
 import socket
+import threading
 
 import msgspec
 
@@ -34,7 +35,39 @@ from kvbaton.transports.wire import Script, Wire, take
 TABLE_BYTES_MAX = (HANDLE_BYTES + 64) * REGIONS_MAX
 LINES_MAX = 512
 LIFE = secrets.token_bytes(16)
-"""Of this process: CUDA opens no handle in the process that made it, and there is no need to."""
+"""Of this process; earlier versions knew by it what was their own."""
+
+
+class Exported:
+    """The allocations whose handles this process has made: CUDA opens none of them here, and there is no need to.
+
+    Law: what is one's own is known by one's own books. A peer that sends us our handle, with an address and a size to
+    its liking, gets that allocation and not a byte around it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, list[tuple[int, int]]] = {}  # once for each door that told it
+        self._lock = threading.Lock()
+
+    def add(self, handle: bytes, base: int, size: int) -> None:
+        with self._lock:
+            self._known.setdefault(handle, []).append((base, size))
+
+    def remove(self, handle: bytes) -> None:
+        with self._lock:
+            told = self._known[handle]
+            told.pop()
+            if not told:
+                del self._known[handle]
+
+    def find(self, handle: bytes) -> tuple[int, int] | None:
+        """Where it begins and its bytes, if it is of this process."""
+        with self._lock:
+            told = self._known.get(handle)
+            return told[-1] if told else None
+
+
+EXPORTED = Exported()
 
 
 class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="cuda1"):
@@ -113,6 +146,12 @@ class CudaDoor:
         self._reception.listen(self._create)
         return self._name[1:]
 
+    def close(self) -> None:
+        """The memory may be freed from now on."""
+        for allocation in self._allocations:
+            EXPORTED.remove(allocation.handle)
+        self._allocations = []
+
     def revoke(self, peer: PeerId) -> None:
         """Tell `peer` nothing new, and end its line: it is to let go of what it has opened."""
         self.keyring.revoke(peer)
@@ -122,7 +161,9 @@ class CudaDoor:
         for index, known in enumerate(self._allocations):
             if known.base == base:
                 return index
-        self._allocations.append(Allocation(self._gpu.export(base), base, size))
+        handle = self._gpu.export(base)
+        EXPORTED.add(handle, base, size)
+        self._allocations.append(Allocation(handle, base, size))
         return len(self._allocations) - 1
 
     def _create(self) -> socket.socket:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.transports.fake_gpu import FakeGpu
 
 from kvbaton.control import keys
 from kvbaton.control.base import ControlError
@@ -18,12 +19,15 @@ from kvbaton.integrations.vllm.second_loads import SecondLoads
 from kvbaton.integrations.vllm.settings import ConnectorSettings
 from kvbaton.integrations.vllm.shelving import keyring_of, rank_identity, rank_shelf
 from kvbaton.protocol.layout import Cell, Kind, Place, Plane
+from kvbaton.runtime import device_shelf
+from kvbaton.runtime.device_shelf import DeviceShelf
 from kvbaton.runtime.shelves import RankShelf
 from kvbaton.store.base import OrderEnded, OrderId
 from kvbaton.store.line_server import LineServer
 from kvbaton.store.memory import MemoryBackend
 from kvbaton.store.server import StoreServer
 from kvbaton.testing.transport_harness import poll
+from kvbaton.transports.device import DeviceMemory
 
 GOOD: dict[str, Any] = {"name": "p0", "keys": "/keys"}
 MOONCAKE = "mooncake://10.0.0.1:50051"
@@ -135,6 +139,39 @@ def test_what_one_rank_put_another_engines_rank_gets(key_directory: Path, store:
         for mine, other in zip((0, 1, 2, 3), (5, 2, 7, 1), strict=True):
             there, here = base + other * BLOCK_BYTES, base + mine * BLOCK_BYTES
             assert theirs[here : here + BLOCK_BYTES] == ours[there : there + BLOCK_BYTES]
+
+
+def test_caches_of_a_device_and_of_the_host_share_a_store(
+    key_directory: Path, store: tuple[str, MemoryBackend]
+) -> None:
+    url, _ = store
+    gpu = FakeGpu()
+    memory = DeviceMemory(gpu.allocate(1024), 1024)
+    ours, theirs = gpu.regions[memory.address].view, bytearray(1024)
+    ours[:] = bytes(range(256)) * 4
+    make = rank_shelf(settings_for(key_directory, url), facts(), 0, 2, [memory], lambda _device: gpu)
+    assert make is not None
+    putting, getting = make(COMPAT), made(settings_for(key_directory, url), memoryview(theirs), rank=1)
+    try:
+        assert isinstance(putting, DeviceShelf)
+        assert putting.put(OrderId(1), HASHES[:2], (5, 2), 20.0)
+        assert ended(putting) == OrderEnded(OrderId(1), 2)
+        assert getting.get(OrderId(1), HASHES[:2], (0, 1), 20.0)
+        assert ended(getting) == OrderEnded(OrderId(1), 2)
+    finally:
+        putting.close()
+        getting.close()
+    for base in (0, BLOCKS * BLOCK_BYTES):
+        for mine, other in ((0, 5), (1, 2)):
+            there, here = base + other * BLOCK_BYTES, base + mine * BLOCK_BYTES
+            assert theirs[here : here + BLOCK_BYTES] == ours[there : there + BLOCK_BYTES]
+
+
+def test_a_block_that_no_slot_holds_is_refused_at_start(key_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_shelf, "SLOT_BYTES", range(1, 2 * BLOCK_BYTES))
+    settings = settings_for(key_directory, "tcp://127.0.0.1:9")
+    with pytest.raises(ValueError, match=r"extra_config\.store: a block has 128 bytes"):
+        rank_shelf(settings, facts(), 0, 1, [DeviceMemory(4096, 1024)])
 
 
 def made(settings: ConnectorSettings, memory: memoryview, rank: int) -> RankShelf:

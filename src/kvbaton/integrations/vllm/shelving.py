@@ -2,13 +2,13 @@
 
 Laws: a cache that cannot be stored, a key that is missing and a text that is no store are refused at start, by name. A
 store that is not there is not: it costs misses. Each rank has an identity of its own towards a kvbaton store, since an
-answer goes to whoever spoke last under that name.
+answer goes to whoever spoke last under that name. Caches of a device go through pinned memory (`device_shelf`).
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -16,10 +16,14 @@ from kvbaton.control.keys import TICKET_KEY_BYTES, Keyring, load
 from kvbaton.integrations.vllm.layout import RankFacts, engine_layout
 from kvbaton.integrations.vllm.settings import FIELD, ConnectorSettings
 from kvbaton.protocol.ids import WorkerId
+from kvbaton.runtime.device_shelf import DeviceShelf, Shape
 from kvbaton.runtime.rank_shelf import LocalShelf
 from kvbaton.runtime.rank_store_host import MakeShelf
 from kvbaton.runtime.rank_values import NotStorable, rank_values
+from kvbaton.runtime.shelves import RankShelf
 from kvbaton.runtime.store_places import Served, opener, store_place
+from kvbaton.transports.cuda_driver import CudaGpu, Gpu
+from kvbaton.transports.device import DeviceMemory
 
 _NOBODY = "0" * 32
 
@@ -39,21 +43,36 @@ def rank_identity(name: str, rank: int) -> str:
 
 
 def rank_shelf(
-    settings: ConnectorSettings, facts: RankFacts, rank: int, ranks: int, memories: Sequence[memoryview]
+    settings: ConnectorSettings,
+    facts: RankFacts,
+    rank: int,
+    ranks: int,
+    memories: Sequence[memoryview] | Sequence[DeviceMemory],
+    gpu: Callable[[int], Gpu] = CudaGpu,
 ) -> MakeShelf | None:
-    """What makes this rank's shelf, once its engine is known; None without a store. Raises what is told at start."""
+    """What makes this rank's shelf, once its engine is known; None without a store. Raises what is told at start.
+
+    `gpu`: of the device that the memory is on.
+    """
     if not settings.store:
         return None
     place = store_place(settings.store)
     layout = engine_layout([facts])
+    views = [each for each in memories if isinstance(each, memoryview)]
+    on_device = [each for each in memories if isinstance(each, DeviceMemory)]
     try:
-        rank_values(layout, 0, _NOBODY)
+        values = rank_values(layout, 0, _NOBODY)
+        if on_device:
+            Shape(values, on_device)
     except NotStorable as error:
         raise ValueError(f"{FIELD}.store: {error}") from None
     keyring = keyring_of(settings, rank if isinstance(place, Served) else 0)
     make, _ = opener(place, keyring, ranks=ranks, server=settings.store_name)
 
-    def made(compat: str) -> LocalShelf:
-        return LocalShelf(make(), rank_values(layout, 0, compat), memories, owned=True)
+    def made(compat: str) -> RankShelf:
+        values = rank_values(layout, 0, compat)
+        if on_device:
+            return DeviceShelf(make(), values, on_device, gpu(on_device[0].device))
+        return LocalShelf(make(), values, views, owned=True)
 
     return made

@@ -1,0 +1,354 @@
+"""One rank's way into the store where the rank's memory is a device's. Implements `shelves.RankShelf`.
+
+Blocks travel through slots of pinned memory, some at a time: a put gathers them into a slot by one launch and stores
+what is there, a get fetches into a slot and scatters by one launch. To the store below (`rank_shelf`) the slots are the
+engine's memory.
+
+Laws: what is put is on the device and done when it is ordered; what was got is, when its order ends. A slot belongs to
+one order from its first block to its end, gets and puts have slots of their own, and an order that waits for one ends
+by its time-out. An order ends when neither the store nor the device touches anything of it: a launch cannot be stopped,
+but it rests within milliseconds. Everything is decided on the thread that calls; other threads only leave a note, and
+wake it. Slots are pinned by the first order that needs one, and no later than `close` they are let go of.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.runtime.rank_shelf import LocalShelf, shelf_settings
+from kvbaton.runtime.rank_values import NotStorable, RankValues, Run
+from kvbaton.store.base import Backend, OrderEnded, OrderId
+from kvbaton.transports.base import Spans
+from kvbaton.transports.cuda_driver import Gpu
+from kvbaton.transports.cuda_table import PIECE_BYTES, ROWS_MAX, as_spans, divided
+from kvbaton.transports.device import DeviceMemory
+from kvbaton.transports.staged_slots import SLOT_BYTES, allocate_slots
+from kvbaton.transports.staged_work import Chunk, Stager
+
+Kind = Literal["get", "put"]
+
+SLOT_BYTES_WANTED = 16 << 20
+"""Some 0.3 ms of a bus; four slots are 64 MiB of the host and as much of the device."""
+SLOTS = {"get": (0, 1), "put": (2, 3)}
+CLOSE_S = 5.0
+
+
+class Shape:
+    """How blocks lie in slots, and the tables that move them. ValueError for values that no slot can hold."""
+
+    def __init__(self, values: RankValues, memory: Sequence[DeviceMemory]) -> None:
+        size = values.space.value_bytes
+        if size not in range(1, SLOT_BYTES.stop):
+            raise NotStorable(f"a block has {size} bytes on this rank; of a device's at most {SLOT_BYTES.stop - 1}")
+        for run in values.runs:
+            last = run.offset + (values.block_count - 1) * run.block_stride + run.bytes
+            if run.offset < 0 or last > memory[run.region].nbytes:
+                raise ValueError(f"region {run.region} ends before its last block")
+        rows = sum(-(-run.bytes // PIECE_BYTES) for run in values.runs)
+        self.value_bytes = size
+        self.per_slot = max(1, min(SLOT_BYTES_WANTED // size, ROWS_MAX // rows))
+        self.stride = max(self.per_slot, -(-SLOT_BYTES.start // size))  # blocks from one slot to the next
+        self.slot_bytes = self.stride * size
+        self.base = min(each.address for each in memory)
+        self.block_count = values.block_count
+        sizes = np.array([run.bytes for run in values.runs], np.int64)
+        self._sizes = sizes
+        self._starts = np.cumsum(sizes) - sizes
+        self._at = np.array([memory[run.region].address - self.base + run.offset for run in values.runs], np.int64)
+        self._steps = np.array([run.block_stride for run in values.runs], np.int64)
+
+    def rows(self, blocks: Sequence[int], gathers: bool) -> Spans:
+        """Between the device's memory, from `base` on, and a slot."""
+        ids = np.array(blocks, np.int64)[:, None]
+        near = (self._at + ids * self._steps).ravel()
+        packed = (np.arange(len(blocks), dtype=np.int64)[:, None] * self.value_bytes + self._starts).ravel()
+        sizes = np.tile(self._sizes, len(blocks))
+        return as_spans(divided(np.stack((packed, near, sizes) if gathers else (near, packed, sizes), axis=1)))
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    kind: Kind
+    order: OrderId
+    hashes: Sequence[bytes]
+    blocks: Sequence[int]
+    deadline: float
+    slot: int = -1
+    at: int = 0  # blocks that are dealt with
+    part: int = 0  # blocks in the slot
+    count: int = 0
+    asked: OrderId | None = None  # of the store below, now
+    cancelled: bool = False
+    ended: OrderEnded | None = None  # of the get that filled the slot
+
+
+@dataclass(slots=True)
+class _Lane:
+    free: list[int]
+    waiting: deque[_Job] = field(default_factory=deque)
+
+
+class DeviceShelf:
+    """Values of one rank, through any `Backend`, which is this rank's alone and closed with it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        values: RankValues,
+        memory: Sequence[DeviceMemory],
+        gpu: Gpu,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._shape = shape = Shape(values, memory)
+        self._settings = shelf_settings(shape.value_bytes)
+        self._clock = clock
+        count = sum(map(len, SLOTS.values()))
+        self._slots, self._region = allocate_slots(shape.slot_bytes, count)
+        packed = RankValues(values.space, count * shape.stride, (Run(0, 0, shape.value_bytes, shape.value_bytes),))
+        self._inner = LocalShelf(backend, packed, [self._region.view], self._settings, owned=True)
+        self._stager = Stager("kvbaton-shelf", gpu)
+        self._pinned: bool | None = False  # None: being pinned
+        self._lanes: dict[Kind, _Lane] = {"get": _Lane(list(SLOTS["get"])), "put": _Lane(list(SLOTS["put"]))}
+        self._jobs: dict[OrderId, _Job] = {}
+        self._lookups: dict[OrderId, OrderId] = {}  # of the caller, as the store below knows them
+        self._asked: dict[OrderId, Callable[[OrderEnded], None]] = {}
+        self._numbers = itertools.count(1)
+        self._notes: deque[Callable[[], None]] = deque()  # left by the device's threads
+        self._ends: list[OrderEnded] = []
+        self._open = 0  # accepted, and the end not drained
+        self._closed = False
+        self._waker: Callable[[], None] = lambda: None
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Those of the store below; `pins`: blocks that are being put."""
+        pins = sum(len(job.blocks) for job in list(self._jobs.values()) if job.kind == "put")
+        return {**self._inner.counters, "pins": pins}
+
+    # --- orders
+
+    def lookup(self, order: OrderId, hashes: Sequence[bytes], timeout_s: float) -> bool:
+        if self._is_full:
+            return False
+        asked = OrderId(next(self._numbers))
+
+        def ended(end: OrderEnded) -> None:
+            del self._lookups[order]
+            self._end(OrderEnded(order, end.count, end.reason, end.detail))
+
+        self._asked[asked] = ended
+        if not self._inner.lookup(asked, hashes, timeout_s):
+            del self._asked[asked]
+            return False
+        self._lookups[order] = asked
+        self._open += 1
+        return True
+
+    def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
+        return self._submit("get", order, hashes, blocks, timeout_s)
+
+    def put(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
+        return self._submit("put", order, hashes, blocks, timeout_s)
+
+    def cancel(self, order: OrderId) -> None:
+        job = self._jobs.get(order)
+        if job is not None and job.slot < 0:
+            self._lanes[job.kind].waiting.remove(job)
+            self._finish(job, Reason.CANCELLED, "cancelled")
+            return
+        if job is not None:
+            job.cancelled = True
+        asked = job.asked if job is not None else self._lookups.get(order)
+        if asked is not None:
+            self._inner.cancel(asked)
+
+    def drain(self) -> Sequence[OrderEnded]:
+        self._turn()
+        ends, self._ends = self._ends, []
+        self._open -= len(ends)
+        return ends
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._waker = waker
+        self._inner.set_waker(waker)
+
+    def close(self) -> None:
+        """End all orders; bounded in time even if the back end or the device hangs. What ended can still be drained."""
+        if self._closed:
+            return
+        self._closed = True
+        for lane in self._lanes.values():
+            while lane.waiting:
+                self._finish(lane.waiting.popleft(), Reason.CANCELLED, "the store was closed")
+        self._inner.close()
+        self._turn()
+        if self._pinned is not False:
+            self._stager.release(self._slots, lambda: None)
+        if self._stager.close(CLOSE_S):
+            self._turn()
+            self._region.close()
+
+    @property
+    def _is_full(self) -> bool:
+        return self._closed or self._open >= self._settings.orders_max
+
+    def _submit(
+        self, kind: Kind, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float
+    ) -> bool:
+        if self._is_full:
+            return False
+        self._open += 1
+        job = self._jobs[order] = _Job(kind, order, hashes, blocks, self._clock() + timeout_s)
+        problem = self._problem(hashes, blocks, timeout_s)
+        if problem:
+            self._finish(job, Reason.BAD_SPAN, problem)
+        else:
+            self._lanes[kind].waiting.append(job)
+            self._begin()
+        return True
+
+    def _problem(self, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> str:
+        """What cannot be an order."""
+        wrong = next((block for block in blocks if not 0 <= block < self._shape.block_count), None)
+        if wrong is not None:
+            return f"block {wrong} is outside 0..{self._shape.block_count - 1}"
+        if not 0 < len(hashes) <= self._settings.keys_max or len(hashes) != len(blocks):
+            return f"{len(hashes)} hashes for {len(blocks)} blocks; give 1..{self._settings.keys_max} of each"
+        if not 0 < timeout_s <= self._settings.timeout_s_max:
+            return f"timeout_s: {timeout_s}; give more than 0 and at most {self._settings.timeout_s_max}"
+        return ""
+
+    # --- turns
+
+    def _turn(self) -> None:
+        """Go on with whatever has news."""
+        while self._notes:
+            self._notes.popleft()()
+        for end in self._inner.drain():
+            self._asked.pop(end.order)(end)
+        now = self._clock()
+        for lane in self._lanes.values():
+            for job in [job for job in lane.waiting if job.deadline <= now]:
+                lane.waiting.remove(job)
+                self._finish(job, Reason.TRANSFER_TIMEOUT, "other orders had all slots until it was too late")
+        self._begin()
+
+    def _begin(self) -> None:
+        """Give slots to those that wait for one."""
+        if not any(lane.waiting for lane in self._lanes.values()):
+            return
+        if self._pinned is False:
+            self._pinned = None
+            self._stager.open(self._slots, self._on_pinned)
+        while self._pinned and (ready := [lane for lane in self._lanes.values() if lane.waiting and lane.free]):
+            job, job_slot = ready[0].waiting.popleft(), ready[0].free.pop()
+            job.slot = job_slot
+            self._next(job)
+
+    def _on_pinned(self, problem: str) -> bool:
+        """On a thread of the device's."""
+
+        def note() -> None:
+            self._pinned = not problem
+            for lane in self._lanes.values() if problem else ():
+                while lane.waiting:
+                    self._finish(lane.waiting.popleft(), Reason.STORE_FAILED, f"no pinned memory: {problem}")
+
+        self._leave(note)
+        return True
+
+    def _next(self, job: _Job) -> None:
+        """The next blocks of an order that has a slot."""
+        left_s = job.deadline - self._clock()
+        if self._closed or job.cancelled:
+            self._finish(job, Reason.CANCELLED, "the store was closed" if self._closed else "cancelled")
+        elif left_s <= 0:
+            self._finish(job, Reason.TRANSFER_TIMEOUT, "the store did not answer in time")
+        else:
+            job.part = min(self._shape.per_slot, len(job.blocks) - job.at)
+            if job.kind == "put":
+                self._move(job, job.part)
+            else:
+                self._ask(job, left_s)
+
+    def _ask(self, job: _Job, left_s: float) -> None:
+        """Let the store below fetch into the slot, or keep what is in it."""
+        asked = OrderId(next(self._numbers))
+        act, ended = (self._inner.get, self._got) if job.kind == "get" else (self._inner.put, self._kept)
+        first = job.slot * self._shape.stride
+        if act(asked, job.hashes[job.at : job.at + job.part], range(first, first + job.part), left_s):
+            job.asked = asked
+            self._asked[asked] = lambda end: ended(job, end)
+        else:
+            self._finish(job, Reason.BUSY, "the rank's store has no room for more orders")
+
+    def _move(self, job: _Job, count: int) -> None:
+        """Have the device gather `count` blocks into the slot, or scatter them from it."""
+        blocks, gathers = job.blocks[job.at : job.at + count], job.kind == "put"
+        rows, size = self._shape.rows(blocks, gathers), count * self._shape.value_bytes
+        moved = self._gathered if gathers else self._scattered
+
+        def ended(problem: str) -> None:
+            self._leave(lambda: moved(job, problem))
+
+        self._stager.add(Chunk(self._slots, job.slot, size, self._shape.base, rows, gathers, ended))
+
+    def _gathered(self, job: _Job, problem: str) -> None:
+        if problem:
+            self._finish(job, Reason.STORE_FAILED, problem)
+        elif self._closed or job.cancelled or job.deadline <= self._clock():
+            self._next(job)
+        else:
+            self._ask(job, job.deadline - self._clock())
+
+    def _kept(self, job: _Job, end: OrderEnded) -> None:
+        job.asked = None
+        job.count += end.count
+        self._go_on(job, end)
+
+    def _got(self, job: _Job, end: OrderEnded) -> None:
+        job.asked, job.ended = None, end
+        if end.count and not self._closed:
+            self._move(job, end.count)
+        else:
+            self._finish(job, end.reason, end.detail)
+
+    def _scattered(self, job: _Job, problem: str) -> None:
+        assert job.ended is not None
+        if problem:
+            self._finish(job, Reason.STORE_FAILED, problem)
+            return
+        job.count += job.ended.count
+        self._go_on(job, job.ended)
+
+    def _go_on(self, job: _Job, end: OrderEnded) -> None:
+        """After the blocks that `end` is about: with the next, or to the end."""
+        job.at += job.part
+        if end.reason is not None or job.at >= len(job.blocks) or (job.kind == "get" and end.count < job.part):
+            self._finish(job, end.reason, end.detail)
+        else:
+            self._next(job)
+
+    def _finish(self, job: _Job, reason: Reason | None, detail: str) -> None:
+        """The one end of a get or a put."""
+        del self._jobs[job.order]
+        if job.slot >= 0:
+            self._lanes[job.kind].free.append(job.slot)
+        self._end(OrderEnded(job.order, job.count, reason, detail))
+
+    def _end(self, end: OrderEnded) -> None:
+        self._ends.append(end)
+        if len(self._ends) == 1:
+            self._waker()
+
+    def _leave(self, note: Callable[[], None]) -> None:
+        self._notes.append(note)
+        self._waker()
