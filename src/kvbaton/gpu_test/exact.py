@@ -110,6 +110,8 @@ async def run(
         counts = f"{same} of {len(prompts)} the same (P as itself: {itself}, D's first answer: {first})"
         say(f"{spec.name}: {tokens} tokens: {counts}, {found.handed} handed over, {found.hits} cached {found.problem}")
         cached = found.hits >= 3 * len(prompts) * (tokens - 1)  # P twice, D once
+        if not cached:
+            page.note(f"{tokens} tokens: only {found.hits} came from prefix caches, so that equal numbers show nothing")
         good += min(same, itself) if cached else 0
         asked, handed = asked + len(prompts), handed + found.handed
     reached = f"{good} of {asked}, {handed} handed over"
