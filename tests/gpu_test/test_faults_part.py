@@ -109,3 +109,32 @@ class TestDead:
         pair = self.pair([0], level)
         asyncio.run(pair.died(*names))
         assert pair.freed == []
+
+
+def test_engines_are_started_again_only_in_turn() -> None:
+    """A restart outside of a step that kills waits for whoever watches the memory."""
+    pair = TestDead().pair([20 * GIB])
+    order: list[str] = []
+
+    async def ready(*names: str) -> None:
+        order.append("restarted")
+
+    class Calm:
+        def kill(self) -> None: ...
+        def start(self) -> None: ...
+
+    async def main() -> None:
+        pair.engines = {D: Calm()}  # type: ignore[dict-item]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(faults.WatchedPair, "ready", lambda self, *names: ready(*names))
+            async with pair.turn:
+                waiting = asyncio.create_task(pair.restart(D))
+                await asyncio.sleep(0)
+                order.append("watched")
+                pair.has_turn = True
+                await pair.restart(D)  # who has the turn does not wait for itself
+                pair.has_turn = False
+            await waiting
+
+    asyncio.run(main())
+    assert order == ["watched", "restarted", "restarted"]

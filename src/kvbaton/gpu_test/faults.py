@@ -3,9 +3,9 @@
 The steps, and how they are judged, are those of `kvbaton chaos --engine vllm` (docs/faults.md); what is added is the
 GPU's memory: what a P that was killed had must be free within its lease and 5 s, so that a successor can start in it.
 
-Laws: both pairs go through the plan side by side, but never is one killed while another's memory is watched. Answers
-are tokens in float32, compared with those of an engine without a connector. A step that there was no time for is told
-as not run.
+Laws: both pairs go through the plan side by side, but nobody kills or starts one while another's memory is watched.
+Answers are tokens in float32, compared with those of an engine without a connector. A step that there was no time for
+is told as not run.
 """
 
 from __future__ import annotations
@@ -100,6 +100,14 @@ class WatchedPair(Pair):
     within_s: float = 0.0
     level: int | None = None  # bytes in use while all were up
     freed: list[machine.Freed] = field(default_factory=list)
+    has_turn: bool = False
+
+    async def restart(self, *names: str) -> None:
+        if self.has_turn or not names:
+            await Pair.restart(self, *names)
+        else:
+            async with self.turn:
+                await Pair.restart(self, *names)
 
     async def died(self, *names: str) -> None:
         if names != (P,) or self.level is None or not self.p_bytes:
@@ -180,11 +188,13 @@ async def _step(
     def prepare(scene: Scene) -> None:
         scene.late_s, scene.clients, scene.share = sizes.lease_s + 2.0, sizes.clients, SHARE
 
-    alone = pair.turn if step.fault == "kill" else contextlib.nullcontext()
-    async with alone:
-        pair.level = pair.memory() if step.fault == "kill" else None
-        already = len(pair.freed)
-        row = await judged(pair, step, SEED, begun, kinds, problems, prepare)
+    kills, already = step.fault == "kill", len(pair.freed)
+    async with pair.turn if kills else contextlib.nullcontext():
+        pair.has_turn, pair.level = kills, pair.memory() if kills else None
+        try:
+            row = await judged(pair, step, SEED, begun, kinds, problems, prepare)
+        finally:
+            pair.has_turn = False
     if row is None or len(pair.freed) == already:
         return row
     freed = pair.freed[-1]
