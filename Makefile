@@ -78,7 +78,7 @@ runtime: $(VENV)/.dev
 
 # Real sockets, real processes, a real model.
 processes: $(VENV)/.planes $(ROUTER_VENV)/.ready
-	$(BIN)/pytest -n 4 tests/engine tests/transports tests/control tests/api tests/router tests/cli tests/bench \
+	$(BIN)/pytest -n 4 tests/engine tests/transports tests/control tests/api tests/router tests/cli tests/bench tests/gpu_test \
 		tests/integrations tests/fuzz tests/store tests/mooncake_store
 	$(BIN)/pytest -n 3 --dist loadfile tests/e2e tests/security tests/chaos tests/tracing
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
@@ -30,7 +30,10 @@ SETTLE_S = 0.5
 SPREAD_S = 2.0  # over which loads arrive one after the other
 WATCHED_TOKENS = 32
 RATES = ("who", "requests/s", "seconds", "failed", "handed over")
-GAPS = ("who", "loads arrive", "gaps", "median ms", "p99 ms", "p99 / median", "largest ms", "slowest load ms", "failed")
+GAPS = (
+    "who", "loads arrive", "gaps", "median ms", "p99 ms", "p99 / median", "largest ms", "slowest load ms", "failed",
+    "p99 / median before",
+)  # fmt: skip
 
 
 async def run(
@@ -119,17 +122,22 @@ class Felt:
     gaps: list[float]
     slowest_s: float
     failed: int
+    quiet: list[float] = field(default_factory=list)  # before
 
     @property
     def ratio(self) -> float:
-        return percentile(self.gaps, 99) / median(self.gaps) if self.gaps else float("inf")
+        return _ratio(self.gaps)
 
     def cells(self) -> list[str]:
         if not self.gaps:
-            return ["0", "-", "-", "-", "-", f"{self.slowest_s * 1000:.0f}", str(self.failed)]
+            return ["0", "-", "-", "-", "-", f"{self.slowest_s * 1000:.0f}", str(self.failed), "-"]
         figures = [median(self.gaps), percentile(self.gaps, 99), self.ratio / 1000, max(self.gaps), self.slowest_s]
         shown = [f"{each * 1000:.2f}" for each in figures]
-        return [str(len(self.gaps)), *shown, str(self.failed)]
+        return [str(len(self.gaps)), *shown, str(self.failed), f"{_ratio(self.quiet):.2f}"]
+
+
+def _ratio(gaps: Sequence[float]) -> float:
+    return percentile(gaps, 99) / median(gaps) if gaps else float("inf")
 
 
 def gaps_between(streams: Sequence[Streamed], begun: float, ended: float) -> list[float]:
@@ -146,6 +154,7 @@ async def _felt(sizes: Sizes, pair: Group, session: aiohttp.ClientSession, how: 
     for number in range(sizes.bursts):
         once = await _burst(sizes, pair, session, how, number)
         felt.gaps += once.gaps
+        felt.quiet += once.quiet
         felt.slowest_s = max(felt.slowest_s, once.slowest_s)
         felt.failed += once.failed
     return felt
@@ -177,4 +186,5 @@ async def _burst(sizes: Sizes, pair: Group, session: aiohttp.ClientSession, how:
         streams = await watch.ended()
     failed = sum(bool(each.error) for each in (*loads, *streams)) + sum(bool(each.error) for each in given)
     slowest_s = max(each.first_s if not each.error else 0.0 for each in loads)
-    return Felt(gaps_between(streams, begun, ended), slowest_s, failed)
+    quiet = gaps_between(streams, begun - SETTLE_S, begun)
+    return Felt(gaps_between(streams, begun, ended), slowest_s, failed, quiet)

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -225,11 +225,10 @@ def transfer_config(
 
 @contextlib.asynccontextmanager
 async def standing(
-    site: Site, specs: Iterable[Spec], session: aiohttp.ClientSession, say: Say, ready_s: float = READY_S
+    site: Site, specs: Sequence[Spec], session: aiohttp.ClientSession, say: Say, ready_s: float = READY_S
 ) -> AsyncIterator[dict[str, Group]]:
     """Groups by name, all up or with a problem; gone afterwards."""
-    for kind in dict.fromkeys(spec.model for spec in specs):
-        await asyncio.to_thread(site.model, kind)
+    await asyncio.gather(*(asyncio.to_thread(site.model, kind) for kind in {spec.model for spec in specs}))
     groups = {spec.name: made(site, spec) for spec in specs}
     try:
         for group in groups.values():
