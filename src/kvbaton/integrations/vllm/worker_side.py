@@ -53,7 +53,7 @@ class WorkerSide:
         cache = self._memory = cache_of(tensors)
         facts = cache.paged(rank_facts(tensors, self._cache, parallel, opaque_pages=cache.kind == CPU), self._config)
         rank = parallel.pp * parallel.tp_size + parallel.tp
-        shelf = rank_shelf(self._settings, facts, rank, self._config.parallel_config.world_size, cache.memories)  # type: ignore[arg-type]
+        shelf = rank_shelf(self._settings, facts, rank, self._config.parallel_config.world_size, cache.memories)
         self._host = RankHost(rank, planes_over(cache, self._settings), self._settings.control_host, shelf=shelf)
         self._host.start()
         self._facts = facts
