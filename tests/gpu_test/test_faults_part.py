@@ -10,6 +10,8 @@ import pytest
 
 from kvbaton.chaos import vllm_page
 from kvbaton.chaos.outcome import Outcome, Row
+from kvbaton.chaos.plan import Step
+from kvbaton.chaos.vllm_judge import Well
 from kvbaton.chaos.vllm_plan import D, P
 from kvbaton.chaos.vllm_steps import DO
 from kvbaton.gpu_test import faults
@@ -138,3 +140,21 @@ def test_engines_are_started_again_only_in_turn() -> None:
 
     asyncio.run(main())
     assert order == ["watched", "restarted", "restarted"]
+
+
+@pytest.mark.parametrize(("until", "rows"), [(float("inf"), len(faults.steps(CPU))), (0.0, 0)])
+def test_every_step_is_done_or_told_as_not_run(
+    until: float, rows: int, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def examined(*_: object) -> Well:
+        return Well(recover_s=0.1)
+
+    async def judged(_pair: object, step: Step, *_: object) -> Row:
+        return msgspec.structs.replace(GOOD, title=step.title())
+
+    monkeypatch.setattr(faults, "examined", examined)
+    monkeypatch.setattr(faults, "judged", judged)
+    pair = TestDead().pair([0])
+    found = asyncio.run(faults._carried_out(pair, CPU, until, page, lambda text: None))
+    assert len(found.rows) == rows and len(found.rows) + len(found.problems) == len(faults.steps(CPU))
+    assert not pair.turn.locked() and not pair.has_turn

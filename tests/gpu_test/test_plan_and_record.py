@@ -123,6 +123,14 @@ class TestCommand:
         told = capsys.readouterr().out
         assert all(f"{name} " in told for name in ABOUT)
 
+    def test_the_page_of_a_run_that_was_killed_is_drawn_from_its_record(self, tmp_path: Path) -> None:
+        found = book(tmp_path).begin("answers")
+        found.verdict("tokens", "all", "all", True)
+        assert command.main(["--page", "--out", str(tmp_path)]) == 1, "it did not end"
+        assert "ended from outside" in (tmp_path / command.PAGE).read_text()
+        found.end()
+        assert command.main(["--page", "--out", str(tmp_path)]) == 0
+
     @pytest.mark.parametrize(
         ("words", "said"), [(["--part", "nothing"], "--part: got 'nothing'"), (["--device", "tpu"], "invalid choice")]
     )

@@ -552,6 +552,16 @@ class TestRenewing:
         pair.settle()
         assert delivered(load)
 
+    def test_an_offer_does_not_put_off_the_renewal_of_a_short_lease(self, make_pair: Make) -> None:
+        """Found by the simulator once a step took longer than a lease: the offer's retry replaced the renewal."""
+        pair = make_pair("d")
+        pair.add("p", settings=Settings(lease_s=0.3))
+        load = pair.d.want("r", pair.router_ticket(), push=True)
+        pair.p.begin()
+        pair.run(2.0)
+        assert pair.said(Offer) and pair.d.ledger.desk.settings.retry_s > 0.3
+        assert not pair.p.counts["leases_expired"] and load.end is None
+
     @pytest.mark.parametrize("ttl_s", [float("nan"), float("inf"), -1.0, 0.0, 1e300, 5e-324, 1e-300, 0.0009])
     def test_terms_that_are_none_are_not_believed(self, pair: Pair, ttl_s: float) -> None:
         """NaN in a heap of deadlines would be the end of promise 2; 1e-300 s kept D at one instant for ever."""

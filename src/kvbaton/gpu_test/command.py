@@ -17,7 +17,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from kvbaton.gpu_test import answers, exact, faults, handoff, load, machine, page, timing
+from kvbaton.gpu_test import answers, exact, faults, handoff, load, machine, page, record, timing
 from kvbaton.gpu_test.plan import ABOUT, acts
 from kvbaton.gpu_test.record import Book, Page
 from kvbaton.gpu_test.servers import Group, Say, Site, Spec, has_nixl, standing
@@ -101,6 +101,9 @@ def parser() -> argparse.ArgumentParser:
     add("--nixl", choices=("auto", "on", "off"), default="auto", help="vLLM's own connector beside (auto: as planned)")
     add("--faults", metavar="TITLE[,TITLE]", default=None, help="of the part faults, only these steps")
     add("--json", action="store_true", help="print the whole record on stdout at the end, all else on stderr")
+    add(
+        "--page", action="store_true", help="only draw the page again, of the record in --out: of a run that was killed"
+    )
     add("--list", action="store_true", help="list the parts and do nothing")
     return made
 
@@ -112,6 +115,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, what in ABOUT.items():
             print(f"{name:10} {what}")
         return 0
+    if args.page:
+        try:
+            found = record.read(args.out / record.FILE)
+        except (OSError, ValueError) as error:
+            options.error(str(error))
+        (args.out / PAGE).write_text(page.drawn(found))
+        return 0 if found.ok else 1
     try:
         wanted = acts(args.device, args.quick, None if args.part is None else args.part.split(","))
         python = launching.find_python(args.vllm_python)

@@ -170,10 +170,11 @@ async def _carried_out(pair: WatchedPair, sizes: Sizes, until: float, page: Page
     rows: list[Row] = []
     kinds: Counter[str] = Counter()
     for step in plan.steps:
-        if time.monotonic() > until:
-            problems.append(f"{step.title()}: not run: no time was left")
-            continue
-        row = await _step(pair, step, sizes, begun, kinds, problems)
+        async with pair.turn if step.fault == "kill" else contextlib.nullcontext():
+            if time.monotonic() > until:  # by now: others may have had their turn first
+                problems.append(f"{step.title()}: not run: no time was left")
+                continue
+            row = await _step(pair, step, sizes, begun, kinds, problems)
         if row is None:
             break
         rows.append(row)
@@ -189,12 +190,11 @@ async def _step(
         scene.late_s, scene.clients, scene.share = sizes.lease_s + 2.0, sizes.clients, SHARE
 
     kills, already = step.fault == "kill", len(pair.freed)
-    async with pair.turn if kills else contextlib.nullcontext():
-        pair.has_turn, pair.level = kills, pair.memory() if kills else None
-        try:
-            row = await judged(pair, step, SEED, begun, kinds, problems, prepare)
-        finally:
-            pair.has_turn = False
+    pair.has_turn, pair.level = kills, pair.memory() if kills else None
+    try:
+        row = await judged(pair, step, SEED, begun, kinds, problems, prepare)
+    finally:
+        pair.has_turn = False
     if row is None or len(pair.freed) == already:
         return row
     freed = pair.freed[-1]

@@ -121,7 +121,7 @@ def draw(rng: random.Random) -> Plan:
             if healthy
             else msgspec.structs.replace(times, lease_s=max(0.2, times.lease_s * rng.choice((0.5, 1.0))))
         )
-        gets = rng.random() < 0.3
+        gets = rng.random() < (0.8 if engines else 0.3)
         return Character(
             name=WorkerId(name),
             wall_skew_s=0.0 if healthy else rng.uniform(-0.5, 0.5),

@@ -65,7 +65,7 @@ def all_end(lab: Lab, d: Engine, names: list[str], policy: str = "recompute") ->
 
 @case(shape=tuple(SHAPES))
 def a_computed_prompt_gets_blocks_before_p_has_answered(lab: Lab, shape: str) -> None:
-    _, d = lab.duo(SHAPES[shape])
+    _, d = lab.duo(SHAPES[shape], claim_timeout=15.0)
     linked(lab)
     with taps.copies() as copies:
         with deaf():
@@ -187,7 +187,7 @@ def what_is_put_aside_ends_by_its_deadline(lab: Lab, mode: str, policy: str, sha
 @case(mode=BEHIND)
 def what_comes_back_never_bars_a_load_that_has_arrived(lab: Lab, mode: str) -> None:
     """vLLM finds those put aside among requests that hold blocks, and stops at one for which there are none."""
-    _, d = lab.duo(Shape(blocks=241, seqs=32), Shape(blocks=14, seqs=32, prefix_caching=False))  # two prompts at most
+    _, d = lab.duo(Shape(blocks=241), Shape(blocks=14, prefix_caching=False))  # two prompts at most
     names, tickets = waiting_in_line(lab, mode)
     prefill_all(lab, mode, tickets)
     all_end(lab, d, names)

@@ -1,0 +1,81 @@
+"""The benchmarks of shares and of checksums, as far as they need no device: what they move, digest and judge."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from typing import Any, cast
+
+import pytest
+
+from kvbaton.bench import device_share, device_sums
+from kvbaton.bench.device_share import Mover, Row
+from kvbaton.bench.device_sums import Cost
+from kvbaton.protocol.weave import Weave
+
+from ..transports.fake_gpu import FakeGpu
+
+SIZE = 1 << 16
+WEAVE = Weave(array("q", (0, 5, 64, 256, 9, 32)), array("q", (0, 0, 4096, 77)))
+
+
+class TimedFake(FakeGpu):
+    multiprocessors = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digested: list[tuple[int, int, int]] = []
+
+    def digest_rows(self, table: int, groups: int, rows: range, stream: int) -> None:
+        super().digest_rows(table, groups, rows, stream)
+        self.digested = list(self._rows(table, groups, rows))
+
+    def last_ms(self) -> float:
+        return 1.5
+
+
+class Memory:
+    """A cache, as far as a mover knows it."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.address = gpu.allocate(SIZE)
+        self.view = gpu.regions[self.address].view
+
+
+def test_the_digest_that_is_timed_reads_every_row_of_the_receivers_side_once() -> None:
+    gpu = TimedFake()
+    address = gpu.allocate(SIZE)
+    assert device_sums.digest_ms(cast(Any, gpu), address, WEAVE, 3) == 1.5
+    assert [(at - address, size) for _, at, size in gpu.digested] == [(0, 64), (256, 32), (4096, 64), (4352, 32)]
+    first = gpu.digested[0][0]
+    assert [to - first for to, _, _ in gpu.digested] == [0, 8, 16, 24] and gpu.calls.count("digest_rows") == 3
+    assert not gpu._hosts and not gpu.live and list(gpu.regions) == [address]
+
+
+def test_a_mover_moves_what_it_is_told_and_leaves_nothing() -> None:
+    gpu = TimedFake()
+    near, far = Memory(gpu), Memory(gpu)
+    far.view[:] = random.Random(1).randbytes(SIZE)
+    mover = Mover(cast(Any, gpu), cast(Any, near), cast(Any, far))
+    mover.begin(WEAVE)
+    assert mover.wait() == 1.5 and near.view[4352:4384] == far.view[86 : 86 + 32] and near.view[:64] == far.view[5:69]
+    mover.close()
+    assert not gpu._hosts and not gpu.live and len(gpu.regions) == 2
+
+
+@pytest.mark.parametrize(
+    ("ratio", "right", "ok"), [(1.0, True, True), (1.1, True, True), (1.101, True, False), (0.9, False, False)]
+)
+def test_the_bound_is_a_tenth_of_the_handoff_and_right_bytes(ratio: float, right: bool, ok: bool) -> None:
+    cost = Cost("staged-tcp", 67 << 20, 0.05, 1.0, 20.0, 20.0 * ratio, ratio, right)
+    told = device_sums.shown(cost)
+    assert cost.ok is ok and ("NOT WITHIN" in told) is not ok and ("WRONG" in told) is not right
+
+
+def test_a_share_is_told_with_all_that_was_measured_at_it() -> None:
+    row = Row(
+        "kernel", 0.25, 33, 128, {16: 0.1}, {"decode": 2.0}, {"decode": 1.05}, {"decode": 1.2}, {"decode": 0.4}, True
+    )
+    told = device_share.shown(row)
+    for part in ("share 0.25 (33 blocks)", "16 blocks 0.1 ms", "decode 2.0 ms", "x1.05 (worst x1.2)"):
+        assert part in told
