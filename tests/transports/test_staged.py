@@ -238,6 +238,19 @@ def test_a_connection_of_the_same_number_replaces_the_older_and_a_peer_cannot_ta
         pins.set()
 
 
+def test_slots_that_cannot_be_had_keep_no_seat(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(slot_bytes: int, count: int) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(staged_server, "allocate_slots", nothing)
+    pair.copy(1)
+    assert pair.end(1).reason is Reason.UNREACHABLE
+    monkeypatch.undo()
+    assert poll(lambda: not pair.p._server._seated.total(), DEADLINE_S)
+    pair.copy(2)
+    assert pair.end(2).reason is None
+
+
 def test_who_asks_on_and_on_and_takes_nothing_is_cut_off(pair: Pair) -> None:
     with enter(pair, 0) as sock:
         hello(sock)

@@ -111,14 +111,20 @@ class StagedServer:
             sock.close()
             return
         peer, loop = admitted.peer, self._loops[admitted.stream]
-        slots, region = allocate_slots(self._slot_bytes, self._slot_count)
+        try:
+            slots, region = allocate_slots(self._slot_bytes, self._slot_count)
+        except OSError as error:
+            log.warning("[staging-failed] cannot stage for %s: %s", peer, error)
+            sock.close()
+            self._unseat(peer)
+            return
 
         def pinned(problem: str) -> bool:
             return loop.call(partial(self._begin, admitted, sock, slots, region, problem))
 
         def unwanted() -> None:
             sock.close()
-            self._unseat(peer, region)
+            self._gone(peer, region)
 
         self._stager.open(slots, pinned, unwanted)
 
@@ -137,8 +143,11 @@ class StagedServer:
         self.refusals.add(Cause.FULL)
         return False
 
-    def _unseat(self, peer: PeerId, region: Region) -> None:
+    def _gone(self, peer: PeerId, region: Region) -> None:
         region.close()
+        self._unseat(peer)
+
+    def _unseat(self, peer: PeerId) -> None:
         with self._lock:
             self._seated[peer] -= 1
             if not self._seated[peer]:
@@ -147,7 +156,7 @@ class StagedServer:
     def _begin(self, admitted: Admitted, sock: socket.socket, slots: Slots, region: Region, problem: str) -> None:
         """The slots are pinned: say what there is, and serve. The secret is looked at again."""
         peer, index = admitted.peer, admitted.stream
-        gone = partial(self._unseat, peer, region)
+        gone = partial(self._gone, peer, region)
         hello = Hello(slots.slot_bytes, slots.count, {number: each.nbytes for number, each in self._memory.items()})
         table = msgspec.msgpack.encode(hello)
         head = LENGTH.pack(len(table)) + table  # a few kilobytes into an empty buffer: they go at once
