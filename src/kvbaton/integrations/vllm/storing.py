@@ -91,12 +91,13 @@ class Storing(NoStore):
 
     def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
         """vLLM has blocks for the request; with external tokens it now waits for a report."""
-        self.second.allocated(request, external_tokens)
         prompt = self._prompts.get(request.request_id)
-        if prompt is None or prompt.phase is not Phase.FOUND:
-            return
-        prompt.phase = Phase.OVER
-        if external_tokens == 0:
+        if prompt is not None and prompt.phase is not Phase.FOUND:
+            prompt = None
+        if prompt is not None:
+            prompt.phase = Phase.OVER  # whatever fails from here on, it is not matched again
+        self.second.allocated(request, external_tokens)
+        if prompt is None or external_tokens == 0:
             return
         size = self.grouping.block_tokens[0]
         first, last = (self._upto(prompt) - external_tokens) // size, self._upto(prompt) // size

@@ -33,7 +33,6 @@ _MODEL = {
     "head_dim": HEAD_FLOATS,
     "num_hidden_layers": 2,
     "vocab_size": VOCAB,
-    "max_position_embeddings": MODEL_LEN_MAX,
     "torch_dtype": "float32",
     "rms_norm_eps": 1e-5,
     "bos_token_id": 1,
@@ -51,6 +50,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 1
     chunk_tokens: int = 16
     seqs: int = 8
+    model_len: int = MODEL_LEN_MAX
     policy: Literal["recompute", "fail"] = "recompute"
     role: str = "kv_both"
     layout: str = "LBHNC"
@@ -81,17 +81,17 @@ def warm() -> None:
 
 
 @functools.cache
-def _model_config() -> Any:
+def _model_config(model_len: int) -> Any:
     from vllm.config import ModelConfig
 
     with tempfile.TemporaryDirectory(prefix="kvbaton-conformance-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
+        (Path(folder) / "config.json").write_text(json.dumps({**_MODEL, "max_position_embeddings": model_len}))
         return ModelConfig(
             model=folder,
             tokenizer=folder,
             skip_tokenizer_init=True,
             dtype="float32",
-            max_model_len=MODEL_LEN_MAX,
+            max_model_len=model_len,
             enforce_eager=True,
         )
 
@@ -115,7 +115,7 @@ def vllm_config(shape: Shape, extra: Mapping[str, Any], *, module: str, connecto
         kv_connector_extra_config=dict(extra),
     )
     config = VllmConfig(
-        model_config=copy.deepcopy(_model_config()),
+        model_config=copy.deepcopy(_model_config(shape.model_len)),
         cache_config=CacheConfig(
             block_size=shape.block_tokens,
             enable_prefix_caching=shape.prefix_caching,
@@ -124,7 +124,7 @@ def vllm_config(shape: Shape, extra: Mapping[str, Any], *, module: str, connecto
         scheduler_config=SchedulerConfig(
             max_num_seqs=shape.seqs,
             max_num_batched_tokens=shape.chunk_tokens,
-            max_model_len=MODEL_LEN_MAX,
+            max_model_len=shape.model_len,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             async_scheduling=shape.pipelined,

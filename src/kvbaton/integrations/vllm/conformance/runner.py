@@ -173,12 +173,10 @@ class Runner:
 
     def _look(self, work: list[Work], hashes: list[Any]) -> None:
         """What was loaded must be there when the device is told to read it."""
-        for group, layer in self.memory.in_order:
-            for each, own in zip(work, hashes, strict=True):
-                if each.is_fresh:
-                    self._check(each, group, layer, own, self._before_pending(each, group))
-        for each in work:
-            self._pending.update(self._written(each))
+        for each, own in zip(work, hashes, strict=True):
+            for group, layer in self.memory.in_order if each.is_fresh else ():
+                self._check(each, group, layer, own, self._before_pending(each, group))
+            self._pending.update(self._written(each))  # what comes after it in this very step may find it, too
 
     def _written(self, work: Work) -> list[tuple[int, int]]:
         """(group, block) that a step writes to; vLLM lets others find them cached before it has."""
