@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from kvbaton.gpu_test import client, exact, load, machine, servers, timing
+from kvbaton.gpu_test.answers import runner_of
 from kvbaton.gpu_test.client import Streamed, streamed
 from kvbaton.gpu_test.exact import difference
 from kvbaton.gpu_test.record import Book
@@ -214,6 +215,13 @@ class TestServers:
             assert str(tmp_path) not in line and "/usr/bin" not in line
         assert " python -m vllm" in anywhere(pair.commands()[-1], pair)
         assert "--model 8B" in pair.commands()[-1]
+
+    def test_an_engine_says_which_runner_it_uses(self, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        log.write_text("(EngineCore pid=7) INFO [worker.py:1] Using V2 Model Runner\n")
+        assert runner_of(log) == "V2"
+        log.write_text("(EngineCore pid=7) INFO [worker.py:1] fine\n")
+        assert runner_of(log) == "V1"
 
     def test_the_cause_is_found_in_a_log(self, tmp_path: Path) -> None:
         log = tmp_path / "log"

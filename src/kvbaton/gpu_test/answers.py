@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -27,6 +28,7 @@ DEADLINE_S = 90.0
 HEAD = ("runner", "what", "right", "wrong", "errors", "handed over", "seen")
 PREEMPTIONS = "vllm:num_preemptions_total"
 PREFIX_HITS = "vllm:prefix_cache_hits_total"
+RUNNER_V2 = "Using V2 Model Runner"
 Tokens = tuple[str, ...]
 
 
@@ -129,6 +131,10 @@ async def _variant(
         page.verdict(f"{variant.name}: served", "no", "yes", False)
         page.note(f"{variant.name}: {problem}")
         return
+    ran = {runner_of(engine.log) for engine in (pair.p, pair.d)}
+    page.verdict(
+        f"{variant.name}: the model runner", " and ".join(sorted(ran)), variant.runner, ran == {variant.runner}
+    )
     trial = Trial(sizes, variant, pair, asked, session, page, table, say)
     for case in CASES:
         await trial.fresh(case)
@@ -136,6 +142,11 @@ async def _variant(
     await trial.preempted()
     await trial.rest()
     await trial.damaged()
+
+
+def runner_of(log: Path) -> str:
+    """Which one an engine says that it uses; vLLM mentions only the newer."""
+    return "V2" if RUNNER_V2 in log.read_text(errors="replace") else "V1"
 
 
 @dataclass(slots=True)
