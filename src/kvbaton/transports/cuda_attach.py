@@ -134,11 +134,12 @@ class Remote:
         except CudaError as error:
             error.sticky = False  # how a dead or foreign handle is answered varies; a lost device says so again
             raise
-        self._mapped.add(allocation.size)
         try:
             start, size = gpu.allocation_of(base)
         except CudaError:
-            return base, allocation.size  # this driver does not tell for memory of others
+            gpu.close(base)
+            raise
+        self._mapped.add(allocation.size)
         return base, size - (base - start)
 
     def _unmap(self, index: int, base: int, gpu: Gpu) -> None:
