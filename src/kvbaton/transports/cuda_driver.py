@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
 SHARE = 1.0
-"""Of a device's multiprocessors, for all copies and digests of a process together, one launch of bounded bytes at a time.
+"""Of a device's multiprocessors, for all copies and digests of a process together, one bounded launch at a time.
 `bench.device_share` measures what a copy loses by less, and what others lose by more: on an H200 a decode step beside
 copies takes 1.011 of its time with all of them, and 1.043 with a quarter, whose copies last longer."""
 
