@@ -5,6 +5,7 @@ On a real GPU, where memory is counted by the driver: `python -m tests.transport
 
 from __future__ import annotations
 
+import random
 import threading
 from array import array
 from collections.abc import Iterator
@@ -16,11 +17,12 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Case, Log, Pair
 from kvbaton.testing.transport_case import READ, SMALL_BYTES, copy, fill
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports import cuda_attach, cuda_door
+from kvbaton.transports import cuda_attach, cuda_door, cuda_table
 from kvbaton.transports.base import Copy, CopyEnded
 from kvbaton.transports.cuda import CudaConfig, CudaTransport
 from kvbaton.transports.cuda_door import EXPORTED, Allocation, CudaPlace, Exported, Shared
 from kvbaton.transports.cuda_driver import CudaError
+from kvbaton.transports.cuda_runner import UNDER_WAY_MAX
 from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.refusals import Cause
 
@@ -168,19 +170,32 @@ def test_what_nobody_reads_from_is_closed_and_opened_again_at_need(rig: Rig) -> 
     assert len(p._door._lines) == 1, "the line outlives the mapping"
 
 
-def test_what_is_read_from_is_not_idle_however_long_that_takes(rig: Rig) -> None:
-    _, d = rig.pair(idle_s=0.01)
+def test_what_is_read_from_is_not_idle_however_long_that_takes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of many launches: more of them are to come when somebody looks."""
+    monkeypatch.setattr(cuda_table, "ROWS_MAX", 1)
+    p, d = rig.pair()
+    source = rig.gpu.regions[p._memory.items()[0][1].address].view
+    source[:] = random.Random(3).randbytes(SIZE)
     rig.gpu.go_on.clear()
-    assert d.submit(read(1))
-    assert poll(lambda: "move_rows" in rig.gpu.calls, 10)
-    looks: list[float] = []
-    attachment = d._peers[P]
-    loop, look = d._loop, attachment._look
-    loop.call(lambda: (look(), looks.append(1.0))[0])  # it has looked at least once while the device was at work
-    assert poll(lambda: bool(looks), 10)
-    assert rig.gpu.opened and "close" not in rig.gpu.calls
+    assert d.submit(read(1, *((64 * row, 64 * row, 64) for row in range(12))))
+    assert poll(lambda: rig.gpu.calls.count("move_rows") == UNDER_WAY_MAX, 10)
+    attachment, looked = d._peers[P], threading.Event()
+    remote = attachment.remote
+
+    def look() -> None:
+        attachment._used_at = -1e9
+        attachment._look()
+        looked.set()
+
+    d._loop.call(look)
+    assert looked.wait(10)
+    assert attachment.remote is remote, "it is in use"
     rig.gpu.go_on.set()
     assert end(d).reason is None
+    assert rig.gpu.regions[d._memory.items()[0][1].address].view[: 12 * 64] == source[: 12 * 64]
+    looked.clear()
+    d._loop.call(look)
+    assert looked.wait(10) and poll(lambda: not rig.gpu.opened, 10), "now it is not"
 
 
 def test_memory_that_is_opened_while_its_owner_dies_is_closed_again(rig: Rig) -> None:
