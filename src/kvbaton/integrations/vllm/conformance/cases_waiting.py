@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from kvbaton.integrations.vllm.conformance import taps
 from kvbaton.integrations.vllm.conformance.configs import Shape
 from kvbaton.integrations.vllm.conformance.engine import Engine
-from kvbaton.integrations.vllm.conformance.lab import Lab, d_params, demand, p_params, prompt_of, router_ticket
+from kvbaton.integrations.vllm.conformance.lab import Lab, d_params, demand, p_params, poll, prompt_of, router_ticket
 from kvbaton.integrations.vllm.conformance.registry import case
 from kvbaton.integrations.vllm.waiting import ASKED_MAX
+from kvbaton.protocol.effects import Report
 
 LOADING = "WAITING_FOR_REMOTE_KVS"
 BEHIND = ("stream", "push")
@@ -233,3 +234,26 @@ def a_prompt_that_grows_takes_nothing_over(lab: Lab, mode: str) -> None:
     d.abort(name)
     lab.settle()
     demand(not d.watch.loads[name] and p.blocks_left == 0, f"loads {dict(d.watch.loads)}, P holds {p.blocks_left}")
+
+
+# --- what has arrived
+
+
+@case(shape=tuple(SHAPES))
+def what_has_arrived_is_computed_by_the_second_step_from_then(lab: Lab, shape: str) -> None:
+    """The step at whose end vLLM is told, and the next: whatever was in flight when it arrived."""
+    _, d = lab.duo(SHAPES[shape])
+    linked(lab)
+    with taps.copies() as copies:
+        copies.hold()
+        handoff = lab.hand_over("pull", prompt_of(20))
+        lab.until(lambda: d.status(handoff.at_d) == LOADING and copies.waiting, "D to load")
+        lab.run(5)
+        copies.release()
+        news = d.connector.scheduler._live.door._to_engine
+        poll(lambda: any(isinstance(each, Report) for each in list(news)), "the ledger's word, with nobody stepping")
+    for _ in range(2):
+        demand(not d.runners[0].computed_of[handoff.at_d], "it was computed before it was told")
+        d.step()
+    demand(d.runners[0].computed_of[handoff.at_d], "it was told a step later than it could have been")
+    lab.finish(handoff, loads=1)
