@@ -143,7 +143,7 @@ def draw(rng: random.Random) -> Plan:
             get=0.5 if gets else 0.0,
             depth=rng.choice((1, 2, 2, 3)),
             defers=loads or gets,
-            reuses_soon=rng.random() < 0.5,
+            reuses_soon=rng.random() < (1.0 if expiry else 0.5),
             features=int(ALL_FEATURES & ~Feature.PUSH if mixed and rng.random() < 0.5 else ALL_FEATURES),
             required=1 << 40 if mixed and rng.random() < 0.2 else 0,
             store_fails=0.5 if engines or bad else 0.05,
@@ -192,7 +192,7 @@ def draw(rng: random.Random) -> Plan:
         retires=int(when("crashes", rng.randint(0, 2)) or when("engines", rng.randint(0, 1))),
         abort=(engines and 0.2) or when("network", 0.3) or when("copies", 0.1) or writes * 0.4,
         bad_ticket=strange * 0.3,
-        bursts=rng.random() < 0.4,
+        bursts=rng.random() < (0.0 if expiry else 0.4),  # what expires is seen where others come meanwhile
         push=1.0 if writes else 0.4,
         late_ticket=0.0 if healthy else rng.choice((0.0, 0.2)),
         leave=0.1,
