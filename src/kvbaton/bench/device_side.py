@@ -94,8 +94,8 @@ class DeviceSide:
             if found:
                 continue
             match = self.door.match(request)
-            if match.state is MatchState.FOUND:
-                found = True
+            if match.state is MatchState.FOUND or (match.state is MatchState.NOT_YET and match.computed):
+                found = True  # as vLLM's connector does: blocks before P's answer, where that is one message away
                 self.door.allocated(request, (tuple(target),), 0)
             elif match.state is MatchState.FAILED:
                 raise RuntimeError(f"a handoff failed before it began: {match}")
