@@ -53,7 +53,7 @@ class Engine:
         network[me.worker] = control = FakeControl(me.worker, network)
         able = (self.plane.capabilities,)
         identity = Identity(me, "host", {"model": "m"}, SHAPE.layout(), able, (KEY,))
-        ledger = Ledger(identity, Settings(), self.door.epochs.of)
+        ledger = Ledger(identity, Settings(), self.door.epochs.all_of)
         self.node = Node(ledger, control, [{self.plane.capabilities.name: self.plane}], self.door)
         self.duties: list[Any] = []
 

@@ -5,12 +5,14 @@ Needs vLLM's Python: `make vllm`, then `.venv-vllm/bin/python -m pytest tests/vl
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kvbaton.integrations.vllm.conformance import configs
 from kvbaton.integrations.vllm.conformance.engine import Engine, Outcome
 from kvbaton.integrations.vllm.conformance.interleave import run_seed
-from kvbaton.integrations.vllm.conformance.lab import prompt_of
+from kvbaton.integrations.vllm.conformance.lab import Lab, prompt_of
 from kvbaton.integrations.vllm.conformance.oracle import WrongKvError, answer
 from kvbaton.integrations.vllm.conformance.registry import all_cases, run_case
 
@@ -72,6 +74,18 @@ def test_a_source_that_was_reused_is_seen() -> None:
     with pytest.raises(WrongKvError, match="another's bytes"):
         for _ in range(40):
             d.step()
+
+
+def test_layers_announced_before_the_device_has_computed_them_are_seen() -> None:
+    """The connector takes a host's cache for computed when its hook is called; the suite's late device has not."""
+    lab = Lab(overlapped=True, before_executing=lambda: time.sleep(0.02))
+    try:
+        lab.duo(configs.Shape(chunk_tokens=8), layerwise=True)
+        with pytest.raises(WrongKvError):
+            for seed in range(6):  # the first step is only listened to
+                lab.finish(lab.hand_over("stream", prompt_of(60, seed)))
+    finally:
+        lab.close()
 
 
 def test_a_report_of_nobody_is_vllm_s_assertion() -> None:

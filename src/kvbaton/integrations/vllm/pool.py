@@ -65,7 +65,7 @@ class PinnedPool:
         """Pin. A block that was perhaps reused behind our back begins a new epoch, before its new pin notes one."""
         ids = tuple(ids)
         self._pool.touch([self._pool.blocks[each] for each in ids])
-        for each in ids:
+        for each in self._released.intersection(ids):  # a prompt may have 1,000 blocks: only these can be in doubt
             if self.exact and not self._is_told(each):
                 self._epochs.raise_epoch(each)
                 self._say(each)
@@ -77,12 +77,11 @@ class PinnedPool:
         if not hasattr(self._pool, "unpin_blocks"):
             self._pool.free_blocks(blocks)
             return
-        watchers = [self._with_others(each) for each in reversed(ids)]
-        if all(watcher is self._mine for watcher in watchers):
+        if self._is_alone(ids):
             self._pool.unpin_blocks(blocks, self._mine)
         else:
-            for block, watcher in zip(blocks, watchers, strict=True):
-                self._pool.unpin_blocks([block], watcher)
+            for block, each in zip(blocks, reversed(ids), strict=True):
+                self._pool.unpin_blocks([block], self._with_others(each))
         self._released.update(ids)
 
     @property
@@ -106,8 +105,15 @@ class PinnedPool:
         """On any thread: whether we would have been told of a reuse of this block. While it is pinned there is none."""
         return number not in self._released or self._mine in self._watching(number)
 
+<<<<<<< HEAD
     def _are_told(self, numbers: Sequence[int]) -> bool:
         return self._released.isdisjoint(numbers) or all(map(self._is_told, numbers))
+=======
+    def _is_alone(self, ids: Sequence[int]) -> bool:
+        """Whether nobody else is told of these blocks."""
+        watchers, mine = getattr(self._pool, WATCHERS, None), self._mine
+        return not isinstance(watchers, dict) or all(watchers.get(each, mine) is mine for each in ids)
+>>>>>>> sched
 
     def _with_others(self, number: int) -> Watcher:
         others = tuple(each for each in self._watching(number) if each is not self._mine)

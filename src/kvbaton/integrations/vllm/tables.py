@@ -5,6 +5,7 @@ Law: vLLM's null block (id 0, out of a window) is `NO_BLOCK` past this module, a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from kvbaton.integrations.vllm.pool import NULL_BLOCK_ID
@@ -42,10 +43,16 @@ class Grouping:
             ids = tables[number]
             if len(ids) < hi:
                 raise ValueError(f"group {group}: {len(ids)} blocks in the table, {hi} needed")
-            found.append(tuple(NO_BLOCK if each == NULL_BLOCK_ID else int(each) for each in ids[lo:hi]))
+            part = tuple(map(int, ids[lo:hi]))
+            found.append(
+                part
+                if NULL_BLOCK_ID not in part
+                else tuple(each if each != NULL_BLOCK_ID else NO_BLOCK for each in part)
+            )
         return tuple(found)
 
 
 def real(blocks: Groups) -> tuple[int, ...]:
     """All ids that are blocks."""
-    return tuple(each for group in blocks for each in group if each != NO_BLOCK)
+    whole = tuple(itertools.chain.from_iterable(blocks))
+    return whole if NO_BLOCK not in whole else tuple(each for each in whole if each != NO_BLOCK)
