@@ -105,15 +105,13 @@ class PinnedPool:
         """On any thread: whether we would have been told of a reuse of this block. While it is pinned there is none."""
         return number not in self._released or self._mine in self._watching(number)
 
-<<<<<<< HEAD
     def _are_told(self, numbers: Sequence[int]) -> bool:
         return self._released.isdisjoint(numbers) or all(map(self._is_told, numbers))
-=======
+
     def _is_alone(self, ids: Sequence[int]) -> bool:
         """Whether nobody else is told of these blocks."""
         watchers, mine = getattr(self._pool, WATCHERS, None), self._mine
         return not isinstance(watchers, dict) or all(watchers.get(each, mine) is mine for each in ids)
->>>>>>> sched
 
     def _with_others(self, number: int) -> Watcher:
         others = tuple(each for each in self._watching(number) if each is not self._mine)

@@ -47,11 +47,8 @@ QUICK: dict[str, Any] = {
     "claim_timeout": 0.5,
 }
 _MAY_NOT_FAIL = frozenset(
-<<<<<<< HEAD
-    {"_on_reuse", "raise_epoch", "of", "all_of", "all_judged", "_is_told", "_are_told", "_watching", "_with_others"}
-=======
-    {"_on_reuse", "raise_epoch", "of", "judged", "_is_told", "_watching", "_is_alone", "_with_others"}
->>>>>>> sched
+    {"_on_reuse", "raise_epoch", "of", "all_of", "all_judged", "_is_told", "_are_told", "_watching", "_is_alone"}
+    | {"_with_others"}
     | {"is_empty", "build_step", "allocated", "step_begun"}
     | {"_post", "_unpinned", "hand_in", "unpin", "let_go", "back_to_vllm"}
 )
