@@ -235,9 +235,10 @@ class CudaGpu:
         _check(self._cuda, "cuEventRecord", status)
 
     @cached_property
-    def _brief(self) -> ctypes.PyDLL:
+    def _brief(self) -> ctypes.CDLL:
         """The same library, called without letting go of the GIL."""
-        return ctypes.PyDLL(LIBRARY, handle=self._cuda._handle)
+        real = isinstance(self._cuda, ctypes.CDLL)
+        return ctypes.PyDLL(LIBRARY, handle=self._cuda._handle) if real else self._cuda
 
     def wait(self, event: int) -> None:
         self._ask("cuEventSynchronize", ctypes.c_void_p(event))

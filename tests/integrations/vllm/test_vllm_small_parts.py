@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from itertools import count
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.integrations.vllm import content, guard
+from kvbaton.integrations.vllm import content, guard, interpreter
 from kvbaton.integrations.vllm.compat import config_digest, weights_digest
 from kvbaton.integrations.vllm.content import handed_position
 from kvbaton.integrations.vllm.pool import PinnedPool
@@ -240,3 +241,14 @@ def test_addresses_lead_to_workers_however_they_are_written() -> None:
     book.replace({"p0": "tcp://127.0.0.1:7100", "d0": "tcp://[::1]:7200"})
     assert (book.at("127.0.0.1", 7100), book.at("0:0:0:0:0:0:0:1", 7200), book.at("[::1]", 7200)) == ("p0", "d0", "d0")
     assert book.at("127.0.0.1", 7101) is None and book.at("10.0.0.1", 7100) is None
+
+
+def test_threads_give_way_soon_and_never_later_than_the_operator_said() -> None:
+    before = sys.getswitchinterval()
+    try:
+        for had, has in ((0.005, interpreter.SWITCH_S), (0.0001, 0.0001)):
+            sys.setswitchinterval(had)
+            interpreter.share()
+            assert sys.getswitchinterval() == pytest.approx(has, abs=2e-6)
+    finally:
+        sys.setswitchinterval(before)

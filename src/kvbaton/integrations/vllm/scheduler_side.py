@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.control.keys import Keyring
-from kvbaton.integrations.vllm import content
+from kvbaton.integrations.vllm import content, interpreter
 from kvbaton.integrations.vllm.compat import compat_key
 from kvbaton.integrations.vllm.decode import NOT_YET, NOTHING, Decode
 from kvbaton.integrations.vllm.guard import guarded, makes, note, returns
@@ -117,6 +117,7 @@ class SchedulerSide:
         self.presence = Presence(self._settings, self._keyring, engine, invitations)
         self._live = self._come_alive(self.presence, grouping)
         self.presence.watch.recorder.on_flight.append(self.tray.add)
+        interpreter.share()
         self.presence.start()
 
     def _come_alive(self, presence: Presence, grouping: Grouping) -> _Live:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.integrations.vllm import interpreter
 from kvbaton.integrations.vllm.caches import CPU, DeviceCache, HostCache, cache_of, planes_over
 from kvbaton.integrations.vllm.guard import guarded, makes, returns
 from kvbaton.integrations.vllm.layer_events import HostClock, LayerClock
@@ -55,6 +56,7 @@ class WorkerSide:
         rank = parallel.pp * parallel.tp_size + parallel.tp
         shelf = rank_shelf(self._settings, facts, rank, self._config.parallel_config.world_size, cache.memories)
         self._host = RankHost(rank, planes_over(cache, self._settings), self._settings.control_host, shelf=shelf)
+        interpreter.share()
         self._host.start()
         self._facts = facts
         if self._settings.layerwise and self._config.parallel_config.pipeline_parallel_size == 1:
