@@ -137,7 +137,7 @@ def test_every_kind_of_word_is_drawn_and_some_come_too_soon_for_a_reader() -> No
 
 
 QUICK = {
-    "discard_unpins_while_read": "no leak, no wrong answer",
+    "discard_unpins_while_read": "no leak, no wrong answer",  # whichever is seen first
     "discard_before_lease_forgotten": "no leak, no hang",  # whichever is seen first
     "discard_releases_twice": "no leak",
     "discard_leaves_claims_parked": "no hang",
