@@ -72,7 +72,7 @@ class Scene:
             pair.session, pair.p.url, pair.d.url, pair.prompts[number], deadline_s=deadline_s,
             request_id=request_id(pair),
         )  # fmt: skip
-        return self.tally.count(told, pair.expected[number])
+        return pair.count(self.tally, told, number)
 
     async def prefill(self, number: int) -> dict[str, Any] | None:
         """P's leg; what it gives for D. A failure is counted."""
@@ -92,7 +92,7 @@ class Scene:
             pair.session, pair.d.url, pair.prompts[number], params=params, deadline_s=deadline_s,
             request_id=request_id(pair),
         )  # fmt: skip
-        self.tally.count(told, pair.expected[number])
+        pair.count(self.tally, told, number)
         return told
 
     async def prefills(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:

@@ -4,7 +4,8 @@ The steps, and how they are judged, are those of `kvbaton chaos --engine vllm` (
 GPU's memory: what a P that was killed had must be free within its lease and 5 s, so that a successor can start in it.
 
 Laws: both pairs go through the plan side by side, but nobody kills or starts one while another's memory is watched.
-Answers are tokens in float32, compared with those of an engine without a connector. A step that there was no time for
+Answers are tokens in float32, compared with those of an engine without a connector as far as that one is sure; it lives
+on, for a second opinion about what is wrong. A step that there was no time for
 is told as not run.
 """
 
@@ -25,14 +26,15 @@ from kvbaton.chaos import vllm_page
 from kvbaton.chaos.faults import Moment
 from kvbaton.chaos.outcome import Outcome, Row
 from kvbaton.chaos.plan import Plan, Step
-from kvbaton.chaos.vllm_client import prompt_of
+from kvbaton.chaos.vllm_client import TOKENS, Prompt, Told, prompt_of
 from kvbaton.chaos.vllm_judge import examined
-from kvbaton.chaos.vllm_pair import LONG, USUAL, Pair, learned
+from kvbaton.chaos.vllm_pair import LEARN_AT_ONCE, LONG, USUAL, Pair
 from kvbaton.chaos.vllm_plan import D, P
 from kvbaton.chaos.vllm_process import Engine
 from kvbaton.chaos.vllm_run import judged, line, outcome
-from kvbaton.chaos.vllm_steps import Scene
-from kvbaton.gpu_test import machine
+from kvbaton.chaos.vllm_steps import CLIENTS, LATE, Scene
+from kvbaton.gpu_test import machine, oracle
+from kvbaton.gpu_test.oracle import Doubt, Right
 from kvbaton.gpu_test.record import Page
 from kvbaton.gpu_test.servers import GIB, Group, Say, Site, Spec, standing
 from kvbaton.gpu_test.sizes import Sizes
@@ -42,6 +44,7 @@ PLAN_S = 450.0
 """After which no step begins, the start of servers included: a part has to end within nine minutes."""
 FREE_GRACE_S = 5.0
 SHARE = 0.5  # of the clients that hang up
+SPARE = 1.5  # times as many prompts are learned as are asked
 ALONE = "faults-alone"
 PAIRS: dict[Literal["kvbaton", "nixl"], str] = {"kvbaton": "faults-kvbaton", "nixl": "faults-nixl"}
 POISONS = ("only the flag", "no blocks", "half the blocks", "a number of 2**62", "unknown source")
@@ -101,6 +104,31 @@ class WatchedPair(Pair):
     level: int | None = None  # bytes in use while all were up
     freed: list[machine.Freed] = field(default_factory=list)
     has_turn: bool = False
+    rights: Sequence[Right] = ()
+    alone_url: str = ""
+    during: str = ""  # the step under way
+    crowd: int = CLIENTS  # requests at once in it
+    doubts: list[Doubt] = field(default_factory=list)
+    more: int = 0  # wrong answers that were not looked into
+    opinions: list[asyncio.Task[None]] = field(default_factory=list)  # of this step
+
+    def doubt(self, told: Told, number: int) -> None:
+        if len(self.doubts) >= oracle.DOUBTS_MAX:
+            self.more += 1
+            return
+        prompt, right = self.prompts[number], self.rights[number]
+        found = oracle.doubted(self.connector, self.during, number, prompt, told, right)
+        self.doubts.append(found)
+        self.opinions.append(asyncio.create_task(self._again(found, prompt, right)))
+
+    async def _again(self, found: Doubt, prompt: Prompt, right: Right) -> None:
+        others = [each for each in self.prompts if each is not prompt][: self.crowd - 1]
+        found.again = await oracle.again(self.session, self.alone_url, prompt, right, others, TOKENS)
+
+    async def looked_into(self) -> None:
+        """Wait for second opinions; they have deadlines."""
+        await asyncio.gather(*self.opinions)
+        self.opinions.clear()
 
     async def restart(self, *names: str) -> None:
         if self.has_turn or not names:
@@ -132,23 +160,39 @@ async def run(sizes: Sizes, site: Site, session: aiohttp.ClientSession, page: Pa
         page.verdict("one engine alone served", "yes" if alone.is_up else "no", "yes", alone.is_up)
         if not alone.is_up:
             return
-        prompts = [prompt_of(150 + 7 * number, f"{SEED} usual {number}") for number in range(USUAL)]
-        prompts += [prompt_of(sizes.long_tokens + number, f"{SEED} long {number}") for number in range(LONG)]
-        expected = await learned(session, alone.alone, prompts)
-        alone.alone.kill()
-        say(f"one engine alone answered {len(prompts)} prompts; {len(steps(sizes))} steps")
+        prompts, rights = await _learned(session, alone.alone.url, sizes, page)
+        say(f"one engine alone answered; {len(steps(sizes))} steps")
         turn = asyncio.Lock()
         pairs = [
             WatchedPair(
-                connector, site.directory, _engines(one), session, prompts, list(expected), [], say,
+                connector, site.directory, _engines(one), session, prompts, [each.sure for each in rights], [], say,
                 blocks={P: _blocks(sizes.fault_blocks), D: _blocks(sizes.fault_d_blocks)}, turn=turn,
                 memory=machine.Memory().used if site.device == "cuda" else lambda: None,
                 p_bytes=one.spec.cache_bytes, within_s=sizes.lease_s + FREE_GRACE_S,
+                rights=rights, alone_url=alone.alone.url,
             )
             for connector, name in PAIRS.items() if (one := groups.get(name)) is not None and one.is_up
         ]  # fmt: skip
         found = await asyncio.gather(*(_carried_out(pair, sizes, until, page, say) for pair in pairs))
+    oracle.tell(page, [doubt for pair in pairs for doubt in pair.doubts], sum(pair.more for pair in pairs))
     _told({each.connector: each for each in found}, page)
+
+
+async def _learned(
+    session: aiohttp.ClientSession, url: str, sizes: Sizes, page: Page
+) -> tuple[list[Prompt], list[Right]]:
+    """The usual prompts, then the long ones, and their answers: those of more that can be compared furthest."""
+    prompts: list[Prompt] = []
+    rights: list[Right] = []
+    for name, wanted, shortest, step in (("usual", USUAL, 150, 7), ("long", LONG, sizes.long_tokens, 1)):
+        drawn = [prompt_of(shortest + step * (n % wanted), f"{SEED} {name} {n}") for n in range(int(wanted * SPARE))]
+        found = await oracle.learned(session, url, drawn, LEARN_AT_ONCE)
+        numbers = oracle.chosen(found, wanted)
+        prompts += [drawn[number] for number in numbers]
+        rights += (kept := [each for number in numbers if isinstance(each := found[number], Right)])
+        dropped = f"{name} prompts, {len(set(numbers))} asked of {len(drawn)} learned"
+        page.note(oracle.counted(kept, dropped))
+    return prompts, rights
 
 
 def _engines(group: Group) -> dict[str, Engine]:
@@ -191,10 +235,13 @@ async def _step(
 
     kills, already = step.fault == "kill", len(pair.freed)
     pair.has_turn, pair.level = kills, pair.memory() if kills else None
+    pair.during = step.title()
+    pair.crowd = {"abort": sizes.clients, "late-decode": LATE, "exhausted": LONG}.get(step.fault, CLIENTS)
     try:
         row = await judged(pair, step, SEED, begun, kinds, problems, prepare)
     finally:
         pair.has_turn = False
+        await pair.looked_into()
     if row is None or len(pair.freed) == already:
         return row
     freed = pair.freed[-1]
