@@ -86,10 +86,11 @@ def test_of_a_wrong_answer_it_is_kept_where_it_differs_and_how_sure_that_was(tmp
     found = oracle.doubted("kvbaton", "abort", 3, PROMPT, told, right(SURE, SURE, 0.5, SURE))
     assert (found.at, found.got, found.expected, found.gap) == (2, "x", "c", 0.5)
     page = Book(tmp_path, "standard", "cuda", {}, "").begin("faults")
+    oracle.keep(page, "kvbaton", [found])
     oracle.tell(page, [found], 2)
     row = page.part.tables[0].rows[0]
     assert len(row) == len(oracle.HEAD) and "4 of 6 tokens not computed by D" in row and "chaos-9" in row
-    assert page.part.figures["wrong answers"][0]["gap"] == 0.5 and "2 more" in page.part.notes[0]
+    assert page.part.figures["kvbaton: wrong answers"][0]["gap"] == 0.5 and "2 more" in page.part.notes[0]
 
 
 def test_an_answer_that_ends_too_early_differs_at_its_end() -> None:

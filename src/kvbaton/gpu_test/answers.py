@@ -220,6 +220,7 @@ class Trial:
         self.doubts.append(found)
         others = self.asked.fresh["pull"][: self.sizes.at_once - 1]
         found.again = await oracle.again(self.session, self.alone_url, prompt, right, others, tokens)
+        oracle.keep(self.page, self.variant.name, self.doubts)
 
     async def all(self, prompts: Sequence[Prompt], mode: str, tokens: int) -> tuple[Tally, int]:
         """All at once, as many as may be; what was told, and how many were handed over."""

@@ -141,9 +141,13 @@ async def again(
     return f"another answer too, from token {at} (`{_at(told.tokens, at)}`), {crowd}"
 
 
+def keep(page: Page, who: str, doubts: Sequence[Doubt]) -> None:
+    """In the JSON, as soon as they are known: a run that is killed has them."""
+    page.figure(f"{who}: wrong answers", msgspec.to_builtins(list(doubts)))
+
+
 def tell(page: Page, doubts: Sequence[Doubt], more: int) -> None:
-    """All wrong answers, on the page and in the JSON."""
-    page.figure("wrong answers", msgspec.to_builtins(list(doubts)))
+    """All wrong answers, as a table."""
     if doubts:
         table = page.table("Wrong answers", HEAD)
         for each in doubts:
