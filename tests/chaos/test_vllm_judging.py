@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton.chaos import strangers, vllm_judge, vllm_run, vllm_steps
+from kvbaton.chaos.faults import Moment
 from kvbaton.chaos.outcome import Row
 from kvbaton.chaos.plan import Step
 from kvbaton.chaos.vllm_client import Tally, Told, ask
@@ -83,6 +84,13 @@ def test_engines_that_behave_keep_every_promise(step: Step, tmp_path: Path) -> N
     assert found.ok, found
     assert found.right == found.requests or found.fault == "abort"
     assert found.right > 0 or found.fault in ("kill", "abort"), "else this step tries nothing"
+
+
+@pytest.mark.usefixtures("patience")
+def test_p_is_killed_while_d_reads_and_others_are_served(tmp_path: Path) -> None:
+    found = row(tmp_path, Step(0, "kill", "p0", Moment.MID_COPY, detail="under load"), nothing)
+    assert found.ok and found.right > vllm_steps.MID_COPY, "some of them are of the load"
+    assert row(tmp_path, Step(0, "kill", "p0", Moment.MID_COPY), nothing).right == vllm_steps.MID_COPY
 
 
 FLOOD = Step(0, "flood")

@@ -37,6 +37,9 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     late: bool = False
     seconds: float = 0.0
+    gaps: tuple[float, ...] = ()  # of each token, how much likelier it was than the next (nats), if two were asked for
+    cached: int | None = None  # tokens of the prompt that the engine did not compute, if it says so
+    request_id: str = ""
 
 
 @dataclass(slots=True)
@@ -54,13 +57,13 @@ class Tally:
         return self.right + self.wrong + self.late + self.errors.total()
 
     def count(self, told: Told, expected: Sequence[str]) -> bool:
-        """Judge one request; whether it was answered rightly."""
+        """Judge one request; whether it was answered rightly: `expected` may be the beginning of the right answer."""
         self.slowest_s = max(self.slowest_s, told.seconds)
         if told.late:
             self.late += 1
         elif told.error:
             self.errors[told.error] += 1
-        elif told.tokens == tuple(expected):
+        elif told.tokens[: len(expected) or None] == tuple(expected):
             self.right += 1
             return True
         else:
@@ -84,9 +87,10 @@ async def ask(
     params: object = None,
     request_id: str = "",
     headers: Mapping[str, str] | None = None,
+    likely: int = 1,
 ) -> Told:
-    """One leg. Never raises, unless it is cancelled: then the client has hung up."""
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1}
+    """One leg; with `likely` 2 with gaps. Never raises, unless it is cancelled: then the client has hung up."""
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": likely}
     if params is not None:
         body["kv_transfer_params"] = params
     told_apart = {"X-Request-Id": request_id} if request_id else {}
@@ -103,17 +107,27 @@ async def ask(
         told = Told(late=True, error="late")
     except (aiohttp.ClientError, OSError) as error:
         told = Told(error=type(error).__name__)
-    return msgspec.structs.replace(told, seconds=loop.time() - begun)
+    return msgspec.structs.replace(told, seconds=loop.time() - begun, request_id=request_id)
 
 
 def _told(text: bytes) -> Told:
     """An answer with status 200; anything but a completion with tokens is an error too."""
     try:
         told = json.loads(text)
-        tokens = tuple(told["choices"][0]["logprobs"]["tokens"])
-        return Told(tokens=tokens, params=told.get("kv_transfer_params"))
-    except (ValueError, LookupError, TypeError):
+        numbers = told["choices"][0]["logprobs"]
+        details = (told.get("usage") or {}).get("prompt_tokens_details") or {}
+        return Told(
+            tokens=tuple(numbers["tokens"]), params=told.get("kv_transfer_params"), cached=details.get("cached_tokens"),
+            gaps=tuple(_gap(each or {}) for each in numbers.get("top_logprobs") or ()),
+        )  # fmt: skip
+    except (ValueError, LookupError, TypeError, AttributeError):
         return Told(error="no completion")
+
+
+def _gap(likely: Mapping[str, float]) -> float:
+    """Between the two likeliest; 0, as of a tie, where a second one is not told."""
+    best = sorted(likely.values(), reverse=True)[:2]
+    return best[0] - best[1] if len(best) == 2 else 0.0
 
 
 async def both_legs(

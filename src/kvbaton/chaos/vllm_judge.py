@@ -91,7 +91,7 @@ async def _probe(pair: Pair, probed: Tally) -> tuple[int, bool]:
             request_id=request_id(pair),
         ) for number in range(PROBES)
     ))  # fmt: skip
-    right = sum(probed.count(each, pair.expected[number]) for number, each in enumerate(told))
+    right = sum(pair.count(probed, each, number) for number, each in enumerate(told))
     if right < PROBES or before is None:
         return right, False
     return right, await _within(FIGURES_LAG_S, lambda: _handed_since(pair, before))

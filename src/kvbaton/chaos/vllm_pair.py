@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvbaton.chaos.vllm_client import Prompt, Told, ask, prompt_of
+from kvbaton.chaos.vllm_client import Prompt, Tally, Told, ask, prompt_of
 from kvbaton.chaos.vllm_plan import Connector, D, P
 from kvbaton.chaos.vllm_process import NEWS_S, Engine, Figures
 from kvbaton.control import keys
@@ -78,6 +78,16 @@ class Pair:
 
     async def died(self, *names: str) -> None:
         """Called between two lives; for those who look at what the dead leave behind."""
+
+    def count(self, tally: Tally, told: Told, number: int) -> bool:
+        """Judge an answer to this prompt; whether it is right."""
+        right = tally.count(told, self.expected[number])
+        if not (right or told.error or told.late):
+            self.doubt(told, number)
+        return right
+
+    def doubt(self, told: Told, number: int) -> None:
+        """Called of every wrong answer; for those who look into it."""
 
     async def ready(self, *names: str) -> None:
         waiting = asyncio.gather(*(self.engines[name].ready(self.session) for name in names))

@@ -24,7 +24,7 @@ from kvbaton.chaos.plan import Step
 from kvbaton.chaos.vllm_client import TO_PREFILL, Tally, Told, ask, both_legs
 from kvbaton.chaos.vllm_judge import request_id
 from kvbaton.chaos.vllm_pair import LONG, USUAL, Pair
-from kvbaton.chaos.vllm_plan import USED, D, P
+from kvbaton.chaos.vllm_plan import UNDER_LOAD, USED, D, P
 from kvbaton.chaos.vllm_poison import poisoned
 from kvbaton.integrations.vllm.launching import HOST
 
@@ -72,7 +72,7 @@ class Scene:
             pair.session, pair.p.url, pair.d.url, pair.prompts[number], deadline_s=deadline_s,
             request_id=request_id(pair),
         )  # fmt: skip
-        return self.tally.count(told, pair.expected[number])
+        return pair.count(self.tally, told, number)
 
     async def prefill(self, number: int) -> dict[str, Any] | None:
         """P's leg; what it gives for D. A failure is counted."""
@@ -92,7 +92,7 @@ class Scene:
             pair.session, pair.d.url, pair.prompts[number], params=params, deadline_s=deadline_s,
             request_id=request_id(pair),
         )  # fmt: skip
-        self.tally.count(told, pair.expected[number])
+        pair.count(self.tally, told, number)
         return told
 
     async def prefills(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -150,12 +150,15 @@ async def kill(scene: Scene) -> None:
 async def _kill_mid_copy(scene: Scene) -> None:
     """P falls silent with eight prompts prefilled, D is asked for all of them, and then P is gone."""
     pair = scene.pair
-    handed = await scene.prefills(range(MID_COPY))
-    pair.p.send(signal.SIGSTOP)
-    asked = [asyncio.create_task(scene.decode(number, params)) for number, params in handed.items()]
-    await asyncio.sleep(PENDING_S)
-    pair.p.kill()
-    told = await asyncio.gather(*asked)
+    async with scene.load() if scene.step.detail == UNDER_LOAD else contextlib.nullcontext():
+        if scene.step.detail == UNDER_LOAD:
+            await asyncio.sleep(LOADED_S)
+        handed = await scene.prefills(range(MID_COPY))
+        pair.p.send(signal.SIGSTOP)
+        asked = [asyncio.create_task(scene.decode(number, params)) for number, params in handed.items()]
+        await asyncio.sleep(PENDING_S)
+        pair.p.kill()
+        told = await asyncio.gather(*asked)
     scene.note = f"answers took up to {max((each.seconds for each in told), default=0):.1f} s"
     await pair.restart(P)
 

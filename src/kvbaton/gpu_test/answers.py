@@ -1,6 +1,7 @@
 """Part `answers`: greedy tokens of a P and a D beside those of one engine, in float32: a wrong KV shows in them.
 
-Laws: every answer is compared with that of an engine without a connector which runs its steps the same way. An answer
+Laws: every answer is compared with that of an engine without a connector which runs its steps the same way, as far as
+that one is sure (`oracle`). An answer
 counts only if D's own counter says that its prompt's KV came from P. And the comparison is itself tried: with two
 blocks in each other's place it must see wrong answers, or the part fails.
 """
@@ -10,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
 import msgspec
 
 from kvbaton.chaos.vllm_client import Tally, both_legs
-from kvbaton.gpu_test import client
-from kvbaton.gpu_test.client import Prompt, ask, prompt_of
+from kvbaton.gpu_test import client, oracle
+from kvbaton.gpu_test.client import Prompt, Told, ask, prompt_of
+from kvbaton.gpu_test.oracle import SURE_MIN, Doubt, Right
 from kvbaton.gpu_test.record import Page, Table
 from kvbaton.gpu_test.servers import GIB, Group, Say, Spec
 from kvbaton.gpu_test.sizes import Sizes, Variant
@@ -29,7 +31,7 @@ HEAD = ("runner", "what", "right", "wrong", "errors", "handed over", "seen")
 PREEMPTIONS = "vllm:num_preemptions_total"
 PREFIX_HITS = "vllm:prefix_cache_hits_total"
 RUNNER_V2 = "Using V2 Model Runner"
-Tokens = tuple[str, ...]
+SPARE_DAMAGED = 4  # times as many are learned, of which the longest to be compared are asked
 
 
 def specs(sizes: Sizes) -> list[Spec]:
@@ -64,10 +66,29 @@ class Questions:
     sharing: list[Prompt]  # each begins as a prompt of the first case does
     long: list[Prompt]
     damaged: list[Prompt]
-    answers: dict[bool, dict[int, Tokens]]  # by graphs, then by id of the prompt
+    answers: dict[bool, dict[int, Right]]  # by graphs, then by id of the prompt
 
-    def right(self, graphs: bool, prompt: Prompt) -> Tokens:
+    def right(self, graphs: bool, prompt: Prompt) -> Right:
         return self.answers[graphs][id(prompt)]
+
+    def everything(self) -> list[Prompt]:
+        return [*(prompt for case in self.fresh.values() for prompt in case), *self.sharing, *self.damaged, *self.long]
+
+    def sure(self, prompt: Prompt) -> int:
+        """How many tokens can be compared, whatever way steps are run."""
+        nothing = Right((), ())
+        return min((len(each.get(id(prompt), nothing).sure) for each in self.answers.values()), default=0)
+
+    def narrowed(self, damaged: int) -> tuple[int, int]:
+        """Drop what cannot be compared; how many prompts there were, and how many of them are left."""
+        self.damaged = sorted(self.damaged, key=self.sure, reverse=True)[:damaged]
+        before = len(self.everything())
+        self.fresh = {case: self._kept(prompts) for case, prompts in self.fresh.items()}
+        self.sharing, self.long, self.damaged = map(self._kept, (self.sharing, self.long, self.damaged))
+        return before, len(self.everything())
+
+    def _kept(self, prompts: list[Prompt]) -> list[Prompt]:
+        return [prompt for prompt in prompts if self.sure(prompt) >= SURE_MIN]
 
 
 CASES = ("pull", "stream", "push")
@@ -86,7 +107,9 @@ def questions(sizes: Sizes) -> Questions:
         kept = rng.randrange(len(prompt) // 2, len(prompt))
         sharing.append(prompt[:kept] + prompt_of(97, f"answers sharing {kept}"))
     long = [prompt_of(sizes.preempt_tokens + n, f"answers long {n}") for n in range(sizes.preempt_prompts)]
-    damaged = [prompt_of(sizes.longest_tokens // 2 + n, f"answers damaged {n}") for n in range(sizes.damaged)]
+    damaged = [
+        prompt_of(sizes.longest_tokens // 2 + n, f"answers damaged {n}") for n in range(sizes.damaged * SPARE_DAMAGED)
+    ]
     return Questions(fresh, sharing, long, damaged, {})
 
 
@@ -99,49 +122,52 @@ async def run(sizes: Sizes, groups: dict[str, Group], session: aiohttp.ClientSes
             if alone.is_up:
                 asked.answers[variant.graphs] = await _learned(session, alone, asked, sizes)
                 say(f"{alone.name}: answered {len(asked.answers[variant.graphs])} prompts")
+                page.note(oracle.counted(list(asked.answers[variant.graphs].values()), alone.name))
+    before, left = asked.narrowed(sizes.damaged)
+    page.verdict("prompts that can be compared", f"{left} of {before}", "at least three in four", left >= 0.75 * before)
     table = page.table("Answers beside one engine's, float32, TRITON_ATTN, greedy", HEAD)
-    await asyncio.gather(
+    trials = await asyncio.gather(
         *(_variant(sizes, variant, groups, asked, session, page, table, say) for variant in sizes.variants)
     )
+    tried = [each for each in trials if each is not None]
+    oracle.tell(page, [doubt for each in tried for doubt in each.doubts], sum(each.more for each in tried))
 
 
-async def _learned(session: aiohttp.ClientSession, alone: Group, asked: Questions, sizes: Sizes) -> dict[int, Tokens]:
-    room = asyncio.Semaphore(sizes.at_once)
-    found: dict[int, Tokens] = {}
-
-    async def one(prompt: Prompt, tokens: int) -> None:
-        async with room:
-            told = await ask(session, alone.alone.url, prompt, deadline_s=DEADLINE_S, tokens=tokens)
-            found[id(prompt)] = told.tokens if not told.error else ("", told.error)
-
-    usual = [*(prompt for case in asked.fresh.values() for prompt in case), *asked.sharing, *asked.damaged]
-    await asyncio.gather(*(one(prompt, sizes.answer_tokens) for prompt in usual))
-    await asyncio.gather(*(one(prompt, sizes.preempt_answer) for prompt in asked.long))
+async def _learned(session: aiohttp.ClientSession, alone: Group, asked: Questions, sizes: Sizes) -> dict[int, Right]:
+    """Of those that were answered."""
+    long = {id(prompt) for prompt in asked.long}
+    usual = [prompt for prompt in asked.everything() if id(prompt) not in long]
+    found: dict[int, Right] = {}
+    for prompts, tokens in ((usual, sizes.answer_tokens), (asked.long, sizes.preempt_answer)):
+        told = await oracle.learned(session, alone.alone.url, prompts, sizes.at_once, tokens)
+        found |= {id(prompt): each for prompt, each in zip(prompts, told, strict=True) if isinstance(each, Right)}
     return found
 
 
 async def _variant(
     sizes: Sizes, variant: Variant, groups: dict[str, Group], asked: Questions, session: aiohttp.ClientSession,
     page: Page, table: Table, say: Say,
-) -> None:  # fmt: skip
+) -> Trial | None:  # fmt: skip
     pair = groups[f"answers-{variant.label}"]
     page.commands(pair.commands()[-2:] if variant == sizes.variants[0] else [])
     if not pair.is_up or variant.graphs not in asked.answers:
         problem = pair.problem or f"{_alone(variant.graphs)}: {groups[_alone(variant.graphs)].problem}"
         page.verdict(f"{variant.name}: served", "no", "yes", False)
         page.note(f"{variant.name}: {problem}")
-        return
+        return None
     ran = {runner_of(engine.log) for engine in (pair.p, pair.d)}
     page.verdict(
         f"{variant.name}: the model runner", " and ".join(sorted(ran)), variant.runner, ran == {variant.runner}
     )
-    trial = Trial(sizes, variant, pair, asked, session, page, table, say)
+    alone = groups[_alone(variant.graphs)].alone
+    trial = Trial(sizes, variant, pair, asked, session, page, table, say, alone.url)
     for case in CASES:
         await trial.fresh(case)
     await trial.shared()
     await trial.preempted()
     await trial.rest()
     await trial.damaged()
+    return trial
 
 
 def runner_of(log: Path) -> str:
@@ -161,7 +187,10 @@ class Trial:
     page: Page
     table: Table
     say: Say
+    alone_url: str
     number: int = 0
+    doubts: list[Doubt] = field(default_factory=list)
+    more: int = 0  # wrong answers that were not looked into
 
     async def one(self, prompt: Prompt, tally: Tally, mode: str, tokens: int) -> None:
         """Both legs by the client's own hand, or through the router."""
@@ -177,7 +206,21 @@ class Trial:
                 self.session, self.pair.router.url, prompt, deadline_s=DEADLINE_S, tokens=tokens,
                 request_id=request_id, headers={MODE_HEADER: mode},
             )  # fmt: skip
-        tally.count(told, self.asked.right(self.variant.graphs, prompt))
+        right = self.asked.right(self.variant.graphs, prompt)
+        if tally.count(told, right.sure) or told.error or self.pair.flag.exists():
+            return
+        await self.doubt(prompt, told, right, mode, tokens)
+
+    async def doubt(self, prompt: Prompt, told: Told, right: Right, mode: str, tokens: int) -> None:
+        """Look into a wrong answer that nobody made wrong."""
+        if len(self.doubts) >= oracle.DOUBTS_MAX:
+            self.more += 1
+            return
+        found = oracle.doubted(self.variant.name, mode, self.number, prompt, told, right)
+        self.doubts.append(found)
+        others = self.asked.fresh["pull"][: self.sizes.at_once - 1]
+        found.again = await oracle.again(self.session, self.alone_url, prompt, right, others, tokens)
+        oracle.keep(self.page, self.variant.name, self.doubts)
 
     async def all(self, prompts: Sequence[Prompt], mode: str, tokens: int) -> tuple[Tally, int]:
         """All at once, as many as may be; what was told, and how many were handed over."""

@@ -35,6 +35,7 @@ SHARE = "0.05"
 """Of the GPU, which vLLM wants free at its start whatever it needs; the cache is given in bytes."""
 P, D, ROUTER = "p0", "d0", "router"
 MISPLACE = "misplace"
+TELL_CACHED = "--enable-prompt-tokens-details"  # so that an answer says whether its prompt was handed over
 EAGER, GRAPHS = Variant("V2", False), Variant("V2", True)
 CUDA_VARIABLES: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0",
@@ -113,7 +114,7 @@ class Site:
             words += [] if spec.variant.graphs else ["--enforce-eager"]
             words += ["--load-format", "dummy"] if spec.is_dummy else []
         words += ["--max-num-batched-tokens", str(spec.chunk_tokens), "--max-num-seqs", str(spec.at_once)]
-        words += [] if spec.prefix_caching else ["--no-enable-prefix-caching"]
+        words += [TELL_CACHED, *([] if spec.prefix_caching else ["--no-enable-prefix-caching"])]
         return words if not blocks else [*words, "--num-gpu-blocks-override", str(blocks)]
 
     def variables(self, spec: Spec) -> dict[str, str]:
