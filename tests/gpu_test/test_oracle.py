@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from kvbaton.chaos.vllm_client import Tally, Told, ask
+from kvbaton.chaos.vllm_client import NOT_FOR_D, Tally, Told, ask
 from kvbaton.gpu_test import answers, faults, oracle
 from kvbaton.gpu_test.oracle import MARGIN, Right
 from kvbaton.gpu_test.record import Book
@@ -34,7 +34,8 @@ async def answering(request: web.Request) -> web.Response:
     ]
     choice = {"logprobs": {"tokens": tokens, "top_logprobs": likely if body["logprobs"] == 2 else None}}
     usage = {"prompt_tokens_details": {"cached_tokens": 5}}
-    return web.json_response({"choices": [choice], "usage": usage})
+    params = {"ticket": "one", NOT_FOR_D: 0}
+    return web.json_response({"choices": [choice], "usage": usage, "kv_transfer_params": params})
 
 
 def test_an_answer_is_trusted_up_to_the_first_near_tie() -> None:
@@ -59,6 +60,7 @@ def test_gaps_and_where_a_prompt_came_from_are_read() -> None:
 
     told, found = asyncio.run(main())
     assert (told.cached, told.request_id, told.gaps) == (5, "one", ())
+    assert told.params == {"ticket": "one"}, "else D would say what P had cached, and not what it computed itself"
     assert [each.sure for each in found if isinstance(each, Right)] == [("1", "2"), ("1",)]
 
 

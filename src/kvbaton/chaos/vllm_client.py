@@ -1,8 +1,8 @@
 """The client of a P and a D, both legs of a request in its own hand, and what it makes of their answers.
 
-Laws: it knows no connector: what P answers with goes to D untouched. Every request ends: by an answer, by an error, or
-at its deadline, when the client hangs up and the request counts as late. An answer is right when its tokens are those
-of one engine that hands nothing over.
+Laws: it knows no connector: what P answers with goes to D untouched, but for `NOT_FOR_D`. Every request ends: by an
+answer, by an error, or at its deadline, when the client hangs up and the request counts as late. An answer is right
+when its tokens are those of one engine that hands nothing over.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ TO_PREFILL: Mapping[str, Any] = {
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
 VOCABULARY = range(10, 500)
+NOT_FOR_D = "remote_prefill_cached_tokens"
+"""P's cache hits, which vLLM has D report in place of its own: then D would not say whether it computed a prompt."""
 
 Prompt = list[int]
 
@@ -117,11 +119,16 @@ def _told(text: bytes) -> Told:
         numbers = told["choices"][0]["logprobs"]
         details = (told.get("usage") or {}).get("prompt_tokens_details") or {}
         return Told(
-            tokens=tuple(numbers["tokens"]), params=told.get("kv_transfer_params"), cached=details.get("cached_tokens"),
+            tokens=tuple(numbers["tokens"]), params=_for_d(told.get("kv_transfer_params")),
+            cached=details.get("cached_tokens"),
             gaps=tuple(_gap(each or {}) for each in numbers.get("top_logprobs") or ()),
         )  # fmt: skip
     except (ValueError, LookupError, TypeError, AttributeError):
         return Told(error="no completion")
+
+
+def _for_d(params: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if params is None else {name: value for name, value in params.items() if name != NOT_FOR_D}
 
 
 def _gap(likely: Mapping[str, float]) -> float:

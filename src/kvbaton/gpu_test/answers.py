@@ -1,9 +1,8 @@
 """Part `answers`: greedy tokens of a P and a D beside those of one engine, in float32: a wrong KV shows in them.
 
 Laws: every answer is compared with that of an engine without a connector which runs its steps the same way, as far as
-that one is sure (`oracle`). An answer
-counts only if D's own counter says that its prompt's KV came from P. And the comparison is itself tried: with two
-blocks in each other's place it must see wrong answers, or the part fails.
+that one is sure (`oracle`). An answer counts only if D's own counter says that its prompt's KV came from P. And the
+comparison is itself tried: with two blocks in each other's place it must see wrong answers, or the part fails.
 """
 
 from __future__ import annotations
@@ -216,6 +215,8 @@ class Trial:
         if len(self.doubts) >= oracle.DOUBTS_MAX:
             self.more += 1
             return
+        if mode != "pull":  # the router has D say what P had cached
+            told = msgspec.structs.replace(told, cached=None)
         found = oracle.doubted(self.variant.name, mode, self.number, prompt, told, right)
         self.doubts.append(found)
         others = self.asked.fresh["pull"][: self.sizes.at_once - 1]
