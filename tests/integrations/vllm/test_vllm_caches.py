@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.transports.fake_gpu import FakeGpu
 
 from kvbaton.integrations.vllm import layer_events
 from kvbaton.integrations.vllm.caches import DeviceCache, cache_of, planes_over
-from kvbaton.integrations.vllm.layer_events import DeviceClock, HostClock
+from kvbaton.integrations.vllm.layer_events import DeviceClock, HostClock, spoken_of
 from kvbaton.integrations.vllm.settings import ConnectorSettings
 from kvbaton.transports import planes
 from kvbaton.transports.cuda_driver import CudaError
@@ -92,7 +93,7 @@ def test_no_plane_at_all_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_on_the_host_a_layer_that_was_called_was_computed() -> None:
     told: list[int] = []
-    HostClock().when_done(lambda: told.append(1))
+    HostClock().when_done(lambda: told.append(1), last=False)
     assert told == [1]
 
 
@@ -117,7 +118,7 @@ def test_a_layer_on_a_device_is_told_after_its_event_and_in_order() -> None:
     gpu, told = SlowGpu(), queue.Queue[int]()
     clock = DeviceClock(gpu, lambda: 77)
     for layer in range(3):
-        clock.when_done(lambda layer=layer: told.put(layer))
+        clock.when_done(lambda layer=layer: told.put(layer), last=True)
     assert [stream for _, stream in gpu.recorded] == [77, 77, 77]
     assert told.empty()
     for layer in range(3):
@@ -127,15 +128,36 @@ def test_a_layer_on_a_device_is_told_after_its_event_and_in_order() -> None:
     clock.close()
 
 
+def test_notes_of_a_step_keep_their_distance_and_its_last_is_told_at_once() -> None:
+    """Each wait takes 8 ms by this clock: the notes of 4 and 5 layers are told 20 ms apart at least, and the last."""
+    ms, told = iter(range(0, 10**6, 4)), queue.Queue[tuple[str, int]]()
+    clock = DeviceClock(FakeGpu(), lambda: 1, lambda: next(ms) / 1000)
+    for step, layers in (("a", 8), ("b", 2)):
+        for layer in range(layers):
+            clock.when_done(partial(told.put, (step, layer)), last=layer == layers - 1)
+    clock.close()
+    clock._thread.join(10)
+    assert list(told.queue) == [("a", 4), ("a", 7), ("b", 1)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "chosen"), [(1, [0]), (8, list(range(8))), (9, [0, 2, 4, 6, 8]), (32, list(range(3, 32, 4)))]
+)
+def test_some_layers_of_a_step_are_spoken_of_and_its_last_always(layers: int, chosen: list[int]) -> None:
+    names = [f"layers.{number}" for number in range(layers)]
+    assert spoken_of(names) == {names[number]: number == layers - 1 for number in chosen}
+    assert spoken_of([]) == {}
+
+
 def test_events_are_used_again_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_events, "EVENTS_MAX", 2)
     gpu, told = SlowGpu(), queue.Queue[int]()
     clock = DeviceClock(gpu, lambda: 1)
     for layer in range(3):
-        clock.when_done(lambda layer=layer: told.put(layer))  # the third finds no event, and later ones cover it
+        clock.when_done(lambda layer=layer: told.put(layer), last=True)  # the third finds no event
     gpu.over.release(2)
     assert [told.get(timeout=10), told.get(timeout=10)] == [0, 1]
-    clock.when_done(lambda: told.put(3))
+    clock.when_done(lambda: told.put(3), last=True)
     gpu.over.release()
     assert told.get(timeout=10) == 3
     assert len({event for event, _ in gpu.recorded}) == 2
@@ -146,8 +168,8 @@ def test_a_lost_device_is_never_taken_for_a_finished_layer() -> None:
     gpu, told = FakeGpu(), []
     gpu.refusals["wait"] = CudaError("cuEventSynchronize", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
     clock = DeviceClock(gpu, lambda: 1)
-    clock.when_done(lambda: told.append(1))
+    clock.when_done(lambda: told.append(1), last=True)
     clock._thread.join(10)
     assert not clock._thread.is_alive()
-    clock.when_done(lambda: told.append(2))
+    clock.when_done(lambda: told.append(2), last=True)
     assert told == []

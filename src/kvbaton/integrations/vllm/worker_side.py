@@ -17,7 +17,7 @@ import msgspec
 from kvbaton.integrations.vllm import interpreter
 from kvbaton.integrations.vllm.caches import CPU, DeviceCache, HostCache, cache_of, planes_over
 from kvbaton.integrations.vllm.guard import guarded, makes, returns
-from kvbaton.integrations.vllm.layer_events import HostClock, LayerClock
+from kvbaton.integrations.vllm.layer_events import HostClock, LayerClock, spoken_of
 from kvbaton.integrations.vllm.layout import Parallel, RankFacts, rank_facts
 from kvbaton.integrations.vllm.settings import ConnectorSettings
 from kvbaton.integrations.vllm.shelving import rank_shelf
@@ -41,6 +41,7 @@ class WorkerSide:
         self._memory: HostCache | DeviceCache | None = None
         self._clock: LayerClock = HostClock()
         self._layers_done: dict[str, tuple[int, ...]] = {}  # in the order of computation
+        self._spoken_of: dict[str, bool] = {}  # those that are, and whether it is the last
         self._order_is_known = False
         self._heard: list[str] = []
         self._step = BatonStep()
@@ -61,6 +62,7 @@ class WorkerSide:
         self._facts = facts
         if self._settings.layerwise and self._config.parallel_config.pipeline_parallel_size == 1:
             self._layers_done = layers_done(facts)
+            self._spoken_of = spoken_of(list(self._layers_done))
             self._clock = cache.clock()
 
     def card(self) -> RankCard | None:
@@ -90,14 +92,11 @@ class WorkerSide:
     @guarded(returns(None))
     def layer_done(self, layer: str) -> None:
         """The KV of this step's chunks is in the cache in one layer."""
-        done = self._layers_done.get(layer)
-        if done is None or self._host is None:
-            return
         if not self._order_is_known:
-            self._heard.append(layer)
-            return
-        if self._step.leaving:
-            self._clock.when_done(partial(self._announce, self._host, self._step.leaving, done))
+            self._heard += [layer] if layer in self._layers_done else []
+        elif self._step.leaving and layer in self._spoken_of and self._host is not None:
+            say = partial(self._announce, self._host, self._step.leaving, self._layers_done[layer])
+            self._clock.when_done(say, last=self._spoken_of[layer])
 
     @guarded(makes(lambda: (set(), set(), set())))
     def results(self) -> tuple[set[str], set[str], set[int]]:
@@ -120,7 +119,7 @@ class WorkerSide:
         self._order_is_known = heard == list(self._layers_done)
         if not self._order_is_known:
             log.warning("[layer-order] kvbaton: layers come in an order not expected; announcing whole chunks only")
-            self._layers_done = {}
+            self._layers_done, self._spoken_of = {}, {}
 
     def _announce(self, host: RankHost, leaving: tuple[Leaving, ...], done: tuple[int, ...]) -> None:
         """By the clock's thread: these layers are in the cache, on the device and done."""
