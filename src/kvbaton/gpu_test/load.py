@@ -1,9 +1,10 @@
 """Part `load`: many requests at once: how many a second, and what D's own streams feel of loads that arrive.
 
 Laws: what arrives at D was prefilled before and is held by P, so that P computes nothing on the same GPU while D is
-watched; the same with P computing is told beside it, and judged by nobody. A gap between two tokens of a stream counts
-if it ends while loads arrive: from the first request of a load until the first token of the last. The streams are
-watched by a process of their own, so that nothing that this one does looks like a gap.
+watched; the same with P computing is told beside it, and judged by nobody. So is the floor: the same requests with
+their prompts in D's own prefix cache, where no connector has anything to do. A gap between two tokens of a stream
+counts if it ends while loads arrive: from the first request of a load until the first token of the last. The streams
+are watched by a process of their own, so that nothing that this one does looks like a gap.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ P99_OVER_MEDIAN = 1.2
 SETTLE_S = 0.5
 SPREAD_S = 2.0  # over which loads arrive one after the other
 WATCHED_TOKENS = 32
+AT_ONCE, IN_TURN = "all at once", "one after the other"
+COMPUTING, CACHED = ", P computing", ", in D's prefix cache"
 RATES = ("who", "requests/s", "seconds", "failed", "handed over")
 GAPS = (
     "who", "loads arrive", "gaps", "median ms", "p99 ms", "p99 / median", "largest ms", "slowest load ms", "failed",
@@ -58,11 +61,12 @@ async def run(
         )
     gaps = page.table(f"Gaps between tokens of {sizes.watched} streams on D", GAPS)
     for pair in pairs:
-        for how in ("all at once", "one after the other", "all at once, P computing"):
+        floors = (AT_ONCE + CACHED, IN_TURN + CACHED) if pair.name == KVBATON else ()
+        for how in (AT_ONCE, IN_TURN, AT_ONCE + COMPUTING, *floors):
             felt = await _felt(sizes, pair, session, how)
             page.row(gaps, pair.name, how, *felt.cells())
             say(f"{pair.name}: {how}: {' | '.join(felt.cells())}")
-            if "computing" not in how:
+            if how in (AT_ONCE, IN_TURN):
                 page.verdict(
                     f"{pair.name}: p99 of gaps over their median, loads arrive {how}", f"{felt.ratio:.2f}",
                     f"at most {P99_OVER_MEDIAN}", felt.ratio <= P99_OVER_MEDIAN and not felt.failed,
@@ -164,13 +168,15 @@ async def _burst(sizes: Sizes, pair: Group, session: aiohttp.ClientSession, how:
     loop = asyncio.get_running_loop()
     seed = f"{pair.name} {how} {number}"
     prompts = [prompt_of(sizes.crowd_tokens, f"{seed} load {each}") for each in range(sizes.crowd)]
-    computing = "computing" in how
-    given = (
-        [] if computing else await asyncio.gather(*(client.prefilled(session, pair.p.url, each) for each in prompts))
-    )
-    bodies = [client.encoded(prompt, 1, told.params) for prompt, told in zip(prompts, given, strict=False)]
+    computing, given, bodies = how.endswith(COMPUTING), list[client.Told](), list[bytes]()
+    if how.endswith(CACHED):
+        bodies = [client.encoded(prompt, 1) for prompt in prompts]
+        await asyncio.gather(*(client.sent(session, pair.d.url, body) for body in bodies))
+    elif not computing:
+        given = await asyncio.gather(*(client.prefilled(session, pair.p.url, prompt) for prompt in prompts))
+        bodies = [client.encoded(prompt, 1, told.params) for prompt, told in zip(prompts, given, strict=True)]
     own = [prompt_of(WATCHED_TOKENS, f"{seed} watched {each}") for each in range(sizes.watched)]
-    pause_s = SPREAD_S / sizes.crowd if how == "one after the other" else 0.0
+    pause_s = SPREAD_S / sizes.crowd if how.startswith(IN_TURN) else 0.0
 
     async def arrive(at: int) -> Streamed:
         await asyncio.sleep(at * pause_s)
