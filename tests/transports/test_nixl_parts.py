@@ -21,6 +21,7 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports import nixl_agent
 from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Direction, Spans, TransportEvent
+from kvbaton.transports.cuda_driver import CudaError
 from kvbaton.transports.device import DeviceMemory
 from kvbaton.transports.jobs import Job, Jobs
 from kvbaton.transports.nixl import DEVICE_PARAMETERS, DEVICE_UCX, NixlConfig, NixlTransport, device_config
@@ -106,10 +107,10 @@ class FakeAgent:
 class Bench:
     """A mover on a fake agent."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: FakeGpu | None = None) -> None:
         self.agent = FakeAgent()
         self.jobs = Jobs(100)
-        self.mover = NixlMover("mover", cast(Agent, self.agent), self.jobs, PLACES, window=2)
+        self.mover = NixlMover("mover", cast(Agent, self.agent), self.jobs, PLACES, 2, gpu)
         self.link = Link(endpoint())
         self.events: list[TransportEvent] = []
 
@@ -331,6 +332,20 @@ def test_memory_of_a_device_is_registered_and_described_as_such(monkeypatch: pyt
     (_, rows), strided = bindings.asked[3:]
     assert rows == ("VRAM", table) and strided[:2] == ("me", "DRAM")
     transport.close()
+
+
+def test_what_nixl_says_of_a_lost_device_is_not_believed() -> None:
+    gpu = FakeGpu()
+    bench = Bench(gpu)
+    for number in range(2):
+        bench.start(number)
+    bench.posted(2)
+    bench.agent.ended[0] = None
+    bench.told(CopyEnded(JobId(0)))
+    gpu.refusals["wait"] = CudaError("cuEventSynchronize", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
+    bench.agent.ended[1] = None
+    bench.told(CopyEnded(JobId(0)), CopyEnded(JobId(1), Reason.TRANSFER_FAILED))
+    assert bench.mover.stop(DEADLINE_S)
 
 
 def test_without_a_device_its_memory_is_refused() -> None:

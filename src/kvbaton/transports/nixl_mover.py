@@ -47,6 +47,7 @@ class NixlMover:
     ) -> None:
         """`gpu`: whose memory is moved, if a device's."""
         self._gpu = gpu
+        self._life = 0  # an event that is never recorded: waiting for it tells at once whether the device is lost
         self._agent = agent
         self._jobs = jobs
         self._window = window
@@ -104,6 +105,7 @@ class NixlMover:
         try:
             if self._gpu is not None:
                 self._gpu.enter()
+                self._life = self._gpu.event()
         except CudaError as error:  # then NIXL will say what it cannot do
             log.warning("[device-fault] %s: %s", self._thread.name, error)
 
@@ -223,10 +225,16 @@ class NixlMover:
                 self._over(part)
 
     def _over(self, part: Part) -> None:
-        """NIXL is done with it."""
+        """NIXL is done with it. That it says so of a device that this process has lost was seen."""
         part.remote.reached = True
         self._release(part)
-        self._jobs.part_ended(part.job)
+        try:
+            if self._gpu is not None:
+                self._gpu.wait(self._life)
+        except CudaError as error:
+            self._jobs.part_ended(part.job, Reason.TRANSFER_FAILED, str(error))
+        else:
+            self._jobs.part_ended(part.job)
 
     def _failed(self, part: Part, error: NixlError) -> None:
         """The one place where NIXL's failures become ours."""
