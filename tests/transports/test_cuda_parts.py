@@ -382,23 +382,28 @@ def test_a_device_that_cannot_be_entered_fails_copies(rig: Rig) -> None:
 def test_copies_that_are_due_together_share_a_launch(rig: Rig) -> None:
     d = rig.pair()
     assert d.submit(read(1)) and end(d).reason is None
-    held, entered = threading.Event(), threading.Event()
-    original = rig.gpu.move_rows
+    held, entered, here = threading.Event(), threading.Event(), threading.current_thread()
+    original, wait = rig.gpu.move_rows, rig.gpu.wait
 
     def slow(*arguments: int) -> None:
-        entered.set()
-        assert held.wait(10)
-        original(*arguments)
+        if threading.current_thread() is not here:
+            entered.set()
+            assert held.wait(10)
+        original(*arguments)  # type: ignore[arg-type]
 
-    rig.gpu.move_rows = slow  # type: ignore[method-assign]
+    def busy(event: int) -> None:
+        assert held.wait(10)
+        wait(event)
+
+    rig.gpu.move_rows, rig.gpu.wait = slow, busy  # type: ignore[method-assign, assignment]
     rig.gpu.calls.clear()
-    assert d.submit(read(2)) and entered.wait(10)
-    for job in range(3, 30):
+    assert d.submit(read(2)) and d.submit(read(3)) and entered.wait(10)  # at once, and behind it by the other thread
+    for job in range(4, 30):
         assert d.submit(read(job))
     held.set()
     seen: list[object] = []
     assert poll(lambda: len(seen.extend(d.drain()) or seen) == 28, 10)  # type: ignore[arg-type]
-    assert rig.gpu.calls.count("move_rows") == 2
+    assert rig.gpu.calls.count("move_rows") == 3
 
 
 # --- events

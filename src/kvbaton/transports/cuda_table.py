@@ -43,9 +43,7 @@ class Group(msgspec.Struct, frozen=True):
 
     @property
     def bytes(self) -> int:
-        column = self.spans.column if isinstance(self.spans, Weave) else self.spans
-        times = len(self.spans.shifts) // 2 if isinstance(self.spans, Weave) else 1
-        return int(np.frombuffer(column, np.int64)[2::3].sum()) * times
+        return bytes_of(self.spans)
 
     @property
     def numbers(self) -> int:
@@ -57,6 +55,12 @@ def numbers_of(spans: Spans | Weave) -> int:
     if isinstance(spans, Weave):
         return len(spans.column) + len(spans.shifts)
     return len(spans) + len(NO_SHIFT)
+
+
+def bytes_of(spans: Spans | Weave) -> int:
+    column = spans.column if isinstance(spans, Weave) else spans
+    times = len(spans.shifts) // 2 if isinstance(spans, Weave) else 1
+    return int(np.frombuffer(column, np.int64)[2::3].sum()) * times
 
 
 def check_weave(weave: Weave, local_bytes: int, remote_bytes: int) -> int:
