@@ -58,9 +58,7 @@ def numbers_of(spans: Spans | Weave) -> int:
 
 
 def bytes_of(spans: Spans | Weave) -> int:
-    column = spans.column if isinstance(spans, Weave) else spans
-    times = len(spans.shifts) // 2 if isinstance(spans, Weave) else 1
-    return int(np.frombuffer(column, np.int64)[2::3].sum()) * times
+    return spans.bytes if isinstance(spans, Weave) else int(np.frombuffer(spans, np.int64)[2::3].sum())
 
 
 def check_weave(weave: Weave, local_bytes: int, remote_bytes: int) -> int:
