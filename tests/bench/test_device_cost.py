@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,8 @@ from kvbaton.bench import device_share, device_sums
 from kvbaton.bench.device_share import Mover, Row
 from kvbaton.bench.device_sums import Cost
 from kvbaton.protocol.weave import Weave
+from kvbaton.transports import cuda_launch
+from kvbaton.transports.cuda_driver import CudaError
 
 from ..transports.fake_gpu import FakeGpu
 
@@ -79,3 +82,43 @@ def test_a_share_is_told_with_all_that_was_measured_at_it() -> None:
     told = device_share.shown(row)
     for part in ("share 0.25 (33 blocks)", "16 blocks 0.1 ms", "decode 2.0 ms", "x1.05 (worst x1.2)"):
         assert part in told
+
+
+class Shaped(TimedFake):
+    """Loads any kernel but one."""
+
+    def __init__(self, _device: int, share: float = 1.0, ptx: str = "") -> None:
+        super().__init__()
+        if ptx == "torn":
+            raise CudaError("cuModuleLoadData", 218, "CUDA_ERROR_INVALID_PTX")
+
+    def told(self) -> str:
+        return "a device"
+
+
+class Filled(Memory):
+    def fill(self, words: Any) -> None:
+        self.view[:8] = bytes(8)
+
+
+@pytest.mark.parametrize("last", ["one", "torn"])
+def test_every_file_of_a_kernel_is_a_line_of_one_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, last: str
+) -> None:
+    for name, value in (("TimedGpu", Shaped), ("Cache", Filled), ("pattern", lambda: None)):
+        monkeypatch.setattr(device_share, name, value)
+    monkeypatch.setattr(device_share, "is_right", lambda *_: True)
+    monkeypatch.setattr(device_share, "weave_of", lambda *_: WEAVE)
+    monkeypatch.setattr(cuda_launch, "LAUNCH_BYTES", cuda_launch.LAUNCH_BYTES)
+    files = [tmp_path / "t32l2.ptx", tmp_path / "t512l8.ptx"]
+    for path, text in zip(files, ("one", last), strict=True):
+        path.write_text(text)
+    arguments = ["x", "--shares", "1", "--fill", "1,2", "--alone", "--ptx", *map(str, files)]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert device_share.main() == (0 if last == "one" else 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines[:-1]] == ["kernel"] * 2 + ["t32l2"] * 2 + ["t512l8"] * 2
+    assert "(4 blocks)" in lines[0] and "(8 blocks)" in lines[1] and "1000 blocks 1.5 ms" in lines[3]
+    assert ("INVALID_PTX" in lines[4]) is (last == "torn") and lines[-1].count("alone_ms") == (
+        6 if last == "one" else 4
+    )

@@ -159,7 +159,8 @@ def test_a_weave_is_checked_as_its_long_form_would_be() -> None:
     rng = random.Random(5)
     seen = set()
     for _ in range(300):
-        column = triples(*[(rng.randint(-1, 60), rng.randint(-1, 60), rng.randint(-1, 20)) for _ in range(3)])
+        sizes = rng.choice(([rng.randint(-1, 20)] * 3, [rng.randint(-1, 20) for _ in range(3)]))
+        column = triples(*[(rng.randint(-1, 60), rng.randint(-1, 60), size) for size in sizes])
         shifts = array("q", [rng.randint(-1, 40) for _ in range(4)])
         inside = True
         for index in (0, 2):
@@ -382,23 +383,28 @@ def test_a_device_that_cannot_be_entered_fails_copies(rig: Rig) -> None:
 def test_copies_that_are_due_together_share_a_launch(rig: Rig) -> None:
     d = rig.pair()
     assert d.submit(read(1)) and end(d).reason is None
-    held, entered = threading.Event(), threading.Event()
-    original = rig.gpu.move_rows
+    held, entered, here = threading.Event(), threading.Event(), threading.current_thread()
+    original, wait = rig.gpu.move_rows, rig.gpu.wait
 
     def slow(*arguments: int) -> None:
-        entered.set()
-        assert held.wait(10)
-        original(*arguments)
+        if threading.current_thread() is not here:
+            entered.set()
+            assert held.wait(10)
+        original(*arguments)  # type: ignore[arg-type]
 
-    rig.gpu.move_rows = slow  # type: ignore[method-assign]
+    def busy(event: int) -> None:
+        assert held.wait(10)
+        wait(event)
+
+    rig.gpu.move_rows, rig.gpu.wait = slow, busy  # type: ignore[method-assign, assignment]
     rig.gpu.calls.clear()
-    assert d.submit(read(2)) and entered.wait(10)
-    for job in range(3, 30):
+    assert d.submit(read(2)) and d.submit(read(3)) and entered.wait(10)  # at once, and behind it by the other thread
+    for job in range(4, 30):
         assert d.submit(read(job))
     held.set()
     seen: list[object] = []
     assert poll(lambda: len(seen.extend(d.drain()) or seen) == 28, 10)  # type: ignore[arg-type]
-    assert rig.gpu.calls.count("move_rows") == 2
+    assert rig.gpu.calls.count("move_rows") == 3
 
 
 # --- events

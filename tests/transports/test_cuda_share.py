@@ -86,6 +86,17 @@ def test_all_kernels_of_a_process_on_one_device_follow_each_other(driver: Driver
     assert streams == recorded == [5, 6, 7]
 
 
+def test_launches_on_one_stream_wait_for_each_other_as_it_is(driver: Driver) -> None:
+    gpu = CudaGpu(0)
+    driver.calls.clear()
+    for stream in (5, 5, 6, 5):
+        gpu.move_rows(1, 1, range(9), stream)
+    gpu.drop_stream(5)
+    gpu.move_rows(1, 1, range(9), 5)  # another that got the same name
+    waits = [call[0].value for name, call in driver.calls if name == "cuStreamWaitEvent"]
+    assert waits == [5, 6, 5, 5] and len(driver.grids()) == 5
+
+
 @pytest.mark.parametrize("woven", [False, True])
 def test_a_long_copy_is_several_launches_that_move_every_byte_once(
     monkeypatch: pytest.MonkeyPatch, woven: bool

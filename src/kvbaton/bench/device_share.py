@@ -1,13 +1,16 @@
 """How much of a device copies should have: their time at each share, and what a model's steps lose to them meanwhile.
 
-    python -m kvbaton.bench.device_share [--shares 1,0.5,0.25,0.125] [--launch-mib 128] [--ptx FILE ...]
+    python -m kvbaton.bench.device_share [--shares 1,0.5,0.25,0.125] [--launch-mib 128] [--fill 1] [--alone]
+        [--ptx FILE ...]
 
 One process, one device. *alone*: 16, 128 and 1,000 scattered blocks of 2 MiB, by the device's clock. *beside*: steps of
 a victim on a stream of its own, each begun together with a copy of 128 blocks (a prompt of 2,000 tokens or so); the
 median and the worst of a hundred steps, over the median of steps alone. Victims: with PyTorch `decode` (a CUDA graph of
 64 products of 32 rows with 4096 x 14336 weights: bound by memory, as a batch of 32 is) and `prefill` (products of 8192:
 bound by computing); without it plain copies of 512 MiB. Bytes are compared once at each share.
-`--ptx` measures other shapes of the kernel too (`tools/cuda_ptx.py --set`), `--launch-mib` other bounds of a launch.
+`--ptx` measures other shapes of the kernel too (`tools/cuda_ptx.py --set`), `--launch-mib` other bounds of a launch,
+`--fill` grids of so many blocks for each multiprocessor. With `--alone` nothing is beside: a line takes some seconds,
+most of them for comparing bytes. A file that cannot be loaded costs its own line only.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import msgspec
 from kvbaton.bench.device_world import DEVICE, Cache, TimedGpu, blocks_of, pattern, weave_of
 from kvbaton.protocol.weave import Weave
 from kvbaton.transports import cuda_launch
+from kvbaton.transports.cuda_driver import CudaError
 from kvbaton.transports.cuda_launch import Tables
 from kvbaton.transports.cuda_ptx import PTX
 from kvbaton.transports.cuda_table import Group
@@ -165,8 +169,9 @@ def row_of(kernel: str, share: float, mover: Mover, victims: dict[str, Step], ri
 
 
 @contextlib.contextmanager
-def mover_of(share: float, ptx: str, near: Cache, far: Cache) -> Iterator[Mover]:
+def mover_of(share: float, fill: int, ptx: str, near: Cache, far: Cache) -> Iterator[Mover]:
     gpu = TimedGpu(DEVICE, share, ptx)
+    gpu.blocks *= fill
     gpu.enter()
     mover = Mover(gpu, near, far)
     try:
@@ -183,19 +188,27 @@ def is_right(mover: Mover, near: Cache, words: Any) -> bool:
     return near.holds(words, source, target)
 
 
-def measure(shares: list[float], launches: list[int], kernels: dict[str, str]) -> list[Row]:
+def measure(grids: list[tuple[float, int]], launches: list[int], kernels: dict[str, str], alone: bool) -> list[Row]:
+    """`grids`: shares, and blocks for each multiprocessor."""
     gpu = TimedGpu(DEVICE)
     gpu.enter()
     near, far, words = Cache(gpu), Cache(gpu), pattern()
     far.fill(words)
-    victims = torch_victims() if importlib.util.find_spec("torch") else copying_victim(gpu, near)
-    print(f"{gpu.told()}, {gpu.multiprocessors} multiprocessors; victims: {', '.join(victims)}", file=sys.stderr)
+    victims: dict[str, Step] = {}
+    if not alone:
+        victims = torch_victims() if importlib.util.find_spec("torch") else copying_victim(gpu, near)
+    told = f"{gpu.told()}, {gpu.multiprocessors} multiprocessors; victims: {', '.join(victims) or 'none'}"
+    print(told, file=sys.stderr, flush=True)
     found = []
-    for (name, ptx), launch_mib, share in itertools.product(kernels.items(), launches, shares):
+    for (name, ptx), launch_mib, (share, fill) in itertools.product(kernels.items(), launches, grids):
         cuda_launch.LAUNCH_BYTES = launch_mib << 20
-        with mover_of(share, ptx, near, far) as mover:
-            found.append(row_of(name, share, mover, victims, is_right(mover, near, words)))
-        print(shown(found[-1]), flush=True)
+        try:
+            with mover_of(share, fill, ptx, near, far) as mover:
+                found.append(row_of(name, share, mover, victims, is_right(mover, near, words)))
+        except CudaError as error:
+            print(f"{name}, share {share}: {error}", flush=True)
+        else:
+            print(shown(found[-1]), flush=True)
     return found
 
 
@@ -208,20 +221,25 @@ def shown(row: Row) -> str:
     )
     right = "" if row.right else " WRONG BYTES"
     where = f"{row.kernel}, share {row.share} ({row.blocks} blocks), launches of {row.launch_mib} MiB"
-    return f"{where}:{right} {alone}; {victims}"
+    return f"{where}:{right} {alone}" + (f"; {victims}" if victims else "")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shares", default="1,0.5,0.25,0.125")
     parser.add_argument("--launch-mib", default=str(cuda_launch.LAUNCH_BYTES >> 20))
+    parser.add_argument("--fill", default="1", help="blocks for each multiprocessor")
+    parser.add_argument("--alone", action="store_true", help="only copies, nothing beside them")
     parser.add_argument("--ptx", type=Path, nargs="*", default=[], metavar="FILE")
     args = parser.parse_args()
     kernels = {"kernel": PTX, **{path.stem: path.read_text() for path in args.ptx}}
-    shares = [float(text) for text in args.shares.split(",")]
-    found = measure(shares, [int(text) for text in args.launch_mib.split(",")], kernels)
+    fills = [int(text) for text in args.fill.split(",")]
+    grids = list(itertools.product(map(float, args.shares.split(",")), fills))
+    launches = [int(text) for text in args.launch_mib.split(",")]
+    found = measure(grids, launches, kernels, args.alone)
     print(msgspec.json.encode(found).decode())
-    return 0 if all(row.right for row in found) else 1
+    whole = len(found) == len(grids) * len(launches) * len(kernels)
+    return 0 if whole and all(row.right for row in found) else 1
 
 
 if __name__ == "__main__":

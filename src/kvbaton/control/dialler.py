@@ -20,7 +20,7 @@ import zmq
 
 from kvbaton.codes.saying import worth_saying
 from kvbaton.control.base import is_ipv6
-from kvbaton.control.sockets import Heard, Plane, Socket
+from kvbaton.control.sockets import Heard, Plane, Socket, has_frame
 from kvbaton.protocol.ids import WorkerId
 
 log = logging.getLogger(__name__)
@@ -88,10 +88,9 @@ class Dialler:
         line.quiet_since, line.asked_at, line.doubted_at = self._plane.clock(), None, None
         line.patience_s = self._plane.limits.redial_s
         for _ in range(frames_max):
-            try:
-                parts = line.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if not has_frame(line.socket):
                 return
+            parts = line.socket.recv_multipart(zmq.NOBLOCK)
             if len(parts) != 1 or not 0 < len(parts[0]) <= self._plane.limits.frame_bytes_max:
                 self._plane.counters["malformed"] += 1
             elif self._plane.hears(worker):

@@ -15,7 +15,7 @@ import zmq
 
 from kvbaton.control.base import ControlError, check_bind, is_ipv6
 from kvbaton.control.gate import Gate
-from kvbaton.control.sockets import Heard, Plane, Socket
+from kvbaton.control.sockets import NOBLOCK_MORE, Heard, Plane, Socket, has_frame
 from kvbaton.protocol.ids import WorkerId
 
 ROUTE_BYTES = 5  # what libzmq mints: a zero and 32 bits. A peer that chose its own could be mistaken for one that left
@@ -54,7 +54,8 @@ class Listener:
         if route is None:
             return Sent.NO_WAY
         try:
-            self.socket.send_multipart((route[0], frame), zmq.NOBLOCK)
+            self.socket.send(route[0], NOBLOCK_MORE)
+            self.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return Sent.LOST
         except zmq.ZMQError as error:
@@ -74,10 +75,9 @@ class Listener:
         """Append up to `frames_max` frames, each with its authenticated sender."""
         bytes_max = self._plane.limits.frame_bytes_max
         for _ in range(frames_max):
-            try:
-                parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not has_frame(self.socket):
                 return
+            parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             if len(parts) != 2 or len(parts[0]) != ROUTE_BYTES or not 0 < len(parts[1]) <= bytes_max:
                 self._plane.counters["malformed"] += 1
                 continue

@@ -8,9 +8,8 @@ enough cards of that peer's, is out a few microseconds.
 
 from __future__ import annotations
 
-import sys
+import struct
 import typing
-from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -69,6 +68,8 @@ def _decoder(messages: Any) -> msgspec.msgpack.Decoder[Any]:
     kinds = tuple(_FOLDED.get(kind, kind) for kind in typing.get_args(messages))
     return msgspec.msgpack.Decoder(typing.Union[kinds])  # noqa: UP007
 
+
+_NOT_NEGATIVE = bytes(range(128))  # the highest byte of such a number
 
 _encoder = msgspec.msgpack.Encoder()
 _envelopes = msgspec.msgpack.Decoder(Envelope)
@@ -133,21 +134,14 @@ def _body(envelope: Envelope, versions: Versions) -> Message | Folded:
 
 def pack_blocks(blocks: Sequence[int]) -> bytes:
     """Block ids as little-endian int32, the compact form on the wire."""
-    ids = array("i", blocks)
-    if sys.byteorder == "big":  # pragma: no cover
-        ids.byteswap()
-    return ids.tobytes()
+    return struct.pack(f"<{len(blocks)}i", *blocks)
 
 
 def unpack_blocks(packed: bytes) -> tuple[int, ...]:
     """The ids again; ProtocolError when the bytes are not whole numbers or name a block below `NO_BLOCK`."""
     if len(packed) % 4:
         raise ProtocolError(Reason.BAD_MESSAGE, f"blocks: {len(packed)} bytes are not whole int32 ids")
-    ids = array("i")
-    ids.frombytes(packed)
-    if sys.byteorder == "big":  # pragma: no cover
-        ids.byteswap()
-    found = tuple(ids)
-    if found and min(found) < -1:
+    found = struct.unpack(f"<{len(packed) // 4}i", packed)
+    if packed[3::4].translate(None, _NOT_NEGATIVE) and min(found) < -1:
         raise ProtocolError(Reason.BAD_MESSAGE, f"blocks: id {min(found)} is negative")
     return found

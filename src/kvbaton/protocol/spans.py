@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise
 from operator import add
-from typing import NoReturn
+from struct import pack
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
@@ -37,6 +38,14 @@ Window = tuple[int, int, int]
 """(first token in the source's page, first token in the target's page, tokens)."""
 Pairs = tuple[Sequence[int], Sequence[int]]
 """Source and target block ids, item by item."""
+
+
+class Lanes(NamedTuple):
+    """The same, each side as one long integer."""
+
+    source: int
+    target: int
+    pairs: int
 
 
 class Side(enum.Enum):
@@ -93,7 +102,7 @@ def segments(plan: Plan, side: Side, rank: int, rect: Rect, lists: BlockLists, j
     parts = _parts(plan, side, rank, rect)
     if not parts:
         return []
-    windows = _windows(plan, parts[0], rect, lists)
+    windows = {window: _laned(*pairs) for window, pairs in _windows(plan, parts[0], rect, lists).items()}
     flat: dict[tuple[int, int, int], array[int]] = defaultdict(lambda: array("q"))
     woven: dict[tuple[int, int, int], Weave] = {}
     for part in parts:
@@ -201,17 +210,18 @@ def _there(group: Group, at: int, to: int, stop: int, tokens: int) -> bool:
     return NULL_BLOCK not in (at, to)
 
 
-def _check_ids(plan: Plan, part: Part, windows: Iterable[Pairs]) -> None:
+def _check_ids(plan: Plan, part: Part, windows: Iterable[Lanes]) -> None:
     at = plan.source.ranks[part.source_rank].shares[part.group].block_count
     to = plan.target.ranks[part.target_rank].shares[part.target_group].block_count
-    for pairs in windows:
-        for name, ids, count in zip(("source", "target"), pairs, (at, to), strict=True):
-            if ids and not 0 <= min(ids) <= max(ids) < count:
-                _bad(f"{name}: blocks {min(ids)}..{max(ids)} are not all within 0..{count - 1}")
+    for source, target, pairs in windows:
+        for name, ids, count in (("source", source, at), ("target", target, to)):
+            if not _all_below(ids, pairs, count):
+                listed = _apart(ids, pairs)
+                _bad(f"{name}: blocks {min(listed)}..{max(listed)} are not all within 0..{count - 1}")
 
 
 def _lane_spans(
-    part: Part, lane: Lane, rect: Rect, windows: dict[Window, Pairs], side: Side, join: bool
+    part: Part, lane: Lane, rect: Rect, windows: dict[Window, Lanes], side: Side, join: bool
 ) -> list[array[int] | Weave]:
     """The pieces of block 0 for every pair of blocks: a weave for each size of piece."""
     layers, is_whole = lane.layers, rect.layer_lo <= lane.layers[0][0] and lane.layers[-1][0] < rect.layer_hi
@@ -219,11 +229,11 @@ def _lane_spans(
         layers = tuple(layer for layer in layers if rect.layer_lo <= layer[0] < rect.layer_hi)
     joinable = len(windows) > 1
     weaves: list[Weave] = []
-    for window, pairs in windows.items():
+    for window, lanes in windows.items():
         shifts, is_one_run = (_shifts_of_lane if is_whole else _shifts)(part.strips, layers, window, side, join)
         joinable = joinable and is_one_run  # a page in several runs has no neighbour on both sides
-        if pairs[0]:
-            weaves += [Weave(_column(lane, pairs, size, side, join), shift) for size, shift in shifts]
+        if lanes.pairs:
+            weaves += [Weave(_column(lane, lanes, size, side, join), shift) for size, shift in shifts]
     if not joinable:
         return list(weaves)
     spans = array("q")
@@ -248,28 +258,43 @@ def _shifts(
 _shifts_of_lane = lru_cache(maxsize=LANES_KEPT)(_shifts)
 
 
-def _column(lane: Lane, pairs: Pairs, size: int, side: Side, join: bool) -> array[int]:
+def _column(lane: Lane, lanes: Lanes, size: int, side: Side, join: bool) -> array[int]:
     """The same piece of every pair of blocks; joined, of blocks that follow each other on both sides in one span."""
-    source, target = (array("q", ids) for ids in pairs)
-    sizes = array("q", (size,)) * len(source)
+    sizes = array("q", (size,)) * lanes.pairs
     if join and size == lane.source_stride == lane.target_stride:
+        source, target = (_apart(ids, lanes.pairs) for ids in lanes[:2])
         starts = _starts(source, target)
-        if len(starts) < len(source):
-            sizes = array("q", [(end - at) * size for at, end in pairwise((*starts, len(source)))])
-            source, target = (array("q", [ids[at] for at in starts]) for ids in (source, target))
-    at, to = _times(source, lane.source_stride), _times(target, lane.target_stride)
+        if len(starts) < lanes.pairs:
+            sizes = array("q", [(end - at) * size for at, end in pairwise((*starts, lanes.pairs))])
+            lanes = _laned(*([ids[at] for at in starts] for ids in (source, target)))
+    at, to = (
+        _apart(lanes.source * lane.source_stride, lanes.pairs),
+        _apart(lanes.target * lane.target_stride, lanes.pairs),
+    )
     column = array("q", bytes(24 * len(sizes)))
     column[0::3], column[1::3] = (to, at) if side is Side.TARGET else (at, to)
     column[2::3] = sizes
     return column
 
 
-# What follows treats an array as one long integer of 64-bit lanes. No lane carries into the next: ids are checked, and
+# What follows treats numbers as one long integer of 64-bit lanes. No lane carries into the next: ids are checked, and
 # their products are offsets into memory.
 
 
-def _times(numbers: array[int], factor: int) -> array[int]:
-    return _apart(_together(numbers.tobytes()) * factor, len(numbers))
+def _laned(source: Sequence[int], target: Sequence[int]) -> Lanes:
+    form = f"={len(source)}q"
+    return Lanes(_together(pack(form, *source)), _together(pack(form, *target)), len(source))
+
+
+def _all_below(numbers: int, count: int, limit: int) -> bool:
+    """Whether each is within 0..limit - 1: none has its highest bit, and none gets it by what is missing."""
+    ones = _ones(count)
+    return not (numbers | (numbers + ones * ((1 << 63) - limit))) & (ones << 63)
+
+
+@lru_cache(maxsize=4)
+def _ones(count: int) -> int:
+    return _together((1).to_bytes(8, sys.byteorder) * count)
 
 
 def _starts(source: array[int], target: array[int]) -> Sequence[int]:

@@ -2,7 +2,8 @@
 
 P tells D the IPC handles of its allocations (`cuda_door`), D opens them (`cuda_attach`), and D's mover launches
 one kernel over a table of spans (`cuda_move.cu`) on a stream of its own. P takes no part, not even by running. Nothing
-here needs PyTorch; only the driver is called (`cuda_driver`).
+here needs PyTorch; only the driver is called (`cuda_driver`). A copy that finds the device idle is launched by whoever
+submits it, where that takes no more than a check, a small table and a few launches.
 
 Law: only the mover touches memory. Every span is checked here, against what this side has registered and what
 the peer told, before the device hears of it. A copy ends when the device has said that its launch is over: a launch
@@ -237,7 +238,7 @@ class CudaTransport:
         self._mover.add(Due(job, remote, self._check))
 
     def _check(self, job: Job, remote: Remote) -> int | None:
-        """By the mover: the whole copy against both memories. The local address, or None: it has failed."""
+        """By whoever launches: the whole copy against both memories. The local address, or None: it has failed."""
         copy = job.copy
         target, remote_bytes = self._memory.get(copy.local_region), remote.size_of(copy.remote_region)
         try:

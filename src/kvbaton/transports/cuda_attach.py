@@ -83,6 +83,11 @@ class Remote:
         place = self._places.get(region)
         return None if place is None else place.size
 
+    def has_open(self, region: int) -> bool:
+        """Whether `address_of` has nothing to open."""
+        place = self._places.get(region)
+        return place is not None and place.allocation in self._bases
+
     def address_of(self, region: int, gpu: Gpu) -> int:
         """Where a known region begins in this process; opens its allocation. CudaError. By the mover."""
         place = self._places[region]

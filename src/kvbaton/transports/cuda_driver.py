@@ -109,6 +109,7 @@ class _Lane:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.last = 0  # the event of the latest; re-recording it does not move those that wait already
+        self.stream = 0  # that the latest is on: what follows there waits anyway
 
 
 _lanes: dict[int, _Lane] = {}
@@ -220,6 +221,9 @@ class CudaGpu:
         return self._make("cuStreamCreate", _NON_BLOCKING)
 
     def drop_stream(self, stream: int) -> None:
+        with self._lane.lock:
+            if stream == self._lane.stream:
+                self._lane.stream = 0  # another may get its name
         self._ask("cuStreamDestroy_v2", ctypes.c_void_p(stream))
 
     def event(self) -> int:
@@ -263,9 +267,12 @@ class CudaGpu:
         with self._lane.lock:
             if not self._lane.last:
                 self._lane.last = self.event()
-            self.stream_wait(stream, self._lane.last)
+            if stream != self._lane.stream:
+                self.stream_wait(stream, self._lane.last)
+            self._lane.stream = 0  # should the launch fail, nobody knows
             self._ask("cuLaunchKernel", self._functions[entry], *shape, ctypes.c_void_p(stream), arguments, None)
             self.record(self._lane.last, stream)
+            self._lane.stream = stream
 
     def _count(self) -> int:
         count = ctypes.c_int()

@@ -29,7 +29,7 @@ class Tables:
     """Room for the table of one launch in each slot. Grows to what was needed so far, and to a named bound."""
 
     def __init__(self, gpu: Gpu, slots: int) -> None:
-        """Afterwards only the runner calls, in whose threads the device is current."""
+        """Afterwards only the runner calls, one thread at a time and with the device current."""
         self._gpu = gpu
         self._slots: list[_Table | None] = [None] * slots
 
@@ -60,6 +60,11 @@ class Tables:
         self._gpu.copy(table.on_device, table.address, NUMBER_BYTES * numbers, stream)
         return table.on_device
 
+    def has_room(self, slot: int, numbers: int) -> bool:
+        """Whether such a table can be written without allocating."""
+        table = self._slots[slot]
+        return table is not None and len(table.numbers) >= numbers
+
     def clear(self) -> None:
         """Nothing is under way."""
         for slot in range(len(self._slots)):
@@ -67,7 +72,7 @@ class Tables:
 
     def _room(self, slot: int, numbers: int) -> _Table:
         table = self._slots[slot]
-        if table is None or len(table.numbers) < numbers:
+        if table is None or not self.has_room(slot, numbers):
             self._drop(slot)
             table = self._slots[slot] = _Table(self._gpu, min(TABLE_NUMBERS_MAX, max(SMALL_NUMBERS, 2 * numbers)))
         return table

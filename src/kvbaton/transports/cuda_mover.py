@@ -1,4 +1,4 @@
-"""The threads that launch the copies of one transport: whatever is due at the same moment goes by one launch.
+"""Launches the copies of one transport: one that is due alone at once, whatever waits by one launch together.
 
 Law: a mover holds a part of a copy from `begin` until the device is done with it. Nothing is launched that was not
 checked, and a copy that was cancelled before its turn is not launched at all.
@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.cuda_attach import Remote
 from kvbaton.transports.cuda_driver import CudaError, Gpu
-from kvbaton.transports.cuda_launch import Tables
+from kvbaton.transports.cuda_launch import LAUNCH_BYTES, SMALL_NUMBERS, Tables
 from kvbaton.transports.cuda_runner import UNDER_WAY_MAX, Runner
-from kvbaton.transports.cuda_table import GROUP_NUMBERS, GROUPS_MAX, TABLE_NUMBERS_MAX, Group, numbers_of
+from kvbaton.transports.cuda_table import GROUP_NUMBERS, GROUPS_MAX, TABLE_NUMBERS_MAX, Group, bytes_of, numbers_of
 from kvbaton.transports.jobs import Job, Jobs
 
 BATCH_MAX = GROUPS_MAX
 """Copies in one launch: an engine with a tensor for each layer asks for one copy for each."""
+
+QUICK_BYTES = 32 * LAUNCH_BYTES
+"""4 GiB, which are launched while the first hundredth of them is moved."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +50,8 @@ class CudaMover:
         return self._runner.broken
 
     def add(self, due: Due) -> None:
-        self._runner.add(due)
+        """Launched on the calling thread if that is all there is to do."""
+        self._runner.add(due, partial(self._is_quick, due))
 
     def after(self, action: Callable[[], None]) -> None:
         """Run `action` once all that was added before is over."""
@@ -75,6 +80,18 @@ class CudaMover:
 
     def closed(self) -> None:
         self._tables.clear()
+
+    def _is_quick(self, due: Due, slot: int) -> bool:
+        """Whether its memory is open and its table has room, both of which the driver may take milliseconds to change,
+        and few numbers are checked and few launches made."""
+        copy = due.job.copy
+        rows = copy.spans if copy.weave is None else copy.weave
+        if copy.weave is not None and copy.spans:
+            return False
+        numbers = GROUP_NUMBERS + numbers_of(rows)
+        if numbers > SMALL_NUMBERS or not self._tables.has_room(slot, numbers):
+            return False
+        return bytes_of(rows) <= QUICK_BYTES and due.remote.has_open(copy.remote_region)
 
     def _next(self, due: Due, room: int) -> Group | None:
         """The next part of a copy, now live, with the addresses that it is between."""

@@ -5,6 +5,10 @@ for the device in the driver; the one that begins never waits for the device, so
 What is due together is begun together, which lets many copies share one launch; each batch has a stream of its own, so
 the copying of one runs beside the gathering of the next. An error of the device fails what it is about; one that stays
 fails everything from then on, and is never raised out of here.
+
+Work that finds the device idle, and takes no time to begin, is begun by the thread that adds it: to wake another one
+takes longer than a launch. What is added behind it is queued, and so begun together. One thread begins at a time, and
+whoever adds waits for none.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -57,17 +62,22 @@ class Runner(Generic[Item]):
         self._worker = worker
         self._batch_max = batch_max
         self._due: queue.SimpleQueue[Item | _First | _After | None] = queue.SimpleQueue()
-        self._begun: queue.SimpleQueue[tuple[list[Item], int] | _After | None] = queue.SimpleQueue()
-        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()  # free ones
+        self._begun: queue.SimpleQueue[tuple[list[Item], int, str] | _After | None] = queue.SimpleQueue()
+        self._slots: queue.LifoQueue[int] = queue.LifoQueue()  # free ones; the last used is the readiest
         self._streams: list[int] = []
         self._events: list[int] = []
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
+        self._beginning = threading.Lock()  # whose turn it is to begin, or to pass something on behind what was begun
+        self._closed = False
         self.broken = ""
         """What made the device unusable for this process; empty while it works."""
 
-    def add(self, item: Item) -> None:
-        self._put(item)
+    def add(self, item: Item, is_quick: Callable[[int], bool] | None = None) -> None:
+        """Begun here and now if nothing is before it and `is_quick`, which is asked with a slot, says that beginning it
+        alone there waits for nothing: no allocation, no opening, few calls. Queued otherwise."""
+        if is_quick is None or not self._begin_here(item, is_quick):
+            self._put(item)
 
     def first(self, action: Callable[[], None]) -> None:
         """Run `action` before what is added later, on the thread that begins."""
@@ -81,6 +91,8 @@ class Runner(Generic[Item]):
         """End after what was added; False if the device was still at it after `join_s`."""
         with self._lock:
             threads = list(self._threads)
+        with self._beginning:
+            self._closed = True
         if threads:
             self._due.put(None)
         for thread in threads:
@@ -125,7 +137,8 @@ class Runner(Generic[Item]):
         if isinstance(item, _First):
             self._guard(item.run)
         elif item is not None:
-            self._begun.put(item)
+            with self._beginning:  # behind what somebody else is about to have begun
+                self._begun.put(item)
         return item is not None
 
     def _begin(self, batch: list[Item]) -> None:
@@ -133,17 +146,39 @@ class Runner(Generic[Item]):
             self._worker.end(batch, self.broken)
             return
         slot = self._slots.get()  # comes back: whoever is on the device ends, or breaks it
+        with self._beginning:
+            self._begin_in(slot, batch, nullcontext())
+
+    def _begin_here(self, item: Item, is_quick: Callable[[int], bool]) -> bool:
+        """By any thread, which waits for nobody; False if it is to be queued."""
+        if not self._beginning.acquire(blocking=False):
+            return False
         try:
-            begun = self._worker.begin(batch, slot, self._streams[slot])
-            if begun:
-                self._gpu.record(self._events[slot], self._streams[slot])
+            idle = self._due.empty() and self._slots.qsize() == UNDER_WAY_MAX  # and opened: before, there are none
+            if self._closed or self.broken or not idle:
+                return False
+            slot = self._slots.get()
+            if not is_quick(slot):
+                self._slots.put(slot)
+                return False
+            self._begin_in(slot, [item], self._gpu)
+            return True
+        finally:
+            self._beginning.release()
+
+    def _begin_in(self, slot: int, batch: list[Item], current: AbstractContextManager[object]) -> None:
+        """`current` makes the device so, in a thread of others."""
+        problem = ""
+        try:
+            with current:
+                begun = self._worker.begin(batch, slot, self._streams[slot])
+                if begun:
+                    self._gpu.record(self._events[slot], self._streams[slot])
         except CudaError as error:
             self._note(error)
-            self._settle(slot)  # part of it may be on the stream
-            self._worker.end(batch, str(error))
-            begun = []
+            begun, problem = batch, str(error)  # part of it may be on the stream
         if begun:
-            self._begun.put((begun, slot))
+            self._begun.put((begun, slot, problem))
         else:
             self._slots.put(slot)
 
@@ -157,13 +192,15 @@ class Runner(Generic[Item]):
             del begun  # or an idle thread would keep the last work alive
         self._guard(self._close)
 
-    def _end(self, batch: list[Item], slot: int) -> None:
-        problem = self.broken
+    def _end(self, batch: list[Item], slot: int, problem: str) -> None:
         try:
+            if problem:  # its event may not have been recorded: wait until the stream is empty
+                self._gpu.record(self._events[slot], self._streams[slot])
+            problem = problem or self.broken
             self._gpu.wait(self._events[slot])
         except CudaError as error:
             self._note(error)
-            problem = str(error)
+            problem = problem or str(error)
         try:
             self._worker.end(batch, problem)
         finally:
@@ -175,14 +212,6 @@ class Runner(Generic[Item]):
             self._gpu.drop_event(event)
         for stream in self._streams:
             self._gpu.drop_stream(stream)
-
-    def _settle(self, slot: int) -> None:
-        """Wait until the slot's stream is empty, so that a batch that was begun in part is at rest."""
-        try:
-            self._gpu.record(self._events[slot], self._streams[slot])
-            self._gpu.wait(self._events[slot])
-        except CudaError as error:
-            self._note(error)
 
     def _note(self, error: CudaError) -> None:
         if error.sticky and not self.broken:

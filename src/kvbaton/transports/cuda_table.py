@@ -43,9 +43,7 @@ class Group(msgspec.Struct, frozen=True):
 
     @property
     def bytes(self) -> int:
-        column = self.spans.column if isinstance(self.spans, Weave) else self.spans
-        times = len(self.spans.shifts) // 2 if isinstance(self.spans, Weave) else 1
-        return int(np.frombuffer(column, np.int64)[2::3].sum()) * times
+        return bytes_of(self.spans)
 
     @property
     def numbers(self) -> int:
@@ -59,23 +57,29 @@ def numbers_of(spans: Spans | Weave) -> int:
     return len(spans) + len(NO_SHIFT)
 
 
+def bytes_of(spans: Spans | Weave) -> int:
+    return spans.bytes if isinstance(spans, Weave) else int(np.frombuffer(spans, np.int64)[2::3].sum())
+
+
 def check_weave(weave: Weave, local_bytes: int, remote_bytes: int) -> int:
     """Bytes of all rows together. ValueError when one leaves its memory: exact, as every row occurs at every shift."""
     if len(weave.column) % 3 or len(weave.shifts) % 2:
         raise ValueError(f"{len(weave.column)} and {len(weave.shifts)} numbers are not triples and pairs")
     if not weave.rows:
         return 0
-    rows = np.frombuffer(weave.column, np.int64).reshape(-1, 3)
-    shifts = np.frombuffer(weave.shifts, np.int64).reshape(-1, 2)
+    rows = np.frombuffer(weave.column, np.int64).reshape(-1, 3).T.copy()  # each kind of number by itself
+    shifts = np.frombuffer(weave.shifts, np.int64).reshape(-1, 2).T.copy()
+    least, most = rows.min(axis=1).tolist(), rows.max(axis=1).tolist()
+    nearest, farthest = shifts.min(axis=1).tolist(), shifts.max(axis=1).tolist()
     largest = max(local_bytes, remote_bytes)
-    if max(int(rows.max()), int(shifts.max())) > largest or min(int(rows.min()), int(shifts.min())) < -largest:
+    if max(*most, *farthest) > largest or min(*least, *nearest) < -largest or least[2] < 0:
         raise ValueError("a woven span is outside its memory")  # and sums of the others cannot overflow
+    alike = least[2] == most[2]
     for which, limit in ((0, local_bytes), (1, remote_bytes)):
-        low = int(rows[:, which].min()) + int(shifts[:, which].min())
-        high = int((rows[:, which] + rows[:, 2]).max()) + int(shifts[:, which].max())
-        if low < 0 or high > limit or int(rows[:, 2].min()) < 0:
+        end = most[which] + most[2] if alike else int((rows[which] + rows[2]).max())
+        if least[which] + nearest[which] < 0 or end + farthest[which] > limit:
             raise ValueError("a woven span is outside its memory")
-    return int(rows[:, 2].sum()) * len(shifts)
+    return int(rows[2].sum()) * shifts.shape[1]
 
 
 def parts_of(spans: Spans | Weave, total_bytes: int) -> deque[Spans | Weave]:
