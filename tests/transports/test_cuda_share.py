@@ -146,3 +146,18 @@ def test_while_another_thread_captures_a_graph_calls_are_allowed_and_a_strangers
     assert driver.mode == 0
     gpu.enter()
     assert driver.mode == 2
+
+
+def test_what_waits_for_the_device_lets_go_of_the_interpreter_and_what_only_asks_it_does_not(driver: Driver) -> None:
+    gpu, brief = CudaGpu(0), Driver()
+    gpu.__dict__["_brief"] = brief
+    driver.calls.clear()
+    with gpu:
+        gpu.copy(1, 2, 64 << 10, 5)  # a table
+        gpu.move_rows(1, 1, range(9), 5)
+        gpu.move_rows(1, 1, range(9), 6)
+        gpu.copy(1, 2, 1 << 20, 5)
+        gpu.wait(7)
+    assert [name for name, _ in driver.calls] == ["cuEventCreate", "cuMemcpyAsync", "cuEventSynchronize"]
+    assert [name for name, _ in brief.calls].count("cuLaunchKernel") == 2
+    assert {"cuCtxPushCurrent_v2", "cuMemcpyAsync", "cuStreamWaitEvent"} <= {name for name, _ in brief.calls}

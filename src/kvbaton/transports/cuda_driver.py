@@ -2,7 +2,8 @@
 
 Law: nothing but `CudaError` leaves. Calls act on the device's primary context, the one that PyTorch uses too; a thread
 makes it current by `enter` (threads of our own) or for a while by `with gpu:` (threads of others). No call here spins:
-events are created to be waited for by sleeping. ctypes lets go of the GIL during every call but `record`.
+events are created to be waited for by sleeping. ctypes lets go of the GIL during every call but those that only put
+something on a stream (`_tell`): they take microseconds, and getting it back from a busy thread takes up to 5 ms.
 
 All kernels of this process on one device run one after the other, whichever transport launched them on whichever
 stream, and none has more than its `share` of the multiprocessors: what an engine computes meanwhile has all the others.
@@ -33,6 +34,7 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: of this thread's calls, not of a
 _MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _BLOCKING, _NO_TIMING = 1, 2
 _NON_BLOCKING = 1
+_TABLE_BYTES = 64 << 10  # that a copy takes without waiting, whatever memory it is from
 _PORTABLE, _MAPPED = 1, 2
 _LAZY_PEER_ACCESS = 1
 _IPC_SUPPORTED = 125  # CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED, by which a device says whether it has IPC at all
@@ -165,13 +167,13 @@ class CudaGpu:
         return None
 
     def __enter__(self) -> CudaGpu:
-        self._ask("cuCtxPushCurrent_v2", self._context)
+        self._tell("cuCtxPushCurrent_v2", self._context)
         self._modes.__dict__.setdefault("held", []).append(self._exchange_mode(_RELAXED))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._exchange_mode(self._modes.held.pop())
-        self._ask("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        self._tell("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def enter(self) -> None:
         self._ask("cuCtxSetCurrent", self._context)
@@ -180,7 +182,7 @@ class CudaGpu:
     def _exchange_mode(self, mode: int) -> int:
         """How this thread's calls get on with captures of others; what it was before."""
         value = ctypes.c_int(mode)
-        self._ask("cuThreadExchangeStreamCaptureMode", ctypes.byref(value))
+        self._tell("cuThreadExchangeStreamCaptureMode", ctypes.byref(value))
         return value.value
 
     def allocate(self, nbytes: int) -> int:
@@ -233,10 +235,7 @@ class CudaGpu:
         self._ask("cuEventDestroy_v2", ctypes.c_void_p(event))
 
     def record(self, event: int, stream: int) -> None:
-        """Keeps the GIL, as the one call that an engine's own thread makes in its forward: getting it back from a busy
-        thread takes up to 5 ms, recording takes one microsecond."""
-        status = self._brief.cuEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream))
-        _check(self._cuda, "cuEventRecord", status)
+        self._tell("cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(stream))
 
     @cached_property
     def _brief(self) -> ctypes.CDLL:
@@ -248,11 +247,12 @@ class CudaGpu:
         self._ask("cuEventSynchronize", ctypes.c_void_p(event))
 
     def stream_wait(self, stream: int, event: int) -> None:
-        self._ask("cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), 0)
+        self._tell("cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), 0)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        call = self._tell if nbytes <= _TABLE_BYTES else self._ask
         size = ctypes.c_size_t(nbytes)
-        self._ask("cuMemcpyAsync", ctypes.c_uint64(target), ctypes.c_uint64(source), size, ctypes.c_void_p(stream))
+        call("cuMemcpyAsync", ctypes.c_uint64(target), ctypes.c_uint64(source), size, ctypes.c_void_p(stream))
 
     def move_rows(self, table: int, groups: int, rows: range, stream: int) -> None:
         self._launch(MOVE, table, groups, rows, stream)
@@ -270,7 +270,7 @@ class CudaGpu:
             if stream != self._lane.stream:
                 self.stream_wait(stream, self._lane.last)
             self._lane.stream = 0  # should the launch fail, nobody knows
-            self._ask("cuLaunchKernel", self._functions[entry], *shape, ctypes.c_void_p(stream), arguments, None)
+            self._tell("cuLaunchKernel", self._functions[entry], *shape, ctypes.c_void_p(stream), arguments, None)
             self.record(self._lane.last, stream)
             self._lane.stream = stream
 
@@ -291,8 +291,12 @@ class CudaGpu:
         return made.value
 
     def _ask(self, call: str, *arguments: Any) -> None:
-        """Every call goes through here."""
+        """Every call goes through here, or through `_tell`."""
         _ask(self._cuda, call, *arguments)
+
+    def _tell(self, call: str, *arguments: Any) -> None:
+        """One that waits for nothing: with the GIL."""
+        _check(self._cuda, call, getattr(self._brief, call)(*arguments))
 
 
 class CudaHost:
