@@ -12,6 +12,7 @@ Laws:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -300,4 +301,7 @@ class NixlMover:
         for part in [*left, *self._unproven]:
             reading = part.job.copy.direction is Direction.READ
             self._jobs.part_ended(part.job, Reason.CANCELLED, "the transport was closed", rested=reading)
+        with contextlib.suppress(CudaError):  # of a lost device, with everything else of it
+            if self._gpu is not None and self._life:
+                self._gpu.drop_event(self._life)
         self._unproven.clear()
