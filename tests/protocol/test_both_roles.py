@@ -5,6 +5,7 @@ from __future__ import annotations
 from pair import Pair
 
 from kvbaton.protocol.events import Departed
+from kvbaton.protocol.messages import Hello, Joined
 
 
 def test_a_fenced_writer_does_not_get_back_in_by_its_other_role():
@@ -40,4 +41,43 @@ def test_pairing_in_the_other_role_leaves_a_living_session_alone():
     for load in (first, back):
         assert load.end is not None
         assert load.end.delivered
+    pair.finish()
+
+
+def test_a_word_of_the_past_does_not_mislead_the_other_role():
+    """Found by the simulator: D has lost its link and P linked to it since, when D's Joined of before comes to P.
+
+    It names an endpoint that D has closed, and took the place of the one that P reads by: the next read over a link
+    that both took for good ended as `peer_unknown`.
+    """
+    pair = Pair("p", "d")
+    pair.hold(Joined, source="d")
+    pair.d.want("r1", pair.router_ticket(1), 1)
+    pair.settle()
+    pair.d.tell(Departed(pair.p.name))
+    pair.settle()
+    first = pair.p.want("first", pair.d.grant(2), 2, source="d")
+    pair.settle()
+    assert first.end is not None
+    assert first.end.delivered
+    pair.release(Joined)
+    pair.settle()
+    second = pair.p.want("second", pair.d.grant(3), 3, source="d")
+    pair.settle()
+    assert second.end is not None
+    assert second.end.delivered
+    assert len(pair.said(Hello, "p")) == 2, "P asked D once more where it is"
+    pair.finish()
+
+
+def test_a_link_is_kept_where_both_roles_are_reached_alike():
+    pair = Pair("p", "d")
+    loads = [pair.d.want("r1", pair.p.grant(1), 1)]
+    pair.settle()
+    loads.append(pair.p.want("r2", pair.d.grant(2), 2, source="d"))
+    pair.settle()
+    loads.append(pair.d.want("r3", pair.p.grant(3), 3))
+    pair.settle()
+    assert all(load.end is not None and load.end.delivered for load in loads)
+    assert len(pair.said(Hello)) == 2
     pair.finish()

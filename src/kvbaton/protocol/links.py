@@ -110,6 +110,7 @@ class Links:
         link.fallback = has_fallback(self.desk.identity, message.card, worth_a_try, link.transport.name)
         link.left_out = tuple(n for n in message.card.transports if self._is_shunned(link, n, now))
         self.on_pairing(sender, message.link_session, now)
+        link.endpoints = message.endpoints
         self.desk.emit(Connect(sender, link.transport.name, ranks, message.endpoints, _holder(link)))
         self.desk.count(f"links.{link.transport.name}")
         if link.fallback:
@@ -173,6 +174,20 @@ class Links:
         elif not link.probes.moving:
             link.probes = None
             self._say(link, now)
+
+    def on_connected(self, other: Connect, now: float) -> None:
+        """Both roles of a pair share one data connection, and as a target that peer has just said how it is reached.
+
+        If we were told otherwise for our own link to it, one of the two words was held up and is of the past, and
+        nothing says which: the next need asks.
+        """
+        link = self.by_worker.get(other.peer.worker)
+        if link is None or link.peer != other.peer or link.transport is None or link.transport.name != other.transport:
+            return
+        if link.endpoints != other.endpoints:
+            self.desk.count("links_in_doubt")
+            self.send(link, Goodbye())
+            self.lose(link, Reason.WRONG_INCARNATION, "the source's data plane has moved, or it says so late", now)
 
     def fence(self, link: Link, now: float) -> None:
         """Shut that peer out of our memory; everything that it may still be writing comes to rest with it."""

@@ -70,6 +70,7 @@ class Link:
     version: int = OLDEST  # that the pair talks in
     plan: Plan | None = None
     transport: Capabilities | None = None
+    endpoints: tuple[bytes, ...] = ()  # by which its ranks are reached, as it said
     features: int = 0  # what the source can do
     fallback: bool = False  # the pair has another data plane in common, which has not failed
     left_out: tuple[str, ...] = ()  # better to worse: data planes of both that had failed when the pair greeted

@@ -27,6 +27,7 @@ class Sessions:
         on_ended: Callable[[Session, float], None],
         is_idle: Callable[[Session], bool],
         link_session: Callable[[PeerId], int],
+        on_connected: Callable[[Connect, float], None],
     ) -> None:
         self.desk = desk
         self.by_number: dict[int, Session] = {}
@@ -35,6 +36,7 @@ class Sessions:
         self._on_ended = on_ended
         self._is_idle = is_idle
         self._link_session = link_session
+        self._on_connected = on_connected
 
     def joined(self, number: int, sender: PeerId) -> Session | None:
         """The confirmed session of that number, if it is the sender's."""
@@ -69,9 +71,11 @@ class Sessions:
             # What P still wrote under an earlier session has been told to stop before the new one is connected; the
             # earlier one's hold is dropped after it, so that a re-greeting of the same life revokes nothing it needs.
             earlier = self._end_earlier(session, now)
-            self.desk.emit(Connect(session.peer, session.transport.name, ranks, message.endpoints, holder))
+            connect = Connect(session.peer, session.transport.name, ranks, message.endpoints, holder)
+            self.desk.emit(connect)
             for other in earlier:
                 self._disconnect(other)
+            self._on_connected(connect, now)
         self._send(session, Linked())
 
     def end(self, session: Session, now: float) -> None:

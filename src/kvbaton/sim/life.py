@@ -160,6 +160,10 @@ class Life:
     def clock(self) -> float:
         return self._offset_s + self.world.now * (1 + self.character.drift)
 
+    def _wall(self) -> float:
+        """A clock that is set right from outside, and never far off; the other one drifts."""
+        return self.world.now + self.character.wall_skew_s
+
     # --- being
 
     def wake(self) -> None:
@@ -221,6 +225,7 @@ class Life:
             return
         self._node_due = False
         try:
+            self.node.set_wall(self._wall(), self.clock())  # as at every turn of the production loop
             self.node.step(self.clock())
         except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
             raise Broken(DEATH, f"{self.character.name}: the node raised\n{traceback.format_exc()}") from None
@@ -342,7 +347,7 @@ class Life:
             ticket_keys=(TICKET_KEY,),
             ticket_ttl_s=5.0,
             mint=lambda: TransferId(f"{rng.getrandbits(128):032x}"),
-            wall=lambda: self.world.now + self.character.wall_skew_s,
+            wall=self._wall,
         )
         doorway = WatchedDoorway(config, EpochTable(shape.blocks))
         doorway.wake_node = self.wake
@@ -358,7 +363,7 @@ class Life:
             layout=character.shape.layout(),
             transports=tuple(KINDS[name] for name in character.transports),
             ticket_keys=(TICKET_KEY,),
-            wall_offset_s=self.world.now + character.wall_skew_s - self.clock(),
+            wall_offset_s=self._wall() - self.clock(),
             required=character.required,
             optional=character.features,
             versions=character.versions,
