@@ -5,7 +5,7 @@ from __future__ import annotations
 from pair import Pair
 
 from kvbaton.protocol.events import Departed
-from kvbaton.protocol.messages import Hello, Joined
+from kvbaton.protocol.messages import Goodbye, Hello, Joined
 
 
 def test_a_fenced_writer_does_not_get_back_in_by_its_other_role():
@@ -80,4 +80,24 @@ def test_a_link_is_kept_where_both_roles_are_reached_alike():
     pair.settle()
     assert all(load.end is not None and load.end.delivered for load in loads)
     assert len(pair.said(Hello)) == 2
+    pair.finish()
+
+
+def test_who_leaves_in_one_role_stays_in_the_other():
+    """Found by the simulator: both gave their first session the same number, and a Goodbye is said in a number."""
+    pair = Pair("p", "d")
+    pair.d.want("r1", pair.p.grant(1), 1)
+    pair.settle()
+    pair.p.habits.copies = False
+    back = pair.p.want("back", pair.d.grant(2), 2, source="d")
+    pair.settle()
+    assert pair.p.copies, "P is reading from D"
+    pair.inject("d", "p", Goodbye())  # D has no more need of P as a source
+    pair.inject("d", "p", Goodbye())  # and says so twice
+    assert not pair.p.ledger.sessions.by_number
+    assert back.end is None
+    pair.p.finish()
+    pair.settle()
+    assert back.end is not None
+    assert back.end.delivered
     pair.finish()

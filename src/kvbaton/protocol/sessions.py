@@ -143,11 +143,20 @@ class Sessions:
             if oldest is None:
                 raise ProtocolError(Reason.BUSY, f"sessions_max: {len(self.by_number)} sessions are open")
             self.end(oldest, now)
-        self._last += 1
-        session = Session(self._last, sender, hello.nonce, mapping, transport, version)
+        session = Session(self._next_number(sender), sender, hello.nonce, mapping, transport, version)
         self.by_number[session.number] = session
         self.desk.count(f"sessions.{version}")
         return session
+
+    def _next_number(self, peer: PeerId) -> int:
+        """Odd for one of a pair and even for the other: a Goodbye names a session, and not in which role it is said.
+
+        Two who decode from each other would otherwise give out the same numbers, and end both roles by one word.
+        """
+        self._last += 1
+        if self._last % 2 == (self.desk.identity.me < peer):
+            self._last += 1
+        return self._last
 
 
 def _held(session: Session) -> tuple[int, Holder]:
