@@ -1,0 +1,182 @@
+"""What must be true of one life after every step of its node and of its engine, and what that needs to be remembered.
+
+Laws: a limit is measured here, by the world's clock, from when it was first seen to count; never read from the state
+that is being judged. What a bound refuses is judged by a sum of our own, taken just before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvbaton.protocol.consumer import Consumer
+from kvbaton.protocol.events import Wanted
+from kvbaton.protocol.ids import HandoffId, LeaseId, PutId
+from kvbaton.protocol.lease import LeaseState, ReaderState
+from kvbaton.protocol.messages import Offer
+from kvbaton.protocol.producer import Producer
+from kvbaton.protocol.puts import PutState
+from kvbaton.sim.promises import HANG, LEAK, WRONG, Broken
+
+if TYPE_CHECKING:
+    from kvbaton.sim.life import Life
+
+LATE_S = 0.1
+"""A loop may be this busy when something is due."""
+
+
+class Vigil:
+    """Over one life."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._ledger = life.node.ledger
+        self._name = life.character.name
+        settings, pace = life.character.settings, 1 + life.character.drift
+        self._settings = settings
+        self._hold_s = settings.max_hold_s / pace + LATE_S
+        self._put_s = settings.transfer_timeout / pace + LATE_S
+        self._wait_s = max(settings.transfer_timeout, settings.defer_timeout, settings.claim_timeout) / pace + 0.5
+        self._leased: dict[LeaseId, float] = {}  # since when each has been seen held
+        self._loading: dict[HandoffId, float] = {}
+        self._putting: dict[PutId, float] = {}
+        self._signs: dict[HandoffId, tuple[object, float]] = {}  # what was last seen of each handoff, and since when
+        self.taken_back: set[HandoffId] = set()  # tickets that the router has said nobody will use
+        self._judge_room()
+
+    def after_node(self) -> None:
+        """Queues are within their bounds, nothing is overdue, nothing is held past its limit."""
+        self._check_bounds()
+        ledger, now = self._ledger, self._life.world.now
+        if ledger.producer.leases or self._leased:
+            self._check_leases(now)
+        if ledger.consumer.by_handoff or self._signs:
+            self._check_intakes(now)
+        if ledger.puts.states or self._putting:
+            self._check_puts(now)
+        if self.taken_back:
+            self._check_taken_back()
+
+    def after_engine(self) -> None:
+        """Every reference to a block is the engine's own or has an owner at the door; what a store reads is pinned."""
+        engine, doorway = self._life.engine, self._life.doorway
+        owned = engine.held_refs + doorway.pinned_blocks
+        if engine.pool.total != owned:
+            raise Broken(LEAK, f"{self._name}: {engine.pool.total} references to blocks, {owned} with an owner")
+        for put in self._life.store.open:
+            if ("put", put) not in doorway._pins:
+                raise Broken(WRONG, f"{self._name}: a store reads put {put}, and its blocks are not pinned")
+
+    # --- bounds
+
+    def _check_bounds(self) -> None:
+        ledger, settings = self._ledger, self._settings
+        producer = ledger.producer
+        if len(producer.parked) > settings.parked_max:
+            self._over("parked claims", len(producer.parked), settings.parked_max)
+        if len(producer.tombstones) > settings.tombstones_max:
+            self._over("tombstones", len(producer.tombstones), settings.tombstones_max)
+        if len(producer.ended) > settings.tombstones_max:
+            self._over("ended handoffs", len(producer.ended), settings.tombstones_max)
+        if len(producer.leases) > settings.leases_max:
+            self._over("leases", len(producer.leases), settings.leases_max)
+        if len(ledger.sessions.by_number) > settings.sessions_max:
+            self._over("sessions", len(ledger.sessions.by_number), settings.sessions_max)
+        if len(ledger.consumer.by_handoff) > settings.intakes_max:
+            self._over("intakes", len(ledger.consumer.by_handoff), settings.intakes_max)
+        if len(ledger.puts.states) > settings.puts_max:
+            self._over("puts", len(ledger.puts.states), settings.puts_max)
+
+    def _over(self, name: str, count: int, limit: int) -> None:
+        raise Broken(LEAK, f"{self._name}: {count} {name}, at most {limit}")
+
+    def _judge_room(self) -> None:
+        """Whoever takes a handoff in, or begins to write for one, had room for what may not come to rest (rule 18)."""
+        ledger, limit = self._ledger, self._settings.quarantine_blocks_max
+        consumer, producer = ledger.consumer, ledger.producer
+
+        def taken_in(event: Wanted, now: float) -> None:
+            full = quarantined(consumer) >= limit
+            wanted(event, now)
+            intake = consumer.by_handoff.get(event.handoff) if full else None
+            if intake is not None and intake.wanted is event:
+                raise Broken(LEAK, f"{self._name}: takes in a handoff with {quarantined(consumer)} blocks not at rest")
+
+        def begun(session: Any, offer: Offer, now: float) -> None:
+            key = (session.number, offer.reservation)
+            full = key not in producer.writer.outlets and restless(producer) >= limit
+            offered(session, offer, now)
+            if full and key in producer.writer.outlets:
+                raise Broken(LEAK, f"{self._name}: begins to write with {restless(producer)} blocks not at rest")
+
+        wanted: Callable[[Wanted, float], None] = ledger._on_event[Wanted]
+        offered: Callable[[Any, Offer, float], None] = ledger._of_target[Offer]
+        ledger._on_event[Wanted], ledger._of_target[Offer] = taken_in, begun
+
+    # --- limits of time
+
+    def _check_leases(self, now: float) -> None:
+        leases, leased, doorway = self._ledger.producer.leases, self._leased, self._life.doorway
+        for id, lease in leases.items():
+            since = leased.setdefault(id, now)
+            if now - since > self._hold_s and lease.state is not LeaseState.CLOSING:
+                raise Broken(LEAK, f"{self._name}: lease {id} is held past max_hold_s")
+            if not doorway.is_leased(id):
+                raise Broken(LEAK, f"{self._name}: lease {id} is held, and its blocks are not pinned")
+        if len(leased) > len(leases):
+            self._leased = {id: leased[id] for id in leases}
+
+    def _check_intakes(self, now: float) -> None:
+        """No handoff of D's waits for ever, whether or not something happens to it meanwhile."""
+        living: dict[HandoffId, tuple[object, float]] = {}
+        loading: dict[HandoffId, float] = {}
+        for handoff, intake in self._ledger.consumer.by_handoff.items():
+            if intake.end is not None:
+                continue
+            source = intake.source
+            heard = (source.work, source.progress, source.final) if source is not None else None
+            sign = (intake.state, heard, len(intake.parts.moving))
+            seen, since = self._signs.get(handoff, (sign, now))
+            living[handoff] = (sign, since if seen == sign else now)
+            who = f"{self._name}: {intake.wanted.request}"
+            if now - living[handoff][1] > self._wait_s:
+                raise Broken(HANG, f"{who} waits, {intake.state.value}, for ever")
+            if intake.target is not None:
+                loading[handoff] = self._loading.get(handoff, now)
+                if now - loading[handoff] > self._hold_s:
+                    raise Broken(HANG, f"{who} is {intake.state.value}, with blocks, past max_hold_s")
+        self._signs, self._loading = living, loading
+
+    def _check_puts(self, now: float) -> None:
+        """A store that does not answer is told to stop in time."""
+        states = self._ledger.puts.states
+        self._putting = {put: self._putting.get(put, now) for put in states}
+        for put, state in states.items():
+            if state is PutState.PUTTING and now - self._putting[put] > self._put_s:
+                raise Broken(HANG, f"{self._name}: put {put} waits for a store past transfer_timeout")
+
+    def _check_taken_back(self) -> None:
+        """What the router took back is held by nobody but its readers, and no claim waits for it."""
+        producer, taken = self._ledger.producer, self.taken_back
+        if len(taken) + producer.desk.counts["leases"] > self._settings.tombstones_max:
+            return  # it may have been forgotten, as the bound allows
+        for handoff, lease in producer.by_handoff.items():
+            if handoff in taken and not any(seat.state is ReaderState.LIVE for seat in lease.seats.values()):
+                raise Broken(LEAK, f"{self._name}: lease {lease.id} is held, and its ticket was taken back")
+        for parked in producer.parked.values():
+            if parked.claim.handoff in taken:
+                raise Broken(HANG, f"{self._name}: a claim waits, and its ticket was taken back")
+
+
+def quarantined(consumer: Consumer) -> int:
+    """D's blocks that something may still write to, though their handoffs have ended."""
+    ended = (intake for intake in consumer.by_handoff.values() if intake.end is not None)
+    return sum(len(ids) for intake in ended if intake.target is not None for ids in intake.target.blocks)
+
+
+def restless(producer: Producer) -> int:
+    """P's blocks that it may still be writing from, though their leases are over."""
+    outlets = producer.writer.outlets.values()
+    moving = {outlet.lease for outlet in outlets if outlet.parts.moving or outlet.parts.restless}
+    over = (lease for lease in producer.leases.values() if lease.state is LeaseState.CLOSING and lease.id in moving)
+    return sum(len(ids) for lease in over for ids in lease.blocks)
