@@ -5,7 +5,7 @@ from __future__ import annotations
 from pair import Pair
 
 from kvbaton.protocol.events import Departed
-from kvbaton.protocol.messages import Goodbye, Hello, Joined
+from kvbaton.protocol.messages import Goodbye, Hello, Joined, Welcome
 
 
 def test_a_fenced_writer_does_not_get_back_in_by_its_other_role():
@@ -100,4 +100,28 @@ def test_who_leaves_in_one_role_stays_in_the_other():
     pair.settle()
     assert back.end is not None
     assert back.end.delivered
+    pair.finish()
+
+
+def test_a_welcome_of_before_a_session_does_not_end_it():
+    """Found by the simulator: D's Welcome says that D is not linked to P, was held up, and D is linked by now."""
+    pair = Pair("p", "d")
+    pair.hold(Welcome, source="d")
+    back = pair.p.want("back", pair.d.grant(2), 2, source="d")
+    pair.settle()
+    load = pair.d.want("r1", pair.router_ticket(1), 1, push=True)
+    source = pair.p.begin(1)
+    pair.settle()
+    pair.p.chunk(source, 1)
+    pair.settle()
+    pair.release(Welcome)
+    pair.settle()
+    assert len(pair.said(Hello, "p")) == 2, "asked again"
+    assert load.end is None
+    pair.p.chunk(source, 2)
+    pair.p.complete(source)
+    pair.settle()
+    for each in (load, back):
+        assert each.end is not None
+        assert each.end.delivered
     pair.finish()

@@ -47,7 +47,7 @@ class Ledger:
         self.sessions = Sessions(
             self.desk, self.producer.on_session_ended, self.producer.is_idle, links.session_with, links.on_connected
         )
-        links.on_pairing = self.sessions.end_unknown
+        links.on_pairing, links.joined_since = self.sessions.end_unknown, self.sessions.joined_since
         self.producer.writer.on_stuck = self.sessions.end
         # A fence shuts a peer out of our memory in both roles: if it reads from us as well, it must pair anew.
         links.on_fence = lambda peer, now: self.sessions.end_worker(peer.worker, peer.incarnation, now)

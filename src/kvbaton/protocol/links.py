@@ -39,6 +39,7 @@ class Links:
         self.fencing: list[Link] = []
         self.on_fence: Callable[[PeerId, float], None] = _ignored
         self.on_pairing: Callable[[PeerId, int, float], None] = _also_ignored
+        self.joined_since: Callable[[PeerId, int, int], bool] = lambda peer, session, since: False
         self._watcher = watcher
         self._shunned = Shunned(desk.settings.shun_s)
         self._last_nonce = 0
@@ -54,7 +55,7 @@ class Links:
             if len(self.by_worker) >= self.desk.settings.sessions_max:
                 self._let_one_go(now)
             self._last_nonce += 1
-            link = Link(worker, self._last_nonce, now + self.desk.settings.claim_timeout)
+            link = Link(worker, self._last_nonce, now + self.desk.settings.claim_timeout, self.desk.confirmed)
             self.by_worker[worker] = link
             self._say(link, now)
         return link
@@ -92,6 +93,12 @@ class Links:
     def on_welcome(self, sender: PeerId, session: int, message: Welcome, version: int, now: float) -> None:
         """The source agrees, as we wait for, and settles by the version of its answer in which one the pair talks."""
         link = self.by_worker[sender.worker]
+        if self.joined_since(sender, message.link_session, link.confirmed):
+            # It has linked to us since we greeted, and says that it has not: then or now? Asked again, it says now.
+            self._last_nonce += 1
+            link.nonce, link.confirmed = self._last_nonce, self.desk.confirmed
+            self._say(link, now)
+            return
         try:
             link.plan, link.transport = pair_as_target(self.desk.identity, message.card, message.transport)
         except ProtocolError as error:

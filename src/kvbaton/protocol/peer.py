@@ -64,6 +64,7 @@ class Link:
     worker: WorkerId
     nonce: int
     deadline: float
+    confirmed: int  # sessions that others had confirmed to us when we greeted
     state: LinkState = LinkState.GREETING
     peer: PeerId | None = None
     session: int = 0
@@ -91,6 +92,7 @@ class Session:
     transport: Capabilities
     version: int  # that the pair talks in
     joined: bool = False
+    confirmed: int = 0  # as which of all, since this life began
 
 
 def check_card(identity: Identity, card: Card) -> None:

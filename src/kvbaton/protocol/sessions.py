@@ -67,7 +67,8 @@ class Sessions:
             if len(message.endpoints) != ranks * len(self.desk.identity.layout.ranks):
                 self.desk.count("illegal.joined")
                 return
-            session.joined = True
+            self.desk.confirmed += 1
+            session.joined, session.confirmed = True, self.desk.confirmed
             # What P still wrote under an earlier session has been told to stop before the new one is connected; the
             # earlier one's hold is dropped after it, so that a re-greeting of the same life revokes nothing it needs.
             earlier = self._end_earlier(session, now)
@@ -100,6 +101,13 @@ class Sessions:
         for other in list(self.by_number.values()):
             if other.joined and other.peer.worker == peer.worker and other.number != session:
                 self.end(other, now)
+
+    def joined_since(self, peer: PeerId, session: int, since: int) -> bool:
+        """Whether that worker has confirmed another session since: what it says of its link may be from before."""
+        return any(
+            other.joined and other.peer.worker == peer.worker and other.number != session and other.confirmed > since
+            for other in self.by_number.values()
+        )
 
     def end_worker(self, worker: WorkerId, incarnation: Incarnation, now: float) -> None:
         for session in list(self.by_number.values()):
