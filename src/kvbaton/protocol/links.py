@@ -5,6 +5,7 @@ A link that is down is forgotten; the next need greets anew. Who waits for a lin
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable
 from typing import Protocol
@@ -14,8 +15,8 @@ from kvbaton.protocol.effects import Connect, Direction, Disconnect, GivenUp, Ho
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import CopyEnded, Departed
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, rank_peer
-from kvbaton.protocol.messages import Goodbye, Hello, HelloRefused, Joined, Message, Welcome
-from kvbaton.protocol.peer import LINK, Link, LinkEvent, LinkState, has_fallback, pair_as_target
+from kvbaton.protocol.messages import Card, Goodbye, Hello, HelloRefused, Joined, Message, Welcome
+from kvbaton.protocol.peer import LINK, Link, LinkEvent, LinkState, has_fallback, pair_as_target, reaches
 from kvbaton.protocol.shunned import Shunned
 from kvbaton.protocol.spans import Move
 from kvbaton.protocol.table import Verdict
@@ -113,6 +114,7 @@ class Links:
             return
         link.state, link.peer, link.session, link.version = LinkState.JOINING, sender, session, version
         link.features = message.card.optional
+        self._shun_passed_over(link, message.card, now)
         worth_a_try = self._worth_a_try(link, now)
         link.fallback = has_fallback(self.desk.identity, message.card, worth_a_try, link.transport.name)
         link.left_out = tuple(n for n in message.card.transports if self._is_shunned(link, n, now))
@@ -252,6 +254,14 @@ class Links:
 
     def _is_shunned(self, link: Link, name: str, now: float) -> bool:
         return self.desk.identity.capabilities(name) is not None and name not in self._worth_a_try(link, now)
+
+    def _shun_passed_over(self, link: Link, card: Card, now: float) -> None:
+        """Better data planes that both have and the source did not take have failed there: tried again in a while."""
+        assert link.transport is not None
+        better = itertools.takewhile(link.transport.name.__ne__, card.transports)
+        for plane in map(self.desk.identity.capabilities, better):
+            if plane is not None and reaches(plane, self.desk.identity, card):
+                self._shunned.add(link.worker, plane.name, now)
 
     def _may_improve(self, link: Link, now: float) -> bool:
         """Nothing is being taken, and what the pair had to do without may work by now."""

@@ -6,9 +6,13 @@ Those that can be seen at every step are checked there (`life.py`, `engine.py`, 
 from __future__ import annotations
 
 from kvbaton.protocol.marks import Step
+from kvbaton.protocol.peer import LinkState
 from kvbaton.sim.cluster import Cluster
 from kvbaton.sim.life import Life
-from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, Broken
+from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, RULE, Broken
+
+SLOWEST = 0.95
+"""Of the clocks that drift."""
 
 
 def check_at_rest(cluster: Cluster) -> None:
@@ -35,6 +39,25 @@ def check_recovery(cluster: Cluster, before: int, probes: int) -> None:
     after = cluster.delivered()
     if after - before < probes:
         raise Broken(NEEDLESS, f"{after - before} of {probes} handoffs were delivered after everything had healed")
+
+
+def check_planes(cluster: Cluster, healed_s: float) -> None:
+    """A data plane that had failed has been tried again: every pair is back on the best one that it has (rule 23).
+
+    Only where the last handoff of the pair was long enough after the last failure: P leaves a plane out for `shun_s`,
+    and D, who sees only that P did, for as long again.
+    """
+    for life in cluster.lives.values():
+        for link in life.node.ledger.consumer.links.by_worker.values():
+            source = cluster.lives[link.worker]
+            if link.state is not LinkState.UP or link.peer != source.peer or link.transport is None:
+                continue
+            patience_s = 2 * max(life.character.settings.shun_s, source.character.settings.shun_s) / SLOWEST
+            best = next(name for name in source.character.transports if name in life.character.transports)
+            asked_s = cluster.asked_at.get((source.character.name, life.character.name), 0.0)
+            if asked_s > healed_s + patience_s + 1.0 and link.transport.name != best:
+                what = f"still reads from {link.worker} over {link.transport.name}, and {best} works"
+                raise Broken(RULE, f"{life.character.name}: {what}")
 
 
 def _check_life(life: Life) -> None:

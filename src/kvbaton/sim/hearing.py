@@ -1,0 +1,40 @@
+"""What is said between workers, overheard: each pair talks in the newest version that both speak (rule 24).
+
+Laws: a Hello, its refusal and a Reset are answered in the version that they came in, or must be read by anybody; one
+claim in a few may be said in the oldest version. All else is said in the version of the pair.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvbaton.protocol import messages as m
+from kvbaton.protocol.versions import Versions
+from kvbaton.sim.life import Life
+from kvbaton.sim.network import Network
+from kvbaton.sim.promises import RULE, Broken
+
+_ENVELOPE = msgspec.msgpack.Decoder(tuple[int, str, int, int, int, msgspec.Raw])
+_KINDS = {kind.__struct_config__.tag: kind for kind in m.Message.__args__}
+_OF_ANY_VERSION = (m.Hello, m.HelloRefused, m.Reset)
+
+
+class Hearing:
+    """Hears every frame of every life of a cluster."""
+
+    def __init__(self, network: Network) -> None:
+        self._spoken: dict[int, Versions] = {}  # by incarnation
+        network.on_said = self.said
+
+    def watch(self, life: Life) -> None:
+        self._spoken[life.peer.incarnation] = life.character.versions
+
+    def said(self, frame: bytes) -> None:
+        version, worker, speaker, listener, _, body = _ENVELOPE.decode(frame)
+        ours, theirs = self._spoken.get(speaker), self._spoken.get(listener)
+        kind = _KINDS[bytes(body)[1]]
+        if ours is None or theirs is None or kind in _OF_ANY_VERSION:
+            return
+        newest = min(ours.newest, theirs.newest)
+        if version != newest and not (kind is m.Claim and version == ours.oldest):
+            raise Broken(RULE, f"{worker}: says {kind.__name__} in version {version}, and both speak {newest}")
