@@ -134,7 +134,7 @@ def test_it_is_tried_again_after_a_while(make_pair: Make) -> None:
 
 
 def test_what_the_source_gave_up_is_tried_again_too(make_pair: Make) -> None:
-    """Found by the simulator: only D's own failures were remembered by D, so a pair kept to what P had fallen back on."""
+    """Found by the simulator: D remembered only its own failures, and the pair kept to what P had fallen back on."""
     pair = make_pair("p", "d", transports=BOTH, settings=Settings(shun_s=60.0))
     pair.hold(Joined)
     load = asks(pair)

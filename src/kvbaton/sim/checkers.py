@@ -8,6 +8,7 @@ from __future__ import annotations
 from kvbaton.protocol.marks import Step
 from kvbaton.protocol.peer import LinkState
 from kvbaton.sim.cluster import Cluster
+from kvbaton.sim.excuses import is_excused, wrongs
 from kvbaton.sim.life import Life
 from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, RULE, Broken
 
@@ -32,6 +33,18 @@ def check_healthy(cluster: Cluster) -> None:
         for name, count in life.node.ledger.desk.counts.items():
             if name.startswith("ends.") and name != "ends.delivered":
                 raise Broken(NEEDLESS, f"{life.character.name}: {count} x {name} in a healthy world")
+
+
+def check_excuses(cluster: Cluster) -> None:
+    """In no world does a handoff fail by something that was not wrong there."""
+    wrong = wrongs(cluster.drawn, cluster.world.faults)
+    for life in cluster.every_life:
+        for name, count in life.node.ledger.desk.counts.items():
+            kind, _, reason = name.partition(".")
+            if kind == "illegal":
+                raise Broken(RULE, f"{life.character.name}: {count} x {name}: a step that the rules do not know")
+            if kind == "ends" and reason != "delivered" and not is_excused(reason, wrong):
+                raise Broken(NEEDLESS, f"{life.character.name}: {count} x {reason}, and nothing here excuses it")
 
 
 def check_recovery(cluster: Cluster, before: int, probes: int) -> None:

@@ -46,7 +46,7 @@ class Cluster:
 
     def __init__(self, world: World, plan: Plan) -> None:
         self.world = world
-        self.plan = plan
+        self.plan = self.drawn = plan  # the former heals
         self.network = Network(world, plan.network)
         self.fabric = Fabric(world, plan.copies)
         self.network.deliver = self._deliver
