@@ -5,6 +5,7 @@ Those that can be seen at every step are checked there (`life.py`, `engine.py`, 
 
 from __future__ import annotations
 
+from kvbaton.protocol.ids import PeerId, WorkerId
 from kvbaton.protocol.marks import Step
 from kvbaton.protocol.peer import LinkState
 from kvbaton.sim.cluster import Cluster
@@ -23,6 +24,9 @@ def check_at_rest(cluster: Cluster) -> None:
             raise Broken(HANG, f"request {leg.index} never ended on {leg.life.peer.worker}")
     for life in cluster.lives.values():
         _check_life(life)
+    for life in cluster.every_life:
+        if any((life.peer.incarnation, other) not in cluster.hearing.goodbyes for other in life.vigil.farewell):
+            raise Broken(RULE, f"{life.peer} left, and did not say so to everybody")
 
 
 def check_healthy(cluster: Cluster) -> None:
@@ -95,6 +99,8 @@ def _check_life(life: Life) -> None:
     moving = [each for each in recorder.under_way() if each.at(Step.RESTED) is None] if recorder is not None else []
     if moving or (recorder is not None and recorder.counters):
         raise Broken(HANG, f"{name}: on record as under way at rest: {moving[:3]}")
+    life.vigil.record.check_at_rest()
+    _check_connections(life)
     held = {holder for holders in life.node._holders.values() for holder in holders}
     known = {("session", n) for n in ledger.sessions.by_number} | {
         ("link", k.nonce) for k in consumer.links.by_worker.values()
@@ -106,3 +112,13 @@ def _check_life(life: Life) -> None:
         raise Broken(LEAK, f"{name}: more than one session with the same worker at rest: {sorted(joined)}")
     if len(ledger.desk.timers):
         raise Broken(LEAK, f"{name}: {len(ledger.desk.timers)} timers at rest, next {ledger.next_deadline()}")
+
+
+def _check_connections(life: Life) -> None:
+    """No rank's data plane is open to anybody whom the node holds no connection to."""
+    for planes in life.transports:
+        for plane, transport in planes.items():
+            for rank in (*transport._links, *transport._invited):
+                peer = PeerId(WorkerId(rank.worker.partition("#")[0]), rank.incarnation)
+                if (peer, plane) not in life.node._holders:
+                    raise Broken(LEAK, f"{life.character.name}: {plane} of {transport.me.worker} is open to {rank}")

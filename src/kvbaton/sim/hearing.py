@@ -1,4 +1,5 @@
-"""What is said between workers, overheard: each pair talks in the newest version that both speak (rule 24).
+"""What is said between workers, overheard: each pair talks in the newest version that both speak (rule 24), and who
+leaves says goodbye to everybody.
 
 Laws: a Hello, its refusal and a Reset are answered in the version that they came in, or must be read by anybody; one
 claim in a few may be said in the oldest version. All else is said in the version of the pair.
@@ -24,6 +25,7 @@ class Hearing:
 
     def __init__(self, network: Network) -> None:
         self._spoken: dict[int, Versions] = {}  # by incarnation
+        self.goodbyes: set[tuple[int, int]] = set()  # who said so, and to whom
         network.on_said = self.said
 
     def watch(self, life: Life) -> None:
@@ -35,6 +37,8 @@ class Hearing:
         kind = _KINDS[bytes(body)[1]]
         if ours is None or theirs is None or kind in _OF_ANY_VERSION:
             return
+        if kind is m.Goodbye:
+            self.goodbyes.add((speaker, listener))
         newest = min(ours.newest, theirs.newest)
         if version != newest and not (kind is m.Claim and version == ours.oldest):
             raise Broken(RULE, f"{worker}: says {kind.__name__} in version {version}, and both speak {newest}")

@@ -199,6 +199,7 @@ class Life:
 
     def leave(self) -> None:
         """Go in peace: everything is given back and everybody told; the process ends."""
+        self.vigil.on_leaving()
         self.node.close(self.clock())
         self.engine.step_down()
         self.vigil.after_engine()

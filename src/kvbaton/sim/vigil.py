@@ -10,16 +10,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvbaton.protocol.consumer import Consumer
-from kvbaton.protocol.events import Wanted
-from kvbaton.protocol.ids import HandoffId, LeaseId, PutId
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.events import DrainStarted, PutWanted, Wanted
+from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PutId, Reader
 from kvbaton.protocol.lease import LeaseState, ReaderState
 from kvbaton.protocol.messages import Offer
 from kvbaton.protocol.producer import Producer
 from kvbaton.protocol.puts import PutState
-from kvbaton.sim.promises import HANG, LEAK, WRONG, Broken
+from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, RULE, WRONG, Broken
+from kvbaton.sim.record import Record
 
 if TYPE_CHECKING:
     from kvbaton.sim.life import Life
+
+Handle = Callable[[Any, float], None]
 
 LATE_S = 0.1
 """A loop may be this busy when something is due."""
@@ -35,17 +39,25 @@ class Vigil:
         settings, pace = life.character.settings, 1 + life.character.drift
         self._settings = settings
         self._hold_s = settings.max_hold_s / pace + LATE_S
+        self._first_s = min(settings.lease_s, settings.defer_timeout, settings.max_hold_s) / pace - LATE_S
         self._put_s = settings.transfer_timeout / pace + LATE_S
         self._wait_s = max(settings.transfer_timeout, settings.defer_timeout, settings.claim_timeout) / pace + 0.5
         self._leased: dict[LeaseId, float] = {}  # since when each has been seen held
-        self._loading: dict[HandoffId, float] = {}
+        self._loading: dict[int, float] = {}  # by attempt
         self._putting: dict[PutId, float] = {}
-        self._signs: dict[HandoffId, tuple[object, float]] = {}  # what was last seen of each handoff, and since when
+        self._signs: dict[int, tuple[object, float]] = {}  # by attempt: what was last seen of it, and since when
+        self._parked: set[Reader] = set()
+        self._drains = False
+        self.farewell: set[Incarnation] = set()  # who had to do with us when we left
         self.taken_back: set[HandoffId] = set()  # tickets that the router has said nobody will use
-        self._judge_room()
+        self.record = Record(str(self._name), settings)
+        if life.node.recorder is not None:
+            setattr(life.node.recorder, "take", self.record.watching(life.node.recorder.take))  # noqa: B010
+        self._listen()
 
     def after_node(self) -> None:
         """Queues are within their bounds, nothing is overdue, nothing is held past its limit."""
+        self._check_turn()
         self._check_bounds()
         ledger, now = self._ledger, self._life.world.now
         if ledger.producer.leases or self._leased:
@@ -56,6 +68,13 @@ class Vigil:
             self._check_puts(now)
         if self.taken_back:
             self._check_taken_back()
+        if self._drains:
+            self._check_drained()
+
+    def on_leaving(self) -> None:
+        ledger = self._ledger
+        self.farewell = {each.peer.incarnation for each in ledger.sessions.by_number.values() if each.joined}
+        self.farewell |= {each.peer.incarnation for each in ledger.consumer.links.by_worker.values() if each.peer}
 
     def after_engine(self) -> None:
         """Every reference to a block is the engine's own or has an owner at the door; what a store reads is pinned."""
@@ -90,28 +109,83 @@ class Vigil:
     def _over(self, name: str, count: int, limit: int) -> None:
         raise Broken(LEAK, f"{self._name}: {count} {name}, at most {limit}")
 
-    def _judge_room(self) -> None:
-        """Whoever takes a handoff in, or begins to write for one, had room for what may not come to rest (rule 18)."""
-        ledger, limit = self._ledger, self._settings.quarantine_blocks_max
-        consumer, producer = ledger.consumer, ledger.producer
+    def _listen(self) -> None:
+        """Stand at the doors of the ledger through which handoffs, offers, puts and the word to drain come in."""
+        handlers, of_target = self._ledger._on_event, self._ledger._of_target
+        handlers[Wanted] = self._taking_in(handlers[Wanted])
+        handlers[PutWanted] = self._putting_away(handlers[PutWanted])
+        handlers[DrainStarted] = self._draining(handlers[DrainStarted])
+        of_target[Offer] = self._writing(of_target[Offer])
 
-        def taken_in(event: Wanted, now: float) -> None:
-            full = quarantined(consumer) >= limit
-            wanted(event, now)
-            intake = consumer.by_handoff.get(event.handoff) if full else None
-            if intake is not None and intake.wanted is event:
-                raise Broken(LEAK, f"{self._name}: takes in a handoff with {quarantined(consumer)} blocks not at rest")
+    def _taking_in(self, handle: Handle) -> Handle:
+        """A handoff is taken in where there is room for what may not come to rest, and only then (rule 18)."""
+        consumer, limit = self._ledger.consumer, self._settings.quarantine_blocks_max
 
-        def begun(session: Any, offer: Offer, now: float) -> None:
+        def wanted(event: Any, now: float) -> None:
+            blocks, refused = quarantined(consumer), consumer.desk.counts["ends.quarantine_full"]
+            handle(event, now)
+            intake = consumer.by_handoff.get(event.handoff)
+            if blocks >= limit and intake is not None and intake.wanted is event:
+                raise Broken(LEAK, f"{self._name}: takes in a handoff with {blocks} blocks not at rest")
+            if blocks < limit and consumer.desk.counts["ends.quarantine_full"] > refused:
+                raise Broken(NEEDLESS, f"{self._name}: refuses a handoff with {blocks} blocks not at rest")
+
+        return wanted
+
+    def _writing(self, handle: Callable[[Any, Any, float], None]) -> Callable[[Any, Any, float], None]:
+        """P begins to write where there is room, likewise."""
+        producer, limit = self._ledger.producer, self._settings.quarantine_blocks_max
+
+        def offered(session: Any, offer: Offer, now: float) -> None:
             key = (session.number, offer.reservation)
             full = key not in producer.writer.outlets and restless(producer) >= limit
-            offered(session, offer, now)
+            handle(session, offer, now)
             if full and key in producer.writer.outlets:
                 raise Broken(LEAK, f"{self._name}: begins to write with {restless(producer)} blocks not at rest")
 
-        wanted: Callable[[Wanted, float], None] = ledger._on_event[Wanted]
-        offered: Callable[[Any, Offer, float], None] = ledger._of_target[Offer]
-        ledger._on_event[Wanted], ledger._of_target[Offer] = taken_in, begun
+        return offered
+
+    def _putting_away(self, handle: Handle) -> Handle:
+        """A put is taken unless there are as many as there may be."""
+        puts, limit = self._ledger.puts, self._settings.puts_max
+
+        def put_wanted(event: Any, now: float) -> None:
+            full = len(puts.states) >= limit
+            handle(event, now)
+            if full is (event.put in puts.states):
+                raise Broken(NEEDLESS, f"{self._name}: put {event.put} is {'taken' if full else 'refused'}, of {limit}")
+
+        return put_wanted
+
+    def _draining(self, handle: Handle) -> Handle:
+        def drains(event: Any, now: float) -> None:
+            handle(event, now)
+            self._drains, self._parked = True, set(self._ledger.producer.parked)
+
+        return drains
+
+    def _check_drained(self) -> None:
+        """Who is about to stop lets nobody wait for what it will not begin."""
+        parked = set(self._ledger.producer.parked)
+        if not parked <= self._parked:
+            raise Broken(RULE, f"{self._name}: a claim waits, and it drains")
+        self._parked = parked
+
+    def _check_turn(self) -> None:
+        """A turn leaves nothing undone: all news are handled and told, all that was due has happened, who sleeps until
+        `next_deadline` misses nothing."""
+        node, timers = self._life.node, self._ledger.desk.timers
+        if node._next_events or self._ledger.desk.marks or self._ledger.desk.effects:
+            raise Broken(HANG, f"{self._name}: a step ends with something left to do")
+        if not timers._at:
+            return
+        due, said = min(timers._at.values()), node.next_deadline()
+        if due <= self._life.clock():
+            raise Broken(
+                HANG, f"{self._name}: {min(timers._at, key=lambda key: timers._at[key])} was due, and waits on"
+            )
+        if said is None or said > due or self._ledger.next_deadline() != due:
+            raise Broken(HANG, f"{self._name}: sleeps until {said}, and something is due at {due}")
 
     # --- limits of time
 
@@ -124,26 +198,36 @@ class Vigil:
             if not doorway.is_leased(id):
                 raise Broken(LEAK, f"{self._name}: lease {id} is held, and its blocks are not pinned")
         if len(leased) > len(leases):
+            for id in leased.keys() - leases.keys():
+                self._check_expiry(id, now - leased[id])
             self._leased = {id: leased[id] for id in leases}
+
+    def _check_expiry(self, id: LeaseId, held_s: float) -> None:
+        """No lease runs out before its first term is over."""
+        producer = self._ledger.producer
+        lease = producer.tombstones.get(id)
+        expired = lease is not None and producer.ended.get(lease.handoff) is Reason.LEASE_EXPIRED
+        if expired and held_s < self._first_s:
+            raise Broken(NEEDLESS, f"{self._name}: lease {id} expired after {held_s:.2f} s")
 
     def _check_intakes(self, now: float) -> None:
         """No handoff of D's waits for ever, whether or not something happens to it meanwhile."""
-        living: dict[HandoffId, tuple[object, float]] = {}
-        loading: dict[HandoffId, float] = {}
-        for handoff, intake in self._ledger.consumer.by_handoff.items():
+        living: dict[int, tuple[object, float]] = {}
+        loading: dict[int, float] = {}
+        for intake in self._ledger.consumer.by_handoff.values():
             if intake.end is not None:
                 continue
-            source = intake.source
+            attempt, source = intake.attempt, intake.source  # a ticket that is replayed is another attempt
             heard = (source.work, source.progress, source.final) if source is not None else None
             sign = (intake.state, heard, len(intake.parts.moving))
-            seen, since = self._signs.get(handoff, (sign, now))
-            living[handoff] = (sign, since if seen == sign else now)
-            who = f"{self._name}: {intake.wanted.request}"
-            if now - living[handoff][1] > self._wait_s:
-                raise Broken(HANG, f"{who} waits, {intake.state.value}, for ever")
+            seen, since = self._signs.get(attempt, (sign, now))
+            living[attempt] = (sign, since if seen == sign else now)
+            if now - living[attempt][1] > self._wait_s:
+                raise Broken(HANG, f"{self._name}: {intake.wanted.request} waits, {intake.state.value}, for ever")
             if intake.target is not None:
-                loading[handoff] = self._loading.get(handoff, now)
-                if now - loading[handoff] > self._hold_s:
+                loading[attempt] = self._loading.get(attempt, now)
+                if now - loading[attempt] > self._hold_s:
+                    who = f"{self._name}: {intake.wanted.request}"
                     raise Broken(HANG, f"{who} is {intake.state.value}, with blocks, past max_hold_s")
         self._signs, self._loading = living, loading
 
@@ -154,6 +238,8 @@ class Vigil:
         for put, state in states.items():
             if state is PutState.PUTTING and now - self._putting[put] > self._put_s:
                 raise Broken(HANG, f"{self._name}: put {put} waits for a store past transfer_timeout")
+            if state is PutState.CANCELLING and now - self._putting[put] < self._put_s - 2 * LATE_S:
+                raise Broken(NEEDLESS, f"{self._name}: put {put} is broken off before transfer_timeout")
 
     def _check_taken_back(self) -> None:
         """What the router took back is held by nobody but its readers, and no claim waits for it."""
