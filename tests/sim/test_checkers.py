@@ -25,9 +25,17 @@ SEEN = {
     "load_without_limit": (HANG, "with blocks, past max_hold_s"),
     "reasons_forgotten": (NEEDLESS, "nothing here excuses it"),
     "completed_twice": (RULE, "a step that the rules do not know"),
+    "one_timer_a_turn": (HANG, "was due, and waits on"),
+    "sleeps_on": (HANG, "sleeps until"),
+    "goodbye_to_the_first": (RULE, "did not say so to everybody"),
+    "drain_forgotten": (RULE, "a claim waits, and it drains"),
+    "short_first_term": (NEEDLESS, "expired after"),
+    "disconnects_one_rank_fewer": (LEAK, "is open to"),
+    "lent_over_any_plane": (RULE, "which does not enforce it"),
+    "gives_up_early": (NEEDLESS, "_timeout after"),
 }
 QUICK = ("settled_for_the_oldest", "restless_without_bound", "put_unpinned_when_asked", "hold_begins_anew",
-         "reasons_forgotten", "completed_twice")  # fmt: skip
+         "reasons_forgotten", "completed_twice", "sleeps_on", "short_first_term", "lent_over_any_plane")  # fmt: skip
 
 
 def test_every_mutant_of_a_checker_says_how_it_is_seen():

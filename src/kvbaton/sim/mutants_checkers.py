@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbaton.protocol import consumer, links, producer, sessions
+import msgspec
+
+from kvbaton.protocol import consumer, desk, ledger, links, producer, sessions
 from kvbaton.protocol.effects import UnpinPut
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.messages import Commit, Written
@@ -89,6 +91,63 @@ def _said_twice(original: Any) -> Any:
     return completed
 
 
+def _one_at_a_time(original: Any) -> Any:
+    def on_time(self: Any, now: float) -> None:
+        key = self.desk.timers.pop_due(now)
+        if key is not None:
+            self._timer(*key, now)
+
+    return on_time
+
+
+def _sleeps_on(original: Any) -> Any:
+    def next_deadline(self: Any) -> Any:
+        due = original(self)
+        return due if due is None else due + 0.5
+
+    return next_deadline
+
+
+def _first_only(original: Any) -> Any:
+    def say_goodbye(self: Any, now: float) -> None:
+        rest = dict(list(self.by_number.items())[1:])
+        self.by_number = {number: each for number, each in self.by_number.items() if number not in rest}
+        original(self, now)
+
+    return say_goodbye
+
+
+def _short_first_term(original: Any) -> Any:
+    def on_begun(self: Any, event: Any, now: float) -> None:
+        original(self, event, now)
+        if event.lease in self.leases:
+            self.desk.timers.set(("lease", event.lease), now + self.desk.settings.lease_s / 4)
+
+    return on_begun
+
+
+def _one_rank_fewer(original: Any) -> Any:
+    def disconnect(self: Any, effect: Any) -> None:
+        original(self, msgspec.structs.replace(effect, ranks=effect.ranks - 1))
+
+    return disconnect
+
+
+def _over_any_plane(original: Any) -> Any:
+    def lend(self: Any, parts: Any, plane: Any, peer: Any, direction: Any, blocks: Any) -> None:
+        forced = msgspec.structs.replace(plane, enforces=True) if plane is not None else None
+        original(self, parts, forced, peer, direction, blocks)
+
+    return lend
+
+
+def _early(original: Any) -> Any:
+    def wait(self: Any, intake: Any, seconds: float, now: float) -> None:
+        original(self, intake, seconds / 3, now)
+
+    return wait
+
+
 CHECKER_MUTANTS: tuple[Mutant, ...] = (
     Mutant("settled_for_the_oldest", "24", "a pair of new nodes talks in the oldest version that both speak",
            swap(sessions.__dict__, "settle", _oldest_in_common)),
@@ -114,4 +173,20 @@ CHECKER_MUTANTS: tuple[Mutant, ...] = (
            swap(consumer.__dict__, "reason_of", _any_reason)),
     Mutant("completed_twice", "10", "a prompt is said to be complete twice",
            swap(Doorway, "completed", _said_twice)),
+    Mutant("one_timer_a_turn", "9, 26", "of all that is due a turn does one thing",
+           swap(ledger.Ledger, "on_time", _one_at_a_time)),
+    Mutant("sleeps_on", "9", "a loop wakes half a second after something was due",
+           swap(node.Node, "next_deadline", _sleeps_on)),
+    Mutant("goodbye_to_the_first", "3", "who leaves says so to one of its targets",
+           swap(sessions.Sessions, "say_goodbye", _first_only)),
+    Mutant("drain_forgotten", "9", "a claim waits at a prefiller that is about to stop",
+           swap(ledger.Ledger, "_on_drain", _nothing)),
+    Mutant("short_first_term", "9", "a lease runs out before the term that it was given",
+           swap(producer.Producer, "on_begun", _short_first_term)),
+    Mutant("disconnects_one_rank_fewer", "3", "of a peer that is gone one rank stays connected",
+           swap(node.Node, "_disconnect", _one_rank_fewer)),
+    Mutant("lent_over_any_plane", "28", "blocks are lent where nothing keeps anybody to them",
+           swap(desk.Desk, "lend", _over_any_plane)),
+    Mutant("gives_up_early", "17", "D waits a third of what it should",
+           swap(consumer.Consumer, "_wait", _early)),
 )  # fmt: skip
