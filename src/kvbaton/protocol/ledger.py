@@ -98,6 +98,8 @@ class Ledger:
 
     def take_marks(self) -> list[Mark]:
         """What handoffs have come to since the last time, in order."""
+        if not self.desk.marks:
+            return []
         marks = list(self.desk.marks)
         self.desk.marks.clear()
         return marks

@@ -6,7 +6,7 @@ it ends once and then rests once, and nothing is said of it after that. Nobody g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvbaton.protocol.errors import Reason
@@ -20,7 +20,7 @@ _TIMEOUTS = {Reason.CLAIM_TIMEOUT, Reason.DEFER_TIMEOUT, Reason.TRANSFER_TIMEOUT
 _EARLY = 0.9
 """Clocks drift, and one side's may be the one that counts."""
 
-Take = Callable[[Sequence[Mark], Iterable[tuple[Any, float]], float, float], None]
+Take = Callable[[Sequence[Mark], Sequence[tuple[Any, float]], float, float], None]
 
 
 class Record:
@@ -37,7 +37,7 @@ class Record:
         """The recorder's own, and this."""
 
         def watched(
-            marks: Sequence[Mark], taken: Iterable[tuple[Any, float]], now: float, wall_offset_s: float
+            marks: Sequence[Mark], taken: Sequence[tuple[Any, float]], now: float, wall_offset_s: float
         ) -> None:
             for mark in marks:
                 self._note(mark)

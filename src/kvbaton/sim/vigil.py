@@ -190,12 +190,12 @@ class Vigil:
     # --- limits of time
 
     def _check_leases(self, now: float) -> None:
-        leases, leased, doorway = self._ledger.producer.leases, self._leased, self._life.doorway
+        leases, leased, pins = self._ledger.producer.leases, self._leased, self._life.doorway._pins
         for id, lease in leases.items():
             since = leased.setdefault(id, now)
             if now - since > self._hold_s and lease.state is not LeaseState.CLOSING:
                 raise Broken(LEAK, f"{self._name}: lease {id} is held past max_hold_s")
-            if not doorway.is_leased(id):
+            if id not in pins:
                 raise Broken(LEAK, f"{self._name}: lease {id} is held, and its blocks are not pinned")
         if len(leased) > len(leases):
             for id in leased.keys() - leases.keys():
