@@ -110,29 +110,20 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
         return EngineLayout(groups, ranks)
 
 
+@functools.lru_cache(maxsize=65536)
 def page_stamp(shape: Shape, content: int, layer: int, index: int, rank: int, valid: int) -> bytes:
     """What a page holds: `valid` tokens of block `index` of a prompt, for the heads of a rank."""
-    first_head = shape.head_start(rank)
-    return _page(shape.order, shape.block_tokens, shape.rank_heads, content, layer, index, first_head, valid)
-
-
-@functools.lru_cache(maxsize=65536)
-def _page(order: str, tokens: int, heads: int, content: int, layer: int, index: int, head: int, valid: int) -> bytes:
-    """The same for all shapes that agree in these."""
-    first = index * tokens
-    cells = [
-        _stamp(content, layer, head + nth, first + token) if token < valid else 0
-        for nth, token in _places(order, tokens, heads)
-    ]
+    first = index * shape.block_tokens
+    cells = []
+    heads = range(shape.head_start(rank), shape.head_start(rank) + shape.rank_heads)
+    tokens = range(first, first + shape.block_tokens)
+    if shape.order == "HNP":
+        listed = [(head, token) for head in heads for token in tokens]
+    else:
+        listed = [(head, token) for token in tokens for head in heads]
+    for head, token in listed:
+        cells.append(_stamp(content, layer, head, token) if token - first < valid else 0)
     return struct.pack(f"<{len(cells)}I", *cells)
-
-
-@functools.cache
-def _places(order: str, tokens: int, heads: int) -> tuple[tuple[int, int], ...]:
-    """(head, token) of each cell of a page."""
-    if order == "HNP":
-        return tuple((head, token) for head in range(heads) for token in range(tokens))
-    return tuple((head, token) for token in range(tokens) for head in range(heads))
 
 
 def _stamp(content: int, layer: int, head: int, token: int) -> int:

@@ -175,7 +175,8 @@ class Vigil:
         """A turn leaves nothing undone: all news are handled and told, all that was due has happened, who sleeps until
         `next_deadline` misses nothing."""
         node, timers = self._life.node, self._ledger.desk.timers
-        if node._next_events or self._ledger.desk.marks or self._ledger.desk.effects:
+        untold = node.recorder is not None and self._ledger.desk.marks
+        if node._next_events or untold or self._ledger.desk.effects:
             raise Broken(HANG, f"{self._name}: a step ends with something left to do")
         if not timers._at:
             return
