@@ -115,7 +115,9 @@ def _check_life(life: Life) -> None:
 
 
 def _check_connections(life: Life) -> None:
-    """No rank's data plane is open to anybody whom the node holds no connection to."""
+    """No rank's data plane is open to anybody whom the node holds no connection to, unless it threw when told so."""
+    if any(what.startswith(("disconnect", "Connect")) for what in life.node.faults):
+        return
     for planes in life.transports:
         for plane, transport in planes.items():
             for rank in (*transport._links, *transport._invited):

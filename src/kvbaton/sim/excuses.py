@@ -19,7 +19,7 @@ SHORT = "short times"
 
 _R = Reason
 _CUT = ("lost", "partitioned", "delayed", "paused_process", "paused_loop", "crashed", "retired", "port_threw")
-_LEFT = ("aborted", "client_left", "discard", "retired")
+_LEFT = ("aborted", "client_left", "discard", "retired", "cache_replaced")
 _APART = ("crashed", "retired", "registry_flaps", "port_threw", "plane_shut")
 _STUCK = ("slow_copy", "stalled_copy", "failed_copy", "paused", *_CUT)
 
@@ -28,18 +28,18 @@ EXCUSES: dict[Reason, tuple[str, ...]] = {
     _R.BUSY: (TIGHT,),
     _R.CLAIM_TIMEOUT: _CUT,
     _R.CONTENT_MISMATCH: ("ticket_other_prompt",),
-    _R.DEFER_TIMEOUT: (SHORT,),
+    _R.DEFER_TIMEOUT: (SHORT, "preempted", *_LEFT, *_STUCK, *_APART),
     _R.DISCARDED: ("discard",),
     _R.DRAINING: ("retired",),
     _R.DUPLICATE: ("ticket_twice", "ticket_replayed"),
     _R.HANDSHAKE_TIMEOUT: _CUT,
-    _R.LEASE_EXPIRED: (SHORT,),
+    _R.LEASE_EXPIRED: (SHORT, LATE_TICKETS, "preempted", *_LEFT, *_STUCK, *_APART),
     _R.PEER_GONE: (*_APART, *_STUCK),
     _R.PEER_UNKNOWN: (*_APART, *_STUCK),
     _R.QUARANTINE_FULL: _STUCK,
     _R.SOURCE_ABORTED: _LEFT,
     _R.SOURCE_PREEMPTED: ("preempted",),
-    _R.STALE: (SHORT,),
+    _R.STALE: (SHORT, "nibbled", "cache_replaced", *_STUCK, *_APART),
     _R.TICKET_EXPIRED: (LATE_TICKETS, "ticket_replayed", "paused", *_CUT),
     _R.TICKET_SPENT: ("ticket_", "discard", TIGHT, *_STUCK, *_APART),
     _R.TRANSFER_FAILED: ("failed_copy", *_APART, *_STUCK),
