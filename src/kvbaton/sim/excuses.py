@@ -37,7 +37,7 @@ EXCUSES: dict[Reason, tuple[str, ...]] = {
     _R.PEER_GONE: (*_APART, *_STUCK),
     _R.PEER_UNKNOWN: (*_APART, *_STUCK),
     _R.QUARANTINE_FULL: _STUCK,
-    _R.SOURCE_ABORTED: _LEFT,
+    _R.SOURCE_ABORTED: (*_LEFT, *_STUCK, *_APART),  # also a Quiesced of which only the repetition came
     _R.SOURCE_PREEMPTED: ("preempted",),
     _R.STALE: (SHORT, "nibbled", "cache_replaced", *_STUCK, *_APART),
     _R.TICKET_EXPIRED: (LATE_TICKETS, "ticket_replayed", "paused", *_CUT),
