@@ -7,9 +7,12 @@ bring about is excused by that. Faults are named as worlds count them; a name st
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.sim.plan import Plan
+
+if TYPE_CHECKING:
+    from kvbaton.sim.plan import Plan
 
 TIGHT = "tight bounds"
 OTHER_NEEDS = "other needs"
@@ -18,9 +21,10 @@ SHORT = "short times"
 """Said of a plan, beside its world's faults."""
 
 _R = Reason
-_CUT = ("lost", "partitioned", "delayed", "paused_process", "paused_loop", "crashed", "retired", "port_threw")
+_RANKS = "rank_"  # whatever befalls ranks in processes of their own
+_CUT = ("lost", "partitioned", "delayed", "paused_process", "paused_loop", "crashed", "retired", "port_threw", _RANKS)
 _LEFT = ("aborted", "client_left", "discard", "retired", "cache_replaced")
-_APART = ("crashed", "retired", "registry_flaps", "port_threw", "plane_shut")
+_APART = ("crashed", "retired", "registry_flaps", "port_threw", "plane_shut", _RANKS)
 _STUCK = ("slow_copy", "stalled_copy", "failed_copy", "paused", *_CUT)
 
 EXCUSES: dict[Reason, tuple[str, ...]] = {
@@ -45,7 +49,7 @@ EXCUSES: dict[Reason, tuple[str, ...]] = {
     _R.TRANSFER_FAILED: ("failed_copy", *_APART, *_STUCK),
     _R.TRANSFER_TIMEOUT: _STUCK,
     _R.UNKNOWN_LEASE: (SHORT, TIGHT, "ticket_", "preempted", *_LEFT, *_STUCK, *_APART),
-    _R.UNREACHABLE: ("plane_shut", "port_threw"),
+    _R.UNREACHABLE: ("plane_shut", "port_threw", _RANKS),
     _R.WRONG_INCARNATION: (*_APART, *_STUCK, TIGHT),
     _R.WRONG_VERSION: ("other_versions", OTHER_NEEDS),
 }
@@ -65,5 +69,14 @@ def wrongs(plan: Plan, faults: Iterable[str]) -> set[str]:
 
 
 def is_excused(reason: str, wrong: Iterable[str]) -> bool:
-    excuses = (*EXCUSES.get(Reason(reason), ()), "lie")
-    return any(each.startswith(excuses) for each in wrong)
+    excuses = EXCUSES.get(Reason(reason), ())
+    return any(each.startswith(excuses) for each in wrong) or are_lies_told(wrong)
+
+
+def are_lies_told(wrong: Iterable[str]) -> bool:
+    """Whether members with a valid key say what is not so: then anything may be said to anybody."""
+    return any(each.startswith("lie") for each in wrong)
+
+
+def are_ranks_apart(wrong: Iterable[str]) -> bool:
+    return any(each.startswith(_RANKS) for each in wrong)

@@ -7,9 +7,12 @@ claim in a few may be said in the oldest version. All else is said in the versio
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from kvbaton.protocol import messages as m
+from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.versions import Versions
 from kvbaton.sim.life import Life
 from kvbaton.sim.network import Network
@@ -23,7 +26,8 @@ _OF_ANY_VERSION = (m.Hello, m.HelloRefused, m.Reset)
 class Hearing:
     """Hears every frame of every life of a cluster."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, liars: Collection[WorkerId] = ()) -> None:
+        self.liars = liars  # who may say what it likes
         self._spoken: dict[int, Versions] = {}  # by incarnation
         self.goodbyes: set[tuple[int, int]] = set()  # who said so, and to whom
         network.on_said = self.said
@@ -31,7 +35,9 @@ class Hearing:
     def watch(self, life: Life) -> None:
         self._spoken[life.peer.incarnation] = life.character.versions
 
-    def said(self, frame: bytes) -> None:
+    def said(self, who: WorkerId, frame: bytes) -> None:
+        if who in self.liars:
+            return
         version, worker, speaker, listener, _, body = _ENVELOPE.decode(frame)
         ours, theirs = self._spoken.get(speaker), self._spoken.get(listener)
         kind = _KINDS[bytes(body)[1]]

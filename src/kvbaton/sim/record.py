@@ -6,12 +6,13 @@ it ends once and then rests once, and nothing is said of it after that. Nobody g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.marks import Ended, Mark, Side, Step
 from kvbaton.protocol.settings import Settings
+from kvbaton.sim.excuses import are_lies_told
 from kvbaton.sim.promises import HANG, NEEDLESS, RULE, Broken
 
 _MORE_THAN_ONCE = {Step.CLAIMED, Step.PARKED, Step.SEATED, Step.WRITTEN, Step.COMMITTED, Step.STALE, Step.LEFT}
@@ -26,8 +27,9 @@ Take = Callable[[Sequence[Mark], Sequence[tuple[Any, float]], float, float], Non
 class Record:
     """Of one life."""
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    def __init__(self, name: str, settings: Settings, faults: Mapping[str, int]) -> None:
         self.name = name
+        self._faults = faults
         self.open: dict[tuple[Side, int], dict[Step, float]] = {}
         self._soonest_s = _EARLY * min(
             settings.claim_timeout, settings.defer_timeout, settings.transfer_timeout, settings.max_hold_s
@@ -69,5 +71,6 @@ class Record:
     def _check_end(self, mark: Mark, steps: dict[Step, float]) -> None:
         assert isinstance(mark.what, Ended)
         waited_s = mark.at - steps[Step.ASKED]
-        if mark.what.end.reason in _TIMEOUTS and waited_s < self._soonest_s:
+        early = mark.what.end.reason in _TIMEOUTS and waited_s < self._soonest_s
+        if early and not are_lies_told(self._faults):  # a liar may say that it waited
             raise Broken(NEEDLESS, f"{self.name}: {mark.what.end.reason} after {waited_s:.2f} s")
