@@ -27,24 +27,25 @@ class Hearing:
     """Hears every frame of every life of a cluster."""
 
     def __init__(self, network: Network, liars: Collection[WorkerId] = ()) -> None:
-        self.liars = liars  # who may say what it likes
+        self.liars = liars  # say what they like
         self._spoken: dict[int, Versions] = {}  # by incarnation
         self.goodbyes: set[tuple[int, int]] = set()  # who said so, and to whom
         network.on_said = self.said
 
     def watch(self, life: Life) -> None:
-        self._spoken[life.peer.incarnation] = life.character.versions
+        if life.character.name not in self.liars:  # who also gets what it asks for
+            self._spoken[life.peer.incarnation] = life.character.versions
 
     def said(self, who: WorkerId, frame: bytes) -> None:
         if who in self.liars:
             return
         version, worker, speaker, listener, _, body = _ENVELOPE.decode(frame)
-        ours, theirs = self._spoken.get(speaker), self._spoken.get(listener)
         kind = _KINDS[bytes(body)[1]]
-        if ours is None or theirs is None or kind in _OF_ANY_VERSION:
-            return
         if kind is m.Goodbye:
             self.goodbyes.add((speaker, listener))
+        ours, theirs = self._spoken.get(speaker), self._spoken.get(listener)
+        if ours is None or theirs is None or kind in _OF_ANY_VERSION:
+            return
         newest = min(ours.newest, theirs.newest)
         if version != newest and not (kind is m.Claim and version == ours.oldest):
             raise Broken(RULE, f"{worker}: says {kind.__name__} in version {version}, and both speak {newest}")

@@ -230,7 +230,7 @@ class Life:
             self.node.step(self.clock())
         except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
             raise Broken(DEATH, f"{self.character.name}: the node raised\n{traceback.format_exc()}") from None
-        self.vigil.after_node()
+        self._check_node()
         self._set_timer()
 
     def _step_engine(self) -> None:
@@ -245,6 +245,10 @@ class Life:
         self.vigil.after_engine()
         if before != self.engine.pool.total or self.engine.has_next:
             self.wake_engine()
+
+    def _check_node(self) -> None:
+        """After every step; whoever watches a life more closely does more here."""
+        self.vigil.after_node()
 
     def _set_timer(self) -> None:
         deadline = self.node.next_deadline()
