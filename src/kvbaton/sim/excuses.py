@@ -29,7 +29,8 @@ _STUCK = ("slow_copy", "stalled_copy", "failed_copy", "paused", *_CUT)
 
 EXCUSES: dict[Reason, tuple[str, ...]] = {
     _R.ABORTED: _LEFT,
-    _R.BUSY: (TIGHT,),
+    _R.BAD_SPAN: (_RANKS,),  # what a rank makes of a plane that threw
+    _R.BUSY: (TIGHT, _RANKS),
     _R.CLAIM_TIMEOUT: _CUT,
     _R.CONTENT_MISMATCH: ("ticket_other_prompt",),
     _R.DEFER_TIMEOUT: (SHORT, "preempted", *_LEFT, *_STUCK, *_APART),
@@ -39,7 +40,7 @@ EXCUSES: dict[Reason, tuple[str, ...]] = {
     _R.HANDSHAKE_TIMEOUT: _CUT,
     _R.LEASE_EXPIRED: (SHORT, LATE_TICKETS, "preempted", *_LEFT, *_STUCK, *_APART),
     _R.PEER_GONE: (*_APART, *_STUCK),
-    _R.PEER_UNKNOWN: (*_APART, *_STUCK),
+    _R.PEER_UNKNOWN: ("ticket_of_nobody", *_APART, *_STUCK),
     _R.QUARANTINE_FULL: _STUCK,
     _R.SOURCE_ABORTED: (*_LEFT, *_STUCK, *_APART),  # also a Quiesced of which only the repetition came
     _R.SOURCE_PREEMPTED: ("preempted",),
