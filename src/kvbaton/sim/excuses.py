@@ -29,7 +29,7 @@ _STUCK = ("slow_copy", "stalled_copy", "failed_copy", "paused", *_CUT)
 
 EXCUSES: dict[Reason, tuple[str, ...]] = {
     _R.ABORTED: _LEFT,
-    _R.BAD_SPAN: (_RANKS,),  # what a rank makes of a plane that threw
+    _R.BAD_SPAN: (_RANKS,),  # parts of what a rank was told were lost
     _R.BUSY: (TIGHT, _RANKS),
     _R.CLAIM_TIMEOUT: _CUT,
     _R.CONTENT_MISMATCH: ("ticket_other_prompt",),
