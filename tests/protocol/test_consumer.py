@@ -383,6 +383,16 @@ class TestBlocksBeforeTheGrant:
         pair.run(Settings().claim_timeout + 1)
         assert why(load) is Reason.CLAIM_TIMEOUT and load.failed is None and load.drops == 1
 
+    def test_blocks_are_not_held_for_it_past_the_limit(self, make_pair: Make) -> None:
+        """Found by the simulator: the limit was armed with the answer, which did not come."""
+        pair = make_pair("p", "d", settings=Settings(claim_timeout=10.0, lease_s=1.0, max_hold_s=2.0))
+        pair.lose(Claim, times=999)
+        load = pair.d.want("r", pair.p.grant())
+        pair.settle()
+        pair.d.allocate("r")
+        pair.run(2.1)
+        assert why(load) is Reason.CLAIM_TIMEOUT and load.drops == 1
+
     def test_an_engine_that_gives_it_up_gets_its_report(self, pair: Pair) -> None:
         pair.lose(Claim, times=999)
         load = pair.d.want("r", pair.p.grant())

@@ -133,6 +133,21 @@ def test_it_is_tried_again_after_a_while(make_pair: Make) -> None:
     assert delivered(asks(pair, 4)) and len(pair.said(Goodbye)) == 1
 
 
+def test_what_the_source_gave_up_is_tried_again_too(make_pair: Make) -> None:
+    """Found by the simulator: D remembered only its own failures, and the pair kept to what P had fallen back on."""
+    pair = make_pair("p", "d", transports=BOTH, settings=Settings(shun_s=60.0))
+    pair.hold(Joined)
+    load = asks(pair)
+    pair.p.tell(PlaneFailed(pair.d.me, ("session", 1), "no such device"))
+    pair.release(Joined)
+    pair.settle()
+    assert delivered(load) and of(pair, Connect) == ["shm", "tcp"]
+    pair.run(61.0)
+    assert delivered(asks(pair, 2)) and of(pair, Connect) == ["shm", "tcp", "shm"]
+    pair.run(61.0)
+    assert delivered(asks(pair, 3)) and len(of(pair, Connect)) == 3, "and then it stays"
+
+
 def test_a_link_in_use_is_not_given_up_for_a_better_plane(make_pair: Make) -> None:
     pair = make_pair("p", "d", transports=BOTH, settings=Settings(shun_s=5.0, transfer_timeout=60.0))
     shut(pair, "shm")

@@ -82,7 +82,7 @@ def test_a_new_life_ends_the_old_one_s_session(pair: Pair) -> None:
     old = pair.d.me
     pair.restart("d")
     greet(pair)
-    assert joined(pair) == [("d", 2)]
+    assert joined(pair) == [("d", 3)]
     assert [effect.peer for effect in pair.done(Disconnect, "p")] == [old]
     assert len(pair.done(Connect, "p")) == 2
 
@@ -92,8 +92,8 @@ def test_a_link_that_is_made_anew_by_the_same_life_keeps_its_connection(pair: Pa
     greet(pair)
     pair.d.tell(Departed(pair.p.name))
     greet(pair)
-    assert joined(pair) == [("d", 2)]
-    assert pair.p.holders == {pair.d.me: {("session", 2)}} and pair.d.me in pair.p.connected
+    assert joined(pair) == [("d", 3)]
+    assert pair.p.holders == {pair.d.me: {("session", 3)}} and pair.d.me in pair.p.connected
 
 
 def test_a_joined_of_a_link_long_over_confirms_nothing(pair: Pair) -> None:
@@ -101,9 +101,9 @@ def test_a_joined_of_a_link_long_over_confirms_nothing(pair: Pair) -> None:
     greet(pair)
     pair.d.tell(Departed(pair.p.name))
     greet(pair)
-    assert joined(pair) == [("d", 2)]
+    assert joined(pair) == [("d", 3)]
     pair.release(Joined)
-    assert joined(pair) == [("d", 2)]
+    assert joined(pair) == [("d", 3)]
 
 
 def test_a_joined_that_a_later_session_overtook_ends_its_own(pair: Pair) -> None:
@@ -111,12 +111,12 @@ def test_a_joined_that_a_later_session_overtook_ends_its_own(pair: Pair) -> None
     greet(pair)
     pair.d.tell(Departed(pair.p.name))
     greet(pair)
-    pair.inject("d", "p", Joined((b"1",)), session=2)
+    pair.inject("d", "p", Joined((b"1",)), session=3)
     card = pair.d.ledger.desk.identity.card()
     pair.inject("d", "p", Hello(9, card), session=0, to=0)
-    pair.inject("d", "p", Joined((b"1",)), session=3)
-    assert joined(pair) == [("d", 3)]
-    assert list(pair.p.ledger.sessions.by_number) == [3]
+    pair.inject("d", "p", Joined((b"1",)), session=5)
+    assert joined(pair) == [("d", 5)]
+    assert list(pair.p.ledger.sessions.by_number) == [5]
 
 
 def test_a_joined_with_a_wrong_number_of_endpoints_confirms_nothing(pair: Pair) -> None:
@@ -148,7 +148,7 @@ def test_unconfirmed_sessions_give_way_first(make_pair: Make) -> None:
     greet(pair, "e")
     assert len(pair.p.ledger.sessions.by_number) == 2
     greet(pair, "f")
-    assert joined(pair) == [("d", 1), ("f", 3)]
+    assert joined(pair) == [("d", 1), ("f", 5)]
 
 
 def test_idle_sessions_give_way_next_and_their_d_greets_again(make_pair: Make) -> None:
@@ -156,7 +156,7 @@ def test_idle_sessions_give_way_next_and_their_d_greets_again(make_pair: Make) -
     greet(pair, "d")
     loads = [pair.e.want("r", pair.p.grant(1), 1)]
     pair.settle()
-    assert joined(pair) == [("e", 2)]
+    assert joined(pair) == [("e", 3)]
     loads.append(pair.d.want("s", pair.p.grant(2), 2))
     pair.settle()
     assert all(load.end is not None and load.end.delivered for load in loads)

@@ -19,6 +19,7 @@ REGRESSIONS = {
     116: "a worker that drained while it was paused never left",
     307: "a worker that left after the healing came back with its faults",
     969: "a worker that crashed just before the end was started twice",
+    11647: "a Welcome of before a session ended it",
 }
 """Seeds that once broke, with what it was; the worlds behind the numbers change with the plan, the names stay."""
 

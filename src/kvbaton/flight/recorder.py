@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvbaton.flight.records import DELIVERED, MOMENTS_MAX, NAME_CHARS_MAX, TEXT_CHARS_MAX, Flight, Moment, Seat
@@ -79,9 +79,11 @@ class Recorder:
     # --- the node's thread
 
     def take(
-        self, marks: Sequence[Mark], taken: Iterable[tuple[RequestId, float]], now: float, wall_offset_s: float
+        self, marks: Sequence[Mark], taken: Sequence[tuple[RequestId, float]], now: float, wall_offset_s: float
     ) -> None:
         """What was said since the last time. `taken` is by the wall clock, all else by the node's."""
+        if not (marks or taken or self._closing):
+            return  # as in most turns
         with self._lock:
             for mark in marks:
                 self._note(mark, wall_offset_s)

@@ -119,8 +119,10 @@ class Consumer:
             return
         intake.target = event
         intake.hard_deadline = now + self.desk.settings.max_hold_s
-        if intake.state not in (_S.GREETING, _S.CLAIMING):
-            self._begin(intake, now)  # else P's answer, which is on its way, begins it
+        if intake.state in (_S.GREETING, _S.CLAIMING):
+            self._wait(intake, intake.deadline - now, now)  # P's answer, which is on its way, begins it
+        else:
+            self._begin(intake, now)
 
     def on_not_needed(self, event: NotNeeded | GaveUp, now: float) -> None:
         intake = self.by_request.get(event.request)

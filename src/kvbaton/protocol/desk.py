@@ -80,6 +80,7 @@ class Desk:
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MARKS_MAX))
     owners: dict[JobId, Parts] = field(default_factory=dict)
     last_job: int = 0
+    confirmed: int = 0  # sessions that targets have confirmed, so far
 
     def emit(self, effect: Effect) -> None:
         self.effects.append(effect)

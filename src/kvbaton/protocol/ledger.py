@@ -43,13 +43,14 @@ class Ledger:
         self.desk = Desk(identity, settings, epochs_of)
         self.producer = Producer(self.desk)
         self.consumer = Consumer(self.desk)
+        links = self.consumer.links
         self.sessions = Sessions(
-            self.desk, self.producer.on_session_ended, self.producer.is_idle, self.consumer.links.session_with
+            self.desk, self.producer.on_session_ended, self.producer.is_idle, links.session_with, links.on_connected
         )
-        self.consumer.links.on_pairing = self.sessions.end_unknown
+        links.on_pairing, links.joined_since = self.sessions.end_unknown, self.sessions.joined_since
         self.producer.writer.on_stuck = self.sessions.end
         # A fence shuts a peer out of our memory in both roles: if it reads from us as well, it must pair anew.
-        self.consumer.links.on_fence = lambda peer, now: self.sessions.end_worker(peer.worker, peer.incarnation, now)
+        links.on_fence = lambda peer, now: self.sessions.end_worker(peer.worker, peer.incarnation, now)
         self.puts = Puts(self.desk)
         self._greetings: Buckets[WorkerId] = Buckets(settings.greetings_per_s_max, settings.greetings_burst_max)
         self._on_event = self._event_handlers()
@@ -97,6 +98,8 @@ class Ledger:
 
     def take_marks(self) -> list[Mark]:
         """What handoffs have come to since the last time, in order."""
+        if not self.desk.marks:
+            return []
         marks = list(self.desk.marks)
         self.desk.marks.clear()
         return marks

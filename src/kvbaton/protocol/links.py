@@ -5,6 +5,7 @@ A link that is down is forgotten; the next need greets anew. Who waits for a lin
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable
 from typing import Protocol
@@ -14,8 +15,8 @@ from kvbaton.protocol.effects import Connect, Direction, Disconnect, GivenUp, Ho
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import CopyEnded, Departed
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, rank_peer
-from kvbaton.protocol.messages import Goodbye, Hello, HelloRefused, Joined, Message, Welcome
-from kvbaton.protocol.peer import LINK, Link, LinkEvent, LinkState, has_fallback, pair_as_target
+from kvbaton.protocol.messages import Card, Goodbye, Hello, HelloRefused, Joined, Message, Welcome
+from kvbaton.protocol.peer import LINK, Link, LinkEvent, LinkState, has_fallback, pair_as_target, reaches
 from kvbaton.protocol.shunned import Shunned
 from kvbaton.protocol.spans import Move
 from kvbaton.protocol.table import Verdict
@@ -39,6 +40,7 @@ class Links:
         self.fencing: list[Link] = []
         self.on_fence: Callable[[PeerId, float], None] = _ignored
         self.on_pairing: Callable[[PeerId, int, float], None] = _also_ignored
+        self.joined_since: Callable[[PeerId, int, int], bool] = lambda peer, session, since: False
         self._watcher = watcher
         self._shunned = Shunned(desk.settings.shun_s)
         self._last_nonce = 0
@@ -54,7 +56,7 @@ class Links:
             if len(self.by_worker) >= self.desk.settings.sessions_max:
                 self._let_one_go(now)
             self._last_nonce += 1
-            link = Link(worker, self._last_nonce, now + self.desk.settings.claim_timeout)
+            link = Link(worker, self._last_nonce, now + self.desk.settings.claim_timeout, self.desk.confirmed)
             self.by_worker[worker] = link
             self._say(link, now)
         return link
@@ -92,6 +94,12 @@ class Links:
     def on_welcome(self, sender: PeerId, session: int, message: Welcome, version: int, now: float) -> None:
         """The source agrees, as we wait for, and settles by the version of its answer in which one the pair talks."""
         link = self.by_worker[sender.worker]
+        if self.joined_since(sender, message.link_session, link.confirmed):
+            # It has linked to us since we greeted, and says that it has not: then or now? Asked again, it says now.
+            self._last_nonce += 1
+            link.nonce, link.confirmed = self._last_nonce, self.desk.confirmed
+            self._say(link, now)
+            return
         try:
             link.plan, link.transport = pair_as_target(self.desk.identity, message.card, message.transport)
         except ProtocolError as error:
@@ -106,10 +114,12 @@ class Links:
             return
         link.state, link.peer, link.session, link.version = LinkState.JOINING, sender, session, version
         link.features = message.card.optional
+        self._shun_passed_over(link, message.card, now)
         worth_a_try = self._worth_a_try(link, now)
         link.fallback = has_fallback(self.desk.identity, message.card, worth_a_try, link.transport.name)
         link.left_out = tuple(n for n in message.card.transports if self._is_shunned(link, n, now))
         self.on_pairing(sender, message.link_session, now)
+        link.endpoints = message.endpoints
         self.desk.emit(Connect(sender, link.transport.name, ranks, message.endpoints, _holder(link)))
         self.desk.count(f"links.{link.transport.name}")
         if link.fallback:
@@ -174,6 +184,20 @@ class Links:
             link.probes = None
             self._say(link, now)
 
+    def on_connected(self, other: Connect, now: float) -> None:
+        """Both roles of a pair share one data connection, and as a target that peer has just said how it is reached.
+
+        If we were told otherwise for our own link to it, one of the two words was held up and is of the past, and
+        nothing says which: the next need asks.
+        """
+        link = self.by_worker.get(other.peer.worker)
+        if link is None or link.peer != other.peer or link.transport is None or link.transport.name != other.transport:
+            return
+        if link.endpoints != other.endpoints:
+            self.desk.count("links_in_doubt")
+            self.send(link, Goodbye())
+            self.lose(link, Reason.WRONG_INCARNATION, "the source's data plane has moved, or it says so late", now)
+
     def fence(self, link: Link, now: float) -> None:
         """Shut that peer out of our memory; everything that it may still be writing comes to rest with it."""
         if link.fencing:
@@ -230,6 +254,14 @@ class Links:
 
     def _is_shunned(self, link: Link, name: str, now: float) -> bool:
         return self.desk.identity.capabilities(name) is not None and name not in self._worth_a_try(link, now)
+
+    def _shun_passed_over(self, link: Link, card: Card, now: float) -> None:
+        """Better data planes that both have and the source did not take have failed there: tried again in a while."""
+        assert link.transport is not None
+        better = itertools.takewhile(link.transport.name.__ne__, card.transports)
+        for plane in map(self.desk.identity.capabilities, better):
+            if plane is not None and reaches(plane, self.desk.identity, card):
+                self._shunned.add(link.worker, plane.name, now)
 
     def _may_improve(self, link: Link, now: float) -> bool:
         """Nothing is being taken, and what the pair had to do without may work by now."""

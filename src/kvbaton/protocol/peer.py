@@ -64,12 +64,14 @@ class Link:
     worker: WorkerId
     nonce: int
     deadline: float
+    confirmed: int  # sessions that others had confirmed to us when we greeted
     state: LinkState = LinkState.GREETING
     peer: PeerId | None = None
     session: int = 0
     version: int = OLDEST  # that the pair talks in
     plan: Plan | None = None
     transport: Capabilities | None = None
+    endpoints: tuple[bytes, ...] = ()  # by which its ranks are reached, as it said
     features: int = 0  # what the source can do
     fallback: bool = False  # the pair has another data plane in common, which has not failed
     left_out: tuple[str, ...] = ()  # better to worse: data planes of both that had failed when the pair greeted
@@ -90,6 +92,7 @@ class Session:
     transport: Capabilities
     version: int  # that the pair talks in
     joined: bool = False
+    confirmed: int = 0  # as which of all, since this life began
 
 
 def check_card(identity: Identity, card: Card) -> None:

@@ -27,6 +27,7 @@ class Sessions:
         on_ended: Callable[[Session, float], None],
         is_idle: Callable[[Session], bool],
         link_session: Callable[[PeerId], int],
+        on_connected: Callable[[Connect, float], None],
     ) -> None:
         self.desk = desk
         self.by_number: dict[int, Session] = {}
@@ -35,6 +36,7 @@ class Sessions:
         self._on_ended = on_ended
         self._is_idle = is_idle
         self._link_session = link_session
+        self._on_connected = on_connected
 
     def joined(self, number: int, sender: PeerId) -> Session | None:
         """The confirmed session of that number, if it is the sender's."""
@@ -65,13 +67,16 @@ class Sessions:
             if len(message.endpoints) != ranks * len(self.desk.identity.layout.ranks):
                 self.desk.count("illegal.joined")
                 return
-            session.joined = True
+            self.desk.confirmed += 1
+            session.joined, session.confirmed = True, self.desk.confirmed
             # What P still wrote under an earlier session has been told to stop before the new one is connected; the
             # earlier one's hold is dropped after it, so that a re-greeting of the same life revokes nothing it needs.
             earlier = self._end_earlier(session, now)
-            self.desk.emit(Connect(session.peer, session.transport.name, ranks, message.endpoints, holder))
+            connect = Connect(session.peer, session.transport.name, ranks, message.endpoints, holder)
+            self.desk.emit(connect)
             for other in earlier:
                 self._disconnect(other)
+            self._on_connected(connect, now)
         self._send(session, Linked())
 
     def end(self, session: Session, now: float) -> None:
@@ -96,6 +101,13 @@ class Sessions:
         for other in list(self.by_number.values()):
             if other.joined and other.peer.worker == peer.worker and other.number != session:
                 self.end(other, now)
+
+    def joined_since(self, peer: PeerId, session: int, since: int) -> bool:
+        """Whether that worker has confirmed another session since: what it says of its link may be from before."""
+        return any(
+            other.joined and other.peer.worker == peer.worker and other.number != session and other.confirmed > since
+            for other in self.by_number.values()
+        )
 
     def end_worker(self, worker: WorkerId, incarnation: Incarnation, now: float) -> None:
         for session in list(self.by_number.values()):
@@ -139,11 +151,20 @@ class Sessions:
             if oldest is None:
                 raise ProtocolError(Reason.BUSY, f"sessions_max: {len(self.by_number)} sessions are open")
             self.end(oldest, now)
-        self._last += 1
-        session = Session(self._last, sender, hello.nonce, mapping, transport, version)
+        session = Session(self._next_number(sender), sender, hello.nonce, mapping, transport, version)
         self.by_number[session.number] = session
         self.desk.count(f"sessions.{version}")
         return session
+
+    def _next_number(self, peer: PeerId) -> int:
+        """Odd for one of a pair and even for the other: a Goodbye names a session, and not in which role it is said.
+
+        Two who decode from each other would otherwise give out the same numbers, and end both roles by one word.
+        """
+        self._last += 1
+        if self._last % 2 == (self.desk.identity.me < peer):
+            self._last += 1
+        return self._last
 
 
 def _held(session: Session) -> tuple[int, Holder]:

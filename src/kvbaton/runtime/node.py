@@ -127,9 +127,11 @@ class Node:
         if self.recorder is None:
             return
         taken = self.doorway.taken
-        found = [taken.popleft() for _ in range(len(taken))]
-        with self._guarded("record"):
+        found = [taken.popleft() for _ in range(len(taken))] if taken else []
+        try:
             self.recorder.take(self.ledger.take_marks(), found, now, self.ledger.desk.identity.wall_offset_s)
+        except Exception as error:  # noqa: BLE001 - as in `_guarded`, which costs each step more than it looks
+            self._fault("record", error)
 
     # --- inputs
 
@@ -148,8 +150,10 @@ class Node:
                 except Exception as error:  # noqa: BLE001 - an adapter may throw anything
                     self._fault(f"drain.{name}", error)
         if self.store is not None:
-            with self._guarded("drain.store"):
+            try:
                 found.extend(self.store.drain())
+            except Exception as error:  # noqa: BLE001 - an adapter may throw anything
+                self._fault("drain.store", error)
         if self.extra is not None:
             with self._guarded("drain.extra"):
                 found.extend(self.extra())

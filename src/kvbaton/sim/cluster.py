@@ -12,6 +12,7 @@ import msgspec
 from kvbaton.protocol.events import Departed, DrainStarted
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.sim.hearing import Hearing
 from kvbaton.sim.life import TICKET_KEY, Character, Life, request_name
 from kvbaton.sim.network import Network, NetworkFaults
 from kvbaton.sim.plan import FAULTY_S, Plan
@@ -45,11 +46,12 @@ class Cluster:
 
     def __init__(self, world: World, plan: Plan) -> None:
         self.world = world
-        self.plan = plan
+        self.plan = self.drawn = plan  # the former heals
         self.network = Network(world, plan.network)
         self.fabric = Fabric(world, plan.copies)
         self.network.deliver = self._deliver
         self.witness = Witness(self.fabric)
+        self.hearing = Hearing(self.network)
         self.lives: dict[WorkerId, Life] = {}
         self.router = Router(world, self.network, self.lives)
         self.router.late = plan.stray
@@ -58,6 +60,7 @@ class Cluster:
         self.every_life: list[Life] = []
         self.legs: list[Leg] = []
         self.outcomes: Counter[str] = Counter()
+        self.asked_at: dict[tuple[WorkerId, WorkerId], float] = {}  # (P, D): when the last probe of the pair began
         for character in {each.name: each for each in (*plan.prefill, *plan.decode)}.values():
             self.network.names.add(character.name)
             self.start(character)
@@ -78,6 +81,7 @@ class Cluster:
         self.lives[character.name] = life
         self.every_life.append(life)
         self.witness.watch(life)
+        self.hearing.watch(life)
         self.world.tell(f"{life.peer} starts")
 
     def _crash(self) -> None:
@@ -225,6 +229,7 @@ class Cluster:
 
     def _probe(self, index: int, source: WorkerId, target: WorkerId, mode: str) -> None:
         life, other = self.lives[source], self.lives[target]
+        self.asked_at[source, target] = self.world.now
         content, tokens = 900_000 + index, 1 + index % 8
         if mode == "pull":
             self._pull(index, life, other, content, tokens, alone=True)

@@ -1,6 +1,6 @@
 """One life of one worker: the production node over simulated ports, with a clock of its own that may drift.
 
-Also the checks that run at every step; `checkers.py` has those that need rest.
+`vigil.py` has the checks that run at every step of it, `checkers.py` those that need rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from kvbaton.protocol.effects import Effect, Unpin
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups, StoreEnded
 from kvbaton.protocol.ids import (
-    HandoffId,
     Incarnation,
     LeaseId,
     PeerId,
@@ -27,7 +26,6 @@ from kvbaton.protocol.ids import (
     WorkerId,
     rank_peer,
 )
-from kvbaton.protocol.lease import LeaseState, ReaderState
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.messages import ALL_FEATURES
 from kvbaton.protocol.settings import Settings
@@ -39,8 +37,9 @@ from kvbaton.runtime.node import Node
 from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import Network, SimControl
-from kvbaton.sim.promises import DEATH, HANG, LEAK, Broken
+from kvbaton.sim.promises import DEATH, LEAK, Broken
 from kvbaton.sim.transport import KINDS, Fabric, SimTransport
+from kvbaton.sim.vigil import Vigil
 from kvbaton.sim.world import InjectedFault, World
 
 TICKET_KEY = b"simulated cluster key 0123456789"
@@ -135,8 +134,6 @@ class Life:
         self.character = character
         self.alive = True
         self.paused = ""  # "", "process", "loop" or "engine"
-        self._signs: dict[HandoffId, tuple[object, float]] = {}  # what was last seen of each handoff, and since when
-        self._taken_back: set[HandoffId] = set()  # tickets that the router has said nobody will use
         self._node_due = False
         self._engine_due = False
         self._timer_at = float("inf")
@@ -148,6 +145,8 @@ class Life:
         self.memory = [bytearray(character.shape.region_bytes) for _ in range(character.shape.ranks)]
         self.transports = self._make_transports(fabric)
         self.doorway = self._make_doorway()
+        self.store = SimStore(world, character.store_fails)
+        self.store.set_waker(self.wake)
         self.node = self._make_node()
         self.engine = SimEngine(
             world, str(character.name), character.shape, self.doorway, self.memory, character.policy
@@ -156,9 +155,14 @@ class Life:
         engine.layerwise, engine.depth, engine.defers = character.layerwise, character.depth, character.defers
         engine.preempt, engine.put, engine.get = character.preempt, character.put, character.get
         engine.pool.reuses_soon = character.reuses_soon
+        self.vigil = Vigil(self)
 
     def clock(self) -> float:
         return self._offset_s + self.world.now * (1 + self.character.drift)
+
+    def _wall(self) -> float:
+        """A clock that is set right from outside, and never far off; the other one drifts."""
+        return self.world.now + self.character.wall_skew_s
 
     # --- being
 
@@ -181,7 +185,7 @@ class Life:
         """The registry passes on that nobody will use a ticket; whose it is is for the production code to say."""
         for event in discarded(self.doorway, (ticket,)):
             self.world.tell(f"{self.peer.worker} hears that {event.handoff[:6]} was taken back")
-            self._taken_back.add(event.handoff)
+            self.vigil.taken_back.add(event.handoff)
             self.node.tell(event)
         self.wake()
 
@@ -195,9 +199,10 @@ class Life:
 
     def leave(self) -> None:
         """Go in peace: everything is given back and everybody told; the process ends."""
+        self.vigil.on_leaving()
         self.node.close(self.clock())
         self.engine.step_down()
-        self._check_pins()
+        self.vigil.after_engine()
         self.crash()
 
     def pause(self, what: str) -> None:
@@ -221,6 +226,7 @@ class Life:
             return
         self._node_due = False
         try:
+            self.node.set_wall(self._wall(), self.clock())  # as at every turn of the production loop
             self.node.step(self.clock())
         except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
             raise Broken(DEATH, f"{self.character.name}: the node raised\n{traceback.format_exc()}") from None
@@ -236,9 +242,13 @@ class Life:
             self.engine.step()
         except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
             raise Broken(DEATH, f"{self.character.name}: the engine died\n{traceback.format_exc()}") from None
-        self._check_pins()
+        self.vigil.after_engine()
         if before != self.engine.pool.total or self.engine.has_next:
             self.wake_engine()
+
+    def _check_node(self) -> None:
+        """After every step; whoever watches a life more closely does more here."""
+        self.vigil.after_node()
 
     def _set_timer(self) -> None:
         deadline = self.node.next_deadline()
@@ -253,71 +263,6 @@ class Life:
         if self.world.now >= self._timer_at and self.alive and self.paused not in _STOPS_NODE:
             self._timer_at = float("inf")
             self.wake()
-
-    # --- checks at every step
-
-    def _check_node(self) -> None:
-        """Queues are within their bounds, nothing is overdue, no lease is held past its hard limit."""
-        ledger, settings = self.node.ledger, self.character.settings
-        now = self.clock()
-        producer, consumer = ledger.producer, ledger.consumer
-        bounds = (
-            ("parked", len(producer.parked), settings.parked_max),
-            ("tombstones", len(producer.tombstones), settings.tombstones_max),
-            ("ended handoffs", len(producer.ended), settings.tombstones_max),
-            ("leases", len(producer.leases), settings.leases_max),
-            ("sessions", len(ledger.sessions.by_number), settings.sessions_max),
-            ("intakes", len(consumer.by_handoff), settings.intakes_max),
-            ("puts", len(ledger.puts.states), settings.puts_max),
-        )
-        for name, count, limit in bounds:
-            if count > limit:
-                raise Broken(LEAK, f"{self.character.name}: {count} {name}, at most {limit}")
-        for lease in producer.leases.values():
-            if lease.state is not LeaseState.CLOSING and now > lease.hold_until + 0.1:
-                raise Broken(LEAK, f"{self.character.name}: lease {lease.id} is held past max_hold_s")
-            if not self.doorway.is_leased(lease.id):
-                raise Broken(LEAK, f"{self.character.name}: lease {lease.id} is held, and its blocks are not pinned")
-        self._check_waits(now)
-        self._check_taken_back()
-
-    def _check_waits(self, now: float) -> None:
-        """No handoff of D's waits longer than its longest time-out without anything having happened to it."""
-        settings = self.character.settings
-        living: dict[HandoffId, tuple[object, float]] = {}
-        longest_s = max(settings.transfer_timeout, settings.defer_timeout, settings.claim_timeout) + 0.5
-        for handoff, intake in self.node.ledger.consumer.by_handoff.items():
-            if intake.end is not None:
-                continue
-            source = intake.source
-            heard = (source.work, source.progress, source.final) if source is not None else None
-            sign = (intake.state, heard, len(intake.parts.moving))
-            seen, since = self._signs.get(handoff, (sign, now))
-            living[handoff] = (sign, since if seen == sign else now)
-            if now - living[handoff][1] > longest_s:
-                raise Broken(
-                    HANG, f"{self.character.name}: {intake.wanted.request} waits, {intake.state.value}, for ever"
-                )
-        self._signs = living
-
-    def _check_taken_back(self) -> None:
-        """What the router took back is held by nobody but its readers, and no claim waits for it."""
-        producer, taken = self.node.ledger.producer, self._taken_back
-        known = len(taken) + producer.desk.counts["leases"]
-        if not taken or known > self.character.settings.tombstones_max:
-            return  # it may have been forgotten, as the bound allows
-        for handoff, lease in producer.by_handoff.items():
-            if handoff in taken and not any(seat.state is ReaderState.LIVE for seat in lease.seats.values()):
-                raise Broken(LEAK, f"{self.character.name}: lease {lease.id} is held, and its ticket was taken back")
-        for parked in producer.parked.values():
-            if parked.claim.handoff in taken:
-                raise Broken(HANG, f"{self.character.name}: a claim waits, and its ticket was taken back")
-
-    def _check_pins(self) -> None:
-        """Every reference to a block is the engine's own or has an owner at the door."""
-        pool, owned = self.engine.pool, self.engine.held_refs + self.doorway.pinned_blocks
-        if pool.total != owned:
-            raise Broken(LEAK, f"{self.character.name}: {pool.total} references to blocks, {owned} with an owner")
 
     # --- making
 
@@ -342,7 +287,7 @@ class Life:
             ticket_keys=(TICKET_KEY,),
             ticket_ttl_s=5.0,
             mint=lambda: TransferId(f"{rng.getrandbits(128):032x}"),
-            wall=lambda: self.world.now + self.character.wall_skew_s,
+            wall=self._wall,
         )
         doorway = WatchedDoorway(config, EpochTable(shape.blocks))
         doorway.wake_node = self.wake
@@ -358,16 +303,16 @@ class Life:
             layout=character.shape.layout(),
             transports=tuple(KINDS[name] for name in character.transports),
             ticket_keys=(TICKET_KEY,),
-            wall_offset_s=self.world.now + character.wall_skew_s - self.clock(),
+            wall_offset_s=self._wall() - self.clock(),
             required=character.required,
             optional=character.features,
             versions=character.versions,
         )
-        store = SimStore(self.world, character.store_fails)
-        store.set_waker(self.wake)
         ledger = Ledger(identity, character.settings, self.doorway.epochs.all_of)
         recorder = Recorder(self.peer)
-        node = Node(ledger, self.control, self.transports, self.doorway, store, self._port_failed, recorder=recorder)
+        node = Node(
+            ledger, self.control, self.transports, self.doorway, self.store, self._port_failed, recorder=recorder
+        )
         node.say = lambda *_: None  # the counters tell; a campaign shuts planes in every fourth world
         return node
 

@@ -32,6 +32,7 @@ class Network:
         self.cut: set[tuple[WorkerId, WorkerId]] = set()
         self.names: set[WorkerId] = set()
         self.deliver: Callable[[WorkerId, WorkerId, bytes], None] = lambda source, target, frame: None
+        self.on_said: Callable[[WorkerId, bytes], None] = lambda who, frame: None
 
     def send(self, source: WorkerId, target: WorkerId, frame: bytes) -> None:
         world, faults, rng = self.world, self.faults, self.world.rng
@@ -84,6 +85,7 @@ class SimControl:
         if worker not in self._network.names:
             return False
         if self.alive:
+            self._network.on_said(self._me, frame)
             self._network.send(self._me, worker, frame)
         return True
 

@@ -52,7 +52,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 HEALTHY = Settings(
-    transfer_timeout=5.0, defer_timeout=20.0, claim_timeout=5.0, lease_s=1.0, max_hold_s=40.0, retry_s=0.3
+    transfer_timeout=5.0, defer_timeout=20.0, claim_timeout=5.0, lease_s=1.0, max_hold_s=40.0, retry_s=0.3, shun_s=20.0
 )
 
 

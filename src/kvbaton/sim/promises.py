@@ -6,6 +6,9 @@ WRONG, HANG, LEAK, DEATH, STRANGER = "no wrong answer", "no hang", "no leak", "n
 NEEDLESS = "no needless failure"
 """Not one of the five, but what makes them worth having: where nothing is wrong, handoffs are delivered."""
 
+RULE = "no rule broken"
+"""Nor this: what a rule demands, and no promise shows within a world."""
+
 
 class Broken(BaseException):
     """A promise was broken; the simulator stops this world and reports it. No `except Exception` swallows it."""

@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 
-from kvbaton.sim.checkers import check_at_rest, check_healthy, check_recovery
+from kvbaton.sim.checkers import check_at_rest, check_excuses, check_healthy, check_planes, check_recovery
 from kvbaton.sim.cluster import Cluster
 from kvbaton.sim.plan import FAULTY_S, PROBE_S, REST_S, draw
 from kvbaton.sim.promises import Broken
@@ -49,6 +49,8 @@ def run_seed(seed: int) -> Result:
         world.run(FAULTY_S + REST_S + PROBE_S)
         check_at_rest(cluster)
         check_recovery(cluster, before, probes)
+        check_planes(cluster, FAULTY_S)
+        check_excuses(cluster)
     except Broken as broken:
         result.holds, result.promise, result.what = False, broken.promise, broken.what
     result.story = list(world.story)

@@ -10,7 +10,7 @@ from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.intake import Intake
 from kvbaton.protocol.outlet import Outlet
 from kvbaton.sim.life import Life
-from kvbaton.sim.promises import WRONG, Broken
+from kvbaton.sim.promises import RULE, WRONG, Broken
 from kvbaton.sim.transport import Fabric, SimTransport
 from kvbaton.transports.base import Loan
 
@@ -70,6 +70,8 @@ class Witness:
     def lending(self, transport: SimTransport, loan: Loan) -> None:
         """P lends a block for reading: something of it has been computed there, on the device of this very rank."""
         life, rank = self.owner[transport.address], self.rank[transport.address]
+        if not transport.kind.enforces:
+            raise Broken(RULE, f"{life.peer.worker}: lends over {transport.kind.name}, which does not enforce it")
         blank = life.engine.device.blank[rank]
         if loan.direction is Direction.READ and not blank.isdisjoint(block for ids in loan.blocks for block in ids):
             raise Broken(WRONG, f"{life.peer.worker}: rank {rank} lends blocks that it has not computed")

@@ -1,0 +1,71 @@
+"""Each checker sees the wrong idea that it is for, and says what it saw."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.sim.campaign import hunt
+from kvbaton.sim.excuses import EXCUSES, LATE_TICKETS, OTHER_NEEDS, SHORT, TIGHT, is_excused, wrongs
+from kvbaton.sim.mutants_checkers import CHECKER_MUTANTS
+from kvbaton.sim.plan import draw
+from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, RULE, WRONG
+from kvbaton.sim.world import World
+
+SEEN = {
+    "settled_for_the_oldest": (RULE, "and both speak 2"),
+    "last_word_in_the_oldest": (RULE, "and both speak 2"),
+    "plane_shunned_for_ever": (RULE, "still reads from"),
+    "passed_over_unseen": (RULE, "still reads from"),
+    "quarantine_without_bound": (LEAK, "takes in a handoff with"),
+    "restless_without_bound": (LEAK, "begins to write with"),
+    "put_unpinned_when_asked": (WRONG, "a store reads"),
+    "put_waits_too_long": (HANG, "past transfer_timeout"),
+    "hold_begins_anew": (LEAK, "is held past max_hold_s"),
+    "load_without_limit": (HANG, "with blocks, past max_hold_s"),
+    "reasons_forgotten": (NEEDLESS, "nothing here excuses it"),
+    "completed_twice": (RULE, "a step that the rules do not know"),
+    "one_timer_a_turn": (HANG, "was due, and waits on"),
+    "sleeps_on": (HANG, "sleeps until"),
+    "goodbye_to_the_first": (RULE, "did not say so to everybody"),
+    "drain_forgotten": (RULE, "a claim waits, and it drains"),
+    "short_first_term": (NEEDLESS, "expired after"),
+    "disconnects_one_rank_fewer": (LEAK, "is open to"),
+    "lent_over_any_plane": (RULE, "which does not enforce it"),
+    "gives_up_early": (NEEDLESS, "_timeout after"),
+}
+QUICK = ("settled_for_the_oldest", "restless_without_bound", "put_unpinned_when_asked", "hold_begins_anew",
+         "reasons_forgotten", "completed_twice", "sleeps_on", "short_first_term", "lent_over_any_plane")  # fmt: skip
+
+
+def test_every_mutant_of_a_checker_says_how_it_is_seen():
+    assert set(SEEN) == {mutant.name for mutant in CHECKER_MUTANTS}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_it_is_seen_by_the_checker_that_is_for_it(name):
+    catch = hunt(name, 60)
+    promise, words = SEEN[name]
+    assert catch.caught
+    assert catch.promise == promise
+    assert words in catch.what
+
+
+def test_what_nothing_can_excuse_never_is():
+    everything = {excuse for excuses in EXCUSES.values() for excuse in excuses}
+    for reason in set(Reason) - set(EXCUSES):
+        assert not is_excused(reason, everything)
+        assert is_excused(reason, {"lies_told"})
+
+
+def test_a_reason_is_excused_by_what_brings_it_about_and_by_nothing_else():
+    assert is_excused(Reason.DISCARDED, {"discard_early"})
+    assert not is_excused(Reason.DISCARDED, {"lost", "crashed", SHORT})
+    assert not is_excused(Reason.SOURCE_PREEMPTED, set())
+
+
+def test_what_is_wrong_with_a_plan_is_said_of_it():
+    said = {wrong for seed in range(120) for wrong in wrongs(draw(World(seed).rng), ())}
+    assert said == {TIGHT, OTHER_NEEDS, LATE_TICKETS, SHORT}
+    healthy = next(plan for plan in (draw(World(seed).rng) for seed in range(60)) if plan.profile == "healthy")
+    assert wrongs(healthy, ("doubled",)) == {"doubled"}
