@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import msgspec
 
 from kvbaton.protocol.events import Departed, DrainStarted
-from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
+from kvbaton.protocol.ids import HandoffId, LeaseId, TransferId, WorkerId, handoff_id
+from kvbaton.protocol.lease import ReaderState
 from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.sim.hardships import LOSS
 from kvbaton.sim.life import TICKET_KEY, Character, Life, request_name
 from kvbaton.sim.network import Network, NetworkFaults
 from kvbaton.sim.plan import FAULTY_S, Plan
@@ -24,6 +26,7 @@ from kvbaton.sim.world import World
 
 DRAIN_S = 4.0
 BURST_S = 1.2
+NIBBLES_FROM, NIBBLE_S = 700_000, 0.05
 FLAP_LOOK_S, FLAP_LOOKS_MAX = 0.1, 25
 
 Told = Callable[[str, str], None]
@@ -78,6 +81,7 @@ class Cluster:
         self.lives[character.name] = life
         self.every_life.append(life)
         self.witness.watch(life)
+        life.doorway.on_released = functools.partial(self._nibble, life)
         self.world.tell(f"{life.peer} starts")
 
     def _crash(self) -> None:
@@ -195,7 +199,7 @@ class Cluster:
         self.healed = True
         self.plan = msgspec.structs.replace(self.plan, abort=0.0, bad_ticket=0.0, late_ticket=0.0, leave=0.0, stray=0.0)
         self.router.late = 0.0
-        self.network.faults = NetworkFaults()
+        self.network.faults = NetworkFaults(loss=self.plan.hardships.lossy * LOSS)
         self.fabric.faults = TransportFaults()
         self.network.cut.clear()
         for life in list(self.lives.values()):
@@ -251,6 +255,18 @@ class Cluster:
         if able != names and (not able or self.world.chance(0.3)):
             able = names
         return self.lives[self.world.rng.choice(able)]
+
+    def _nibble(self, life: Life, lease: LeaseId) -> None:
+        """Blocks of an expired lease are free while somebody reads them: a short prompt takes the first to be reused,
+        which are its last, and leaves the others."""
+        found = life.node.ledger.producer.tombstones.get(lease)
+        if found is None or all(seat.state is not ReaderState.GONE for seat in found.seats.values()):
+            return
+        if self.world.chance(self.plan.hardships.nibbles):
+            self.world.faults["nibbled"] += 1
+            index = NIBBLES_FROM + len(self.legs)
+            delay_s, tokens = self.world.rng.uniform(0, NIBBLE_S), self.world.rng.randint(1, 3)
+            self.world.after(delay_s, self._later(self._add, index, life, index, tokens, "both", _ignore))
 
     def _pull(self, index: int, source: Life, target: Life, content: int, tokens: int, alone: bool = False) -> None:
         targets = [target]

@@ -15,6 +15,7 @@ import functools
 from collections import deque
 
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.events import Groups
 from kvbaton.protocol.ids import HandoffId, RequestId
 from kvbaton.protocol.progress import GroupProgress, Progress, whole
 from kvbaton.runtime.doorway import Doorway, DropBlocks, LoadReport, MatchState, UnpinBlocks
@@ -22,7 +23,7 @@ from kvbaton.sim.device import Device, Step, Work
 from kvbaton.sim.fetching import Fetching
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.pool import Pool
-from kvbaton.sim.promises import DEATH, STRANGER, Broken
+from kvbaton.sim.promises import DEATH, STRANGER, WRONG, Broken
 from kvbaton.sim.request import Phase, SimRequest, digest_of
 from kvbaton.sim.world import World
 
@@ -41,7 +42,7 @@ class SimEngine:
         self.shape = shape
         self.doorway = doorway
         self.policy = policy
-        self.pool = Pool(shape.blocks, doorway)
+        self.pool = Pool(shape.blocks, doorway, len(shape.group_layers))
         self.device = Device(world, name, shape, memory)
         self.device.on_layer, self.device.on_done = self._layer_done, doorway.wake_engine
         self.fetching = Fetching(world, self.pool, self.device, self._fetched)
@@ -55,6 +56,8 @@ class SimEngine:
         self.preempt = 0.0
         self.put = 0.0
         self.get = 0.0
+        self.early = 0.0
+        self._put: dict[bytes, SimRequest] = {}  # by key, what was put last
         self._in_flight: deque[Step] = deque()
         self._deferred: deque[tuple[int, list[int]]] = deque()  # (the last step that may write there, blocks)
         self._last_step = 0
@@ -175,6 +178,9 @@ class SimEngine:
         if request.role == "decode" and request.ticket and not request.remote_done:
             match = self.doorway.match(request.id)
             if match.state is MatchState.NOT_YET:
+                if match.computed and self.world.chance(self.early):
+                    self.world.faults["early_blocks"] += 1
+                    self._load(request)  # P has it all: its answer will find the blocks taken
                 return
             if match.state is MatchState.FOUND:
                 self._load(request)
@@ -383,6 +389,7 @@ class SimEngine:
             self.pool.touch(pinned)
         if self.world.chance(self.put):
             self.world.faults["puts"] += 1
+            self._put[digest_of(request)] = request
             self.pool.touch(self.doorway.put(blocks, (digest_of(request),)))
         request.lease = None
         self._finish(request, "prefilled", ticket)
@@ -427,6 +434,15 @@ class SimEngine:
     def _let_go(self, blocks: list[int]) -> None:
         self.pool.drop(blocks)
         self.own_refs -= len(blocks)
+
+    def check_put(self, blocks: Groups, keys: tuple[bytes, ...]) -> None:
+        """A store reads: these blocks are held, and are of that prompt."""
+        for block in (block for ids in blocks for block in ids):
+            if not self.pool.refs[block]:
+                raise Broken(WRONG, f"{self.name}: a store reads block {block}, which nobody holds")
+        request, shape = self._put[keys[0]], self.shape
+        who = f"{request.id} as put"
+        self.device.check(request.content, blocks, request.tokens, range(shape.ranks), range(shape.layers), who)
 
     def _check_tokens(self, request: SimRequest, tokens: int, when: str) -> None:
         """Every cell of the prompt is this prompt's."""

@@ -6,22 +6,18 @@ Also the checks that run at every step; `checkers.py` has those that need rest.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import msgspec
 
 from kvbaton.flight.recorder import Recorder
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.effects import Effect, Unpin
-from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.events import Groups, StoreEnded
 from kvbaton.protocol.ids import (
     HandoffId,
     Incarnation,
     LeaseId,
     PeerId,
-    PutId,
     RequestId,
     TransferId,
     WorkerId,
@@ -40,6 +36,7 @@ from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import Network, SimControl
 from kvbaton.sim.promises import DEATH, HANG, LEAK, Broken
+from kvbaton.sim.store import SimStore
 from kvbaton.sim.transport import KINDS, Fabric, SimTransport
 from kvbaton.sim.world import InjectedFault, World
 
@@ -66,6 +63,9 @@ class Character(msgspec.Struct, frozen=True):
     depth: int = 1  # steps in flight
     defers: bool = True  # it frees blocks with the output of the last step that may write them
     reuses_soon: bool = False
+    turns: bool = False
+    early: float = 0.0  # share of pulls for which it takes blocks before P's answer
+    stores_read_on: bool = False
     features: int = int(ALL_FEATURES)
     required: int = 0
     versions: Versions = SPOKEN
@@ -73,50 +73,12 @@ class Character(msgspec.Struct, frozen=True):
     wall_skew_s: float = 0.0
 
 
-@dataclass(slots=True)
-class SimStore:
-    """A store that takes time, refuses, throws, and sometimes answers only when told to stop."""
-
-    world: World
-    fails: float
-    ended: list[StoreEnded] = field(default_factory=list)
-    waker: Callable[[], None] = lambda: None
-    open: set[PutId] = field(default_factory=set)
-
-    def put(self, put: PutId, blocks: Groups, keys: tuple[bytes, ...]) -> None:
-        kind = self.world.rng.random()
-        if kind < self.fails / 3:
-            self.world.faults["store_threw"] += 1
-            raise InjectedFault("the simulated store threw")
-        self.open.add(put)
-        if kind < self.fails * 2 / 3:
-            self.world.faults["store_stalled"] += 1
-            return
-        reason = Reason.STORE_FAILED if kind < self.fails else None
-        self.world.after(self.world.rng.uniform(0.001, 0.2), lambda: self._end(put, reason))
-
-    def cancel(self, put: PutId) -> None:
-        self._end(put, Reason.CANCELLED)
-
-    def drain(self) -> Sequence[StoreEnded]:
-        ended, self.ended = self.ended, []
-        return ended
-
-    def set_waker(self, waker: Callable[[], None]) -> None:
-        self.waker = waker
-
-    def _end(self, put: PutId, reason: Reason | None) -> None:
-        if put in self.open:
-            self.open.discard(put)
-            self.ended.append(StoreEnded(put, reason))
-            self.waker()
-
-
 class WatchedDoorway(Doorway):
     """The production door, and a memory of which leases have been released: each is, once."""
 
     def __init__(self, config: DoorwayConfig, epochs: EpochTable) -> None:
         super().__init__(config, epochs)
+        self.on_released: Callable[[LeaseId], None] = lambda lease: None
         self._released: set[LeaseId] = set()
 
     def hand_in(self, effect: Effect) -> None:
@@ -124,6 +86,7 @@ class WatchedDoorway(Doorway):
             if effect.lease in self._released:
                 raise Broken(LEAK, f"{self.config.me.worker}: lease {effect.lease} was released twice")
             self._released.add(effect.lease)
+            self.on_released(effect.lease)
         super().hand_in(effect)
 
 
@@ -148,6 +111,8 @@ class Life:
         self.memory = [bytearray(character.shape.region_bytes) for _ in range(character.shape.ranks)]
         self.transports = self._make_transports(fabric)
         self.doorway = self._make_doorway()
+        self.store = SimStore(world, character.store_fails, character.stores_read_on)
+        self.store.set_waker(self.wake)
         self.node = self._make_node()
         self.engine = SimEngine(
             world, str(character.name), character.shape, self.doorway, self.memory, character.policy
@@ -155,7 +120,9 @@ class Life:
         engine = self.engine
         engine.layerwise, engine.depth, engine.defers = character.layerwise, character.depth, character.defers
         engine.preempt, engine.put, engine.get = character.preempt, character.put, character.get
-        engine.pool.reuses_soon = character.reuses_soon
+        engine.pool.reuses_soon, engine.pool.turns = character.reuses_soon, character.turns
+        engine.early = character.early
+        self.store.on_read = engine.check_put
 
     def clock(self) -> float:
         return self._offset_s + self.world.now * (1 + self.character.drift)
@@ -188,7 +155,7 @@ class Life:
     def crash(self) -> None:
         self.alive = False
         self.engine.stop()
-        self.control.alive = False
+        self.store.alive = self.control.alive = False
         for rank in self.transports:
             for transport in rank.values():
                 transport.alive = False
@@ -333,7 +300,7 @@ class Life:
             ranks.append(mine)
         return ranks
 
-    def _make_doorway(self) -> Doorway:
+    def _make_doorway(self) -> WatchedDoorway:
         rng, shape = self.world.rng, self.character.shape
         config = DoorwayConfig(
             me=self.peer,
@@ -363,11 +330,11 @@ class Life:
             optional=character.features,
             versions=character.versions,
         )
-        store = SimStore(self.world, character.store_fails)
-        store.set_waker(self.wake)
-        ledger = Ledger(identity, character.settings, self.doorway.epochs.all_of)
+        ledger = Ledger(identity, character.settings, self.doorway.epochs.all_judged)
         recorder = Recorder(self.peer)
-        node = Node(ledger, self.control, self.transports, self.doorway, store, self._port_failed, recorder=recorder)
+        node = Node(
+            ledger, self.control, self.transports, self.doorway, self.store, self._port_failed, recorder=recorder
+        )
         node.say = lambda *_: None  # the counters tell; a campaign shuts planes in every fourth world
         return node
 

@@ -11,6 +11,8 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.messages import ALL_FEATURES, Feature
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.versions import SPOKEN, Versions
+from kvbaton.sim import hardships
+from kvbaton.sim.hardships import Hardships
 from kvbaton.sim.life import Character
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import NetworkFaults
@@ -19,6 +21,7 @@ from kvbaton.sim.transport import TransportFaults
 FAULTY_S = 12.0
 """Faults and requests happen in this span; then everything heals and must come to rest."""
 REST_S = 60.0
+ROOMY = 96
 PROBE_S = 30.0
 
 PROFILES = (
@@ -49,6 +52,7 @@ class Plan(msgspec.Struct, frozen=True):
     push: float  # share of requests that are pushed
     leave: float  # share of clients that leave between P's answer and D's
     stray: float  # share of tickets that are taken back out of turn
+    hardships: Hardships
 
 
 HEALTHY = Settings(
@@ -101,24 +105,31 @@ def upgrades(rng: random.Random, strange: bool) -> Callable[[str], Versions]:
 def draw(rng: random.Random) -> Plan:
     profile = rng.choice(PROFILES)
     bad = profile == "all"
+    hard = hardships.draw(rng, profile)
 
     def when(name: str, value: float) -> float:
         return value if profile == name or (bad and rng.random() < 0.6) else 0.0
 
     times = settings(rng, profile)
+    times = hardships.PATIENT if hard.lossy else times
     healthy, expiry = profile == "healthy", profile == "expiry"
     writes = profile == "writes"
     transports = rng.choice((("shm", "tcp"), ("tcp",), ("rdma",), ("rdma", "tcp"), ("cma", "tcp"), ("cma",)))
     if writes:  # one-sided hardware, clients that leave, frames that double and overtake: what push must survive
         transports = rng.choice((("tcp",), ("rdma",), ("rdma",)))
+    if hard.unfenced:
+        transports = ("cma",)
     groups = rng.choice(((2,), (2,), (1, 1), (2, 1)))
     strange, engines = when("strangers", 1.0), when("engines", 1.0)
     mixed = strange and rng.random() < 0.3
 
+    def room(blocks: int) -> int:  # who waits long for lost frames keeps much
+        return ROOMY if hard.lossy else blocks
+
     def character(name: str, ranks: int, block_tokens: int, loads: bool) -> Character:
         own = (
             times
-            if healthy
+            if healthy or hard.lossy
             else msgspec.structs.replace(times, lease_s=max(0.2, times.lease_s * rng.choice((0.5, 1.0))))
         )
         gets = rng.random() < (0.8 if engines else 0.3)
@@ -127,7 +138,7 @@ def draw(rng: random.Random) -> Plan:
             wall_skew_s=0.0 if healthy else rng.uniform(-0.5, 0.5),
             shape=Shape(
                 ranks=ranks,
-                blocks=(96 if healthy else rng.choice((12, 16, 24))) * len(groups) * 2 // block_tokens + 4,
+                blocks=room(rng.choice((12, 16, 24)) if not healthy else ROOMY) * len(groups) * 2 // block_tokens + 4,
                 block_tokens=block_tokens,
                 group_layers=groups,
                 blocks_first=rng.random() < 0.3,
@@ -144,6 +155,9 @@ def draw(rng: random.Random) -> Plan:
             depth=rng.choice((1, 2, 2, 3)),
             defers=loads or gets,
             reuses_soon=rng.random() < (1.0 if expiry else 0.5),
+            turns=hard.turned,
+            early=hard.early,
+            stores_read_on=hard.stores_read_on,
             features=int(ALL_FEATURES & ~Feature.PUSH if mixed and rng.random() < 0.5 else ALL_FEATURES),
             required=1 << 40 if mixed and rng.random() < 0.2 else 0,
             store_fails=0.5 if engines or bad else 0.05,
@@ -167,7 +181,7 @@ def draw(rng: random.Random) -> Plan:
         decode=decode,
         requests=rng.randint(16, 40) * (2 if expiry else 1),
         network=NetworkFaults(
-            loss=when("network", rng.uniform(0, 0.1)) or expiry * rng.uniform(0.2, 0.5),
+            loss=when("network", rng.uniform(0, 0.1)) or expiry * rng.uniform(0.2, 0.5) or hard.lossy * hardships.LOSS,
             double=when("network", 0.05) or healthy * 0.2 or writes * 0.3,
             slow=when("network", 0.15) or healthy * 0.1 or writes * 0.3,
             slow_s=0.1 if healthy else rng.choice((2.0, 2.0, 8.0)),
@@ -197,4 +211,5 @@ def draw(rng: random.Random) -> Plan:
         late_ticket=0.0 if healthy else rng.choice((0.0, 0.2)),
         leave=0.1,
         stray=0.2 if healthy else rng.choice((0.0, 0.1, 0.3)),
+        hardships=hard,
     )

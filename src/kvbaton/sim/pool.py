@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from kvbaton.runtime.doorway import Doorway
 from kvbaton.sim.promises import LEAK, Broken
@@ -11,13 +12,15 @@ from kvbaton.sim.promises import LEAK, Broken
 class Pool:
     """Blocks with reference counts; reuse raises the epoch first."""
 
-    def __init__(self, blocks: int, doorway: Doorway) -> None:
+    def __init__(self, blocks: int, doorway: Doorway, groups: int = 1) -> None:
         self.refs = [0] * blocks
         self.free: deque[int] = deque(range(1, blocks))  # block 0 is nobody's
         self.held = [0] * blocks  # our own holds on destination blocks
         self.reuses = [0] * blocks
         self.total = 0
         self.reuses_soon = False  # what was let go last is given out first
+        self.groups = groups
+        self.turns = False  # of what is let go at once, the first group's blocks are given out first, not the last's
         self._doorway = doorway
 
     def allocate(self, count: int) -> list[int]:
@@ -55,11 +58,16 @@ class Pool:
             self.held[block] -= 1
         self.drop(blocks)
 
-    def drop(self, blocks: list[int] | tuple[int, ...]) -> None:
-        for block in blocks:
+    def drop(self, blocks: Sequence[int]) -> None:
+        """As vLLM's pool does it: of what is let go at once, the end is reused first."""
+        if self.turns:
+            group = len(blocks) // self.groups
+            blocks = [*blocks[group:], *blocks[:group]]
+        put = self.free.appendleft if self.reuses_soon else self.free.append
+        for block in blocks if self.reuses_soon else reversed(blocks):
             self.refs[block] -= 1
             if self.refs[block] < 0:
                 raise Broken(LEAK, f"block {block} was freed more often than it was taken")
             if self.refs[block] == 0:
-                (self.free.appendleft if self.reuses_soon else self.free.append)(block)
+                put(block)
         self.total -= len(blocks)

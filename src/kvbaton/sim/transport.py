@@ -188,9 +188,14 @@ class SimTransport:
             self._give_up(self._jobs[job], Reason.CANCELLED)
 
     def fence(self, peer: PeerId) -> None:
-        """Takes effect when it ends, not when it is asked for; what was admitted since is not touched."""
-        self._invited.pop(peer, None)
-        condemned = set(self._admitted.get(peer, ()))
+        """Takes effect when it ends, not when it is asked for; what was admitted since is not touched.
+
+        Of a plane that cannot fence it ends as well, and has shut nobody out: who asks for it has not read `can_fence`.
+        """
+        condemned: set[int] = set()
+        if self.kind.can_fence:
+            self._invited.pop(peer, None)
+            condemned = set(self._admitted.get(peer, ()))
         world = self.fabric.world
         earlier_s = max(0.0, self._fenced_at.get(peer, 0.0) - world.now)  # fences of one peer wait for each other
         slow = earlier_s or world.chance(self.fabric.faults.slow)

@@ -1,0 +1,54 @@
+"""What makes a world harder than its profile does: each is drawn from its own chance, beside that of the world.
+
+Law: who adds a hardship changes the worlds that draw it, and no other. So nothing here draws from the world's own
+generator, and no two hardships share one.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from kvbaton.protocol.settings import Settings
+
+PATIENT = Settings(
+    transfer_timeout=8.0, defer_timeout=12.0, claim_timeout=10.0, lease_s=6.0, max_hold_s=40.0, retry_s=0.3
+)
+"""With these a tenth of all frames may be lost and every handoff is delivered all the same: every exchange is tried at
+least a dozen times before anybody gives up, and a lease outlives every greeting."""
+LOSS = 0.1
+
+
+class Hardships(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one seed's world."""
+
+    lossy: bool = False  # frames are lost where every handoff must be delivered: always, or when all else has healed
+    nibbles: float = 0.0  # share of leases that expire under their readers, of which a block or two is reused at once
+    turned: bool = False  # of a prompt in several groups, the first group's blocks are reused first
+    early: float = 0.0  # share of pulls for which D takes blocks before P's answer
+    unfenced: bool = False  # one-sided hardware that cannot shut anybody out
+    stores_read_on: bool = False  # a store that was told to stop reads on for a while
+
+
+def beside(rng: random.Random, name: str) -> random.Random:
+    """A generator of its own for `name`, from the state of the world's; the world's is not touched."""
+    chance = random.Random()
+    chance.setstate(rng.getstate())
+    return random.Random(f"{chance.getrandbits(64)} {name}")
+
+
+def draw(rng: random.Random, profile: str) -> Hardships:
+    def one_in(count: float, name: str) -> bool:
+        return beside(rng, name).random() * count < 1
+
+    bad = profile == "all"
+    expiry = profile == "expiry"
+    return Hardships(
+        lossy=not expiry and one_in(2 if profile == "healthy" else 6, "lossy"),
+        nibbles=0.8 if (expiry and one_in(1.5, "nibbles")) or (bad and one_in(3, "nibbles")) else 0.0,
+        turned=one_in(2, "turned"),
+        early=0.6 if one_in(2, "early") else 0.0,
+        unfenced=profile == "writes" and one_in(4, "unfenced"),
+        stores_read_on=one_in(2, "stores_read_on"),
+    )
