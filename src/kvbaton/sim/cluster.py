@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvbaton.protocol.events import Departed, DrainStarted
+from kvbaton.protocol.events import NO_BLOCK, Departed, DrainStarted
 from kvbaton.protocol.ids import HandoffId, LeaseId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.lease import ReaderState
 from kvbaton.protocol.ticket import Ticket, seal
@@ -257,16 +257,19 @@ class Cluster:
         return self.lives[self.world.rng.choice(able)]
 
     def _nibble(self, life: Life, lease: LeaseId) -> None:
-        """Blocks of an expired lease are free while somebody reads them: a short prompt takes the first to be reused,
-        which are its last, and leaves the others."""
+        """Blocks of an expired lease are free while somebody reads them: a short prompt takes the end of one group, or
+        what is before it, and leaves the others."""
         found = life.node.ledger.producer.tombstones.get(lease)
         if found is None or all(seat.state is not ReaderState.GONE for seat in found.seats.values()):
             return
         if self.world.chance(self.plan.hardships.nibbles):
             self.world.faults["nibbled"] += 1
-            index = NIBBLES_FROM + len(self.legs)
-            delay_s, tokens = self.world.rng.uniform(0, NIBBLE_S), self.world.rng.randint(1, 3)
-            self.world.after(delay_s, self._later(self._add, index, life, index, tokens, "both", _ignore))
+            rng, index = self.world.rng, NIBBLES_FROM + len(self.legs)
+            ids = rng.choice(found.blocks)
+            last = rng.choice((len(ids), len(ids), rng.randint(0, len(ids))))
+            prefers = tuple(block for block in ids[max(0, last - len(found.blocks)) : last] if block != NO_BLOCK)
+            tiny = self._later(self._add, index, life, index, 1, "both", _ignore, prefers=prefers)
+            self.world.after(rng.uniform(0, NIBBLE_S), tiny)
 
     def _pull(self, index: int, source: Life, target: Life, content: int, tokens: int, alone: bool = False) -> None:
         targets = [target]
@@ -360,6 +363,7 @@ class Cluster:
         max_readers: int = 1,
         trusted: bool = True,
         errand: Errand | None = None,
+        prefers: tuple[int, ...] = (),
     ) -> None:
         leg = Leg(index, life, then)
         self.legs.append(leg)
@@ -380,6 +384,7 @@ class Cluster:
             WorkerId(target),
             max_readers,
             trusted=trusted,
+            prefers=prefers,
         )
         self.world.tell(f"{life.peer.worker} {name} {role} {mode} content {content} tokens {tokens}")
         life.engine.add(request)
@@ -416,8 +421,8 @@ class Cluster:
         if life.alive:
             life.receive(source, frame)
 
-    def _later(self, act: Callable[..., None], *arguments: object) -> Callable[[], None]:
-        return lambda: act(*arguments)
+    def _later(self, act: Callable[..., None], *arguments: object, **named: object) -> Callable[[], None]:
+        return lambda: act(*arguments, **named)
 
 
 def _is_written(target: Life, source: Life) -> bool:

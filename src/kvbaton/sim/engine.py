@@ -218,6 +218,7 @@ class SimEngine:
         found = [[self.cached[request.content, group, index][0] for index in range(same)] for group in range(groups)]
         for ids in found:  # of all groups, before a fresh block of one is taken from what another has found
             self.pool.revive(ids)
+        self.pool.prefer(request.prefers)
         request.blocks = tuple([*ids, *self._fresh(per_group - same)] for ids in found)
         request.computed = same * shape.block_tokens
         self.own_refs += per_group * groups

@@ -27,7 +27,8 @@ class Hardships(msgspec.Struct, frozen=True, kw_only=True):
     nibbles: float = 0.0  # share of leases that expire under their readers, of which a block or two is reused at once
     turned: bool = False  # of a prompt in several groups, the first group's blocks are reused first
     early: float = 0.0  # share of pulls for which D takes blocks before P's answer
-    unfenced: bool = False  # one-sided hardware that cannot shut anybody out
+    hold_s: float = 0.0  # if not 0, P holds nothing for longer: leases end under their readers, renewed or not
+    planes: tuple[str, ...] = ()  # if any, these data planes and no others
     stores_read_on: bool = False  # a store that was told to stop reads on for a while
 
 
@@ -44,11 +45,18 @@ def draw(rng: random.Random, profile: str) -> Hardships:
 
     bad = profile == "all"
     expiry = profile == "expiry"
+    nibbles = (expiry and one_in(1.5, "nibbles")) or (bad and one_in(3, "nibbles"))
+    planes: tuple[str, ...] = ()
+    if nibbles:  # who enforces loans lets nobody read on
+        planes = beside(rng, "planes").choice((("rdma",), ("cma",), ("shm",)))
+    elif profile == "writes" and one_in(4, "planes"):  # that cannot shut a writer out
+        planes = ("cma",)
     return Hardships(
         lossy=not expiry and one_in(2 if profile == "healthy" else 6, "lossy"),
-        nibbles=0.8 if (expiry and one_in(1.5, "nibbles")) or (bad and one_in(3, "nibbles")) else 0.0,
+        nibbles=0.9 if nibbles else 0.0,
         turned=one_in(2, "turned"),
         early=0.6 if one_in(2, "early") else 0.0,
-        unfenced=profile == "writes" and one_in(4, "unfenced"),
+        hold_s=beside(rng, "hold_s").uniform(1.5, 2.2) if nibbles else 0.0,
+        planes=planes,
         stores_read_on=one_in(2, "stores_read_on"),
     )

@@ -112,19 +112,22 @@ def draw(rng: random.Random) -> Plan:
 
     times = settings(rng, profile)
     times = hardships.PATIENT if hard.lossy else times
+    if hard.hold_s:  # P gives up before D does
+        times = msgspec.structs.replace(times, transfer_timeout=5.0, max_hold_s=8.0)
     healthy, expiry = profile == "healthy", profile == "expiry"
     writes = profile == "writes"
     transports = rng.choice((("shm", "tcp"), ("tcp",), ("rdma",), ("rdma", "tcp"), ("cma", "tcp"), ("cma",)))
     if writes:  # one-sided hardware, clients that leave, frames that double and overtake: what push must survive
         transports = rng.choice((("tcp",), ("rdma",), ("rdma",)))
-    if hard.unfenced:
-        transports = ("cma",)
+    transports = hard.planes or transports
     groups = rng.choice(((2,), (2,), (1, 1), (2, 1)))
     strange, engines = when("strangers", 1.0), when("engines", 1.0)
     mixed = strange and rng.random() < 0.3
 
-    def room(blocks: int) -> int:  # who waits long for lost frames keeps much
-        return ROOMY if hard.lossy else blocks
+    def room(
+        blocks: int,
+    ) -> int:  # who waits long for lost frames keeps much; and where all is reused, nothing is partly
+        return ROOMY if hard.lossy or hard.nibbles else blocks
 
     def character(name: str, ranks: int, block_tokens: int, loads: bool) -> Character:
         own = (
@@ -132,6 +135,8 @@ def draw(rng: random.Random) -> Plan:
             if healthy or hard.lossy
             else msgspec.structs.replace(times, lease_s=max(0.2, times.lease_s * rng.choice((0.5, 1.0))))
         )
+        if hard.hold_s and not loads:
+            own = msgspec.structs.replace(own, max_hold_s=max(hard.hold_s, own.lease_s))
         gets = rng.random() < (0.8 if engines else 0.3)
         return Character(
             name=WorkerId(name),
@@ -154,7 +159,7 @@ def draw(rng: random.Random) -> Plan:
             get=0.5 if gets else 0.0,
             depth=rng.choice((1, 2, 2, 3)),
             defers=loads or gets,
-            reuses_soon=rng.random() < (1.0 if expiry else 0.5),
+            reuses_soon=rng.random() < (1.0 if expiry else 0.5) and not hard.nibbles,
             turns=hard.turned,
             early=hard.early,
             stores_read_on=hard.stores_read_on,
@@ -179,7 +184,7 @@ def draw(rng: random.Random) -> Plan:
         profile=profile,
         prefill=prefill,
         decode=decode,
-        requests=rng.randint(16, 40) * (2 if expiry else 1),
+        requests=rng.randint(16, 40) * (2 if expiry and not hard.nibbles else 1),
         network=NetworkFaults(
             loss=when("network", rng.uniform(0, 0.1)) or expiry * rng.uniform(0.2, 0.5) or hard.lossy * hardships.LOSS,
             double=when("network", 0.05) or healthy * 0.2 or writes * 0.3,
@@ -190,8 +195,13 @@ def draw(rng: random.Random) -> Plan:
         copies=TransportFaults(
             fail=when("copies", 0.08),
             stall=when("copies", 0.08),
-            slow=when("copies", 0.2) or when("pauses", 0.4) or when("crashes", 0.2) or expiry * 0.7 or writes * 0.6,
-            slow_s=1.0 if expiry or writes else 5.0,
+            slow=(hard.nibbles and 0.8)
+            or when("copies", 0.2)
+            or when("pauses", 0.4)
+            or when("crashes", 0.2)
+            or expiry * 0.7
+            or writes * 0.6,
+            slow_s=4.0 if hard.nibbles else 1.0 if expiry or writes else 5.0,
             refuse=when("copies", 0.5),
             queue_max=rng.choice((1, 4, 64)),
             broken=when("copies", 0.01),
@@ -207,7 +217,7 @@ def draw(rng: random.Random) -> Plan:
         abort=(engines and 0.2) or when("network", 0.3) or when("copies", 0.1) or writes * 0.4,
         bad_ticket=strange * 0.3,
         bursts=rng.random() < (0.0 if expiry else 0.4),  # what expires is seen where others come meanwhile
-        push=1.0 if writes else 0.4,
+        push=1.0 if writes else 0.1 if hard.nibbles else 0.4,
         late_ticket=0.0 if healthy else rng.choice((0.0, 0.2)),
         leave=0.1,
         stray=0.2 if healthy else rng.choice((0.0, 0.1, 0.3)),

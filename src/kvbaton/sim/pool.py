@@ -32,6 +32,13 @@ class Pool:
         self.total += count
         return taken
 
+    def prefer(self, blocks: Sequence[int]) -> None:
+        """Give these out next, those of them that are free."""
+        for block in blocks:
+            if not self.refs[block]:
+                self.free.remove(block)
+                self.free.appendleft(block)
+
     def revive(self, blocks: list[int]) -> None:
         """Take blocks with their content: somebody wants the same prefix again."""
         for block in blocks:
