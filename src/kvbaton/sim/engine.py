@@ -15,14 +15,14 @@ import functools
 from collections import deque
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.events import Groups
+from kvbaton.protocol.events import NO_BLOCK, Groups
 from kvbaton.protocol.ids import HandoffId, RequestId
 from kvbaton.protocol.progress import GroupProgress, Progress, whole
 from kvbaton.runtime.doorway import Doorway, DropBlocks, LoadReport, MatchState, UnpinBlocks
 from kvbaton.sim.device import Device, Step, Work
 from kvbaton.sim.fetching import Fetching
 from kvbaton.sim.memory import Shape
-from kvbaton.sim.pool import Pool
+from kvbaton.sim.pool import Pool, Prefixes
 from kvbaton.sim.promises import DEATH, STRANGER, WRONG, Broken
 from kvbaton.sim.request import Phase, SimRequest, digest_of
 from kvbaton.sim.world import World
@@ -47,8 +47,7 @@ class SimEngine:
         self.device.on_layer, self.device.on_done = self._layer_done, doorway.wake_engine
         self.fetching = Fetching(world, self.pool, self.device, self._fetched)
         self.requests: dict[RequestId, SimRequest] = {}
-        self.cached: dict[tuple[int, int, int], tuple[int, int]] = {}  # (content, group, index) -> (block, epoch)
-        self._true_epochs = self.pool.reuses  # the engine's own truth, whatever the core believes
+        self.prefixes = Prefixes(shape, self.pool.reuses)
         self.own_refs = 0
         self.layerwise = False
         self.depth = 1
@@ -214,32 +213,19 @@ class SimEngine:
         per_group, groups = -(-(request.tokens + 1) // shape.block_tokens), len(shape.group_layers)
         if len(self.pool.free) < per_group * groups:
             return False
-        same = self._same_prefix(request) if request.role == "prefill" else 0
-        found = [[self.cached[request.content, group, index][0] for index in range(same)] for group in range(groups)]
+        found = self.prefixes.of(request) if request.role == "prefill" else [[] for _ in range(groups)]
         for ids in found:  # of all groups, before a fresh block of one is taken from what another has found
             self.pool.revive(ids)
         self.pool.prefer(request.prefers)
-        request.blocks = tuple([*ids, *self._fresh(per_group - same)] for ids in found)
-        request.computed = same * shape.block_tokens
+        request.blocks = tuple([*ids, *self._fresh(per_group - len(ids), group)] for group, ids in enumerate(found))
+        request.computed = len(found[0]) * shape.block_tokens
         self.own_refs += per_group * groups
         return True
 
-    def _fresh(self, count: int) -> list[int]:
+    def _fresh(self, count: int, group: int) -> list[int]:
         blocks = self.pool.allocate(count)
-        self.device.handed_out(blocks)
+        self.device.handed_out(blocks, group)
         return blocks
-
-    def _same_prefix(self, request: SimRequest) -> int:
-        """Leading whole blocks of this prompt that are still cached; one token is always left to compute."""
-        for index in range((request.tokens - 1) // self.shape.block_tokens):
-            for group in range(len(self.shape.group_layers)):
-                block, epoch = self.cached.get((request.content, group, index), (0, -1))
-                if self.epoch(block) != epoch:
-                    return index
-        return (request.tokens - 1) // self.shape.block_tokens
-
-    def epoch(self, block: int) -> int:
-        return self._true_epochs[block]
 
     def _load(self, request: SimRequest) -> None:
         if not self._allocate(request):
@@ -251,10 +237,9 @@ class SimEngine:
         request.first_token = have
         if have:  # as if found in the prefix cache
             for rank in range(self.shape.ranks):
-                for layer in range(self.shape.layers):
+                for layer in self.shape.own_layers[rank]:
                     self.device.write(request.content, request.blocks, 0, have, rank, layer)
-        needed = -(-request.tokens // block_tokens)
-        wanted = tuple(tuple(ids[have // block_tokens : needed]) for ids in request.blocks)
+        wanted = tuple(tuple(ids[have // block_tokens :]) for ids in self._listed(request))
         held = self.doorway.allocated(request.id, wanted, have)
         self.device.check_quiet(held)
         self.pool.hold(held)
@@ -273,16 +258,10 @@ class SimEngine:
         if request.lease is not None:
             self._pin_chunk(request)
         if request.role == "prefill":
-            self._publish(request)
+            self.prefixes.publish(request)
         work = Work(request, request.blocks, first, request.computed, request.turn, request.lease, had, request.pinned)
         work.is_checked = request.fetched
         return [work]
-
-    def _publish(self, request: SimRequest) -> None:
-        """Whole blocks are found by others as soon as they are issued: whoever finds them computes behind them."""
-        for group, ids in enumerate(request.blocks):
-            for index in range(request.computed // self.shape.block_tokens):
-                self.cached[request.content, group, index] = ids[index], self.epoch(ids[index])
 
     def _decode(self, request: SimRequest) -> list[Work]:
         """One more token. That a request is over is known with its last output: steps too many may be in flight."""
@@ -340,7 +319,9 @@ class SimEngine:
 
     def _announce_layer(self, work: Work, rank: int, layer: int, late_s: float) -> None:
         assert work.lease is not None
-        say = functools.partial(self.doorway.progressed, work.lease, self._ahead(work, layer + 1), rank)
+        own = self.shape.own_layers[rank]
+        done = self.shape.layers if layer == own[-1] else layer + 1  # a rank counts other stages' layers as ready
+        say = functools.partial(self.doorway.progressed, work.lease, self._ahead(work, done), rank)
         if late_s:
             self.world.after(late_s, say)
         else:
@@ -375,14 +356,13 @@ class SimEngine:
     def _pin_chunk(self, request: SimRequest) -> None:
         assert request.lease is not None
         upto = self._chunk_end(request)
-        fresh = tuple(tuple(ids[request.pinned : upto]) for ids in request.blocks)
+        fresh = tuple(tuple(ids[request.pinned : upto]) for ids in self._listed(request))
         self.pool.touch(self.doorway.pin(request.lease, fresh))
         request.pinned = upto
 
     def _finish_prefill(self, request: SimRequest) -> None:
         ticket = ""
-        needed = -(-request.tokens // self.shape.block_tokens)
-        blocks = tuple(tuple(ids[:needed]) for ids in request.blocks)
+        blocks = tuple(map(tuple, self._listed(request)))
         if request.mode == "pull":
             ticket, pinned = self.doorway.grant(
                 digest_of(request), request.tokens, blocks, max_readers=request.max_readers
@@ -394,6 +374,11 @@ class SimEngine:
             self.pool.touch(self.doorway.put(blocks, (digest_of(request),)))
         request.lease = None
         self._finish(request, "prefilled", ticket)
+
+    def _listed(self, request: SimRequest) -> list[list[int]]:
+        """The blocks of a prompt that its KV is in, without those that left a window."""
+        needed = -(-request.tokens // self.shape.block_tokens)
+        return [self.shape.listed(group, ids[:needed], request.tokens) for group, ids in enumerate(request.blocks)]
 
     def _preempt(self, request: SimRequest) -> None:
         self.world.faults["preempted"] += 1
@@ -439,7 +424,7 @@ class SimEngine:
     def check_put(self, blocks: Groups, keys: tuple[bytes, ...]) -> None:
         """A store reads: these blocks are held, and are of that prompt."""
         for block in (block for ids in blocks for block in ids):
-            if not self.pool.refs[block]:
+            if block != NO_BLOCK and not self.pool.refs[block]:
                 raise Broken(WRONG, f"{self.name}: a store reads block {block}, which nobody holds")
         request, shape = self._put[keys[0]], self.shape
         who = f"{request.id} as put"

@@ -51,6 +51,8 @@ def draw(rng: random.Random, profile: str) -> Hardships:
         planes = beside(rng, "planes").choice((("rdma",), ("cma",), ("shm",)))
     elif profile == "writes" and one_in(4, "planes"):  # that cannot shut a writer out
         planes = ("cma",)
+    elif one_in(8, "planes"):
+        planes = beside(rng, "which planes").choice((("cuda", "tcp"), ("cuda",)))
     return Hardships(
         lossy=not expiry and one_in(2 if profile == "healthy" else 6, "lossy"),
         nibbles=0.9 if nibbles else 0.0,

@@ -11,11 +11,12 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.messages import ALL_FEATURES, Feature
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.versions import SPOKEN, Versions
-from kvbaton.sim import hardships
-from kvbaton.sim.hardships import Hardships
+from kvbaton.sim import hardships, shapes
+from kvbaton.sim.hardships import Hardships, beside
 from kvbaton.sim.life import Character
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import NetworkFaults
+from kvbaton.sim.shapes import Variety
 from kvbaton.sim.transport import TransportFaults
 
 FAULTY_S = 12.0
@@ -29,6 +30,8 @@ PROFILES = (
     "strangers", "all", "all",
 )  # fmt: skip
 """`healthy`: frames may double and overtake each other, nothing else is wrong, so every handoff must be delivered."""
+
+PLANES = (("shm", "tcp"), ("tcp",), ("rdma",), ("rdma", "tcp"), ("cma", "tcp"), ("cma",))
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -116,7 +119,9 @@ def draw(rng: random.Random) -> Plan:
         times = msgspec.structs.replace(times, transfer_timeout=5.0, max_hold_s=8.0)
     healthy, expiry = profile == "healthy", profile == "expiry"
     writes = profile == "writes"
-    transports = rng.choice((("shm", "tcp"), ("tcp",), ("rdma",), ("rdma", "tcp"), ("cma", "tcp"), ("cma",)))
+    transports: tuple[str, ...] = rng.choice(
+        (("shm", "tcp"), ("tcp",), ("rdma",), ("rdma", "tcp"), ("cma", "tcp"), ("cma",))
+    )
     if writes:  # one-sided hardware, clients that leave, frames that double and overtake: what push must survive
         transports = rng.choice((("tcp",), ("rdma",), ("rdma",)))
     transports = hard.planes or transports
@@ -129,7 +134,8 @@ def draw(rng: random.Random) -> Plan:
     ) -> int:  # who waits long for lost frames keeps much; and where all is reused, nothing is partly
         return ROOMY if hard.lossy or hard.nibbles else blocks
 
-    def character(name: str, ranks: int, block_tokens: int, loads: bool) -> Character:
+    def character(name: str, variety: Variety, side: int, loads: bool) -> Character:
+        block_tokens = variety.block_tokens[side]
         own = (
             times
             if healthy or hard.lossy
@@ -141,13 +147,18 @@ def draw(rng: random.Random) -> Plan:
         return Character(
             name=WorkerId(name),
             wall_skew_s=0.0 if healthy else rng.uniform(-0.5, 0.5),
-            shape=Shape(
-                ranks=ranks,
-                blocks=room(rng.choice((12, 16, 24)) if not healthy else ROOMY) * len(groups) * 2 // block_tokens + 4,
-                block_tokens=block_tokens,
-                group_layers=groups,
-                blocks_first=rng.random() < 0.3,
-                order=rng.choice(("HNP", "HNP", "NHP")),
+            shape=variety.of(
+                Shape(
+                    ranks=variety.ranks[side],
+                    blocks=room(rng.choice((12, 16, 24)) if not healthy else ROOMY) * len(groups) * 2 // block_tokens
+                    + 4,
+                    block_tokens=block_tokens,
+                    group_layers=groups,
+                    blocks_first=rng.random() < 0.3,
+                    order=rng.choice(("HNP", "HNP", "NHP")),
+                ),
+                name,
+                side,
             ),
             transports=transports,
             settings=own,
@@ -168,13 +179,15 @@ def draw(rng: random.Random) -> Plan:
             store_fails=0.5 if engines or bad else 0.05,
         )
 
-    p_ranks, d_ranks = rng.choice(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 2)))
-    p_tokens, d_tokens = rng.choice(((2, 2), (2, 2), (2, 4), (4, 2)))
+    ranks = rng.choice(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 2)))
+    block_tokens = rng.choice(((2, 2), (2, 2), (2, 4), (4, 2)))
+    variety = shapes.draw(beside(rng, "shapes"), groups, block_tokens, ranks, hard.nibbles > 0)
     speaks = upgrades(rng, bool(mixed))
-    prefill = tuple(character(f"p{n}", p_ranks, p_tokens, loads=False) for n in range(rng.randint(1, 2)))
-    decode = tuple(character(f"d{n}", d_ranks, d_tokens, loads=True) for n in range(rng.randint(1, 2)))
+    prefill = tuple(character(f"p{n}", variety, 0, loads=False) for n in range(rng.randint(1, 2)))
+    decode = tuple(character(f"d{n}", variety, 1, loads=True) for n in range(rng.randint(1, 2)))
     if rng.random() < 0.15:  # workers of both roles, who hand over to each other
-        prefill = decode = tuple(character(f"b{n}", p_ranks, p_tokens, loads=True) for n in range(2))
+        alike = msgspec.structs.replace(variety, optional=0)
+        prefill = decode = tuple(character(f"b{n}", alike, 0, loads=True) for n in range(2))
     prefill = tuple(msgspec.structs.replace(each, versions=speaks(each.name)) for each in prefill)
     decode = tuple(msgspec.structs.replace(each, versions=speaks(each.name)) for each in decode)
     shut = (

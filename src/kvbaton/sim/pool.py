@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvbaton.runtime.doorway import Doorway
+from kvbaton.sim.memory import Shape
 from kvbaton.sim.promises import LEAK, Broken
+from kvbaton.sim.request import SimRequest
 
 
 class Pool:
@@ -78,3 +80,33 @@ class Pool:
             if self.refs[block] == 0:
                 put(block)
         self.total -= len(blocks)
+
+
+class Prefixes:
+    """Which blocks hold the beginnings of prompts, for as long as they do."""
+
+    def __init__(self, shape: Shape, reuses: Sequence[int]) -> None:
+        self._shape = shape
+        self._reuses = reuses  # of each block: the engine's own truth, whatever the core believes
+        self._found: dict[tuple[int, int, int], tuple[int, int]] = {}  # (content, group, index) -> (block, reuses)
+
+    def publish(self, request: SimRequest) -> None:
+        """Whole blocks are found by others as soon as they are issued: whoever finds them computes behind them."""
+        for group, ids in enumerate(request.blocks):
+            for index in range(request.computed // self._shape.block_tokens):
+                self._found[request.content, group, index] = ids[index], self._reuses[ids[index]]
+
+    def of(self, request: SimRequest) -> list[list[int]]:
+        """Leading whole blocks of this prompt, per group; one token is always left to compute."""
+        groups, most = range(len(self._shape.group_layers)), (request.tokens - 1) // self._shape.block_tokens
+        found: list[list[int]] = [[] for _ in groups]
+        for index in range(most):
+            listed = [self._found.get((request.content, group, index), (0, -1)) for group in groups]
+            if any(self._reuses[block] != reuses for block, reuses in listed):
+                break
+            for ids, (block, _) in zip(found, listed, strict=True):
+                ids.append(block)
+        return found
+
+    def forget(self) -> None:
+        self._found.clear()

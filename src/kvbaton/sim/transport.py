@@ -29,7 +29,10 @@ TCP = Capabilities("tcp", one_sided=False, can_write=True, can_fence=True, cance
 LENT_TCP = msgspec.structs.replace(TCP, enforces=True)
 RDMA = Capabilities("rdma", one_sided=True, can_write=True, can_fence=True, cancels=False, same_host=False)
 CMA = Capabilities("cma", one_sided=True, can_write=True, can_fence=False, cancels=False, same_host=True)
-KINDS = {kind.name: kind for kind in (SHM, LENT_TCP, RDMA, CMA)}
+CUDA = Capabilities(
+    "cuda", one_sided=True, can_write=False, can_fence=False, cancels=False, same_host=True, weaves=True
+)
+KINDS = {kind.name: kind for kind in (SHM, LENT_TCP, RDMA, CMA, CUDA)}
 
 
 @dataclass(slots=True)
@@ -172,7 +175,8 @@ class SimTransport:
             world.faults["plane_shut"] += 1
             world.after(world.rng.uniform(0, 0.01), lambda: self._note(CopyEnded(copy.job, Reason.UNREACHABLE)))
             return True
-        spans = [tuple(copy.spans[i : i + 3]) for i in range(0, len(copy.spans), 3)]
+        numbers = copy.spans if copy.weave is None else copy.spans + copy.weave.flat()
+        spans = [tuple(numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
         job = _Job(copy, remote, link[1], spans)  # type: ignore[arg-type]
         if not self._in_range(job) or (copy.direction is Direction.WRITE and not self.kind.can_write):
             self._note(CopyEnded(copy.job, Reason.BAD_SPAN, detail="outside registered memory"))
