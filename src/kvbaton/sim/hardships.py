@@ -25,6 +25,7 @@ class Hardships(msgspec.Struct, frozen=True, kw_only=True):
 
     lossy: bool = False  # frames are lost where every handoff must be delivered: always, or when all else has healed
     nibbles: float = 0.0  # share of leases that expire under their readers, of which a block or two is reused at once
+    policy: str = ""  # if any, every engine's: what is proven good matters to who recomputes
     turned: bool = False  # of a prompt in several groups, the first group's blocks are reused first
     early: float = 0.0  # share of pulls for which D takes blocks before P's answer
     hold_s: float = 0.0  # if not 0, P holds nothing for longer: leases end under their readers, renewed or not
@@ -56,6 +57,7 @@ def draw(rng: random.Random, profile: str) -> Hardships:
     return Hardships(
         lossy=not expiry and one_in(2 if profile == "healthy" else 6, "lossy"),
         nibbles=0.9 if nibbles else 0.0,
+        policy="recompute" if nibbles else "",
         turned=one_in(2, "turned"),
         early=0.6 if one_in(2, "early") else 0.0,
         hold_s=beside(rng, "hold_s").uniform(1.5, 2.2) if nibbles else 0.0,

@@ -162,7 +162,7 @@ def draw(rng: random.Random) -> Plan:
             ),
             transports=transports,
             settings=own,
-            policy=rng.choice(("recompute", "recompute", "fail")),
+            policy=hard.policy or rng.choice(("recompute", "recompute", "fail")),
             drift=rng.uniform(-0.05, 0.05),
             layerwise=rng.random() < 0.4,
             preempt=engines and 0.1,

@@ -59,7 +59,7 @@ def draw(rng: random.Random, layers: tuple[int, ...], block_tokens: Two, ranks: 
     def one_in(count: float) -> bool:
         return rng.random() * count < 1 and not plain
 
-    if partly_stale and one_in(0.6):  # a good prefix is counted in P's blocks
+    if partly_stale and rng.random() < 0.7:  # a good prefix is counted in P's blocks
         block_tokens = rng.choice(((2, 4), (2, 4), (2, 6), (4, 2)))
     elif one_in(3):
         block_tokens = rng.choice(((2, 4), (4, 2), (4, 6), (6, 4), (3, 2), (2, 6)))
