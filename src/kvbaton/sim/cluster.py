@@ -77,6 +77,8 @@ class Cluster:
         life = Life(self.world, character, self.network, self.fabric)
         if self.healed:
             life.engine.preempt = 0.0
+        else:
+            life.store.throws = self.plan.hardships.throws
         self.draining.discard(character.name)
         self.lives[character.name] = life
         self.every_life.append(life)
@@ -208,7 +210,7 @@ class Cluster:
             elif life.paused:
                 self._resume(life)
         for life in self.lives.values():
-            life.engine.preempt = 0.0
+            life.engine.preempt = life.store.throws = 0.0
 
     def delivered(self) -> int:
         return sum(life.node.ledger.desk.counts["ends.delivered"] for life in self.every_life)

@@ -30,6 +30,7 @@ class Hardships(msgspec.Struct, frozen=True, kw_only=True):
     early: float = 0.0  # share of pulls for which D takes blocks before P's answer
     hold_s: float = 0.0  # if not 0, P holds nothing for longer: leases end under their readers, renewed or not
     planes: tuple[str, ...] = ()  # if any, these data planes and no others
+    throws: float = 0.0  # share of stops, fences, closings and looks for news that raise
     stores_read_on: bool = False  # a store that was told to stop reads on for a while
 
 
@@ -62,5 +63,6 @@ def draw(rng: random.Random, profile: str) -> Hardships:
         early=0.6 if one_in(2, "early") else 0.0,
         hold_s=beside(rng, "hold_s").uniform(1.5, 2.2) if nibbles else 0.0,
         planes=planes,
+        throws=0.2 if profile != "healthy" and one_in(6, "throws") else 0.0,
         stores_read_on=one_in(2, "stores_read_on"),
     )

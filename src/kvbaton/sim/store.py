@@ -26,6 +26,7 @@ class SimStore:
     world: World
     fails: float
     reads_on: bool = False
+    throws: float = 0.0  # share of stops and looks for news that raise
     ended: list[StoreEnded] = field(default_factory=list)
     waker: Callable[[], None] = lambda: None
     on_read: OnRead = lambda blocks, keys: None
@@ -46,6 +47,7 @@ class SimStore:
         self._read_and_end(put, reason, rng.uniform(0.001, 0.2), rng.randint(1, PIECES_MAX))
 
     def cancel(self, put: PutId) -> None:
+        self._maybe_throw()
         if self.reads_on and put in self.open:
             self.world.faults["store_read_on"] += 1
             self._read_and_end(put, Reason.CANCELLED, self.world.rng.uniform(0.01, READ_ON_S), PIECES_MAX)
@@ -53,11 +55,18 @@ class SimStore:
             self._end(put, Reason.CANCELLED)
 
     def drain(self) -> Sequence[StoreEnded]:
+        if self.ended:
+            self._maybe_throw()
         ended, self.ended = self.ended, []
         return ended
 
     def set_waker(self, waker: Callable[[], None]) -> None:
         self.waker = waker
+
+    def _maybe_throw(self) -> None:
+        if self.throws and self.world.chance(self.throws):
+            self.world.faults["store_threw_late"] += 1
+            raise InjectedFault("the simulated store threw when it should have stopped")
 
     def _read_and_end(self, put: PutId, reason: Reason | None, lasts_s: float, pieces: int) -> None:
         for piece in range(pieces):

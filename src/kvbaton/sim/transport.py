@@ -44,7 +44,8 @@ class TransportFaults:
     slow: float = 0.0
     slow_s: float = 5.0
     refuse: float = 0.0  # back-pressure
-    broken: float = 0.0  # `submit` raises
+    broken: float = 0.0  # what opens, lends or begins raises
+    throws: float = 0.0  # what stops, fences, closes or tells news raises
     shut: frozenset[str] = frozenset()  # kinds that cannot be opened to anybody
     queue_max: int = 64
 
@@ -145,6 +146,7 @@ class SimTransport:
 
     def disconnect(self, peer: PeerId) -> None:
         """Forgets at once; what the peer has under way is cut a little later, and by hardware not at all."""
+        self._maybe_throw_late()
         self._links.pop(peer, None)
         generation = self._invited.pop(peer, 0)
         if self.kind.cancels:
@@ -160,6 +162,12 @@ class SimTransport:
         if self.fabric.world.chance(self.fabric.faults.broken):
             self.fabric.world.faults["port_threw"] += 1
             raise InjectedFault("the simulated library threw")
+
+    def _maybe_throw_late(self) -> None:
+        share = self.fabric.faults.throws
+        if share and self.fabric.world.chance(share):
+            self.fabric.world.faults["port_threw_late"] += 1
+            raise InjectedFault("the simulated library threw when it should have stopped")
 
     def submit(self, copy: Copy) -> bool:
         faults, world = self.fabric.faults, self.fabric.world
@@ -186,6 +194,7 @@ class SimTransport:
         return True
 
     def cancel(self, job: JobId) -> None:
+        self._maybe_throw_late()
         if self._loans.take_back(job):
             return
         if job in self._jobs:
@@ -196,6 +205,7 @@ class SimTransport:
 
         Of a plane that cannot fence it ends as well, and has shut nobody out: who asks for it has not read `can_fence`.
         """
+        self._maybe_throw_late()
         condemned: set[int] = set()
         if self.kind.can_fence:
             self._invited.pop(peer, None)
@@ -212,6 +222,8 @@ class SimTransport:
         self._note(FenceEnded(peer))
 
     def drain(self) -> Sequence[TransportEvent]:
+        if self._events:
+            self._maybe_throw_late()
         events, self._events = self._events, []
         return events
 
