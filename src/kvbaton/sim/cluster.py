@@ -26,6 +26,7 @@ from kvbaton.sim.world import World
 
 DRAIN_S = 4.0
 BURST_S = 1.2
+REPLACE_LOOK_S = 0.05
 NIBBLES_FROM, NIBBLE_S = 700_000, 0.05
 FLAP_LOOK_S, FLAP_LOOKS_MAX = 0.1, 25
 
@@ -76,7 +77,7 @@ class Cluster:
     def start(self, character: Character) -> None:
         life = Life(self.world, character, self.network, self.fabric)
         if self.healed:
-            life.engine.preempt = 0.0
+            life.engine.preempt = life.engine.skips = 0.0
         else:
             life.store.throws = self.plan.hardships.throws
         self.draining.discard(character.name)
@@ -150,6 +151,19 @@ class Cluster:
             self._end_leg(leg, "error", "the worker left")
         self.world.after(self.world.rng.uniform(0.05, 1.0), self._later(self._restart, life.character))
 
+    def _replace_a_cache(self) -> None:
+        life = self.lives[self.world.rng.choice(sorted(self.lives))]
+        if not life.engine.replacing:
+            self.world.faults["cache_replaced"] += 1
+            self.world.tell(f"{life.peer} replaces its cache")
+            self._replace(life)
+
+    def _replace(self, life: Life) -> None:
+        done = life.alive and not life.paused and life.engine.replace_cache()
+        life.wake_engine()
+        if life.alive and not done:
+            self.world.after(REPLACE_LOOK_S, self._later(self._replace, life))
+
     def _restart(self, character: Character) -> None:
         if not self.lives[character.name].alive:  # healing may have been faster
             self.start(character)
@@ -192,6 +206,7 @@ class Cluster:
             (self.plan.flaps, self._flap),
             (self.plan.retires, self._retire),
             (self.plan.partitions, self._partition),
+            (self.plan.hardships.replaces, self._replace_a_cache),
         ):
             for _ in range(count):
                 self.world.after(rng.uniform(0.2, FAULTY_S * 0.9), act)
@@ -210,7 +225,7 @@ class Cluster:
             elif life.paused:
                 self._resume(life)
         for life in self.lives.values():
-            life.engine.preempt = life.store.throws = 0.0
+            life.engine.preempt = life.engine.skips = life.store.throws = 0.0
 
     def delivered(self) -> int:
         return sum(life.node.ledger.desk.counts["ends.delivered"] for life in self.every_life)

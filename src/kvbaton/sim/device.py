@@ -123,6 +123,11 @@ class Device:
 
     # --- memory
 
+    def scrub(self) -> None:
+        """The cache is another from now on; what was there is not."""
+        for memory in self.memory:
+            memory[:] = b"\xaa" * len(memory)
+
     def write(
         self, content: int, blocks: Sequence[Sequence[int]], first: int, stop: int, rank: int, layer: int
     ) -> None:

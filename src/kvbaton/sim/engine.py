@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Callable
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, Groups
@@ -44,7 +45,7 @@ class SimEngine:
         self.policy = policy
         self.pool = Pool(shape.blocks, doorway, len(shape.group_layers))
         self.device = Device(world, name, shape, memory)
-        self.device.on_layer, self.device.on_done = self._layer_done, doorway.wake_engine
+        self.device.on_layer, self.device.on_done = self._layer_done, self._step_done
         self.fetching = Fetching(world, self.pool, self.device, self._fetched)
         self.requests: dict[RequestId, SimRequest] = {}
         self.prefixes = Prefixes(shape, self.pool.reuses)
@@ -56,6 +57,11 @@ class SimEngine:
         self.put = 0.0
         self.get = 0.0
         self.early = 0.0
+        self.steals = 0.0  # share of blocks whose watcher is somebody else's once they are unpinned
+        self.lists_early = False  # that a prompt is all listed is said with its last chunk's issue, not with its output
+        self.skips = 0.0  # share of prompts that are found to be here already when P has granted them
+        self.replacing = False
+        self.on_wake: Callable[[], None] = doorway.wake_engine
         self._put: dict[bytes, SimRequest] = {}  # by key, what was put last
         self._in_flight: deque[Step] = deque()
         self._deferred: deque[tuple[int, list[int]]] = deque()  # (the last step that may write there, blocks)
@@ -88,9 +94,27 @@ class SimEngine:
         """Take the outputs that have come, and issue the next step if there is room for one more in flight."""
         self._do_duties()
         self._take_outputs()
-        if len(self._in_flight) < self.depth:
+        if len(self._in_flight) < self.depth and not self.replacing:
             self._issue([work for request in list(self.requests.values()) for work in self._advance(request)])
         self._do_duties()
+
+    def replace_cache(self) -> bool:
+        """Let go of everything, and of the prefix cache; once nothing is held, what is in memory is nobody's.
+
+        False while there is something: asked again until it is done, as vLLM is.
+        """
+        self.replacing = True
+        self._do_duties()
+        for request in self.requests.values():
+            if request.phase in (Phase.PREFILLING, Phase.DECODING, Phase.FETCHING):
+                self._preempt(request)
+        self.doorway.cache_replaced()
+        self.prefixes.forget()
+        if self.doorway.holding or self._in_flight or self._deferred or self.fetching.open:
+            return False
+        self.device.scrub()
+        self.replacing = False
+        return True
 
     def step_down(self) -> None:
         """The engine gives up every request before its process ends; what the door still holds comes back first."""
@@ -120,11 +144,17 @@ class SimEngine:
     def _do_duties(self) -> None:
         for duty in self.doorway.duties():
             if isinstance(duty, UnpinBlocks):
-                self.pool.drop(duty.blocks)
+                self._unpin(duty.blocks)
             elif isinstance(duty, DropBlocks):
                 self.pool.let_go(duty.blocks)
             elif isinstance(duty, LoadReport):
                 self._report(duty)
+
+    def _unpin(self, blocks: tuple[int, ...]) -> None:
+        self.pool.drop(blocks)
+        if self.steals:
+            free = (block for block in blocks if not self.pool.refs[block])
+            self.pool.untold.update(block for block in free if self.world.chance(self.steals))
 
     def _report(self, duty: LoadReport) -> None:
         request = self.requests.get(duty.request)
@@ -182,7 +212,11 @@ class SimEngine:
                     self._load(request)  # P has it all: its answer will find the blocks taken
                 return
             if match.state is MatchState.FOUND:
-                self._load(request)
+                if self.skips and self.world.chance(self.skips):
+                    self.doorway.not_needed(request.id)
+                    request.remote_done = True
+                else:
+                    self._load(request)
                 return
             request.remote_done = True
             self.world.tell(f"{self.name} no match {request.id} {match.end.reason if match.end else ''}")
@@ -206,7 +240,7 @@ class SimEngine:
         if request.id in self.requests and request.turn == turn:
             request.computed = blocks * self.shape.block_tokens
             self._start_prefill(request)
-        self.doorway.wake_engine()
+        self.on_wake()
 
     def _allocate(self, request: SimRequest) -> bool:
         shape = self.shape
@@ -288,6 +322,9 @@ class SimEngine:
             while self._deferred and self._deferred[0][0] <= step.number:
                 self._let_go(self._deferred.popleft()[1])
 
+    def _step_done(self) -> None:
+        self.on_wake()
+
     def _output(self, work: Work) -> None:
         request = work.request
         if request.phase is Phase.DECODING:
@@ -305,7 +342,7 @@ class SimEngine:
         lease = work.request.lease
         if lease is not None:
             self.doorway.progressed(lease, whole([work.has] * len(self.shape.group_layers)))
-            if work.stop == work.request.tokens:
+            if work.stop == work.request.tokens and not self.lists_early:
                 self.doorway.completed(lease)
 
     def _layer_done(self, step: Step, rank: int, layer: int) -> None:
@@ -357,13 +394,17 @@ class SimEngine:
         assert request.lease is not None
         upto = self._chunk_end(request)
         fresh = tuple(tuple(ids[request.pinned : upto]) for ids in self._listed(request))
+        self.pool.before_pin([block for ids in fresh for block in ids])
         self.pool.touch(self.doorway.pin(request.lease, fresh))
         request.pinned = upto
+        if self.lists_early and request.computed == request.tokens:
+            self.doorway.completed(request.lease)
 
     def _finish_prefill(self, request: SimRequest) -> None:
         ticket = ""
         blocks = tuple(map(tuple, self._listed(request)))
         if request.mode == "pull":
+            self.pool.before_pin([block for ids in blocks for block in ids])
             ticket, pinned = self.doorway.grant(
                 digest_of(request), request.tokens, blocks, max_readers=request.max_readers
             )
@@ -388,7 +429,7 @@ class SimEngine:
             request.handoff = HandoffId("")
         self._free(request)
         request.phase = Phase.WAITING
-        self.doorway.wake_engine()
+        self.on_wake()
 
     def _start_decoding(self, request: SimRequest) -> None:
         request.phase, request.decode_issued = Phase.DECODING, 0

@@ -30,6 +30,11 @@ class Hardships(msgspec.Struct, frozen=True, kw_only=True):
     early: float = 0.0  # share of pulls for which D takes blocks before P's answer
     hold_s: float = 0.0  # if not 0, P holds nothing for longer: leases end under their readers, renewed or not
     planes: tuple[str, ...] = ()  # if any, these data planes and no others
+    epochs: str = "exact"  # see Character
+    replaces: int = 0  # caches that are replaced under their nodes
+    lists_early: bool = False  # P says that all blocks are listed before they are ready
+    skips: float = 0.0  # share of prompts that D finds in its own cache after all
+    recorded: bool = True  # nodes keep flight records
     throws: float = 0.0  # share of stops, fences, closings and looks for news that raise
     stores_read_on: bool = False  # a store that was told to stop reads on for a while
 
@@ -63,6 +68,11 @@ def draw(rng: random.Random, profile: str) -> Hardships:
         early=0.6 if one_in(2, "early") else 0.0,
         hold_s=beside(rng, "hold_s").uniform(1.5, 2.2) if nibbles else 0.0,
         planes=planes,
+        epochs=beside(rng, "epochs").choice(("exact", "exact", "exact", "none", "stolen", "stolen")),
+        replaces=beside(rng, "replaces").randint(1, 3) if profile != "healthy" and one_in(6, "replaced") else 0,
+        lists_early=one_in(3, "lists_early"),
+        skips=0.1 if profile != "healthy" and one_in(4, "skips") else 0.0,
+        recorded=not one_in(3, "recorded"),
         throws=0.2 if profile != "healthy" and one_in(6, "throws") else 0.0,
         stores_read_on=one_in(2, "stores_read_on"),
     )

@@ -43,6 +43,7 @@ from kvbaton.sim.world import InjectedFault, World
 TICKET_KEY = b"simulated cluster key 0123456789"
 
 
+STEALS = 0.4
 _STOPS_NODE = ("process", "loop")
 _STOPS_ENGINE = ("process", "engine")
 
@@ -66,6 +67,10 @@ class Character(msgspec.Struct, frozen=True):
     turns: bool = False
     early: float = 0.0  # share of pulls for which it takes blocks before P's answer
     stores_read_on: bool = False
+    epochs: str = "exact"  # or "none": no reuse is told; or "stolen": of some blocks it is not
+    lists_early: bool = False
+    skips: float = 0.0
+    recorded: bool = True
     features: int = int(ALL_FEATURES)
     required: int = 0
     versions: Versions = SPOKEN
@@ -102,6 +107,7 @@ class Life:
         self._taken_back: set[HandoffId] = set()  # tickets that the router has said nobody will use
         self._node_due = False
         self._engine_due = False
+        self.asleep = False  # the engine has nothing to do, and waits for a request
         self._timer_at = float("inf")
         self._offset_s = world.rng.uniform(-1000, 1000)
         if character.versions != SPOKEN:
@@ -121,7 +127,10 @@ class Life:
         engine.layerwise, engine.depth, engine.defers = character.layerwise, character.depth, character.defers
         engine.preempt, engine.put, engine.get = character.preempt, character.put, character.get
         engine.pool.reuses_soon, engine.pool.turns = character.reuses_soon, character.turns
-        engine.early = character.early
+        engine.early, engine.skips, engine.lists_early = character.early, character.skips, character.lists_early
+        engine.steals = STEALS if character.epochs == "stolen" else 0.0
+        engine.pool.tells = character.epochs != "none"
+        engine.on_wake = self.wake_engine
         self.store.on_read = engine.check_put
 
     def clock(self) -> float:
@@ -139,6 +148,11 @@ class Life:
         if not self._engine_due and self.alive and self.paused not in _STOPS_ENGINE:
             self._engine_due = True
             self.world.after(self.world.rng.uniform(0.001, 0.01), self._step_engine)
+
+    def _wake_with_news(self) -> None:
+        """News for an engine that sleeps wake nobody: who holds anything does not sleep (rule 19)."""
+        if not self.asleep:
+            self.wake_engine()
 
     def receive(self, source: WorkerId, frame: bytes) -> None:
         self.control.inbox.append((source, frame))
@@ -204,6 +218,7 @@ class Life:
         except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
             raise Broken(DEATH, f"{self.character.name}: the engine died\n{traceback.format_exc()}") from None
         self._check_pins()
+        self.asleep = not self.engine.busy
         if before != self.engine.pool.total or self.engine.has_next:
             self.wake_engine()
 
@@ -311,9 +326,10 @@ class Life:
             mint=lambda: TransferId(f"{rng.getrandbits(128):032x}"),
             wall=lambda: self.world.now + self.character.wall_skew_s,
         )
-        doorway = WatchedDoorway(config, EpochTable(shape.blocks))
+        # The table grows with what the pool hands out: how many blocks there are may be known later than it is made.
+        doorway = WatchedDoorway(config, EpochTable(0 if self.peer.incarnation % 2 else shape.blocks))
         doorway.wake_node = self.wake
-        doorway.wake_engine = self.wake_engine
+        doorway.wake_engine = self._wake_with_news
         return doorway
 
     def _make_node(self) -> Node:
@@ -326,12 +342,13 @@ class Life:
             transports=tuple(KINDS[name] for name in character.transports),
             ticket_keys=(TICKET_KEY,),
             wall_offset_s=self.world.now + character.wall_skew_s - self.clock(),
+            exact_epochs=character.epochs != "none",
             required=character.required,
             optional=character.features,
             versions=character.versions,
         )
         ledger = Ledger(identity, character.settings, self.doorway.epochs.all_judged)
-        recorder = Recorder(self.peer)
+        recorder = Recorder(self.peer) if character.recorded else None
         node = Node(
             ledger, self.control, self.transports, self.doorway, self.store, self._port_failed, recorder=recorder
         )

@@ -23,12 +23,16 @@ class Pool:
         self.reuses_soon = False  # what was let go last is given out first
         self.groups = groups
         self.turns = False  # of what is let go at once, the first group's blocks are given out first, not the last's
+        self.tells = True  # of every reuse; else nobody ever hears of one
+        self.untold: set[int] = set()  # let go, and somebody else watches them now: their reuse is not told
         self._doorway = doorway
+        doorway.epochs.are_told = self.untold.isdisjoint
 
     def allocate(self, count: int) -> list[int]:
         taken = [self.free.popleft() for _ in range(count)]
         for block in taken:
-            self._doorway.epochs.raise_epoch(block)
+            if self.tells and block not in self.untold:
+                self._doorway.epochs.raise_epoch(block)
             self.reuses[block] += 1
             self.refs[block] = 1
         self.total += count
@@ -55,6 +59,12 @@ class Pool:
                 raise Broken(LEAK, f"block {block} was pinned while it was free")
             self.refs[block] += 1
         self.total += len(blocks)
+
+    def before_pin(self, blocks: Sequence[int]) -> None:
+        """A block that was perhaps reused behind our back begins a new epoch, before its new pin notes one."""
+        for block in self.untold.intersection(blocks):
+            self._doorway.epochs.raise_epoch(block)
+            self.untold.discard(block)
 
     def hold(self, blocks: tuple[int, ...]) -> None:
         """Bytes may land in these from now on."""
