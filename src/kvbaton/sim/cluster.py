@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvbaton.protocol.events import NO_BLOCK, Departed, DrainStarted
-from kvbaton.protocol.ids import HandoffId, LeaseId, TransferId, WorkerId, handoff_id
-from kvbaton.protocol.lease import ReaderState
+from kvbaton.protocol.events import Departed, DrainStarted
+from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.ticket import Ticket, seal
 from kvbaton.sim.hardships import LOSS
 from kvbaton.sim.life import TICKET_KEY, Character, Life, request_name
+from kvbaton.sim.mishaps import Mishaps
 from kvbaton.sim.network import Network, NetworkFaults
 from kvbaton.sim.plan import FAULTY_S, Plan
 from kvbaton.sim.promises import WRONG, Broken
@@ -26,8 +26,7 @@ from kvbaton.sim.world import World
 
 DRAIN_S = 4.0
 BURST_S = 1.2
-REPLACE_LOOK_S = 0.05
-NIBBLES_FROM, NIBBLE_S = 700_000, 0.05
+PROBES_S = 16.0
 FLAP_LOOK_S, FLAP_LOOKS_MAX = 0.1, 25
 
 Told = Callable[[str, str], None]
@@ -54,6 +53,7 @@ class Cluster:
         self.fabric = Fabric(world, plan.copies)
         self.network.deliver = self._deliver
         self.witness = Witness(self.fabric)
+        self.mishaps = Mishaps(self)
         self.lives: dict[WorkerId, Life] = {}
         self.router = Router(world, self.network, self.lives)
         self.router.late = plan.stray
@@ -71,6 +71,8 @@ class Cluster:
                 at_s = at_s // BURST_S * BURST_S + world.rng.uniform(0, 0.05)
             world.after(at_s, self._later(self._new_request, index))
         self._schedule_faults()
+        if plan.hardships.opens_s:
+            world.after(plan.hardships.opens_s, self.mishaps.open_planes)
 
     # --- workers
 
@@ -84,7 +86,7 @@ class Cluster:
         self.lives[character.name] = life
         self.every_life.append(life)
         self.witness.watch(life)
-        life.doorway.on_released = functools.partial(self._nibble, life)
+        life.doorway.on_released = functools.partial(self.mishaps.nibble, life)
         self.world.tell(f"{life.peer} starts")
 
     def _crash(self) -> None:
@@ -151,19 +153,6 @@ class Cluster:
             self._end_leg(leg, "error", "the worker left")
         self.world.after(self.world.rng.uniform(0.05, 1.0), self._later(self._restart, life.character))
 
-    def _replace_a_cache(self) -> None:
-        life = self.lives[self.world.rng.choice(sorted(self.lives))]
-        if not life.engine.replacing:
-            self.world.faults["cache_replaced"] += 1
-            self.world.tell(f"{life.peer} replaces its cache")
-            self._replace(life)
-
-    def _replace(self, life: Life) -> None:
-        done = life.alive and not life.paused and life.engine.replace_cache()
-        life.wake_engine()
-        if life.alive and not done:
-            self.world.after(REPLACE_LOOK_S, self._later(self._replace, life))
-
     def _restart(self, character: Character) -> None:
         if not self.lives[character.name].alive:  # healing may have been faster
             self.start(character)
@@ -206,7 +195,7 @@ class Cluster:
             (self.plan.flaps, self._flap),
             (self.plan.retires, self._retire),
             (self.plan.partitions, self._partition),
-            (self.plan.hardships.replaces, self._replace_a_cache),
+            (self.plan.hardships.replaces, self.mishaps.replace_a_cache),
         ):
             for _ in range(count):
                 self.world.after(rng.uniform(0.2, FAULTY_S * 0.9), act)
@@ -234,15 +223,14 @@ class Cluster:
 
     def probe(self) -> int:
         """After everything has healed: one request for every pair and mode. Returns how many handoffs must follow."""
-        count = 0
-        for source in self.plan.prefill:
-            for target in self.plan.decode:
-                if source.name == target.name or not _can_talk(source, target):
-                    continue
-                for mode in ("pull", "stream", "push"):
-                    count += 1
-                    self.world.after(count * 1.0, self._later(self._probe, count, source.name, target.name, mode))
-        return count
+        turns = range(len(self.plan.decode))  # everybody else has a turn before one has the next
+        sides = [(s, self.plan.decode[(n + k) % len(turns)]) for k in turns for n, s in enumerate(self.plan.prefill)]
+        pairs = [(s.name, t.name) for s, t in sides if s.name != t.name and _can_talk(s, t)]
+        modes = [(*pair, mode) for mode in ("pull", "stream", "push") for pair in pairs]
+        apart_s = min(1.0, PROBES_S / max(1, len(modes)))
+        for count, (source, target, mode) in enumerate(modes, 1):
+            self.world.after(count * apart_s, self._later(self._probe, count, source, target, mode))
+        return len(modes)
 
     def _probe(self, index: int, source: WorkerId, target: WorkerId, mode: str) -> None:
         life, other = self.lives[source], self.lives[target]
@@ -273,21 +261,6 @@ class Cluster:
             able = names
         return self.lives[self.world.rng.choice(able)]
 
-    def _nibble(self, life: Life, lease: LeaseId) -> None:
-        """Blocks of an expired lease are free while somebody reads them: a short prompt takes the end of one group, or
-        what is before it, and leaves the others."""
-        found = life.node.ledger.producer.tombstones.get(lease)
-        if found is None or all(seat.state is not ReaderState.GONE for seat in found.seats.values()):
-            return
-        if self.world.chance(self.plan.hardships.nibbles):
-            self.world.faults["nibbled"] += 1
-            rng, index = self.world.rng, NIBBLES_FROM + len(self.legs)
-            ids = rng.choice(found.blocks)
-            last = rng.choice((len(ids), len(ids), rng.randint(0, len(ids))))
-            prefers = tuple(block for block in ids[max(0, last - len(found.blocks)) : last] if block != NO_BLOCK)
-            tiny = self._later(self._add, index, life, index, 1, "both", _ignore, prefers=prefers)
-            self.world.after(rng.uniform(0, NIBBLE_S), tiny)
-
     def _pull(self, index: int, source: Life, target: Life, content: int, tokens: int, alone: bool = False) -> None:
         targets = [target]
         if len(self.plan.decode) > 1 and not alone and self.world.rng.random() < 0.3:
@@ -310,7 +283,7 @@ class Cluster:
                 delay = self.world.rng.uniform(0.2, 4.0) if late else self.world.rng.uniform(0.001, soon_s)
                 self.world.after(delay, self._later(self._decode, index, reader, content, tokens, "pull", errand))
 
-        self._add(index, source, content, tokens, "prefill", prefilled, max_readers=len(targets))
+        self.add(index, source, content, tokens, "prefill", prefilled, max_readers=len(targets))
 
     def _both_at_once(self, index: int, source: Life, target: Life, content: int, tokens: int, mode: str) -> None:
         rng = self.world.rng
@@ -318,7 +291,7 @@ class Cluster:
         ticket = seal(Ticket(handoff, source.peer.worker, self.world.now + 5.0, target=target.peer.worker), TICKET_KEY)
         errand = Errand(source.peer.worker, ticket)
         prefill = functools.partial(
-            self._add,
+            self.add,
             index,
             source,
             content,
@@ -354,18 +327,22 @@ class Cluster:
             else:
                 delay = 0.0 if kind == "twice" else self.world.rng.uniform(0, 3)
                 again = self._later(
-                    self._add, index, self.lives[target.peer.worker], content, tokens, "decode", _ignore, mode, ticket
+                    self.add, index, self.lives[target.peer.worker], content, tokens, "decode", _ignore, mode, ticket
                 )
                 self.world.after(delay, again)
         current = self.lives[target.peer.worker]
+        if self.plan.hardships.nobody and not self.healed and self.world.chance(self.plan.hardships.nobody):
+            self.world.faults["ticket_of_nobody"] += 1
+            opened = current.doorway.open_ticket(errand.ticket)
+            ticket = seal(msgspec.structs.replace(opened, source=WorkerId("nobody")), TICKET_KEY)
 
         def answered(how: str, detail: str) -> None:
             self.router.on_target(errand, how)
 
         cancelled = errand if mode != "pull" else None
-        self._add(index, current, content, tokens, "decode", answered, mode, ticket, trusted=trusted, errand=cancelled)
+        self.add(index, current, content, tokens, "decode", answered, mode, ticket, trusted=trusted, errand=cancelled)
 
-    def _add(
+    def add(
         self,
         index: int,
         life: Life,

@@ -158,7 +158,7 @@ class Device:
         shape, size = self.shape, self.shape.block_tokens
         for layer in layers:
             group = shape.group_of[layer]
-            first, ids = shape.groups[group].needed_from(tokens), blocks[group]
+            first, ids = shape.needed_from(group, tokens), blocks[group]
             for index in range(first // size, -(-tokens // size)):
                 offset, lo, hi = shape.page(layer, ids[index]), max(first - index * size, 0), tokens - index * size
                 for rank in ranks:

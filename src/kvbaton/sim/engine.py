@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.events import NO_BLOCK, Groups
 from kvbaton.protocol.ids import HandoffId, RequestId
 from kvbaton.protocol.progress import GroupProgress, Progress, whole
 from kvbaton.runtime.doorway import Doorway, DropBlocks, LoadReport, MatchState, UnpinBlocks
@@ -24,7 +23,7 @@ from kvbaton.sim.device import Device, Step, Work
 from kvbaton.sim.fetching import Fetching
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.pool import Pool, Prefixes
-from kvbaton.sim.promises import DEATH, STRANGER, WRONG, Broken
+from kvbaton.sim.promises import DEATH, STRANGER, Broken
 from kvbaton.sim.request import Phase, SimRequest, digest_of
 from kvbaton.sim.world import World
 
@@ -45,24 +44,18 @@ class SimEngine:
         self.policy = policy
         self.pool = Pool(shape.blocks, doorway, len(shape.group_layers))
         self.device = Device(world, name, shape, memory)
-        self.device.on_layer, self.device.on_done = self._layer_done, self._step_done
+        self.device.on_layer, self.device.on_done = self._layer_done, doorway.wake_engine
         self.fetching = Fetching(world, self.pool, self.device, self._fetched)
         self.requests: dict[RequestId, SimRequest] = {}
         self.prefixes = Prefixes(shape, self.pool.reuses)
         self.own_refs = 0
-        self.layerwise = False
+        self.layerwise = self.replacing = False
+        self.lists_early = False  # that a prompt is all listed is said with its last chunk's issue, not with its output
         self.depth = 1
         self.defers = True  # frees wait for the steps that were in flight
-        self.preempt = 0.0
-        self.put = 0.0
-        self.get = 0.0
-        self.early = 0.0
-        self.steals = 0.0  # share of blocks whose watcher is somebody else's once they are unpinned
-        self.lists_early = False  # that a prompt is all listed is said with its last chunk's issue, not with its output
-        self.skips = 0.0  # share of prompts that are found to be here already when P has granted them
-        self.replacing = False
+        self.preempt = self.put = self.get = self.early = self.skips = 0.0  # shares of requests
         self.on_wake: Callable[[], None] = doorway.wake_engine
-        self._put: dict[bytes, SimRequest] = {}  # by key, what was put last
+        self.put_prompts: dict[bytes, SimRequest] = {}  # by key
         self._in_flight: deque[Step] = deque()
         self._deferred: deque[tuple[int, list[int]]] = deque()  # (the last step that may write there, blocks)
         self._last_step = 0
@@ -98,23 +91,11 @@ class SimEngine:
             self._issue([work for request in list(self.requests.values()) for work in self._advance(request)])
         self._do_duties()
 
-    def replace_cache(self) -> bool:
-        """Let go of everything, and of the prefix cache; once nothing is held, what is in memory is nobody's.
-
-        False while there is something: asked again until it is done, as vLLM is.
-        """
-        self.replacing = True
+    def preempt_all(self) -> None:
         self._do_duties()
         for request in self.requests.values():
             if request.phase in (Phase.PREFILLING, Phase.DECODING, Phase.FETCHING):
                 self._preempt(request)
-        self.doorway.cache_replaced()
-        self.prefixes.forget()
-        if self.doorway.holding or self._in_flight or self._deferred or self.fetching.open:
-            return False
-        self.device.scrub()
-        self.replacing = False
-        return True
 
     def step_down(self) -> None:
         """The engine gives up every request before its process ends; what the door still holds comes back first."""
@@ -131,6 +112,11 @@ class SimEngine:
         return bool(self.requests) or self.doorway.busy
 
     @property
+    def at_rest(self) -> bool:
+        """Nothing lands in any block, and no block waits to be free."""
+        return not (self._in_flight or self._deferred or self.fetching.open)
+
+    @property
     def has_next(self) -> bool:
         """Whether a step could be issued now."""
         active = (Phase.PREFILLING, Phase.DECODING)
@@ -144,17 +130,11 @@ class SimEngine:
     def _do_duties(self) -> None:
         for duty in self.doorway.duties():
             if isinstance(duty, UnpinBlocks):
-                self._unpin(duty.blocks)
+                self.pool.unpin(duty.blocks)
             elif isinstance(duty, DropBlocks):
                 self.pool.let_go(duty.blocks)
             elif isinstance(duty, LoadReport):
                 self._report(duty)
-
-    def _unpin(self, blocks: tuple[int, ...]) -> None:
-        self.pool.drop(blocks)
-        if self.steals:
-            free = (block for block in blocks if not self.pool.refs[block])
-            self.pool.untold.update(block for block in free if self.world.chance(self.steals))
 
     def _report(self, duty: LoadReport) -> None:
         request = self.requests.get(duty.request)
@@ -322,9 +302,6 @@ class SimEngine:
             while self._deferred and self._deferred[0][0] <= step.number:
                 self._let_go(self._deferred.popleft()[1])
 
-    def _step_done(self) -> None:
-        self.on_wake()
-
     def _output(self, work: Work) -> None:
         request = work.request
         if request.phase is Phase.DECODING:
@@ -411,7 +388,7 @@ class SimEngine:
             self.pool.touch(pinned)
         if self.world.chance(self.put):
             self.world.faults["puts"] += 1
-            self._put[digest_of(request)] = request
+            self.put_prompts[digest_of(request)] = request
             self.pool.touch(self.doorway.put(blocks, (digest_of(request),)))
         request.lease = None
         self._finish(request, "prefilled", ticket)
@@ -461,15 +438,6 @@ class SimEngine:
     def _let_go(self, blocks: list[int]) -> None:
         self.pool.drop(blocks)
         self.own_refs -= len(blocks)
-
-    def check_put(self, blocks: Groups, keys: tuple[bytes, ...]) -> None:
-        """A store reads: these blocks are held, and are of that prompt."""
-        for block in (block for ids in blocks for block in ids):
-            if block != NO_BLOCK and not self.pool.refs[block]:
-                raise Broken(WRONG, f"{self.name}: a store reads block {block}, which nobody holds")
-        request, shape = self._put[keys[0]], self.shape
-        who = f"{request.id} as put"
-        self.device.check(request.content, blocks, request.tokens, range(shape.ranks), range(shape.layers), who)
 
     def _check_tokens(self, request: SimRequest, tokens: int, when: str) -> None:
         """Every cell of the prompt is this prompt's."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from itertools import pairwise
 
 import msgspec
 
@@ -36,7 +37,7 @@ from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import Network, SimControl
 from kvbaton.sim.promises import DEATH, HANG, LEAK, Broken
-from kvbaton.sim.store import SimStore
+from kvbaton.sim.store import Reading, SimStore
 from kvbaton.sim.transport import KINDS, Fabric, SimTransport
 from kvbaton.sim.world import InjectedFault, World
 
@@ -128,10 +129,11 @@ class Life:
         engine.preempt, engine.put, engine.get = character.preempt, character.put, character.get
         engine.pool.reuses_soon, engine.pool.turns = character.reuses_soon, character.turns
         engine.early, engine.skips, engine.lists_early = character.early, character.skips, character.lists_early
-        engine.steals = STEALS if character.epochs == "stolen" else 0.0
+        if character.epochs == "stolen":
+            engine.pool.steals = lambda: world.chance(STEALS)
         engine.pool.tells = character.epochs != "none"
-        engine.on_wake = self.wake_engine
-        self.store.on_read = engine.check_put
+        engine.on_wake = engine.device.on_done = self.wake_engine
+        self.store.on_read = Reading(engine.pool, engine.device, engine.put_prompts)
 
     def clock(self) -> float:
         return self._offset_s + self.world.now * (1 + self.character.drift)
@@ -309,7 +311,9 @@ class Life:
             mine = {}
             for name in self.character.transports:
                 transport = SimTransport(fabric, rank_peer(self.peer, rank), KINDS[name])
-                transport.register(0, memoryview(memory))
+                for region, (at, stop) in enumerate(pairwise(self.character.shape.edges)):
+                    transport.register(region, memoryview(memory)[at:stop])
+                transport.rank = rank
                 transport.set_waker(self.wake)
                 mine[name] = transport
             ranks.append(mine)
@@ -327,7 +331,7 @@ class Life:
             wall=lambda: self.world.now + self.character.wall_skew_s,
         )
         # The table grows with what the pool hands out: how many blocks there are may be known later than it is made.
-        doorway = WatchedDoorway(config, EpochTable(0 if self.peer.incarnation % 2 else shape.blocks))
+        doorway = WatchedDoorway(config, EpochTable(self.peer.incarnation % (shape.blocks + 1)))
         doorway.wake_node = self.wake
         doorway.wake_engine = self._wake_with_news
         return doorway

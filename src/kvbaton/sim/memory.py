@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
+from itertools import pairwise
 
 import msgspec
 
@@ -32,6 +33,7 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
     window: int = 0  # of the groups that have one, in tokens
     apart: bool = False  # keys and values are two planes
     per: Per = Per.TOKEN
+    regions: int = 1  # of a rank: the layers are in one, or each half of them in its own
     optional: int = 0  # so many groups, the last ones, need not be everywhere
 
     @functools.cached_property
@@ -54,6 +56,16 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
     @functools.cached_property
     def region_bytes(self) -> int:
         return self.layers * self.blocks * self.page_bytes
+
+    @functools.cached_property
+    def bases(self) -> tuple[int, ...]:
+        """Where each region begins in a rank's memory: with a layer. If there are two, blocks lie inside layers."""
+        halves = 0 if self.blocks_first else self.regions - 1
+        return (0, *[self.layers // 2 * self.blocks * self.page_bytes] * halves)
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        return (*self.bases, self.region_bytes)
 
     def head_start(self, rank: int) -> int:
         """Ranks beyond the heads hold copies (replicated KV)."""
@@ -98,9 +110,16 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
             for n, (kind, count) in enumerate(zip(kinds, self.group_layers, strict=True))
         )  # fmt: skip
 
+    def needed_from(self, group: int, tokens: int) -> int:
+        """The first token that the next one reads: what is expected of the core, so not asked of it."""
+        kind = self.kinds[group] if self.kinds else Kind.FULL
+        if kind is Kind.SLIDING:
+            return max(0, tokens + 1 - self.window)
+        return tokens - tokens % self.window if kind is Kind.CHUNKED else 0
+
     def listed(self, group: int, ids: list[int], tokens: int) -> list[int]:
         """A prompt's blocks as they are leased or taken: none where nobody will read any more."""
-        dropped = self.groups[group].needed_from(tokens) // self.block_tokens
+        dropped = self.needed_from(group, tokens) // self.block_tokens
         return [NO_BLOCK] * min(dropped, len(ids)) + ids[dropped:]
 
     @functools.cached_property
@@ -125,13 +144,17 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
         def share(rank: int, n: int) -> Share:
             first, group = self.first_layer(n), self.groups[n]
             mine = [layer for layer in self.own_layers[rank] if self.group_of[layer] == n]
-            placed = tuple(Place(layer - first, layer * layer_stride, block_stride) for layer in mine)
+            placed = tuple(
+                Place(layer - first, layer * layer_stride - base, block_stride, region)
+                for layer in mine
+                for region, base in [max(each for each in enumerate(self.bases) if each[1] <= layer * layer_stride)]
+            )
             inside = planes(self.order, group.cells, self.rank_heads, self.block_tokens)
             return Share(self.head_start(rank), self.rank_heads, self.blocks, placed, inside)
 
         ranks = tuple(
             Rank(
-                rank // self.shards, rank % self.shards, 0, (self.region_bytes,),
+                rank // self.shards, rank % self.shards, 0, tuple(stop - at for at, stop in pairwise(self.edges)),
                 tuple(share(rank, n) for n in range(len(self.group_layers))),
             )
             for rank in range(self.ranks)

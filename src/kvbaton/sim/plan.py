@@ -115,6 +115,10 @@ def draw(rng: random.Random) -> Plan:
 
     times = settings(rng, profile)
     times = hardships.PATIENT if hard.lossy else times
+    if hard.quotas:
+        times = msgspec.structs.replace(times, **hardships.TIGHT)
+        if hard.crowd:  # when all has healed, three may be busy with one at a time
+            times = msgspec.structs.replace(times, sessions_max=3)
     if hard.hold_s:  # P gives up before D does
         times = msgspec.structs.replace(times, transfer_timeout=5.0, max_hold_s=8.0)
     healthy, expiry = profile == "healthy", profile == "expiry"
@@ -187,8 +191,8 @@ def draw(rng: random.Random) -> Plan:
     block_tokens = rng.choice(((2, 2), (2, 2), (2, 4), (4, 2)))
     variety = shapes.draw(beside(rng, "shapes"), groups, block_tokens, ranks, hard.nibbles > 0)
     speaks = upgrades(rng, bool(mixed))
-    prefill = tuple(character(f"p{n}", variety, 0, loads=False) for n in range(rng.randint(1, 2)))
-    decode = tuple(character(f"d{n}", variety, 1, loads=True) for n in range(rng.randint(1, 2)))
+    prefill = tuple(character(f"p{n}", variety, 0, loads=False) for n in range(hard.crowd or rng.randint(1, 2)))
+    decode = tuple(character(f"d{n}", variety, 1, loads=True) for n in range(hard.crowd or rng.randint(1, 2)))
     if rng.random() < 0.15:  # workers of both roles, who hand over to each other
         alike = msgspec.structs.replace(variety, optional=0)
         prefill = decode = tuple(character(f"b{n}", alike, 0, loads=True) for n in range(2))
@@ -208,6 +212,7 @@ def draw(rng: random.Random) -> Plan:
             slow=when("network", 0.15) or healthy * 0.1 or writes * 0.3,
             slow_s=0.1 if healthy else rng.choice((2.0, 2.0, 8.0)),
             garble=when("network", 0.02) or strange * 0.05,
+            throws=hard.throws,
         ),
         copies=TransportFaults(
             fail=when("copies", 0.08),
@@ -224,6 +229,7 @@ def draw(rng: random.Random) -> Plan:
             broken=when("copies", 0.01),
             throws=hard.throws,
             shut=shut,
+            shut_rank=hard.shut_rank,
         ),
         crashes=int(when("crashes", rng.randint(1, 4))),
         pauses=int(when("pauses", rng.randint(1, 4))),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvbaton.runtime.doorway import Doorway
 from kvbaton.sim.memory import Shape
@@ -25,6 +25,7 @@ class Pool:
         self.turns = False  # of what is let go at once, the first group's blocks are given out first, not the last's
         self.tells = True  # of every reuse; else nobody ever hears of one
         self.untold: set[int] = set()  # let go, and somebody else watches them now: their reuse is not told
+        self.steals: Callable[[], bool] = lambda: False  # whether somebody else takes the watcher of a block now
         self._doorway = doorway
         doorway.epochs.are_told = self.untold.isdisjoint
 
@@ -76,6 +77,10 @@ class Pool:
         for block in blocks:
             self.held[block] -= 1
         self.drop(blocks)
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        self.drop(blocks)
+        self.untold.update(block for block in blocks if not self.refs[block] and self.steals())
 
     def drop(self, blocks: Sequence[int]) -> None:
         """As vLLM's pool does it: of what is let go at once, the end is reused first."""

@@ -28,6 +28,7 @@ class Variety(msgspec.Struct, frozen=True, kw_only=True):
     heads: int = 2
     apart: bool = False
     per: Per = Per.TOKEN
+    regions: Two = (1, 1)
     optional: int = 0  # groups that P has and D has not
 
     def of(self, shape: Shape, name: str, side: int) -> Shape:
@@ -48,6 +49,7 @@ class Variety(msgspec.Struct, frozen=True, kw_only=True):
             window=self.window,
             apart=self.apart,
             per=self.per,
+            regions=self.regions[side],
             optional=0 if side else self.optional,
         )
 
@@ -87,5 +89,6 @@ def draw(rng: random.Random, layers: tuple[int, ...], block_tokens: Two, ranks: 
         heads=heads,
         apart=apart,
         per=per,
+        regions=rng.choice(((1, 2), (2, 1), (2, 2))) if one_in(4) else (1, 1),
         optional=int(sum(layers[:-1]) >= stages[1] and one_in(4)),  # every stage has a layer
     )

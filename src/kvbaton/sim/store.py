@@ -5,18 +5,39 @@ Law: what it reads, piece by piece, is this prompt's, in blocks that somebody ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.events import Groups, StoreEnded
+from kvbaton.protocol.events import NO_BLOCK, Groups, StoreEnded
 from kvbaton.protocol.ids import PutId
+from kvbaton.sim.device import Device
+from kvbaton.sim.pool import Pool
+from kvbaton.sim.promises import WRONG, Broken
+from kvbaton.sim.request import SimRequest
 from kvbaton.sim.world import InjectedFault, World
 
 PIECES_MAX = 3
 READ_ON_S = 2.0
 
 OnRead = Callable[[Groups, tuple[bytes, ...]], None]
+
+
+@dataclass(slots=True)
+class Reading:
+    """Looks at what a store reads."""
+
+    pool: Pool
+    device: Device
+    prompts: Mapping[bytes, SimRequest]  # by key
+
+    def __call__(self, blocks: Groups, keys: tuple[bytes, ...]) -> None:
+        request, shape = self.prompts[keys[0]], self.device.shape
+        for block in (block for ids in blocks for block in ids):
+            if block != NO_BLOCK and not self.pool.refs[block]:
+                raise Broken(WRONG, f"{self.device.name}: a store reads block {block}, which nobody holds")
+        who = f"{request.id} as put"
+        self.device.check(request.content, blocks, request.tokens, range(shape.ranks), range(shape.layers), who)
 
 
 @dataclass(slots=True)

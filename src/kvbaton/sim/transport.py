@@ -35,6 +35,10 @@ CUDA = Capabilities(
 KINDS = {kind.name: kind for kind in (SHM, LENT_TCP, RDMA, CMA, CUDA)}
 
 
+class SlowRank(InjectedFault, TimeoutError):
+    """A rank that did not answer in time."""
+
+
 @dataclass(slots=True)
 class TransportFaults:
     """How bad the data plane is."""
@@ -47,6 +51,7 @@ class TransportFaults:
     broken: float = 0.0  # what opens, lends or begins raises
     throws: float = 0.0  # what stops, fences, closes or tells news raises
     shut: frozenset[str] = frozenset()  # kinds that cannot be opened to anybody
+    shut_rank: int = -1  # if not -1, by this rank alone
     queue_max: int = 64
 
 
@@ -86,7 +91,8 @@ class SimTransport:
     me: PeerId
     kind: Capabilities
     address: int = 0
-    regions: dict[int, bytearray] = field(default_factory=dict)
+    rank: int = 0
+    regions: dict[int, memoryview] = field(default_factory=dict)
     alive: bool = True
     paused: bool = False
     bytes_moved: int = 0
@@ -94,6 +100,7 @@ class SimTransport:
     _invited: dict[PeerId, int] = field(default_factory=dict)  # peer -> generation of its endpoint
     _admitted: dict[PeerId, set[int]] = field(default_factory=dict)  # peer -> generations that can still write
     _fenced_at: dict[PeerId, float] = field(default_factory=dict)  # when the last fence of each takes effect
+    _met: set[PeerId] = field(default_factory=set)  # whoever was ever given an endpoint
     _generations: int = 0
     _jobs: dict[JobId, _Job] = field(default_factory=dict)
     _events: list[TransportEvent] = field(default_factory=list)
@@ -109,13 +116,15 @@ class SimTransport:
         return self.kind
 
     def register(self, region: int, memory: memoryview) -> None:
-        self.regions[region] = memory.obj  # type: ignore[assignment]
+        self.regions[region] = memory
         self._loans.add_region(region, memory.nbytes)
 
     def lay_out(self, tables: Sequence[PageTable]) -> None:
         self._loans.lay_out(tables)
 
     def lend(self, loan: Loan) -> None:
+        if not self.kind.enforces:
+            raise TypeError(f"{self.kind.name} lends nothing: see capabilities.enforces")
         self._maybe_throw()
         if self.fabric.on_lending is not None:
             self.fabric.on_lending(self, loan)
@@ -128,6 +137,9 @@ class SimTransport:
 
     def endpoint(self, peer: PeerId) -> bytes:
         self._maybe_throw()
+        if self.fabric.faults.throws and self.fabric.world.chance(self.fabric.faults.throws):
+            raise SlowRank("the simulated rank does not answer")
+        self._met.add(peer)
         if peer not in self._invited:
             self._generations += 1
             self._invited[peer] = self._generations
@@ -179,7 +191,7 @@ class SimTransport:
         if link is None or remote is None:
             self._note(CopyEnded(copy.job, Reason.PEER_UNKNOWN))
             return True
-        if self.kind.name in faults.shut:
+        if self.kind.name in faults.shut and faults.shut_rank in (-1, self.rank):
             world.faults["plane_shut"] += 1
             world.after(world.rng.uniform(0, 0.01), lambda: self._note(CopyEnded(copy.job, Reason.UNREACHABLE)))
             return True
@@ -205,6 +217,8 @@ class SimTransport:
 
         Of a plane that cannot fence it ends as well, and has shut nobody out: who asks for it has not read `can_fence`.
         """
+        if peer not in self._met:
+            raise ValueError(f"{peer} was never let in, and is to be shut out")
         self._maybe_throw_late()
         condemned: set[int] = set()
         if self.kind.can_fence:
