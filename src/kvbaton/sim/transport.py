@@ -100,7 +100,6 @@ class SimTransport:
     _invited: dict[PeerId, int] = field(default_factory=dict)  # peer -> generation of its endpoint
     _admitted: dict[PeerId, set[int]] = field(default_factory=dict)  # peer -> generations that can still write
     _fenced_at: dict[PeerId, float] = field(default_factory=dict)  # when the last fence of each takes effect
-    _met: set[PeerId] = field(default_factory=set)  # whoever was ever given an endpoint
     _generations: int = 0
     _jobs: dict[JobId, _Job] = field(default_factory=dict)
     _events: list[TransportEvent] = field(default_factory=list)
@@ -139,7 +138,6 @@ class SimTransport:
         self._maybe_throw()
         if self.fabric.faults.throws and self.fabric.world.chance(self.fabric.faults.throws):
             raise SlowRank("the simulated rank does not answer")
-        self._met.add(peer)
         if peer not in self._invited:
             self._generations += 1
             self._invited[peer] = self._generations
@@ -217,8 +215,6 @@ class SimTransport:
 
         Of a plane that cannot fence it ends as well, and has shut nobody out: who asks for it has not read `can_fence`.
         """
-        if peer not in self._met:
-            raise ValueError(f"{peer} was never let in, and is to be shut out")
         self._maybe_throw_late()
         condemned: set[int] = set()
         if self.kind.can_fence:
