@@ -203,8 +203,10 @@ class Life:
         if not self.alive or self.paused in _STOPS_NODE:
             return
         self._node_due = False
+        now = self.clock()
+        self.node.set_wall(self.world.now + self.character.wall_skew_s, now)  # as the loop does
         try:
-            self.node.step(self.clock())
+            self.node.step(now)
         except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
             raise Broken(DEATH, f"{self.character.name}: the node raised\n{traceback.format_exc()}") from None
         self._check_node()
