@@ -25,6 +25,9 @@ TIGHT = {
 }  # fmt: skip
 """Every bound as low as a worker of a small cluster can live with: each is met."""
 
+NIBBLED = {"expiry": 1.5, "all": 2.0, "copies": 3.0, "network": 3.0, "pauses": 3.0}
+"""In one of so many worlds of these profiles leases are partly reused under their readers."""
+
 
 class Hardships(msgspec.Struct, frozen=True, kw_only=True):
     """Of one seed's world."""
@@ -61,9 +64,8 @@ def draw(rng: random.Random, profile: str) -> Hardships:
     def one_in(count: float, name: str) -> bool:
         return beside(rng, name).random() * count < 1
 
-    bad = profile == "all"
     expiry = profile == "expiry"
-    nibbles = (expiry and one_in(1.5, "nibbles")) or (bad and one_in(3, "nibbles"))
+    nibbles = profile in NIBBLED and one_in(NIBBLED[profile], "nibbles")
     lossy = not expiry and one_in(2 if profile == "healthy" else 6, "lossy")
     quotas = profile != "healthy" and not lossy and one_in(6, "quotas")
     planes: tuple[str, ...] = ()
