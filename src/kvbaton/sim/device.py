@@ -166,6 +166,6 @@ class Device:
                         continue
                     page = self.memory[rank][offset : offset + shape.page_bytes]
                     expected = page_stamp(shape, content, layer, index, rank, size)
-                    if not same_tokens(shape, page, expected, lo, min(hi, size)):
+                    if not same_tokens(shape, page, expected, min(hi, size), lo):
                         what = f"rank {rank} layer {layer} block {index} is not this prompt's"
                         raise Broken(WRONG, f"{self.name}: {who}: {what}")

@@ -66,7 +66,7 @@ def draw(rng: random.Random, profile: str) -> Hardships:
 
     expiry = profile == "expiry"
     nibbles = profile in NIBBLED and one_in(NIBBLED[profile], "nibbles")
-    lossy = not expiry and one_in(2 if profile == "healthy" else 6, "lossy")
+    lossy = not (expiry or nibbles) and one_in(2 if profile == "healthy" else 6, "lossy")
     quotas = profile != "healthy" and not lossy and one_in(6, "quotas")
     planes: tuple[str, ...] = ()
     if nibbles:  # who enforces loans lets nobody read on
@@ -88,7 +88,7 @@ def draw(rng: random.Random, profile: str) -> Hardships:
         shut_rank=beside(rng, "which rank").randint(0, 1) if one_in(3, "shut_rank") else -1,
         opens_s=beside(rng, "when opened").uniform(2, 9) if one_in(2, "opens") else 0.0,
         nobody=0.1 if profile in ("strangers", "all") and one_in(2, "nobody") else 0.0,
-        epochs=beside(rng, "epochs").choice(("exact", "exact", "exact", "none", "stolen", "stolen")),
+        epochs=beside(rng, "epochs").choice(("exact", "exact", "exact", "exact", "none", "stolen")),
         replaces=beside(rng, "replaces").randint(1, 3) if profile != "healthy" and one_in(6, "replaced") else 0,
         lists_early=one_in(3, "lists_early"),
         skips=0.1 if profile != "healthy" and one_in(4, "skips") else 0.0,

@@ -187,8 +187,8 @@ def _stamp(content: int, layer: int, head: int, token: int) -> int:
     return (mixed ^ (mixed >> 15)) * 2246822519 & 0xFFFFFFFF | 1
 
 
-def same_tokens(shape: Shape, page: bytes | bytearray, expected: bytes, first: int, stop: int) -> bool:
-    """Whether tokens `first` to `stop` of a page are the expected ones."""
-    if stop - first == shape.block_tokens:
+def same_tokens(shape: Shape, page: bytes | bytearray, expected: bytes, valid: int, first: int = 0) -> bool:
+    """Whether the first `valid` tokens of a page, from `first` on, are the expected ones."""
+    if valid - first == shape.block_tokens:
         return page == expected
-    return all(page[cells] == expected[cells] for cells in shape.cells[first, stop])
+    return all(page[cells] == expected[cells] for cells in shape.cells[first, valid])
