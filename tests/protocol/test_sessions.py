@@ -211,6 +211,20 @@ def test_goodbye_of_another_life_or_session_ends_nothing(pair: Pair) -> None:
     assert joined(pair) == [("d", 1)]
 
 
+def test_goodbye_in_one_direction_leaves_the_other(pair: Pair) -> None:
+    """Sessions are counted by whoever grants them: both of a pair that hands over both ways may have one number."""
+    greet(pair)
+    pair.p.ledger.consumer.links.need(WorkerId("d"), pair.p.now)
+    pair.p.carry_out()
+    pair.settle()
+    (ours,) = pair.p.ledger.consumer.links.by_worker.values()
+    assert ours.session == 1 and joined(pair) == [("d", 1)]
+    pair.inject("d", "p", Goodbye(), session=1)
+    assert joined(pair) == [] and list(pair.p.ledger.consumer.links.by_worker.values()) == [ours]
+    pair.inject("d", "p", Goodbye(), session=1)
+    assert not pair.p.ledger.consumer.links.by_worker, "d leaves, and says so in each"
+
+
 @pytest.mark.parametrize(("incarnation", "left"), [(0, 0), (-1, 0), (12345, 1)])
 def test_a_worker_that_departed_loses_its_sessions(pair: Pair, incarnation: int, left: int) -> None:
     """The registry may name the life that is gone; another life's session stays."""

@@ -25,7 +25,7 @@ from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.ticket import Ticket, seal
 from kvbaton.runtime.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport, MatchState, UnpinBlocks
 from kvbaton.runtime.epochs import EpochTable
-from kvbaton.runtime.node import FAULTS_LOGGED_MAX, Node, log_fault
+from kvbaton.runtime.node import AGAIN_S, FAULTS_LOGGED_MAX, Node, log_fault
 from kvbaton.sim.memory import Shape
 from kvbaton.transports.base import FenceEnded, TransportEvent
 
@@ -434,6 +434,37 @@ class TestPush:
         assert [transport.were("fence") for transport in net.d.transports] == [["p#0"], ["p#0"]]
         assert not any(isinstance(duty, DropBlocks) for duty in net.d.reports)
         net.d.step(0.0)
+        assert DropBlocks(R, (4, 5, 6)) in net.d.reports
+
+    def test_a_fence_that_threw_once_is_asked_for_again(self) -> None:
+        """Else one hiccup of a library keeps D's blocks for ever."""
+        net = Net()
+        net.d.transports[0].throws.add("fence")
+        net.push(arrive=False)
+        net.d.node.tell(Departed(WorkerId("p")))
+        net.d.step(0.0)
+        due = net.d.node.next_deadline()
+        assert due == pytest.approx(AGAIN_S) and net.d.problems == ["StartFence"]
+        net.d.transports[0].throws.clear()
+        net.d.step(due)
+        net.d.step(due)
+        assert DropBlocks(R, (4, 5, 6)) in net.d.reports
+
+    @pytest.mark.parametrize("port", ["cancel", "drain"])
+    def test_what_was_not_stopped_or_not_heard_of_once_is_asked_again(self, port: str) -> None:
+        net = Net()
+        (transport,) = net.d.transports
+        net.load(arrive=False)
+        transport.throws.add(port)
+        net.d.doorway.gave_up(R)
+        net.d.step(0.0)
+        net.d.step(0.0)
+        assert not any(isinstance(duty, DropBlocks) for duty in net.d.reports)
+        transport.throws.clear()
+        due = net.d.node.next_deadline()
+        assert due is not None and due <= AGAIN_S
+        net.d.step(due)
+        net.d.step(due)
         assert DropBlocks(R, (4, 5, 6)) in net.d.reports
 
     def test_a_fence_that_throws_never_frees_a_block(self) -> None:

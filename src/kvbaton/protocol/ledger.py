@@ -212,10 +212,10 @@ class Ledger:
 
     def _on_goodbye(self, sender: PeerId, session: int, now: float) -> None:
         granted = self.sessions.joined(session, sender)
-        if granted is not None:
-            self.sessions.end(granted, now)
         link = self.consumer.links.current(sender, session)
-        if link is not None:
+        if granted is not None:  # ours and theirs are counted apart: a link of the same number is another session
+            self.sessions.end(granted, now)
+        elif link is not None:
             self.consumer.links.lose(link, Reason.PEER_GONE, "the source said goodbye", now)
 
     # --- events and timers

@@ -2,7 +2,8 @@
 
 Laws: inputs noted before a message was received are handled before it (a ticket can reach D, and D's claim this node,
 faster than the loop turns). Effects are carried out in order, after the input that caused them. An exception of a
-port costs the copy, put or frame concerned, and is counted; it never leaves `step`.
+port costs the copy, put or frame concerned, and is counted; it never leaves `step`. A stop or a fence that a port threw
+at is asked for again, and so is news: nothing that waits for them waits for ever because a port threw once.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ log = logging.getLogger(__name__)
 DETAIL_CHARS_MAX = 200
 FAULTS_LOGGED_MAX = 5
 """Of each kind; all are counted."""
+AGAIN_S = 0.1
+"""After this a port that threw is asked again for what somebody waits for."""
 
 Rank = Mapping[str, Transport]
 """One rank's data planes by name."""
 
+_AWAITED = (fx.CancelCopy, fx.CancelPut, fx.StartFence)
 _ENGINE_EFFECTS = (fx.Unpin, fx.UnpinPut, fx.MatchFound, fx.MatchFailed, fx.Report, fx.DropHold)
 
 
@@ -73,6 +77,8 @@ class Node:
         self._next_events: deque[Event] = deque()
         self._given_up = 0
         self._stepped_at = 0.0
+        self._again: list[fx.Effect] = []  # at most one for each copy, put and fence under way
+        self._again_at: float | None = None
         self.say: Callable[..., None] = log.warning  # what an operator should know
         self._holders: dict[tuple[PeerId, str], set[fx.Holder]] = {}
         self._report_fault = report_fault or log_fault
@@ -81,6 +87,7 @@ class Node:
     def step(self, now: float) -> None:
         """Take in all that has happened, decide, and do what follows."""
         self._stepped_at = now
+        self._ask_again(now)
         frames: Sequence[tuple[WorkerId, bytes]] = ()
         try:
             frames = self.control.receive()
@@ -105,9 +112,9 @@ class Node:
 
     def next_deadline(self) -> float | None:
         """When something is due, by the time of the last step at the latest."""
-        due = self.ledger.next_deadline()
         look = self.recorder.next_look(self._stepped_at) if self.recorder is not None else None
-        return due if look is None else look if due is None else min(due, look)
+        times = [at for at in (self.ledger.next_deadline(), look, self._again_at) if at is not None]
+        return min(times, default=None)
 
     def tell(self, event: Event) -> None:
         """Note something from the surroundings for the next step (loop thread only)."""
@@ -164,10 +171,22 @@ class Node:
     def _carry_out(self) -> None:
         while effects := self.ledger.take_effects():
             for effect in effects:
-                try:
-                    self._do(effect)
-                except Exception as error:  # noqa: BLE001 - an adapter may throw anything
-                    self._fault(type(effect).__name__, error)
+                self._do_guarded(effect)
+
+    def _do_guarded(self, effect: fx.Effect) -> None:
+        try:
+            self._do(effect)
+        except Exception as error:  # noqa: BLE001 - an adapter may throw anything
+            self._fault(type(effect).__name__, error)
+            if isinstance(effect, _AWAITED):
+                self._again.append(effect)
+
+    def _ask_again(self, now: float) -> None:
+        if self._again_at is not None and now >= self._again_at:
+            self._again_at = None
+            effects, self._again = self._again, []
+            for effect in effects:
+                self._do_guarded(effect)
 
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
@@ -179,6 +198,8 @@ class Node:
 
     def _fault(self, what: str, error: Exception) -> None:
         self.faults[what] += 1
+        if self._again_at is None:
+            self._again_at = self._stepped_at + AGAIN_S
         self._report_fault(what, self.faults[what], error)
 
     def _do(self, effect: fx.Effect) -> None:

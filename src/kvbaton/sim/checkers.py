@@ -86,7 +86,7 @@ def _check_life(life: Life) -> None:
     name, ledger, pool = life.character.name, life.node.ledger, life.engine.pool
     if pool.total or len(pool.free) != life.character.shape.blocks - 1:
         raise Broken(LEAK, f"{name}: {pool.total} references to blocks at rest")
-    if life.doorway.pinned_blocks or life.doorway.busy:
+    if life.doorway.pinned_blocks or (life.doorway.busy and not life.asleep):  # what came to a sleeper holds nothing
         raise Broken(LEAK, f"{name}: the door still holds {life.doorway.pinned_blocks} blocks at rest")
     if ledger.producer.leases or ledger.puts.states:
         raise Broken(LEAK, f"{name}: leases {list(ledger.producer.leases)} and puts {list(ledger.puts.states)} at rest")

@@ -12,8 +12,10 @@ import msgspec
 from kvbaton.protocol.events import Departed, DrainStarted
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.sim.hardships import LOSS
 from kvbaton.sim.hearing import Hearing
 from kvbaton.sim.life import TICKET_KEY, Character, Life, request_name
+from kvbaton.sim.mishaps import Mishaps
 from kvbaton.sim.network import Network, NetworkFaults
 from kvbaton.sim.plan import FAULTY_S, Plan
 from kvbaton.sim.promises import WRONG, Broken
@@ -25,6 +27,7 @@ from kvbaton.sim.world import World
 
 DRAIN_S = 4.0
 BURST_S = 1.2
+PROBES_S = 16.0
 FLAP_LOOK_S, FLAP_LOOKS_MAX = 0.1, 25
 
 Told = Callable[[str, str], None]
@@ -52,6 +55,7 @@ class Cluster:
         self.network.deliver = self._deliver
         self.witness = Witness(self.fabric)
         self.hearing = Hearing(self.network)
+        self.mishaps = Mishaps(self)
         self.lives: dict[WorkerId, Life] = {}
         self.router = Router(world, self.network, self.lives)
         self.router.late = plan.stray
@@ -70,18 +74,23 @@ class Cluster:
                 at_s = at_s // BURST_S * BURST_S + world.rng.uniform(0, 0.05)
             world.after(at_s, self._later(self._new_request, index))
         self._schedule_faults()
+        if plan.hardships.opens_s:
+            world.after(plan.hardships.opens_s, self.mishaps.open_planes)
 
     # --- workers
 
     def start(self, character: Character) -> None:
         life = Life(self.world, character, self.network, self.fabric)
         if self.healed:
-            life.engine.preempt = 0.0
+            life.engine.preempt = life.engine.skips = 0.0
+        else:
+            life.store.throws = self.plan.hardships.throws
         self.draining.discard(character.name)
         self.lives[character.name] = life
         self.every_life.append(life)
         self.witness.watch(life)
         self.hearing.watch(life)
+        life.doorway.on_released = functools.partial(self.mishaps.nibble, life)
         self.world.tell(f"{life.peer} starts")
 
     def _crash(self) -> None:
@@ -190,6 +199,7 @@ class Cluster:
             (self.plan.flaps, self._flap),
             (self.plan.retires, self._retire),
             (self.plan.partitions, self._partition),
+            (self.plan.hardships.replaces, self.mishaps.replace_a_cache),
         ):
             for _ in range(count):
                 self.world.after(rng.uniform(0.2, FAULTY_S * 0.9), act)
@@ -199,7 +209,7 @@ class Cluster:
         self.healed = True
         self.plan = msgspec.structs.replace(self.plan, abort=0.0, bad_ticket=0.0, late_ticket=0.0, leave=0.0, stray=0.0)
         self.router.late = 0.0
-        self.network.faults = NetworkFaults()
+        self.network.faults = NetworkFaults(loss=self.plan.hardships.lossy * LOSS)
         self.fabric.faults = TransportFaults()
         self.network.cut.clear()
         for life in list(self.lives.values()):
@@ -208,7 +218,7 @@ class Cluster:
             elif life.paused:
                 self._resume(life)
         for life in self.lives.values():
-            life.engine.preempt = 0.0
+            life.engine.preempt = life.engine.skips = life.store.throws = 0.0
 
     def delivered(self) -> int:
         return sum(life.node.ledger.desk.counts["ends.delivered"] for life in self.every_life)
@@ -217,15 +227,14 @@ class Cluster:
 
     def probe(self) -> int:
         """After everything has healed: one request for every pair and mode. Returns how many handoffs must follow."""
-        count = 0
-        for source in self.plan.prefill:
-            for target in self.plan.decode:
-                if source.name == target.name or not _can_talk(source, target):
-                    continue
-                for mode in ("pull", "stream", "push"):
-                    count += 1
-                    self.world.after(count * 1.0, self._later(self._probe, count, source.name, target.name, mode))
-        return count
+        turns = range(len(self.plan.decode))  # everybody else has a turn before one has the next
+        sides = [(s, self.plan.decode[(n + k) % len(turns)]) for k in turns for n, s in enumerate(self.plan.prefill)]
+        pairs = [(s.name, t.name) for s, t in sides if s.name != t.name and _can_talk(s, t)]
+        modes = [(*pair, mode) for mode in ("pull", "stream", "push") for pair in pairs]
+        apart_s = min(1.0, PROBES_S / max(1, len(modes)))
+        for count, (source, target, mode) in enumerate(modes, 1):
+            self.world.after(count * apart_s, self._later(self._probe, count, source, target, mode))
+        return len(modes)
 
     def _probe(self, index: int, source: WorkerId, target: WorkerId, mode: str) -> None:
         life, other = self.lives[source], self.lives[target]
@@ -279,7 +288,7 @@ class Cluster:
                 delay = self.world.rng.uniform(0.2, 4.0) if late else self.world.rng.uniform(0.001, soon_s)
                 self.world.after(delay, self._later(self._decode, index, reader, content, tokens, "pull", errand))
 
-        self._add(index, source, content, tokens, "prefill", prefilled, max_readers=len(targets))
+        self.add(index, source, content, tokens, "prefill", prefilled, max_readers=len(targets))
 
     def _both_at_once(self, index: int, source: Life, target: Life, content: int, tokens: int, mode: str) -> None:
         rng = self.world.rng
@@ -287,7 +296,7 @@ class Cluster:
         ticket = seal(Ticket(handoff, source.peer.worker, self.world.now + 5.0, target=target.peer.worker), TICKET_KEY)
         errand = Errand(source.peer.worker, ticket)
         prefill = functools.partial(
-            self._add,
+            self.add,
             index,
             source,
             content,
@@ -323,18 +332,22 @@ class Cluster:
             else:
                 delay = 0.0 if kind == "twice" else self.world.rng.uniform(0, 3)
                 again = self._later(
-                    self._add, index, self.lives[target.peer.worker], content, tokens, "decode", _ignore, mode, ticket
+                    self.add, index, self.lives[target.peer.worker], content, tokens, "decode", _ignore, mode, ticket
                 )
                 self.world.after(delay, again)
         current = self.lives[target.peer.worker]
+        if self.plan.hardships.nobody and not self.healed and self.world.chance(self.plan.hardships.nobody):
+            self.world.faults["ticket_of_nobody"] += 1
+            opened = current.doorway.open_ticket(errand.ticket)
+            ticket = seal(msgspec.structs.replace(opened, source=WorkerId("nobody")), TICKET_KEY)
 
         def answered(how: str, detail: str) -> None:
             self.router.on_target(errand, how)
 
         cancelled = errand if mode != "pull" else None
-        self._add(index, current, content, tokens, "decode", answered, mode, ticket, trusted=trusted, errand=cancelled)
+        self.add(index, current, content, tokens, "decode", answered, mode, ticket, trusted=trusted, errand=cancelled)
 
-    def _add(
+    def add(
         self,
         index: int,
         life: Life,
@@ -349,6 +362,7 @@ class Cluster:
         max_readers: int = 1,
         trusted: bool = True,
         errand: Errand | None = None,
+        prefers: tuple[int, ...] = (),
     ) -> None:
         leg = Leg(index, life, then)
         self.legs.append(leg)
@@ -369,6 +383,7 @@ class Cluster:
             WorkerId(target),
             max_readers,
             trusted=trusted,
+            prefers=prefers,
         )
         self.world.tell(f"{life.peer.worker} {name} {role} {mode} content {content} tokens {tokens}")
         life.engine.add(request)
@@ -405,8 +420,8 @@ class Cluster:
         if life.alive:
             life.receive(source, frame)
 
-    def _later(self, act: Callable[..., None], *arguments: object) -> Callable[[], None]:
-        return lambda: act(*arguments)
+    def _later(self, act: Callable[..., None], *arguments: object, **named: object) -> Callable[[], None]:
+        return lambda: act(*arguments, **named)
 
 
 def _is_written(target: Life, source: Life) -> bool:

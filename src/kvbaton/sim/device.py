@@ -72,9 +72,11 @@ class Device:
         self.blank: list[set[int]] = [set() for _ in memory]  # by rank: handed out, and nothing computed there since
         self._free_at = [0.0] * len(memory)
 
-    def handed_out(self, blocks: Sequence[int]) -> None:
-        for blank in self.blank:
-            blank.update(blocks)
+    def handed_out(self, blocks: Sequence[int], group: int) -> None:
+        """To hold KV of a group, of which a rank of another pipeline stage computes nothing."""
+        for rank, blank in enumerate(self.blank):
+            is_here = any(self.shape.group_of[layer] == group for layer in self.shape.own_layers[rank])
+            (blank.update if is_here else blank.difference_update)(blocks)
 
     def check_quiet(self, blocks: Sequence[int]) -> None:
         """Bytes may land in these blocks from now on, ordered with no step: none in flight writes there (rule 32)."""
@@ -92,7 +94,7 @@ class Device:
             layer_s = SLOW_LAYER_S
         for rank, free_at in enumerate(self._free_at):
             at = max(now, free_at)
-            for layer in range(self.shape.layers):
+            for layer in self.shape.own_layers[rank]:
                 at += layer_s * world.rng.random()
                 world.after(at - now, functools.partial(self._compute, step, rank, layer))
             self._free_at[rank] = at
@@ -106,7 +108,7 @@ class Device:
                 self.check(work.request.content, work.blocks, work.first, (rank,), (layer,), f"{work.request.id} reads")
             self.write(work.request.content, work.blocks, work.first, work.stop, rank, layer)
         self.on_layer(step, rank, layer)
-        if layer == self.shape.layers - 1:
+        if layer == self.shape.own_layers[rank][-1]:
             step.ranks_left -= 1
             if not step.ranks_left:
                 self._count_writes(step, -1)
@@ -120,6 +122,11 @@ class Device:
                     self.writing[block] += change
 
     # --- memory
+
+    def scrub(self) -> None:
+        """The cache is another from now on; what was there is not."""
+        for memory in self.memory:
+            memory[:] = b"\xaa" * len(memory)
 
     def write(
         self, content: int, blocks: Sequence[Sequence[int]], first: int, stop: int, rank: int, layer: int
@@ -147,13 +154,18 @@ class Device:
         layers: Sequence[int],
         who: str,
     ) -> None:
-        """The first `tokens` tokens in these blocks are this prompt's, in every cell."""
+        """Of the first `tokens` tokens, those that the next one reads are this prompt's, in every cell."""
         shape, size = self.shape, self.shape.block_tokens
         for layer in layers:
-            for index, block in enumerate(blocks[shape.group_of[layer]][: -(-tokens // size)]):
-                offset, valid = shape.page(layer, block), min(size, tokens - index * size)
+            group = shape.group_of[layer]
+            first, ids = shape.needed_from(group, tokens), blocks[group]
+            for index in range(first // size, -(-tokens // size)):
+                offset, lo, hi = shape.page(layer, ids[index]), max(first - index * size, 0), tokens - index * size
                 for rank in ranks:
+                    if lo == hi or layer not in shape.own_layers[rank]:
+                        continue
                     page = self.memory[rank][offset : offset + shape.page_bytes]
-                    if not same_tokens(shape, page, page_stamp(shape, content, layer, index, rank, size), valid):
+                    expected = page_stamp(shape, content, layer, index, rank, size)
+                    if not same_tokens(shape, page, expected, min(hi, size), lo):
                         what = f"rank {rank} layer {layer} block {index} is not this prompt's"
                         raise Broken(WRONG, f"{self.name}: {who}: {what}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Callable
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import HandoffId, RequestId
@@ -21,7 +22,7 @@ from kvbaton.runtime.doorway import Doorway, DropBlocks, LoadReport, MatchState,
 from kvbaton.sim.device import Device, Step, Work
 from kvbaton.sim.fetching import Fetching
 from kvbaton.sim.memory import Shape
-from kvbaton.sim.pool import Pool
+from kvbaton.sim.pool import Pool, Prefixes
 from kvbaton.sim.promises import DEATH, STRANGER, Broken
 from kvbaton.sim.request import Phase, SimRequest, digest_of
 from kvbaton.sim.world import World
@@ -41,20 +42,20 @@ class SimEngine:
         self.shape = shape
         self.doorway = doorway
         self.policy = policy
-        self.pool = Pool(shape.blocks, doorway)
+        self.pool = Pool(shape.blocks, doorway, len(shape.group_layers))
         self.device = Device(world, name, shape, memory)
         self.device.on_layer, self.device.on_done = self._layer_done, doorway.wake_engine
         self.fetching = Fetching(world, self.pool, self.device, self._fetched)
         self.requests: dict[RequestId, SimRequest] = {}
-        self.cached: dict[tuple[int, int, int], tuple[int, int]] = {}  # (content, group, index) -> (block, epoch)
-        self._true_epochs = self.pool.reuses  # the engine's own truth, whatever the core believes
+        self.prefixes = Prefixes(shape, self.pool.reuses)
         self.own_refs = 0
-        self.layerwise = False
+        self.layerwise = self.replacing = False
+        self.lists_early = False  # that a prompt is all listed is said with its last chunk's issue, not with its output
         self.depth = 1
         self.defers = True  # frees wait for the steps that were in flight
-        self.preempt = 0.0
-        self.put = 0.0
-        self.get = 0.0
+        self.preempt = self.put = self.get = self.early = self.skips = 0.0  # shares of requests
+        self.on_wake: Callable[[], None] = doorway.wake_engine
+        self.put_prompts: dict[bytes, SimRequest] = {}  # by key
         self._in_flight: deque[Step] = deque()
         self._deferred: deque[tuple[int, list[int]]] = deque()  # (the last step that may write there, blocks)
         self._last_step = 0
@@ -86,9 +87,15 @@ class SimEngine:
         """Take the outputs that have come, and issue the next step if there is room for one more in flight."""
         self._do_duties()
         self._take_outputs()
-        if len(self._in_flight) < self.depth:
+        if len(self._in_flight) < self.depth and not self.replacing:
             self._issue([work for request in list(self.requests.values()) for work in self._advance(request)])
         self._do_duties()
+
+    def preempt_all(self) -> None:
+        self._do_duties()
+        for request in self.requests.values():
+            if request.phase in (Phase.PREFILLING, Phase.DECODING, Phase.FETCHING):
+                self._preempt(request)
 
     def step_down(self) -> None:
         """The engine gives up every request before its process ends; what the door still holds comes back first."""
@@ -105,6 +112,11 @@ class SimEngine:
         return bool(self.requests) or self.doorway.busy
 
     @property
+    def at_rest(self) -> bool:
+        """Nothing lands in any block, and no block waits to be free."""
+        return not (self._in_flight or self._deferred or self.fetching.open)
+
+    @property
     def has_next(self) -> bool:
         """Whether a step could be issued now."""
         active = (Phase.PREFILLING, Phase.DECODING)
@@ -118,7 +130,7 @@ class SimEngine:
     def _do_duties(self) -> None:
         for duty in self.doorway.duties():
             if isinstance(duty, UnpinBlocks):
-                self.pool.drop(duty.blocks)
+                self.pool.unpin(duty.blocks)
             elif isinstance(duty, DropBlocks):
                 self.pool.let_go(duty.blocks)
             elif isinstance(duty, LoadReport):
@@ -175,9 +187,16 @@ class SimEngine:
         if request.role == "decode" and request.ticket and not request.remote_done:
             match = self.doorway.match(request.id)
             if match.state is MatchState.NOT_YET:
+                if match.computed and self.world.chance(self.early):
+                    self.world.faults["early_blocks"] += 1
+                    self._load(request)  # P has it all: its answer will find the blocks taken
                 return
             if match.state is MatchState.FOUND:
-                self._load(request)
+                if self.skips and self.world.chance(self.skips):
+                    self.doorway.not_needed(request.id)
+                    request.remote_done = True
+                else:
+                    self._load(request)
                 return
             request.remote_done = True
             self.world.tell(f"{self.name} no match {request.id} {match.end.reason if match.end else ''}")
@@ -201,38 +220,26 @@ class SimEngine:
         if request.id in self.requests and request.turn == turn:
             request.computed = blocks * self.shape.block_tokens
             self._start_prefill(request)
-        self.doorway.wake_engine()
+        self.on_wake()
 
     def _allocate(self, request: SimRequest) -> bool:
         shape = self.shape
         per_group, groups = -(-(request.tokens + 1) // shape.block_tokens), len(shape.group_layers)
         if len(self.pool.free) < per_group * groups:
             return False
-        same = self._same_prefix(request) if request.role == "prefill" else 0
-        found = [[self.cached[request.content, group, index][0] for index in range(same)] for group in range(groups)]
+        found = self.prefixes.of(request) if request.role == "prefill" else [[] for _ in range(groups)]
         for ids in found:  # of all groups, before a fresh block of one is taken from what another has found
             self.pool.revive(ids)
-        request.blocks = tuple([*ids, *self._fresh(per_group - same)] for ids in found)
-        request.computed = same * shape.block_tokens
+        self.pool.prefer(request.prefers)
+        request.blocks = tuple([*ids, *self._fresh(per_group - len(ids), group)] for group, ids in enumerate(found))
+        request.computed = len(found[0]) * shape.block_tokens
         self.own_refs += per_group * groups
         return True
 
-    def _fresh(self, count: int) -> list[int]:
+    def _fresh(self, count: int, group: int) -> list[int]:
         blocks = self.pool.allocate(count)
-        self.device.handed_out(blocks)
+        self.device.handed_out(blocks, group)
         return blocks
-
-    def _same_prefix(self, request: SimRequest) -> int:
-        """Leading whole blocks of this prompt that are still cached; one token is always left to compute."""
-        for index in range((request.tokens - 1) // self.shape.block_tokens):
-            for group in range(len(self.shape.group_layers)):
-                block, epoch = self.cached.get((request.content, group, index), (0, -1))
-                if self.epoch(block) != epoch:
-                    return index
-        return (request.tokens - 1) // self.shape.block_tokens
-
-    def epoch(self, block: int) -> int:
-        return self._true_epochs[block]
 
     def _load(self, request: SimRequest) -> None:
         if not self._allocate(request):
@@ -244,10 +251,9 @@ class SimEngine:
         request.first_token = have
         if have:  # as if found in the prefix cache
             for rank in range(self.shape.ranks):
-                for layer in range(self.shape.layers):
+                for layer in self.shape.own_layers[rank]:
                     self.device.write(request.content, request.blocks, 0, have, rank, layer)
-        needed = -(-request.tokens // block_tokens)
-        wanted = tuple(tuple(ids[have // block_tokens : needed]) for ids in request.blocks)
+        wanted = tuple(tuple(ids[have // block_tokens :]) for ids in self._listed(request))
         held = self.doorway.allocated(request.id, wanted, have)
         self.device.check_quiet(held)
         self.pool.hold(held)
@@ -266,16 +272,10 @@ class SimEngine:
         if request.lease is not None:
             self._pin_chunk(request)
         if request.role == "prefill":
-            self._publish(request)
+            self.prefixes.publish(request)
         work = Work(request, request.blocks, first, request.computed, request.turn, request.lease, had, request.pinned)
         work.is_checked = request.fetched
         return [work]
-
-    def _publish(self, request: SimRequest) -> None:
-        """Whole blocks are found by others as soon as they are issued: whoever finds them computes behind them."""
-        for group, ids in enumerate(request.blocks):
-            for index in range(request.computed // self.shape.block_tokens):
-                self.cached[request.content, group, index] = ids[index], self.epoch(ids[index])
 
     def _decode(self, request: SimRequest) -> list[Work]:
         """One more token. That a request is over is known with its last output: steps too many may be in flight."""
@@ -319,7 +319,7 @@ class SimEngine:
         lease = work.request.lease
         if lease is not None:
             self.doorway.progressed(lease, whole([work.has] * len(self.shape.group_layers)))
-            if work.stop == work.request.tokens:
+            if work.stop == work.request.tokens and not self.lists_early:
                 self.doorway.completed(lease)
 
     def _layer_done(self, step: Step, rank: int, layer: int) -> None:
@@ -333,7 +333,9 @@ class SimEngine:
 
     def _announce_layer(self, work: Work, rank: int, layer: int, late_s: float) -> None:
         assert work.lease is not None
-        say = functools.partial(self.doorway.progressed, work.lease, self._ahead(work, layer + 1), rank)
+        own = self.shape.own_layers[rank]
+        done = self.shape.layers if layer == own[-1] else layer + 1  # a rank counts other stages' layers as ready
+        say = functools.partial(self.doorway.progressed, work.lease, self._ahead(work, done), rank)
         if late_s:
             self.world.after(late_s, say)
         else:
@@ -368,24 +370,33 @@ class SimEngine:
     def _pin_chunk(self, request: SimRequest) -> None:
         assert request.lease is not None
         upto = self._chunk_end(request)
-        fresh = tuple(tuple(ids[request.pinned : upto]) for ids in request.blocks)
+        fresh = tuple(tuple(ids[request.pinned : upto]) for ids in self._listed(request))
+        self.pool.before_pin([block for ids in fresh for block in ids])
         self.pool.touch(self.doorway.pin(request.lease, fresh))
         request.pinned = upto
+        if self.lists_early and request.computed == request.tokens:
+            self.doorway.completed(request.lease)
 
     def _finish_prefill(self, request: SimRequest) -> None:
         ticket = ""
-        needed = -(-request.tokens // self.shape.block_tokens)
-        blocks = tuple(tuple(ids[:needed]) for ids in request.blocks)
+        blocks = tuple(map(tuple, self._listed(request)))
         if request.mode == "pull":
+            self.pool.before_pin([block for ids in blocks for block in ids])
             ticket, pinned = self.doorway.grant(
                 digest_of(request), request.tokens, blocks, max_readers=request.max_readers
             )
             self.pool.touch(pinned)
         if self.world.chance(self.put):
             self.world.faults["puts"] += 1
+            self.put_prompts[digest_of(request)] = request
             self.pool.touch(self.doorway.put(blocks, (digest_of(request),)))
         request.lease = None
         self._finish(request, "prefilled", ticket)
+
+    def _listed(self, request: SimRequest) -> list[list[int]]:
+        """The blocks of a prompt that its KV is in, without those that left a window."""
+        needed = -(-request.tokens // self.shape.block_tokens)
+        return [self.shape.listed(group, ids[:needed], request.tokens) for group, ids in enumerate(request.blocks)]
 
     def _preempt(self, request: SimRequest) -> None:
         self.world.faults["preempted"] += 1
@@ -395,7 +406,7 @@ class SimEngine:
             request.handoff = HandoffId("")
         self._free(request)
         request.phase = Phase.WAITING
-        self.doorway.wake_engine()
+        self.on_wake()
 
     def _start_decoding(self, request: SimRequest) -> None:
         request.phase, request.decode_issued = Phase.DECODING, 0

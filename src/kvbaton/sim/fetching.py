@@ -75,7 +75,7 @@ class Fetching:
                 raise Broken(
                     WRONG, f"{self.device.name}: a store's bytes land in block {ids[index]}, which nothing holds"
                 )
-        for layer in range(self.device.shape.layers):
+        for layer in self.device.shape.own_layers[rank]:
             self.device.write(fetch.content, fetch.blocks, index * tokens, (index + 1) * tokens, rank, layer)
         fetch.pieces_left -= 1
         if not fetch.pieces_left:

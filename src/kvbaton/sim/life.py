@@ -6,21 +6,18 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from itertools import pairwise
 
 import msgspec
 
 from kvbaton.flight.recorder import Recorder
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.effects import Effect, Unpin
-from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.events import Groups, StoreEnded
 from kvbaton.protocol.ids import (
     Incarnation,
     LeaseId,
     PeerId,
-    PutId,
     RequestId,
     TransferId,
     WorkerId,
@@ -38,6 +35,7 @@ from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import Network, SimControl
 from kvbaton.sim.promises import DEATH, LEAK, Broken
+from kvbaton.sim.store import Reading, SimStore
 from kvbaton.sim.transport import KINDS, Fabric, SimTransport
 from kvbaton.sim.vigil import Vigil
 from kvbaton.sim.world import InjectedFault, World
@@ -45,6 +43,7 @@ from kvbaton.sim.world import InjectedFault, World
 TICKET_KEY = b"simulated cluster key 0123456789"
 
 
+STEALS = 0.4
 _STOPS_NODE = ("process", "loop")
 _STOPS_ENGINE = ("process", "engine")
 
@@ -65,6 +64,13 @@ class Character(msgspec.Struct, frozen=True):
     depth: int = 1  # steps in flight
     defers: bool = True  # it frees blocks with the output of the last step that may write them
     reuses_soon: bool = False
+    turns: bool = False
+    early: float = 0.0  # share of pulls for which it takes blocks before P's answer
+    stores_read_on: bool = False
+    epochs: str = "exact"  # or "none": no reuse is told; or "stolen": of some blocks it is not
+    lists_early: bool = False
+    skips: float = 0.0
+    recorded: bool = True
     features: int = int(ALL_FEATURES)
     required: int = 0
     versions: Versions = SPOKEN
@@ -72,50 +78,12 @@ class Character(msgspec.Struct, frozen=True):
     wall_skew_s: float = 0.0
 
 
-@dataclass(slots=True)
-class SimStore:
-    """A store that takes time, refuses, throws, and sometimes answers only when told to stop."""
-
-    world: World
-    fails: float
-    ended: list[StoreEnded] = field(default_factory=list)
-    waker: Callable[[], None] = lambda: None
-    open: set[PutId] = field(default_factory=set)
-
-    def put(self, put: PutId, blocks: Groups, keys: tuple[bytes, ...]) -> None:
-        kind = self.world.rng.random()
-        if kind < self.fails / 3:
-            self.world.faults["store_threw"] += 1
-            raise InjectedFault("the simulated store threw")
-        self.open.add(put)
-        if kind < self.fails * 2 / 3:
-            self.world.faults["store_stalled"] += 1
-            return
-        reason = Reason.STORE_FAILED if kind < self.fails else None
-        self.world.after(self.world.rng.uniform(0.001, 0.2), lambda: self._end(put, reason))
-
-    def cancel(self, put: PutId) -> None:
-        self._end(put, Reason.CANCELLED)
-
-    def drain(self) -> Sequence[StoreEnded]:
-        ended, self.ended = self.ended, []
-        return ended
-
-    def set_waker(self, waker: Callable[[], None]) -> None:
-        self.waker = waker
-
-    def _end(self, put: PutId, reason: Reason | None) -> None:
-        if put in self.open:
-            self.open.discard(put)
-            self.ended.append(StoreEnded(put, reason))
-            self.waker()
-
-
 class WatchedDoorway(Doorway):
     """The production door, and a memory of which leases have been released: each is, once."""
 
     def __init__(self, config: DoorwayConfig, epochs: EpochTable) -> None:
         super().__init__(config, epochs)
+        self.on_released: Callable[[LeaseId], None] = lambda lease: None
         self._released: set[LeaseId] = set()
 
     def hand_in(self, effect: Effect) -> None:
@@ -123,6 +91,7 @@ class WatchedDoorway(Doorway):
             if effect.lease in self._released:
                 raise Broken(LEAK, f"{self.config.me.worker}: lease {effect.lease} was released twice")
             self._released.add(effect.lease)
+            self.on_released(effect.lease)
         super().hand_in(effect)
 
 
@@ -136,6 +105,7 @@ class Life:
         self.paused = ""  # "", "process", "loop" or "engine"
         self._node_due = False
         self._engine_due = False
+        self.asleep = False  # the engine has nothing to do, and waits for a request
         self._timer_at = float("inf")
         self._offset_s = world.rng.uniform(-1000, 1000)
         if character.versions != SPOKEN:
@@ -145,7 +115,7 @@ class Life:
         self.memory = [bytearray(character.shape.region_bytes) for _ in range(character.shape.ranks)]
         self.transports = self._make_transports(fabric)
         self.doorway = self._make_doorway()
-        self.store = SimStore(world, character.store_fails)
+        self.store = SimStore(world, character.store_fails, character.stores_read_on)
         self.store.set_waker(self.wake)
         self.node = self._make_node()
         self.engine = SimEngine(
@@ -154,7 +124,13 @@ class Life:
         engine = self.engine
         engine.layerwise, engine.depth, engine.defers = character.layerwise, character.depth, character.defers
         engine.preempt, engine.put, engine.get = character.preempt, character.put, character.get
-        engine.pool.reuses_soon = character.reuses_soon
+        engine.pool.reuses_soon, engine.pool.turns = character.reuses_soon, character.turns
+        engine.early, engine.skips, engine.lists_early = character.early, character.skips, character.lists_early
+        if character.epochs == "stolen":
+            engine.pool.steals = lambda: world.chance(STEALS)
+        engine.pool.tells = character.epochs != "none"
+        engine.on_wake = engine.device.on_done = self.wake_engine
+        self.store.on_read = Reading(engine.pool, engine.device, engine.put_prompts)
         self.vigil = Vigil(self)
 
     def clock(self) -> float:
@@ -177,6 +153,11 @@ class Life:
             self._engine_due = True
             self.world.after(self.world.rng.uniform(0.001, 0.01), self._step_engine)
 
+    def _wake_with_news(self) -> None:
+        """News for an engine that sleeps wake nobody: who holds anything does not sleep (rule 19)."""
+        if not self.asleep:
+            self.wake_engine()
+
     def receive(self, source: WorkerId, frame: bytes) -> None:
         self.control.inbox.append((source, frame))
         self.wake()
@@ -192,7 +173,7 @@ class Life:
     def crash(self) -> None:
         self.alive = False
         self.engine.stop()
-        self.control.alive = False
+        self.store.alive = self.control.alive = False
         for rank in self.transports:
             for transport in rank.values():
                 transport.alive = False
@@ -225,9 +206,10 @@ class Life:
         if not self.alive or self.paused in _STOPS_NODE:
             return
         self._node_due = False
+        now = self.clock()
+        self.node.set_wall(self._wall(), now)  # as the loop does
         try:
-            self.node.set_wall(self._wall(), self.clock())  # as at every turn of the production loop
-            self.node.step(self.clock())
+            self.node.step(now)
         except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
             raise Broken(DEATH, f"{self.character.name}: the node raised\n{traceback.format_exc()}") from None
         self._check_node()
@@ -243,6 +225,7 @@ class Life:
         except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
             raise Broken(DEATH, f"{self.character.name}: the engine died\n{traceback.format_exc()}") from None
         self.vigil.after_engine()
+        self.asleep = not self.engine.busy
         if before != self.engine.pool.total or self.engine.has_next:
             self.wake_engine()
 
@@ -272,13 +255,15 @@ class Life:
             mine = {}
             for name in self.character.transports:
                 transport = SimTransport(fabric, rank_peer(self.peer, rank), KINDS[name])
-                transport.register(0, memoryview(memory))
+                for region, (at, stop) in enumerate(pairwise(self.character.shape.edges)):
+                    transport.register(region, memoryview(memory)[at:stop])
+                transport.rank = rank
                 transport.set_waker(self.wake)
                 mine[name] = transport
             ranks.append(mine)
         return ranks
 
-    def _make_doorway(self) -> Doorway:
+    def _make_doorway(self) -> WatchedDoorway:
         rng, shape = self.world.rng, self.character.shape
         config = DoorwayConfig(
             me=self.peer,
@@ -289,9 +274,10 @@ class Life:
             mint=lambda: TransferId(f"{rng.getrandbits(128):032x}"),
             wall=self._wall,
         )
-        doorway = WatchedDoorway(config, EpochTable(shape.blocks))
+        # The table grows with what the pool hands out: how many blocks there are may be known later than it is made.
+        doorway = WatchedDoorway(config, EpochTable(self.peer.incarnation % (shape.blocks + 1)))
         doorway.wake_node = self.wake
-        doorway.wake_engine = self.wake_engine
+        doorway.wake_engine = self._wake_with_news
         return doorway
 
     def _make_node(self) -> Node:
@@ -304,12 +290,13 @@ class Life:
             transports=tuple(KINDS[name] for name in character.transports),
             ticket_keys=(TICKET_KEY,),
             wall_offset_s=self._wall() - self.clock(),
+            exact_epochs=character.epochs != "none",
             required=character.required,
             optional=character.features,
             versions=character.versions,
         )
-        ledger = Ledger(identity, character.settings, self.doorway.epochs.all_of)
-        recorder = Recorder(self.peer)
+        ledger = Ledger(identity, character.settings, self.doorway.epochs.all_judged)
+        recorder = Recorder(self.peer) if character.recorded else None
         node = Node(
             ledger, self.control, self.transports, self.doorway, self.store, self._port_failed, recorder=recorder
         )

@@ -8,44 +8,74 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
+from itertools import pairwise
 
 import msgspec
 
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Rank, Share, places, planes
+from kvbaton.protocol.events import NO_BLOCK
+from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Per, Place, Rank, Share, planes
 
-CELL = Cell("kv", 4)
+CELL_BYTES = 4
 
 
 class Shape(msgspec.Struct, frozen=True, dict=True):
     """How one simulated engine lays its KV out."""
 
-    ranks: int = 1
+    ranks: int = 1  # of all pipeline stages
+    stages: int = 1
     blocks: int = 24
     block_tokens: int = 2
     heads: int = 2
     group_layers: tuple[int, ...] = (2,)
     blocks_first: bool = False
     order: str = "HNP"
+    kinds: tuple[Kind, ...] = ()  # of the groups; FULL where there are none
+    window: int = 0  # of the groups that have one, in tokens
+    apart: bool = False  # keys and values are two planes
+    per: Per = Per.TOKEN
+    regions: int = 1  # of a rank: the layers are in one, or each half of them in its own
+    optional: int = 0  # so many groups, the last ones, need not be everywhere
 
     @functools.cached_property
     def layers(self) -> int:
         return sum(self.group_layers)
 
     @functools.cached_property
+    def shards(self) -> int:
+        """Ranks of one stage."""
+        return self.ranks // self.stages
+
+    @functools.cached_property
     def rank_heads(self) -> int:
-        return max(1, self.heads // self.ranks)
+        return max(1, self.heads // self.shards)
 
     @functools.cached_property
     def page_bytes(self) -> int:
-        return self.rank_heads * self.block_tokens * CELL.bytes
+        return self.rank_heads * self.block_tokens * CELL_BYTES
 
     @functools.cached_property
     def region_bytes(self) -> int:
         return self.layers * self.blocks * self.page_bytes
 
+    @functools.cached_property
+    def bases(self) -> tuple[int, ...]:
+        """Where each region begins in a rank's memory: with a layer. If there are two, blocks lie inside layers."""
+        halves = 0 if self.blocks_first else self.regions - 1
+        return (0, *[self.layers // 2 * self.blocks * self.page_bytes] * halves)
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        return (*self.bases, self.region_bytes)
+
     def head_start(self, rank: int) -> int:
         """Ranks beyond the heads hold copies (replicated KV)."""
-        return rank * self.rank_heads % self.heads
+        return rank % self.shards * self.rank_heads % self.heads
+
+    @functools.cached_property
+    def own_layers(self) -> tuple[range, ...]:
+        """Of each rank: those of its pipeline stage, through all groups."""
+        edges = [self.layers * stage // self.stages for stage in range(self.stages + 1)]
+        return tuple(range(*edges[rank // self.shards : rank // self.shards + 2]) for rank in range(self.ranks))
 
     def page(self, layer: int, block: int) -> int:
         """Byte offset of a page; layers count through all groups."""
@@ -66,48 +96,70 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
         return tuple(group for group, count in enumerate(self.group_layers) for _ in range(count))
 
     @functools.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        token = (Cell("k", 2), Cell("v", 2)) if self.apart else (Cell("kv", CELL_BYTES),)
+        run = 1 if self.per is Per.TOKEN else self.block_tokens
+        cells = tuple(Cell(cell.name, cell.bytes * run, self.per) for cell in token)
+        kinds = self.kinds or (Kind.FULL,) * len(self.group_layers)
+        needed = len(kinds) - self.optional
+        return tuple(
+            Group(
+                f"g{n}", kind, self.block_tokens, tuple(f"g{n}.{k}" for k in range(count)), self.heads, cells, "u32",
+                self.window if kind in (Kind.SLIDING, Kind.CHUNKED) else 0, n >= needed,
+            )
+            for n, (kind, count) in enumerate(zip(kinds, self.group_layers, strict=True))
+        )  # fmt: skip
+
+    def needed_from(self, group: int, tokens: int) -> int:
+        """The first token that the next one reads: what is expected of the core, so not asked of it."""
+        kind = self.kinds[group] if self.kinds else Kind.FULL
+        if kind is Kind.SLIDING:
+            return max(0, tokens + 1 - self.window)
+        return tokens - tokens % self.window if kind is Kind.CHUNKED else 0
+
+    def listed(self, group: int, ids: list[int], tokens: int) -> list[int]:
+        """A prompt's blocks as they are leased or taken: none where nobody will read any more."""
+        dropped = self.needed_from(group, tokens) // self.block_tokens
+        return [NO_BLOCK] * min(dropped, len(ids)) + ids[dropped:]
+
+    @functools.cached_property
     def cells(self) -> dict[tuple[int, int], tuple[slice, ...]]:
         """Where tokens `lo` to `hi` of a block are in its page."""
-        size, heads, tokens = CELL.bytes, self.rank_heads, self.block_tokens
-        found = {}
+        heads, tokens = self.rank_heads, self.block_tokens
+        halves = 2 if self.order.startswith("P") else 1
+        size, found = CELL_BYTES // halves, {}
         for lo, hi in itertools.combinations(range(tokens + 1), 2):
-            if self.order == "HNP":
-                starts = [(head * tokens + lo, head * tokens + hi) for head in range(heads)]
+            if self.order.index("H") < self.order.index("N"):
+                runs = [(head * tokens + lo, head * tokens + hi) for head in range(heads)]
             else:
-                starts = [(lo * heads, hi * heads)]
-            found[lo, hi] = tuple(slice(start * size, stop * size) for start, stop in starts)
+                runs = [(lo * heads, hi * heads)]
+            shifts = [half * heads * tokens for half in range(halves)]
+            found[lo, hi] = tuple(slice((k + lo) * size, (k + hi) * size) for k in shifts for lo, hi in runs)
         return found
 
     def layout(self) -> EngineLayout:
-        groups = tuple(
-            Group(
-                f"g{n}",
-                Kind.FULL,
-                self.block_tokens,
-                tuple(f"g{n}.{k}" for k in range(count)),
-                self.heads,
-                (CELL,),
-                "u32",
-            )
-            for n, count in enumerate(self.group_layers)
-        )
         layer_stride = self.page_bytes if self.blocks_first else self.blocks * self.page_bytes
         block_stride = self.layers * self.page_bytes if self.blocks_first else self.page_bytes
+
+        def share(rank: int, n: int) -> Share:
+            first, group = self.first_layer(n), self.groups[n]
+            mine = [layer for layer in self.own_layers[rank] if self.group_of[layer] == n]
+            placed = tuple(
+                Place(layer - first, layer * layer_stride - base, block_stride, region)
+                for layer in mine
+                for region, base in [max(each for each in enumerate(self.bases) if each[1] <= layer * layer_stride)]
+            )
+            inside = planes(self.order, group.cells, self.rank_heads, self.block_tokens)
+            return Share(self.head_start(rank), self.rank_heads, self.blocks, placed, inside)
+
         ranks = tuple(
             Rank(
-                0, rank, 0, (self.region_bytes,),
-                tuple(
-                    Share(
-                        self.head_start(rank), self.rank_heads, self.blocks,
-                        places(range(count), self.page(self.first_layer(n), 0), layer_stride, block_stride),
-                        planes(self.order, (CELL,), self.rank_heads, self.block_tokens),
-                    )
-                    for n, count in enumerate(self.group_layers)
-                ),
+                rank // self.shards, rank % self.shards, 0, tuple(stop - at for at, stop in pairwise(self.edges)),
+                tuple(share(rank, n) for n in range(len(self.group_layers))),
             )
             for rank in range(self.ranks)
         )  # fmt: skip
-        return EngineLayout(groups, ranks)
+        return EngineLayout(self.groups, ranks)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -117,13 +169,17 @@ def page_stamp(shape: Shape, content: int, layer: int, index: int, rank: int, va
     cells = []
     heads = range(shape.head_start(rank), shape.head_start(rank) + shape.rank_heads)
     tokens = range(first, first + shape.block_tokens)
-    if shape.order == "HNP":
+    if shape.order.index("H") < shape.order.index("N"):
         listed = [(head, token) for head in heads for token in tokens]
     else:
         listed = [(head, token) for token in tokens for head in heads]
     for head, token in listed:
         cells.append(_stamp(content, layer, head, token) if token - first < valid else 0)
-    return struct.pack(f"<{len(cells)}I", *cells)
+    page = struct.pack(f"<{len(cells)}I", *cells)
+    if not shape.order.startswith("P"):
+        return page
+    halves = struct.unpack(f"<{2 * len(cells)}H", page)
+    return struct.pack(f"<{len(halves)}H", *halves[::2], *halves[1::2])
 
 
 def _stamp(content: int, layer: int, head: int, token: int) -> int:
@@ -131,8 +187,8 @@ def _stamp(content: int, layer: int, head: int, token: int) -> int:
     return (mixed ^ (mixed >> 15)) * 2246822519 & 0xFFFFFFFF | 1
 
 
-def same_tokens(shape: Shape, page: bytes | bytearray, expected: bytes, valid: int) -> bool:
-    """Whether the first `valid` tokens of a page are the expected ones."""
-    if valid == shape.block_tokens:
+def same_tokens(shape: Shape, page: bytes | bytearray, expected: bytes, valid: int, first: int = 0) -> bool:
+    """Whether the first `valid` tokens of a page, from `first` on, are the expected ones."""
+    if valid - first == shape.block_tokens:
         return page == expected
-    return all(page[cells] == expected[cells] for cells in shape.cells[0, valid])
+    return all(page[cells] == expected[cells] for cells in shape.cells[first, valid])

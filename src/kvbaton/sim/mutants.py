@@ -35,6 +35,7 @@ from kvbaton.sim.mutants_device import DEVICE_MUTANTS
 from kvbaton.sim.mutants_discard import DISCARD_MUTANTS
 from kvbaton.sim.mutants_planes import PLANE_MUTANTS
 from kvbaton.sim.mutants_versions import VERSION_MUTANTS
+from kvbaton.sim.mutants_worlds import WORLD_MUTANTS
 from kvbaton.sim.mutation import Mutant, both, swap
 
 # --- P
@@ -720,5 +721,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *PLANE_MUTANTS,
     *VERSION_MUTANTS,
     *CHECKER_MUTANTS,
+    *WORLD_MUTANTS,
 )
 """Every mutant must be caught by the simulator; the clean tree by none of the same seeds."""

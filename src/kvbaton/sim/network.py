@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.sim.world import World
+from kvbaton.sim.world import InjectedFault, World
 
 
 @dataclass(slots=True)
@@ -21,6 +21,7 @@ class NetworkFaults:
     slow: float = 0.0  # share of frames that take `slow_s` at most
     slow_s: float = 2.0
     garble: float = 0.0
+    throws: float = 0.0  # share of looks for mail that raise
 
 
 class Network:
@@ -90,5 +91,9 @@ class SimControl:
         return True
 
     def receive(self) -> Sequence[tuple[WorkerId, bytes]]:
+        throws = self._network.faults.throws
+        if throws and self.inbox and self._network.world.chance(throws):
+            self._network.world.faults["receive_threw"] += 1
+            raise InjectedFault("the simulated control plane threw")
         frames, self.inbox = self.inbox, []
         return frames

@@ -11,14 +11,18 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.messages import ALL_FEATURES, Feature
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.versions import SPOKEN, Versions
+from kvbaton.sim import hardships, shapes
+from kvbaton.sim.hardships import Hardships, beside
 from kvbaton.sim.life import Character
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import NetworkFaults
+from kvbaton.sim.shapes import Variety
 from kvbaton.sim.transport import TransportFaults
 
 FAULTY_S = 12.0
 """Faults and requests happen in this span; then everything heals and must come to rest."""
 REST_S = 60.0
+ROOMY = 96
 PROBE_S = 30.0
 
 PROFILES = (
@@ -26,6 +30,8 @@ PROFILES = (
     "strangers", "all", "all",
 )  # fmt: skip
 """`healthy`: frames may double and overtake each other, nothing else is wrong, so every handoff must be delivered."""
+
+PLANES = (("shm", "tcp"), ("tcp",), ("rdma",), ("rdma", "tcp"), ("cma", "tcp"), ("cma",))
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -49,6 +55,7 @@ class Plan(msgspec.Struct, frozen=True):
     push: float  # share of requests that are pushed
     leave: float  # share of clients that leave between P's answer and D's
     stray: float  # share of tickets that are taken back out of turn
+    hardships: Hardships
 
 
 HEALTHY = Settings(
@@ -101,41 +108,65 @@ def upgrades(rng: random.Random, strange: bool) -> Callable[[str], Versions]:
 def draw(rng: random.Random) -> Plan:
     profile = rng.choice(PROFILES)
     bad = profile == "all"
+    hard = hardships.draw(rng, profile)
 
     def when(name: str, value: float) -> float:
         return value if profile == name or (bad and rng.random() < 0.6) else 0.0
 
     times = settings(rng, profile)
+    times = hardships.PATIENT if hard.lossy else times
+    if hard.quotas:
+        times = msgspec.structs.replace(times, **hardships.TIGHT)
+        if hard.crowd:  # when all has healed, three may be busy with one at a time
+            times = msgspec.structs.replace(times, sessions_max=3)
+    if hard.hold_s:  # P gives up before D does
+        times = msgspec.structs.replace(times, transfer_timeout=5.0, max_hold_s=8.0)
     healthy, expiry = profile == "healthy", profile == "expiry"
     writes = profile == "writes"
-    transports = rng.choice((("shm", "tcp"), ("tcp",), ("rdma",), ("rdma", "tcp"), ("cma", "tcp"), ("cma",)))
+    transports: tuple[str, ...] = rng.choice(
+        (("shm", "tcp"), ("tcp",), ("rdma",), ("rdma", "tcp"), ("cma", "tcp"), ("cma",))
+    )
     if writes:  # one-sided hardware, clients that leave, frames that double and overtake: what push must survive
         transports = rng.choice((("tcp",), ("rdma",), ("rdma",)))
+    transports = hard.planes or transports
     groups = rng.choice(((2,), (2,), (1, 1), (2, 1)))
     strange, engines = when("strangers", 1.0), when("engines", 1.0)
     mixed = strange and rng.random() < 0.3
 
-    def character(name: str, ranks: int, block_tokens: int, loads: bool) -> Character:
+    def room(
+        blocks: int,
+    ) -> int:  # who waits long for lost frames keeps much; and where all is reused, nothing is partly
+        return ROOMY if hard.lossy or hard.nibbles else blocks
+
+    def character(name: str, variety: Variety, side: int, loads: bool) -> Character:
+        block_tokens = variety.block_tokens[side]
         own = (
             times
-            if healthy
+            if healthy or hard.lossy
             else msgspec.structs.replace(times, lease_s=max(0.2, times.lease_s * rng.choice((0.5, 1.0))))
         )
+        if hard.hold_s and not loads:
+            own = msgspec.structs.replace(own, max_hold_s=max(hard.hold_s, own.lease_s))
         gets = rng.random() < (0.8 if engines else 0.3)
         return Character(
             name=WorkerId(name),
             wall_skew_s=0.0 if healthy else rng.uniform(-0.5, 0.5),
-            shape=Shape(
-                ranks=ranks,
-                blocks=(96 if healthy else rng.choice((12, 16, 24))) * len(groups) * 2 // block_tokens + 4,
-                block_tokens=block_tokens,
-                group_layers=groups,
-                blocks_first=rng.random() < 0.3,
-                order=rng.choice(("HNP", "HNP", "NHP")),
+            shape=variety.of(
+                Shape(
+                    ranks=variety.ranks[side],
+                    blocks=room(rng.choice((12, 16, 24)) if not healthy else ROOMY) * len(groups) * 2 // block_tokens
+                    + 4,
+                    block_tokens=block_tokens,
+                    group_layers=groups,
+                    blocks_first=rng.random() < 0.3,
+                    order=rng.choice(("HNP", "HNP", "NHP")),
+                ),
+                name,
+                side,
             ),
             transports=transports,
             settings=own,
-            policy=rng.choice(("recompute", "recompute", "fail")),
+            policy=rng.choice(("recompute", "recompute", "fail")) if not hard.policy else hard.policy,
             drift=rng.uniform(-0.05, 0.05),
             layerwise=rng.random() < 0.4,
             preempt=engines and 0.1,
@@ -143,19 +174,28 @@ def draw(rng: random.Random) -> Plan:
             get=0.5 if gets else 0.0,
             depth=rng.choice((1, 2, 2, 3)),
             defers=loads or gets,
-            reuses_soon=rng.random() < (1.0 if expiry else 0.5),
+            reuses_soon=rng.random() < (1.0 if expiry else 0.5) and not hard.nibbles,
+            turns=hard.turned,
+            early=hard.early,
+            stores_read_on=hard.stores_read_on,
+            epochs=hard.epochs,
+            lists_early=hard.lists_early,
+            skips=hard.skips,
+            recorded=hard.recorded,
             features=int(ALL_FEATURES & ~Feature.PUSH if mixed and rng.random() < 0.5 else ALL_FEATURES),
             required=1 << 40 if mixed and rng.random() < 0.2 else 0,
             store_fails=0.5 if engines or bad else 0.05,
         )
 
-    p_ranks, d_ranks = rng.choice(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 2)))
-    p_tokens, d_tokens = rng.choice(((2, 2), (2, 2), (2, 4), (4, 2)))
+    ranks = rng.choice(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 2)))
+    block_tokens = rng.choice(((2, 2), (2, 2), (2, 4), (4, 2)))
+    variety = shapes.draw(beside(rng, "shapes"), groups, block_tokens, ranks, hard.nibbles > 0)
     speaks = upgrades(rng, bool(mixed))
-    prefill = tuple(character(f"p{n}", p_ranks, p_tokens, loads=False) for n in range(rng.randint(1, 2)))
-    decode = tuple(character(f"d{n}", d_ranks, d_tokens, loads=True) for n in range(rng.randint(1, 2)))
+    prefill = tuple(character(f"p{n}", variety, 0, loads=False) for n in range(hard.crowd or rng.randint(1, 2)))
+    decode = tuple(character(f"d{n}", variety, 1, loads=True) for n in range(hard.crowd or rng.randint(1, 2)))
     if rng.random() < 0.15:  # workers of both roles, who hand over to each other
-        prefill = decode = tuple(character(f"b{n}", p_ranks, p_tokens, loads=True) for n in range(2))
+        alike = msgspec.structs.replace(variety, optional=0)
+        prefill = decode = tuple(character(f"b{n}", alike, 0, loads=True) for n in range(2))
     prefill = tuple(msgspec.structs.replace(each, versions=speaks(each.name)) for each in prefill)
     decode = tuple(msgspec.structs.replace(each, versions=speaks(each.name)) for each in decode)
     shut = (
@@ -165,23 +205,31 @@ def draw(rng: random.Random) -> Plan:
         profile=profile,
         prefill=prefill,
         decode=decode,
-        requests=rng.randint(16, 40) * (2 if expiry else 1),
+        requests=rng.randint(16, 40) * (2 if expiry and not hard.nibbles else 1),
         network=NetworkFaults(
-            loss=when("network", rng.uniform(0, 0.1)) or expiry * rng.uniform(0.2, 0.5),
+            loss=when("network", rng.uniform(0, 0.1)) or expiry * rng.uniform(0.2, 0.5) or hard.lossy * hardships.LOSS,
             double=when("network", 0.05) or healthy * 0.2 or writes * 0.3,
             slow=when("network", 0.15) or healthy * 0.1 or writes * 0.3,
             slow_s=0.1 if healthy else rng.choice((2.0, 2.0, 8.0)),
             garble=when("network", 0.02) or strange * 0.05,
+            throws=hard.throws,
         ),
         copies=TransportFaults(
             fail=when("copies", 0.08),
             stall=when("copies", 0.08),
-            slow=when("copies", 0.2) or when("pauses", 0.4) or when("crashes", 0.2) or expiry * 0.7 or writes * 0.6,
-            slow_s=1.0 if expiry or writes else 5.0,
+            slow=(hard.nibbles and 0.8)
+            or when("copies", 0.2)
+            or when("pauses", 0.4)
+            or when("crashes", 0.2)
+            or expiry * 0.7
+            or writes * 0.6,
+            slow_s=4.0 if hard.nibbles else 1.0 if expiry or writes else 5.0,
             refuse=when("copies", 0.5),
             queue_max=rng.choice((1, 4, 64)),
             broken=when("copies", 0.01),
+            throws=hard.throws,
             shut=shut,
+            shut_rank=hard.shut_rank,
         ),
         crashes=int(when("crashes", rng.randint(1, 4))),
         pauses=int(when("pauses", rng.randint(1, 4))),
@@ -193,8 +241,9 @@ def draw(rng: random.Random) -> Plan:
         abort=(engines and 0.2) or when("network", 0.3) or when("copies", 0.1) or writes * 0.4,
         bad_ticket=strange * 0.3,
         bursts=rng.random() < (0.0 if expiry else 0.4),  # what expires is seen where others come meanwhile
-        push=1.0 if writes else 0.4,
+        push=1.0 if writes else 0.1 if hard.nibbles else 0.4,
         late_ticket=0.0 if healthy else rng.choice((0.0, 0.2)),
         leave=0.1,
         stray=0.2 if healthy else rng.choice((0.0, 0.1, 0.3)),
+        hardships=hard,
     )

@@ -48,6 +48,7 @@ class SimRequest:
     remote_done: bool = False  # matched or failed once: never again
     fetched: bool = False  # asked a store once, likewise
     trusted: bool = True  # its ticket is genuine
+    prefers: tuple[int, ...] = ()  # blocks that it gets, where they are free
 
 
 def digest_of(request: SimRequest) -> bytes:

@@ -29,7 +29,14 @@ TCP = Capabilities("tcp", one_sided=False, can_write=True, can_fence=True, cance
 LENT_TCP = msgspec.structs.replace(TCP, enforces=True)
 RDMA = Capabilities("rdma", one_sided=True, can_write=True, can_fence=True, cancels=False, same_host=False)
 CMA = Capabilities("cma", one_sided=True, can_write=True, can_fence=False, cancels=False, same_host=True)
-KINDS = {kind.name: kind for kind in (SHM, LENT_TCP, RDMA, CMA)}
+CUDA = Capabilities(
+    "cuda", one_sided=True, can_write=False, can_fence=False, cancels=False, same_host=True, weaves=True
+)
+KINDS = {kind.name: kind for kind in (SHM, LENT_TCP, RDMA, CMA, CUDA)}
+
+
+class SlowRank(InjectedFault, TimeoutError):
+    """A rank that did not answer in time."""
 
 
 @dataclass(slots=True)
@@ -41,8 +48,10 @@ class TransportFaults:
     slow: float = 0.0
     slow_s: float = 5.0
     refuse: float = 0.0  # back-pressure
-    broken: float = 0.0  # `submit` raises
+    broken: float = 0.0  # what opens, lends or begins raises
+    throws: float = 0.0  # what stops, fences, closes or tells news raises
     shut: frozenset[str] = frozenset()  # kinds that cannot be opened to anybody
+    shut_rank: int = -1  # if not -1, by this rank alone
     queue_max: int = 64
 
 
@@ -82,7 +91,8 @@ class SimTransport:
     me: PeerId
     kind: Capabilities
     address: int = 0
-    regions: dict[int, bytearray] = field(default_factory=dict)
+    rank: int = 0
+    regions: dict[int, memoryview] = field(default_factory=dict)
     alive: bool = True
     paused: bool = False
     bytes_moved: int = 0
@@ -105,13 +115,15 @@ class SimTransport:
         return self.kind
 
     def register(self, region: int, memory: memoryview) -> None:
-        self.regions[region] = memory.obj  # type: ignore[assignment]
+        self.regions[region] = memory
         self._loans.add_region(region, memory.nbytes)
 
     def lay_out(self, tables: Sequence[PageTable]) -> None:
         self._loans.lay_out(tables)
 
     def lend(self, loan: Loan) -> None:
+        if not self.kind.enforces:
+            raise TypeError(f"{self.kind.name} lends nothing: see capabilities.enforces")
         self._maybe_throw()
         if self.fabric.on_lending is not None:
             self.fabric.on_lending(self, loan)
@@ -124,6 +136,8 @@ class SimTransport:
 
     def endpoint(self, peer: PeerId) -> bytes:
         self._maybe_throw()
+        if self.fabric.faults.throws and self.fabric.world.chance(self.fabric.faults.throws):
+            raise SlowRank("the simulated rank does not answer")
         if peer not in self._invited:
             self._generations += 1
             self._invited[peer] = self._generations
@@ -142,6 +156,7 @@ class SimTransport:
 
     def disconnect(self, peer: PeerId) -> None:
         """Forgets at once; what the peer has under way is cut a little later, and by hardware not at all."""
+        self._maybe_throw_late()
         self._links.pop(peer, None)
         generation = self._invited.pop(peer, 0)
         if self.kind.cancels:
@@ -158,6 +173,12 @@ class SimTransport:
             self.fabric.world.faults["port_threw"] += 1
             raise InjectedFault("the simulated library threw")
 
+    def _maybe_throw_late(self) -> None:
+        share = self.fabric.faults.throws
+        if share and self.fabric.world.chance(share):
+            self.fabric.world.faults["port_threw_late"] += 1
+            raise InjectedFault("the simulated library threw when it should have stopped")
+
     def submit(self, copy: Copy) -> bool:
         faults, world = self.fabric.faults, self.fabric.world
         if len(self._jobs) >= faults.queue_max or world.chance(faults.refuse):
@@ -168,11 +189,12 @@ class SimTransport:
         if link is None or remote is None:
             self._note(CopyEnded(copy.job, Reason.PEER_UNKNOWN))
             return True
-        if self.kind.name in faults.shut:
+        if self.kind.name in faults.shut and faults.shut_rank in (-1, self.rank):
             world.faults["plane_shut"] += 1
             world.after(world.rng.uniform(0, 0.01), lambda: self._note(CopyEnded(copy.job, Reason.UNREACHABLE)))
             return True
-        spans = [tuple(copy.spans[i : i + 3]) for i in range(0, len(copy.spans), 3)]
+        numbers = copy.spans if copy.weave is None else copy.spans + copy.weave.flat()
+        spans = [tuple(numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
         job = _Job(copy, remote, link[1], spans)  # type: ignore[arg-type]
         if not self._in_range(job) or (copy.direction is Direction.WRITE and not self.kind.can_write):
             self._note(CopyEnded(copy.job, Reason.BAD_SPAN, detail="outside registered memory"))
@@ -182,15 +204,22 @@ class SimTransport:
         return True
 
     def cancel(self, job: JobId) -> None:
+        self._maybe_throw_late()
         if self._loans.take_back(job):
             return
         if job in self._jobs:
             self._give_up(self._jobs[job], Reason.CANCELLED)
 
     def fence(self, peer: PeerId) -> None:
-        """Takes effect when it ends, not when it is asked for; what was admitted since is not touched."""
-        self._invited.pop(peer, None)
-        condemned = set(self._admitted.get(peer, ()))
+        """Takes effect when it ends, not when it is asked for; what was admitted since is not touched.
+
+        Of a plane that cannot fence it ends as well, and has shut nobody out: who asks for it has not read `can_fence`.
+        """
+        self._maybe_throw_late()
+        condemned: set[int] = set()
+        if self.kind.can_fence:
+            self._invited.pop(peer, None)
+            condemned = set(self._admitted.get(peer, ()))
         world = self.fabric.world
         earlier_s = max(0.0, self._fenced_at.get(peer, 0.0) - world.now)  # fences of one peer wait for each other
         slow = earlier_s or world.chance(self.fabric.faults.slow)
@@ -203,6 +232,8 @@ class SimTransport:
         self._note(FenceEnded(peer))
 
     def drain(self) -> Sequence[TransportEvent]:
+        if self._events:
+            self._maybe_throw_late()
         events, self._events = self._events, []
         return events
 
