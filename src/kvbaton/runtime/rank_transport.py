@@ -22,6 +22,7 @@ from kvbaton.codes.saying import worth_saying
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.runtime.rank_carrying import Arrival
 from kvbaton.runtime.rank_endpoints import Endpoints
 from kvbaton.runtime.rank_messages import (
     ENDPOINT_BYTES_MAX,
@@ -117,7 +118,8 @@ class Fences:
 class RemoteTransport:
     """See `base.Transport`. Called by the node's thread; told the news by the link's."""
 
-    def __init__(self, name: str, capabilities: Capabilities, link: Uplink) -> None:
+    def __init__(self, name: str, capabilities: Capabilities, link: Uplink, came: Arrival) -> None:
+        """`came`: how the node's thread waits for an endpoint."""
         self.capabilities = capabilities
         self.counters: Counter[str] = Counter()  # connects_refused
         self.refusals: Mapping[str, int] = {}  # as the rank last said
@@ -127,7 +129,7 @@ class RemoteTransport:
         self._jobs = Jobs(COPIES_MAX)
         self._tables_bytes = 0
         self._restless: Remembered[JobId, Job] = Remembered(RESTLESS_MAX)
-        self._endpoints = Endpoints(f"rank {link.rank} ({name})", self._mint)
+        self._endpoints = Endpoints(f"rank {link.rank} ({name})", self._mint, came)
         self._loans: set[JobId] = set()  # that the rank has not said to have ended
         self._known: set[PeerId] = set()  # for whom the rank may hold an endpoint or a connection
         self._fences = Fences()
