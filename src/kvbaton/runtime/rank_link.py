@@ -95,9 +95,11 @@ class RankLink:
 
     def take(self, frame: bytes, now: float) -> None:
         """A frame of the rank's, which is there, then. One that cannot be read may have held the end of any copy."""
+        before = self.stream.heard
         try:
             body = self.stream.take(frame, now)
-            self._heard()
+            if self.stream.heard > before:
+                self._heard()
             news = decode_news(body) if body is not None else []
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self.counters["malformed"] += 1
