@@ -84,6 +84,7 @@ class RankHost:
         self._line = carrier.listen(rank, host, clock)
         self._clock = clock
         self._stream = Stream()
+        self.leases_max = LEASES_MAX
         self._progress: dict[LeaseId, Progress] = {}
         self._refusals_at = -math.inf  # when to look next who was turned away
         self._lock = threading.Lock()  # of `_progress`
@@ -126,7 +127,7 @@ class RankHost:
     def progressed(self, lease: LeaseId, progress: Progress) -> None:
         """Tell the engine how far this rank's device is. From any thread; never waits, never raises."""
         with self._lock:
-            if lease in self._progress or len(self._progress) < LEASES_MAX:
+            if lease in self._progress or len(self._progress) < self.leases_max:
                 self._progress[lease] = progress
             else:
                 self.counters["progress_lost"] += 1

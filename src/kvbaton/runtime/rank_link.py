@@ -81,6 +81,7 @@ class RankLink:
         self._ping_at = -math.inf
         self._outbox: deque[bytes] = deque()
         self._lock = threading.Lock()  # the parts of one copy stay together
+        self.leases_max = LEASES_MAX
         self._progress: dict[LeaseId, LeaseProgressed] = {}
 
     @property
@@ -164,7 +165,7 @@ class RankLink:
         if isinstance(news, Progressed):
             with self._lock:
                 self._progress.pop(news.lease, None)
-                if len(self._progress) >= LEASES_MAX:
+                if len(self._progress) >= self.leases_max:
                     self.counters["progress_lost"] += 1
                     del self._progress[next(iter(self._progress))]
                 self._progress[news.lease] = LeaseProgressed(news.lease, self.rank, news.progress)

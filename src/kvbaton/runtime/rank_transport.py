@@ -26,6 +26,7 @@ from kvbaton.runtime.rank_carrying import Arrival
 from kvbaton.runtime.rank_endpoints import Endpoints
 from kvbaton.runtime.rank_messages import (
     ENDPOINT_BYTES_MAX,
+    PART_BYTES_MAX,
     Cancel,
     Close,
     Command,
@@ -124,6 +125,8 @@ class RemoteTransport:
         self.counters: Counter[str] = Counter()  # connects_refused
         self.refusals: Mapping[str, int] = {}  # as the rank last said
         self.mapped_bytes = 0  # as the rank last said
+        self.part_bytes, self.tables_bytes_max = PART_BYTES_MAX, TABLES_QUEUED_BYTES_MAX
+        self.commands_max = COMMANDS_MAX
         self._name = name
         self._link = link
         self._jobs = Jobs(COPIES_MAX)
@@ -163,10 +166,10 @@ class RemoteTransport:
             self._link.post([Fence(self._name, peer)])
 
     def submit(self, copy: Copy) -> bool:
-        commands = submit_commands(self._name, copy)
+        commands = submit_commands(self._name, copy, self.part_bytes)
         size = table_bytes(copy)
         with self._jobs:
-            if self._tables_bytes and self._tables_bytes + size > TABLES_QUEUED_BYTES_MAX:
+            if self._tables_bytes and self._tables_bytes + size > self.tables_bytes_max:
                 return False
             job = self._jobs.accept(copy)
             if job is None:
@@ -272,8 +275,8 @@ class RemoteTransport:
         """New obligations are refused while the rank does not keep up; what ends them never is."""
         if self._link.lost:
             raise ConnectionError(f"rank {self._link.rank} is lost")
-        if self._link.backlog >= COMMANDS_MAX:
-            raise TimeoutError(f"rank {self._link.rank} has not answered for {COMMANDS_MAX} commands")
+        if self._link.backlog >= self.commands_max:
+            raise TimeoutError(f"rank {self._link.rank} has not answered for {self.commands_max} commands")
 
 
 def _check_endpoint(kind: str, peer: PeerId, endpoint: bytes) -> None:

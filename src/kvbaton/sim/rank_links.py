@@ -1,0 +1,275 @@
+"""The ranks of one simulated engine in processes of their own, behind the production rank links.
+
+`RankHost` drives the simulated data planes in each rank's process, `RankLinks` gives the node its transports; in between
+is a seeded channel (`rank_channel`). A rank may also be *near*: its engine lives in its process and takes the planes.
+
+Laws: a rank's process can stall, die, hang for good and be cut off, apart from its engine's. When it dies, its copies
+and its memory are gone with it, and its devices compute nothing more; the engine dies of that in the end, as vLLM does,
+but not at once. Another process may be given its place and even its keys: it has none of its memory and of its past.
+A rank that lives, was cut off for less than `lost_s` and did not stall as long is never taken for lost. At rest nothing
+is outstanding at either end: no command, no copy, no loan, no fence, no question, no part of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from kvbaton.protocol.ids import JobId, LeaseId, PeerId
+from kvbaton.protocol.progress import Progress
+from kvbaton.runtime import rank_host
+from kvbaton.runtime.rank_carrying import Clock
+from kvbaton.runtime.rank_host import RankHost
+from kvbaton.runtime.rank_link import RankLinks
+from kvbaton.runtime.rank_messages import SPAN_BYTES, RankInvitation
+from kvbaton.runtime.rank_transport import RemoteTransport
+from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, STRANGER, Broken
+from kvbaton.sim.rank_channel import ChannelFaults, SimCarrier, SimProcess
+from kvbaton.sim.rank_watch import ReportFaults, ReportingPlane, WatchedPort
+from kvbaton.sim.transport import KINDS, SimTransport
+from kvbaton.sim.world import World
+from kvbaton.transports.base import Capabilities, Copy, Transport, TransportEvent
+from kvbaton.transports.unnamed import UnnamedTransport
+
+TIGHT_PART_ROWS = 2
+EXCUSED = (TimeoutError, ConnectionError, RuntimeError)
+"""What a port behind a link may throw at the node: the rank is slow, is lost, or could not make an endpoint."""
+
+
+class RankTraits(msgspec.Struct, frozen=True):
+    """What stays the same of an engine's ranks over its lives."""
+
+    near: bool = False
+    ping_s: float = 1.0
+    lost_s: float = 4.0
+    tight: bool = False  # tables in many parts, and bounds that are met
+    double: float = 0.0
+    garble: float = 0.0
+    stray: float = 0.0
+    twice: float = 0.0
+    late: float = 0.0
+
+
+class Rank:
+    """One rank's process."""
+
+    def __init__(self, number: int, planes: Mapping[str, ReportingPlane]) -> None:
+        self.number = number
+        self.planes = planes
+        self.process = SimProcess()
+        self.host: RankHost | None = None
+        self.stalled_s = 0.0  # the longest stall so far
+        self.dead_since = float("inf")
+
+    def stall(self, stalled: bool) -> None:
+        for plane in self.planes.values():
+            plane.inner.paused = stalled
+        self.process.pause(stalled)
+
+    def die(self, now: float) -> None:
+        self.process.alive = False
+        self.dead_since = now
+        for plane in self.planes.values():
+            plane.inner.alive = False
+
+
+class LinkedRanks:
+    """All ranks of one engine in one life."""
+
+    def __init__(
+        self,
+        world: World,
+        me: PeerId,
+        traits: RankTraits,
+        transports: Sequence[Mapping[str, SimTransport]],
+        clock: Clock,
+        pace: float,
+        wake: Callable[[], None],
+    ) -> None:
+        self.world = world
+        self.me = me
+        self.traits = traits
+        self._clock = clock
+        faults = ChannelFaults(traits.double, traits.garble, traits.stray)
+        seed = f"kvbaton-sim-{world.seed}-ranks-{me}"
+        self.carrier = SimCarrier(world, str(me.worker), faults, pace, seed)
+        self.reports = ReportFaults(traits.twice, traits.late)
+        self.ranks = [self._rank(number, planes) for number, planes in enumerate(transports)]
+        for rank in self.ranks:
+            rank.host = self._host(rank)
+        invitations = [RankInvitation.decode(rank.host.invitation.encode()) for rank in self.ranks if rank.host]
+        self.links = RankLinks(
+            invitations, traits.ping_s, traits.lost_s, clock=clock, me=me, tell=wake, carrier=self.carrier
+        )
+        self.ports = [self._ports(rank, wake) for rank in self.ranks]
+        for rank in self.ranks:
+            assert rank.host is not None
+            rank.host.start()
+        self.links.start()
+
+    @property
+    def has_dead(self) -> bool:
+        return not all(rank.process.alive for rank in self.ranks)
+
+    def progressed(self, lease: LeaseId, progress: Progress, rank: int) -> None:
+        """A rank's device is so far; its process says so if there is one."""
+        host = self.ranks[rank].host
+        if host is not None and self.ranks[rank].process.runs:
+            host.progressed(lease, progress)
+
+    # --- what befalls them
+
+    def pause_engine(self, paused: bool) -> None:
+        self.carrier.engine.pause(paused)
+        for rank in self.ranks:
+            if not rank.process.alive:
+                rank.dead_since = self.world.now
+        if self.traits.near:
+            for rank in self.ranks:
+                rank.stall(paused)
+
+    def crash(self) -> None:
+        """The engine's process is gone, and its ranks with it."""
+        self.carrier.engine.alive = False
+        for rank in self.ranks:
+            rank.die(self.world.now)
+
+    def leave(self) -> None:
+        """The engine has closed its data planes; the links say the rest, and the ranks end."""
+        self.links.stop()
+        self.carrier.pump()
+        for rank in self.ranks:
+            if rank.process.runs and rank.host is not None:
+                rank.host.stop()
+
+    def replace(self, number: int) -> None:
+        """Another process is given the place and the keys of a rank that is gone; none of its memory is there."""
+        self.world.faults["rank_replaced"] += 1
+        vacant = {name: Vacant(f"{self.me.worker} rank {number}", KINDS[name]) for name in self.ranks[number].planes}
+        host = RankHost(number, vacant, clock=self._clock, carrier=self.carrier.within(SimProcess()))
+        del rank_host._HERE[host.invitation.rank_public]
+        host.start()
+
+    def heal(self) -> None:
+        """No more faults; who is dead stays dead."""
+        self.carrier.faults = ChannelFaults()
+        self.reports.twice = self.reports.late = 0.0
+        for rank in self.ranks:
+            if rank.process.alive:
+                rank.stall(False)
+
+    # --- checks
+
+    def check(self) -> None:
+        """A rank is not taken for lost as long as nothing was wrong for long enough."""
+        traits = self.traits
+        for rank in self.ranks:
+            troubled_s = rank.stalled_s + self.carrier.channels[rank.number].down_s
+            if rank.process.alive and self.links.is_lost(rank.number) and not self._may_be_lost(troubled_s):
+                raise Broken(NEEDLESS, f"{self.me.worker}: rank {rank.number} is taken for lost, and was there")
+            gone_s = self.world.now - rank.dead_since
+            if gone_s > 1.1 * (traits.lost_s + 2 * traits.ping_s) and not self.links.is_lost(rank.number):
+                raise Broken(HANG, f"{self.me.worker}: rank {rank.number} is gone, and its end is still waited for")
+
+    def _may_be_lost(self, troubled_s: float) -> bool:
+        return self.traits.garble > 0 or troubled_s > self.traits.lost_s - 2 * self.traits.ping_s - 0.1
+
+    def check_at_rest(self) -> None:
+        name = self.me.worker
+        for port in (port for rank in self.ports for port in rank.values()):
+            port.check_at_rest()
+        for number, link in self.links._links.items():
+            if link.lost:
+                raise Broken(NEEDLESS, f"{name}: rank {number} is still lost at rest")
+            for transport in link.transports.values():
+                _check_transport(f"{name} rank {number}", transport)
+        for rank in self.ranks:
+            assert rank.host is not None
+            for plane in rank.host._planes.values():
+                if plane._waiting or plane._parts or plane._news:
+                    what = f"{len(plane._waiting)} copies, {len(plane._parts)} tables, {len(plane._news)} news"
+                    raise Broken(LEAK, f"{name}: rank {rank.number} still keeps {what}")
+
+    # --- making
+
+    def _rank(self, number: int, transports: Mapping[str, SimTransport]) -> Rank:
+        planes = {name: ReportingPlane(each, self.carrier, self.reports) for name, each in transports.items()}
+        return Rank(number, planes)
+
+    def _host(self, rank: Rank) -> RankHost:
+        unnamed = {name: UnnamedTransport(KINDS[name], self._named(plane)) for name, plane in rank.planes.items()}
+        carrier = self.carrier.within(rank.process if not self.traits.near else self.carrier.engine)
+        host = RankHost(rank.number, unnamed, clock=self._clock, carrier=carrier)
+        if not self.traits.near:
+            del rank_host._HERE[host.invitation.rank_public]  # as in another process
+        return host
+
+    def _named(self, plane: ReportingPlane) -> Callable[[PeerId], Transport]:
+        def make(me: PeerId) -> Transport:
+            if me != plane.inner.me:
+                raise Broken(STRANGER, f"{plane.inner.me}: a data plane was told to be {me}")
+            return plane
+
+        return make
+
+    def _ports(self, rank: Rank, wake: Callable[[], None]) -> dict[str, WatchedPort]:
+        found = {}
+        for name, transport in self.links.transports(rank.number).items():
+            port = WatchedPort(f"{self.me.worker} rank {rank.number} {name}", transport, rank.planes[name])
+            transport.set_waker(wake)
+            if self.traits.tight and isinstance(transport, RemoteTransport):
+                transport.part_bytes = TIGHT_PART_ROWS * SPAN_BYTES
+            found[name] = port
+        return found
+
+
+class Vacant:
+    """A data plane of somebody to whom nothing was ever said."""
+
+    def __init__(self, name: str, capabilities: Capabilities) -> None:
+        self.capabilities = capabilities
+        self._name = name
+
+    def drain(self) -> Sequence[TransportEvent]:
+        return ()
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        pass
+
+    def cancel(self, job: JobId) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def disconnect(self, peer: PeerId) -> None:
+        pass
+
+    def endpoint(self, peer: PeerId) -> bytes:
+        raise self._stranger("an endpoint")
+
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        raise self._stranger("a connection")
+
+    def submit(self, copy: Copy) -> bool:
+        raise self._stranger("a copy")
+
+    def fence(self, peer: PeerId) -> None:
+        raise self._stranger("a fence")
+
+    def _stranger(self, what: str) -> Broken:
+        return Broken(STRANGER, f"{self._name}: {what} was meant for a rank that is gone, and another in its place has it")
+
+
+def _check_transport(name: str, transport: RemoteTransport) -> None:
+    endpoints = transport._endpoints
+    kept = {
+        "copies": transport._jobs._jobs,
+        "bytes of tables": transport._tables_bytes,
+        "loans": transport._loans,
+        "questions": endpoints._asked,
+    }
+    left = [what for what, held in kept.items() if held]
+    if left or any(job.live for job in transport._restless._items.values()):
+        raise Broken(LEAK, f"{name}: {', '.join(left) or 'copies not at rest'} outstanding at rest")
