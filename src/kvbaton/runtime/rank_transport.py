@@ -14,7 +14,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -51,7 +51,7 @@ from kvbaton.runtime.rank_messages import (
 from kvbaton.transports.base import Capabilities, Copy, CopyEnded, FenceEnded, Loan, PageTable, TransportEvent
 from kvbaton.transports.jobs import Job, Jobs
 from kvbaton.transports.shm_door import ShmEndpoint
-from kvbaton.transports.tcp import TcpEndpoint
+from kvbaton.transports.tcp import SealedTcpEndpoint, TcpEndpoint
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ COMMANDS_MAX = 4096
 RESTLESS_MAX = 4096
 """Copies that ended and are not at rest. The oldest is forgotten first: what it touches then stays quarantined."""
 
-_KNOWN_ENDPOINTS: dict[str, type[TcpEndpoint] | type[ShmEndpoint]] = {"tcp": TcpEndpoint, "shm": ShmEndpoint}
+_KNOWN_ENDPOINTS: dict[str, Any] = {"tcp": TcpEndpoint | SealedTcpEndpoint, "shm": ShmEndpoint}
 
 
 class Uplink(Protocol):

@@ -16,6 +16,7 @@ from kvbaton.sim.life import TICKET_KEY, Character, Life, request_name
 from kvbaton.sim.network import Network, NetworkFaults
 from kvbaton.sim.plan import FAULTY_S, Plan
 from kvbaton.sim.promises import WRONG, Broken
+from kvbaton.sim.rank_faults import RankTroubles
 from kvbaton.sim.request import SimRequest
 from kvbaton.sim.router import Errand, Router
 from kvbaton.sim.transport import Fabric, TransportFaults
@@ -67,6 +68,7 @@ class Cluster:
                 at_s = at_s // BURST_S * BURST_S + world.rng.uniform(0, 0.05)
             world.after(at_s, self._later(self._new_request, index))
         self._schedule_faults()
+        self.rank_faults = RankTroubles(self)
 
     # --- workers
 
@@ -84,8 +86,12 @@ class Cluster:
         rng = self.world.rng
         name = rng.choice(sorted(self.lives))
         life = self.lives[name]
-        if not life.alive:
-            return
+        if life.alive:
+            self.fall(life)
+
+    def fall(self, life: Life) -> None:
+        """A worker dies, and comes back as another life."""
+        rng = self.world.rng
         self.world.faults["crashed"] += 1
         self.world.tell(f"{life.peer} crashes")
         life.crash()
@@ -198,6 +204,7 @@ class Cluster:
         self.network.faults = NetworkFaults()
         self.fabric.faults = TransportFaults()
         self.network.cut.clear()
+        self.rank_faults.heal()
         for life in list(self.lives.values()):
             if not life.alive:
                 self.start(life.character)

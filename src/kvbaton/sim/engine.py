@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Callable
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import HandoffId, RequestId
+from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId
 from kvbaton.protocol.progress import GroupProgress, Progress, whole
 from kvbaton.runtime.doorway import Doorway, DropBlocks, LoadReport, MatchState, UnpinBlocks
 from kvbaton.sim.device import Device, Step, Work
@@ -43,6 +44,7 @@ class SimEngine:
         self.policy = policy
         self.pool = Pool(shape.blocks, doorway)
         self.device = Device(world, name, shape, memory)
+        self.announce: Callable[[LeaseId, Progress, int], None] = doorway.progressed  # by the rank whose device it is
         self.device.on_layer, self.device.on_done = self._layer_done, doorway.wake_engine
         self.fetching = Fetching(world, self.pool, self.device, self._fetched)
         self.requests: dict[RequestId, SimRequest] = {}
@@ -333,7 +335,7 @@ class SimEngine:
 
     def _announce_layer(self, work: Work, rank: int, layer: int, late_s: float) -> None:
         assert work.lease is not None
-        say = functools.partial(self.doorway.progressed, work.lease, self._ahead(work, layer + 1), rank)
+        say = functools.partial(self.announce, work.lease, self._ahead(work, layer + 1), rank)
         if late_s:
             self.world.after(late_s, say)
         else:

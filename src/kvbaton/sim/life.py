@@ -35,11 +35,12 @@ from kvbaton.protocol.versions import SPOKEN, Versions
 from kvbaton.runtime.discarding import discarded
 from kvbaton.runtime.doorway import Doorway, DoorwayConfig
 from kvbaton.runtime.epochs import EpochTable
-from kvbaton.runtime.node import Node
+from kvbaton.runtime.node import Node, Rank
 from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import Network, SimControl
 from kvbaton.sim.promises import DEATH, HANG, LEAK, Broken
+from kvbaton.sim.rank_links import EXCUSED, LinkedRanks, RankTraits
 from kvbaton.sim.transport import KINDS, Fabric, SimTransport
 from kvbaton.sim.world import InjectedFault, World
 
@@ -71,6 +72,7 @@ class Character(msgspec.Struct, frozen=True):
     versions: Versions = SPOKEN
     store_fails: float = 0.0
     wall_skew_s: float = 0.0
+    ranks: RankTraits | None = None  # its ranks are processes of their own, behind rank links
 
 
 @dataclass(slots=True)
@@ -147,6 +149,7 @@ class Life:
         self.control = SimControl(network, character.name)
         self.memory = [bytearray(character.shape.region_bytes) for _ in range(character.shape.ranks)]
         self.transports = self._make_transports(fabric)
+        self.ranks = self._make_ranks()
         self.doorway = self._make_doorway()
         self.node = self._make_node()
         self.engine = SimEngine(
@@ -156,6 +159,8 @@ class Life:
         engine.layerwise, engine.depth, engine.defers = character.layerwise, character.depth, character.defers
         engine.preempt, engine.put, engine.get = character.preempt, character.put, character.get
         engine.pool.reuses_soon = character.reuses_soon
+        if self.ranks is not None:
+            engine.announce = self.ranks.progressed
 
     def clock(self) -> float:
         return self._offset_s + self.world.now * (1 + self.character.drift)
@@ -189,6 +194,8 @@ class Life:
         self.alive = False
         self.engine.stop()
         self.control.alive = False
+        if self.ranks is not None:
+            self.ranks.crash()
         for rank in self.transports:
             for transport in rank.values():
                 transport.alive = False
@@ -196,6 +203,8 @@ class Life:
     def leave(self) -> None:
         """Go in peace: everything is given back and everybody told; the process ends."""
         self.node.close(self.clock())
+        if self.ranks is not None:
+            self.ranks.leave()
         self.engine.step_down()
         self._check_pins()
         self.crash()
@@ -203,6 +212,9 @@ class Life:
     def pause(self, what: str) -> None:
         """Stop the whole process, or only its node's loop, or only its engine's thread."""
         self.paused = what
+        if self.ranks is not None:
+            self.ranks.pause_engine(what == "process")
+            return
         for rank in self.transports:
             for transport in rank.values():
                 transport.paused = what == "process"
@@ -280,6 +292,8 @@ class Life:
                 raise Broken(LEAK, f"{self.character.name}: lease {lease.id} is held, and its blocks are not pinned")
         self._check_waits(now)
         self._check_taken_back()
+        if self.ranks is not None:
+            self.ranks.check()
 
     def _check_waits(self, now: float) -> None:
         """No handoff of D's waits longer than its longest time-out without anything having happened to it."""
@@ -333,6 +347,13 @@ class Life:
             ranks.append(mine)
         return ranks
 
+    def _make_ranks(self) -> LinkedRanks | None:
+        traits = self.character.ranks
+        if traits is None:
+            return None
+        pace = 1 + self.character.drift
+        return LinkedRanks(self.world, self.peer, traits, self.transports, self.clock, pace, self.wake)
+
     def _make_doorway(self) -> Doorway:
         rng, shape = self.world.rng, self.character.shape
         config = DoorwayConfig(
@@ -367,12 +388,15 @@ class Life:
         store.set_waker(self.wake)
         ledger = Ledger(identity, character.settings, self.doorway.epochs.all_of)
         recorder = Recorder(self.peer)
-        node = Node(ledger, self.control, self.transports, self.doorway, store, self._port_failed, recorder=recorder)
+        ports: Sequence[Rank] = self.transports if self.ranks is None else self.ranks.ports
+        extra = self.ranks.links.drain_progress if self.ranks is not None else None
+        node = Node(ledger, self.control, ports, self.doorway, store, self._port_failed, extra, recorder)
         node.say = lambda *_: None  # the counters tell; a campaign shuts planes in every fourth world
         return node
 
     def _port_failed(self, what: str, count: int, error: Exception) -> None:
-        if not isinstance(error, InjectedFault):
+        excused = InjectedFault if self.ranks is None else (InjectedFault, *EXCUSED)
+        if not isinstance(error, excused):
             trace = "".join(traceback.format_exception(error))
             raise Broken(DEATH, f"{self.character.name}: {what} raised\n{trace}")
 

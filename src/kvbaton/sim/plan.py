@@ -14,6 +14,7 @@ from kvbaton.protocol.versions import SPOKEN, Versions
 from kvbaton.sim.life import Character
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import NetworkFaults
+from kvbaton.sim.rank_faults import RankFaults, RankLot
 from kvbaton.sim.transport import TransportFaults
 
 FAULTY_S = 12.0
@@ -49,6 +50,7 @@ class Plan(msgspec.Struct, frozen=True):
     push: float  # share of requests that are pushed
     leave: float  # share of clients that leave between P's answer and D's
     stray: float  # share of tickets that are taken back out of turn
+    ranks: RankFaults = RankFaults()
 
 
 HEALTHY = Settings(
@@ -158,6 +160,8 @@ def draw(rng: random.Random) -> Plan:
         prefill = decode = tuple(character(f"b{n}", p_ranks, p_tokens, loads=True) for n in range(2))
     prefill = tuple(msgspec.structs.replace(each, versions=speaks(each.name)) for each in prefill)
     decode = tuple(msgspec.structs.replace(each, versions=speaks(each.name)) for each in decode)
+    lot = RankLot(rng, profile)
+    prefill, decode = lot.deal(prefill), lot.deal(decode)
     shut = (
         frozenset(transports[:-1]) if rng.random() < (0.5 if healthy else 0.2) else frozenset()
     )  # the last resort is never shut
@@ -197,4 +201,5 @@ def draw(rng: random.Random) -> Plan:
         late_ticket=0.0 if healthy else rng.choice((0.0, 0.2)),
         leave=0.1,
         stray=0.2 if healthy else rng.choice((0.0, 0.1, 0.3)),
+        ranks=lot.faults,
     )

@@ -1,7 +1,7 @@
 """The ranks of one simulated engine in processes of their own, behind the production rank links.
 
-`RankHost` drives the simulated data planes in each rank's process, `RankLinks` gives the node its transports; in between
-is a seeded channel (`rank_channel`). A rank may also be *near*: its engine lives in its process and takes the planes.
+`RankHost` drives the simulated data planes in each rank's process, `RankLinks` gives the node its transports; between
+them is a seeded channel (`rank_channel`). A rank may also be *near*: its engine lives in its process and takes the planes.
 
 Laws: a rank's process can stall, die, hang for good and be cut off, apart from its engine's. When it dies, its copies
 and its memory are gone with it, and its devices compute nothing more; the engine dies of that in the end, as vLLM does,
@@ -63,6 +63,7 @@ class Rank:
         self.dead_since = float("inf")
 
     def stall(self, stalled: bool) -> None:
+        """Or go on."""
         for plane in self.planes.values():
             plane.inner.paused = stalled
         self.process.pause(stalled)
@@ -94,7 +95,7 @@ class LinkedRanks:
         faults = ChannelFaults(traits.double, traits.garble, traits.stray)
         seed = f"kvbaton-sim-{world.seed}-ranks-{me}"
         self.carrier = SimCarrier(world, str(me.worker), faults, pace, seed)
-        self.reports = ReportFaults(traits.twice, traits.late)
+        self.reports = ReportFaults() if traits.near else ReportFaults(traits.twice, traits.late)
         self.ranks = [self._rank(number, planes) for number, planes in enumerate(transports)]
         for rank in self.ranks:
             rank.host = self._host(rank)
@@ -109,8 +110,9 @@ class LinkedRanks:
         self.links.start()
 
     @property
-    def has_dead(self) -> bool:
-        return not all(rank.process.alive for rank in self.ranks)
+    def is_crippled(self) -> bool:
+        """One is gone for good."""
+        return any(rank.dead_since < float("inf") for rank in self.ranks)
 
     def progressed(self, lease: LeaseId, progress: Progress, rank: int) -> None:
         """A rank's device is so far; its process says so if there is one."""
@@ -120,10 +122,29 @@ class LinkedRanks:
 
     # --- what befalls them
 
+    def stall(self, number: int, stall_s: float) -> None:
+        rank = self.ranks[number]
+        if rank.process.runs:
+            rank.stalled_s = max(rank.stalled_s, stall_s)
+            rank.stall(True)
+            self.world.after(stall_s, lambda: self._resume(rank))
+
+    def _resume(self, rank: Rank) -> None:
+        if rank.process.alive and rank.dead_since == float("inf"):
+            rank.stall(False)
+
+    def kill(self, number: int) -> None:
+        self.ranks[number].die(self.world.now)
+
+    def hang(self, number: int) -> None:
+        """It lives, and is never heard of again."""
+        self.ranks[number].stall(True)
+        self.ranks[number].dead_since = self.world.now
+
     def pause_engine(self, paused: bool) -> None:
         self.carrier.engine.pause(paused)
         for rank in self.ranks:
-            if not rank.process.alive:
+            if rank.dead_since < float("inf"):
                 rank.dead_since = self.world.now
         if self.traits.near:
             for rank in self.ranks:
@@ -145,6 +166,8 @@ class LinkedRanks:
 
     def replace(self, number: int) -> None:
         """Another process is given the place and the keys of a rank that is gone; none of its memory is there."""
+        if not self.carrier.engine.alive or not self.links._links[number].stream.heard:
+            return
         self.world.faults["rank_replaced"] += 1
         vacant = {name: Vacant(f"{self.me.worker} rank {number}", KINDS[name]) for name in self.ranks[number].planes}
         host = RankHost(number, vacant, clock=self._clock, carrier=self.carrier.within(SimProcess()))
@@ -156,20 +179,20 @@ class LinkedRanks:
         self.carrier.faults = ChannelFaults()
         self.reports.twice = self.reports.late = 0.0
         for rank in self.ranks:
-            if rank.process.alive:
-                rank.stall(False)
+            self._resume(rank)
 
     # --- checks
 
     def check(self) -> None:
         """A rank is not taken for lost as long as nothing was wrong for long enough."""
         traits = self.traits
-        for rank in self.ranks:
+        for rank in self.ranks if not traits.near else ():
             troubled_s = rank.stalled_s + self.carrier.channels[rank.number].down_s
-            if rank.process.alive and self.links.is_lost(rank.number) and not self._may_be_lost(troubled_s):
+            is_lost, is_there = self.links.is_lost(rank.number), rank.dead_since == float("inf")
+            if is_lost and is_there and not self._may_be_lost(troubled_s):
                 raise Broken(NEEDLESS, f"{self.me.worker}: rank {rank.number} is taken for lost, and was there")
             gone_s = self.world.now - rank.dead_since
-            if gone_s > 1.1 * (traits.lost_s + 2 * traits.ping_s) and not self.links.is_lost(rank.number):
+            if gone_s > 1.1 * (traits.lost_s + 2 * traits.ping_s) and not is_lost:
                 raise Broken(HANG, f"{self.me.worker}: rank {rank.number} is gone, and its end is still waited for")
 
     def _may_be_lost(self, troubled_s: float) -> bool:
@@ -218,6 +241,7 @@ class LinkedRanks:
         for name, transport in self.links.transports(rank.number).items():
             port = WatchedPort(f"{self.me.worker} rank {rank.number} {name}", transport, rank.planes[name])
             transport.set_waker(wake)
+            rank.planes[name].inner.lends_late = not self.traits.near
             if self.traits.tight and isinstance(transport, RemoteTransport):
                 transport.part_bytes = TIGHT_PART_ROWS * SPAN_BYTES
             found[name] = port
@@ -259,7 +283,9 @@ class Vacant:
         raise self._stranger("a fence")
 
     def _stranger(self, what: str) -> Broken:
-        return Broken(STRANGER, f"{self._name}: {what} was meant for a rank that is gone, and another in its place has it")
+        return Broken(
+            STRANGER, f"{self._name}: {what} was meant for a rank that is gone, and another in its place has it"
+        )
 
 
 def _check_transport(name: str, transport: RemoteTransport) -> None:

@@ -16,7 +16,7 @@ from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.sim.promises import HANG, LEAK, WRONG, Broken
 from kvbaton.sim.rank_channel import SimCarrier
-from kvbaton.sim.transport import SimTransport
+from kvbaton.sim.transport import SimTransport, read_endpoint
 from kvbaton.transports.base import Copy, FenceEnded, Loan, Transport, TransportEvent
 
 LATE_REPORT_S = 2.0
@@ -101,7 +101,7 @@ class WatchedPort:
 
     def endpoint(self, peer: PeerId) -> bytes:
         found = self._inner.endpoint(peer)
-        self._invited.setdefault(peer, set()).add(int(found.partition(b":")[2]))
+        self._invited.setdefault(peer, set()).add(read_endpoint(found)[1])
         return found
 
     def submit(self, copy: Copy) -> bool:
@@ -158,7 +158,9 @@ class WatchedPort:
         if not under_way:
             raise Broken(WRONG, f"{self._name}: a fence of {peer} ended that nobody had begun")
         if under_way.popleft() & self._plane.inner._admitted.get(peer, set()):
-            raise Broken(WRONG, f"{self._name}: a fence of {peer} has ended, and who was let in before it can still write")
+            raise Broken(
+                WRONG, f"{self._name}: a fence of {peer} has ended, and who was let in before it can still write"
+            )
 
     def _moves(self, job: JobId) -> bool:
         return job in self._plane.inner._jobs
