@@ -11,7 +11,6 @@ and `FenceEnded` follow when the rank says so, and never otherwise.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -84,38 +83,6 @@ class Uplink(Protocol):
         """Send, in this order, after everything posted before. Never waits."""
 
 
-class Fences:
-    """Fences under way, by peer. An end counts only when no fence that was begun later is still open."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: dict[PeerId, int] = {}
-        self._stale: set[PeerId] = set()  # minted for since its last fence
-
-    def begin(self, peer: PeerId) -> bool:
-        """False when the fence that is under way will do."""
-        with self._lock:
-            if peer in self._open and peer not in self._stale:
-                return False
-            self._open[peer] = self._open.get(peer, 0) + 1
-            self._stale.discard(peer)
-            return True
-
-    def note_mint(self, peer: PeerId) -> None:
-        with self._lock:
-            if peer in self._open:
-                self._stale.add(peer)
-
-    def end(self, peer: PeerId) -> bool:
-        with self._lock:
-            left = self._open.pop(peer, 1) - 1
-            if left > 0:
-                self._open[peer] = left
-            else:
-                self._stale.discard(peer)
-            return left <= 0
-
-
 class RemoteTransport:
     """See `base.Transport`. Called by the node's thread; told the news by the link's."""
 
@@ -135,7 +102,6 @@ class RemoteTransport:
         self._endpoints = Endpoints(f"rank {link.rank} ({name})", self._mint, came)
         self._loans: set[JobId] = set()  # that the rank has not said to have ended
         self._known: set[PeerId] = set()  # for whom the rank may hold an endpoint or a connection
-        self._fences = Fences()
 
     def register(self, region: int, memory: memoryview) -> None:
         raise NotImplementedError("memory is registered in the rank's process, before its RankHost starts")
@@ -158,12 +124,14 @@ class RemoteTransport:
             self._link.post([Disconnect(self._name, peer)])
 
     def fence(self, peer: PeerId) -> None:
-        """While the link is lost this does not end: nothing is known about the rank's memory."""
+        """While the link is lost this does not end: nothing is known about the rank's memory.
+
+        Each ends by itself, in the order in which they were begun: the ledger counts them so.
+        """
         if not self.capabilities.can_fence:
             raise NotImplementedError(f"{self._name} cannot fence: see capabilities.can_fence")
         self._endpoints.forget(peer)
-        if self._fences.begin(peer):
-            self._link.post([Fence(self._name, peer)])
+        self._link.post([Fence(self._name, peer)])
 
     def submit(self, copy: Copy) -> bool:
         commands = submit_commands(self._name, copy, self.part_bytes)
@@ -222,8 +190,7 @@ class RemoteTransport:
             if job is not None and job.live:
                 self._jobs.part_ended(job)
         elif isinstance(news, Fenced):
-            if self._fences.end(news.peer):
-                self._jobs.post(FenceEnded(news.peer))
+            self._jobs.post(FenceEnded(news.peer))
         elif isinstance(news, Minted | MintFailed):
             self._endpoints.take(news)
         elif isinstance(news, Refusals):
@@ -268,7 +235,6 @@ class RemoteTransport:
     def _mint(self, number: int, peer: PeerId) -> None:
         self._check_room()
         self._known.add(peer)
-        self._fences.note_mint(peer)
         self._link.post([Mint(self._name, number, peer)])
 
     def _check_room(self) -> None:

@@ -31,7 +31,6 @@ TURN_S = 0.001
 WAY_S = 0.001
 LATE_S = 3.0
 PUMPS = 3  # turns of both ends that fit into one wait
-ANSWERED_IN_TIME = 0.8
 
 
 @dataclass(slots=True)
@@ -41,6 +40,7 @@ class ChannelFaults:
     double: float = 0.0
     garble: float = 0.0
     stray: float = 0.0  # share of a broken connection's frames that come late instead of never
+    slow: float = 0.0  # share of waits that end in vain although the other end is there
 
 
 @dataclass(slots=True)
@@ -309,7 +309,7 @@ class SimArrival:
         pass
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        if timeout and not predicate() and self._carrier.chance(ANSWERED_IN_TIME):
+        if timeout and not predicate() and not self._carrier.chance(self._carrier.faults.slow):
             self._carrier.pump()
         return predicate()
 

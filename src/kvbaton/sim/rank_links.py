@@ -47,6 +47,7 @@ class RankTraits(msgspec.Struct, frozen=True):
     double: float = 0.0
     garble: float = 0.0
     stray: float = 0.0
+    slow: float = 0.0
     twice: float = 0.0
     late: float = 0.0
 
@@ -92,7 +93,7 @@ class LinkedRanks:
         self.me = me
         self.traits = traits
         self._clock = clock
-        faults = ChannelFaults(traits.double, traits.garble, traits.stray)
+        faults = ChannelFaults(traits.double, traits.garble, traits.stray, traits.slow)
         seed = f"kvbaton-sim-{world.seed}-ranks-{me}"
         self.carrier = SimCarrier(world, str(me.worker), faults, pace, seed)
         self.reports = ReportFaults() if traits.near else ReportFaults(traits.twice, traits.late)
