@@ -76,6 +76,8 @@ class Cluster:
         life = Life(self.world, character, self.network, self.fabric)
         if self.healed:
             life.engine.preempt = 0.0
+            if life.ranks is not None:
+                life.ranks.heal()
         self.draining.discard(character.name)
         self.lives[character.name] = life
         self.every_life.append(life)

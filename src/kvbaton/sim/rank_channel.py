@@ -150,6 +150,8 @@ class Channel:
         self._to_rank: deque[tuple[float, int, bytes]] = deque()
         self._to_engine: deque[tuple[float, int, bytes]] = deque()
         self._waiting: list[bytes] = []  # sent by the engine while there was no connection
+        self._breaks_in = 0  # frames; 0: it does not
+        self._breaks_for_s = 0.0
 
     def to_rank(self, frame: bytes) -> None:
         if self.is_up:
@@ -162,6 +164,10 @@ class Channel:
             self._send(self._to_engine, frame)
         else:
             self._lose(1)
+
+    def cut_under(self, frames: int, down_s: float) -> None:
+        """The connection breaks when so many more frames were sent: what it loses matters to somebody."""
+        self._breaks_in, self._breaks_for_s = frames, down_s
 
     def cut(self, down_s: float) -> None:
         """The connection breaks, and another comes a while later."""
@@ -203,6 +209,10 @@ class Channel:
             at = max(carrier.world.now + carrier.rng.uniform(0, WAY_S), way[-1][0] if way else 0.0)
             way.append((at, self.connection, frame))
             carrier.world.after(at - carrier.world.now, self._arrive_due)
+        if self._breaks_in:
+            self._breaks_in -= 1
+            if not self._breaks_in:
+                self.cut(self._breaks_for_s)
 
     def _arrive_due(self) -> None:
         self._arrive(self.carrier.world.now + 1e-9)

@@ -127,7 +127,8 @@ class RankTroubles:
         if found is not None:
             life, ranks, number = found
             self.world.tell(f"{life.peer.worker} rank {number} is cut off")
-            ranks.carrier.channels[number].cut(self._rng.uniform(0.5, 1.0) * self._rng.choice(CUTS_S))
+            down_s = self._rng.uniform(0.5, 1.0) * self._rng.choice(CUTS_S)
+            ranks.carrier.channels[number].cut_under(self._rng.choice((1, 1, 2, 5, 12)), down_s)
 
     def _lose(self, dies: bool) -> None:
         found = self._any_rank()
