@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.events import Groups
 from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId
 from kvbaton.protocol.progress import GroupProgress, Progress, whole
 from kvbaton.runtime.doorway import Doorway, DropBlocks, LoadReport, MatchState, UnpinBlocks
@@ -55,6 +56,7 @@ class SimEngine:
         self.depth = 1
         self.defers = True  # frees wait for the steps that were in flight
         self.preempt = 0.0
+        self.values_of: Callable[[SimRequest, Groups], tuple[Groups, tuple[bytes, ...]]] = _one_value
         self.put = 0.0
         self.get = 0.0
         self._in_flight: deque[Step] = deque()
@@ -87,6 +89,7 @@ class SimEngine:
     def step(self) -> None:
         """Take the outputs that have come, and issue the next step if there is room for one more in flight."""
         self._do_duties()
+        self.fetching.poll()
         self._take_outputs()
         if len(self._in_flight) < self.depth:
             self._issue([work for request in list(self.requests.values()) for work in self._advance(request)])
@@ -385,7 +388,7 @@ class SimEngine:
             self.pool.touch(pinned)
         if self.world.chance(self.put):
             self.world.faults["puts"] += 1
-            self.pool.touch(self.doorway.put(blocks, (digest_of(request),)))
+            self.pool.touch(self.doorway.put(*self.values_of(request, blocks)))
         request.lease = None
         self._finish(request, "prefilled", ticket)
 
@@ -435,6 +438,11 @@ class SimEngine:
         shape = self.shape
         who = f"{request.id} {when}"
         self.device.check(request.content, request.blocks, tokens, range(shape.ranks), range(shape.layers), who)
+
+
+def _one_value(request: SimRequest, blocks: Groups) -> tuple[Groups, tuple[bytes, ...]]:
+    """A store that keeps prompts, not blocks."""
+    return blocks, (digest_of(request),)
 
 
 def _nobody(how: str, detail: str) -> None:

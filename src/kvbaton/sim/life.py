@@ -36,11 +36,13 @@ from kvbaton.runtime.discarding import discarded
 from kvbaton.runtime.doorway import Doorway, DoorwayConfig
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.node import Node, Rank
+from kvbaton.runtime.ports import StorePort
 from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import Network, SimControl
 from kvbaton.sim.promises import DEATH, HANG, LEAK, Broken
 from kvbaton.sim.rank_links import EXCUSED, LinkedRanks, RankTraits
+from kvbaton.sim.rank_store import RankStore
 from kvbaton.sim.transport import KINDS, Fabric, SimTransport
 from kvbaton.sim.world import InjectedFault, World
 
@@ -149,7 +151,7 @@ class Life:
         self.control = SimControl(network, character.name)
         self.memory = [bytearray(character.shape.region_bytes) for _ in range(character.shape.ranks)]
         self.transports = self._make_transports(fabric)
-        self.ranks = self._make_ranks()
+        self.ranks = self._make_ranks(fabric)
         self.doorway = self._make_doorway()
         self.node = self._make_node()
         self.engine = SimEngine(
@@ -161,6 +163,7 @@ class Life:
         engine.pool.reuses_soon = character.reuses_soon
         if self.ranks is not None:
             engine.announce = self.ranks.progressed
+            self.ranks.shelve(engine, self.wake_engine)
 
     def clock(self) -> float:
         return self._offset_s + self.world.now * (1 + self.character.drift)
@@ -347,12 +350,14 @@ class Life:
             ranks.append(mine)
         return ranks
 
-    def _make_ranks(self) -> LinkedRanks | None:
+    def _make_ranks(self, fabric: Fabric) -> LinkedRanks | None:
         traits = self.character.ranks
         if traits is None:
             return None
         pace = 1 + self.character.drift
-        return LinkedRanks(self.world, self.peer, traits, self.transports, self.clock, pace, self.wake)
+        fails, layout = self.character.store_fails, self.character.shape.layout()
+        store = RankStore(fabric.store, layout, self.memory, fails) if traits.store else None
+        return LinkedRanks(self.world, self.peer, traits, self.transports, self.clock, pace, self.wake, store)
 
     def _make_doorway(self) -> Doorway:
         rng, shape = self.world.rng, self.character.shape
@@ -384,7 +389,9 @@ class Life:
             optional=character.features,
             versions=character.versions,
         )
-        store = SimStore(self.world, character.store_fails)
+        store: StorePort = SimStore(self.world, character.store_fails)
+        if self.ranks is not None and self.ranks.shelf is not None:
+            store = self.ranks.shelf
         store.set_waker(self.wake)
         ledger = Ledger(identity, character.settings, self.doorway.epochs.all_of)
         recorder = Recorder(self.peer)

@@ -340,7 +340,7 @@ class SimCarrier:
         self.engine = SimProcess()
         self.ranks: dict[int, SimProcess] = {}
         self.channels: dict[int, Channel] = {}
-        self._listening = SimProcess()  # whose line is made next
+        self.listening = SimProcess()  # whose line is made next
 
     def chance(self, probability: float) -> bool:
         return probability > 0 and self.rng.random() < probability
@@ -353,7 +353,7 @@ class SimCarrier:
 
     def within(self, process: SimProcess) -> SimCarrier:
         """Lines from now on are this process's."""
-        self._listening = process
+        self.listening = process
         return self
 
     def dial(self, invitations: Sequence[RankInvitation], clock: Clock) -> SimLines:
@@ -362,8 +362,8 @@ class SimCarrier:
     def listen(self, rank: int, host: str, clock: Clock) -> SimLine:
         if rank not in self.channels:
             self.channels[rank] = Channel(self, rank)
-        self.ranks[rank] = self._listening
-        return SimLine(self, rank, self._listening)
+        self.ranks[rank] = self.listening
+        return SimLine(self, rank, self.listening)
 
     def loop(
         self,

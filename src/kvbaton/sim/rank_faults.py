@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvbaton.sim.cluster import Cluster
     from kvbaton.sim.life import Character, Life
 
-LINKED, LINKED_ENGINE, NEAR = 0.4, 0.7, 0.4
+LINKED, LINKED_ENGINE, NEAR, STORE = 0.4, 0.7, 0.4, 0.6
 FAULTY_S = 12.0
 STALLS_S = (0.2, 0.8, 2.0, 6.0)
 HEALTHY_STALL_S = 0.5
@@ -83,7 +83,7 @@ class RankLot:
         if not self._linked or chance.random() >= LINKED_ENGINE:
             return None
         near = character.shape.ranks == 1 and chance.random() < NEAR
-        return msgspec.structs.replace(self._base, near=near)
+        return msgspec.structs.replace(self._base, near=near, store=chance.random() < STORE)
 
 
 class RankTroubles:

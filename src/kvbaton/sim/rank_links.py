@@ -13,6 +13,7 @@ is outstanding at either end: no command, no copy, no loan, no fence, no questio
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
@@ -24,8 +25,10 @@ from kvbaton.runtime.rank_host import RankHost
 from kvbaton.runtime.rank_link import RankLinks
 from kvbaton.runtime.rank_messages import SPAN_BYTES, RankInvitation
 from kvbaton.runtime.rank_transport import RemoteTransport
+from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, STRANGER, Broken
 from kvbaton.sim.rank_channel import ChannelFaults, SimCarrier, SimProcess
+from kvbaton.sim.rank_store import RankStore, ShelfFetching, make_shelf, values_of
 from kvbaton.sim.rank_watch import ReportFaults, ReportingPlane, WatchedPort
 from kvbaton.sim.transport import KINDS, SimTransport
 from kvbaton.sim.world import World
@@ -43,6 +46,7 @@ class RankTraits(msgspec.Struct, frozen=True):
     near: bool = False
     ping_s: float = 1.0
     lost_s: float = 4.0
+    store: bool = False  # they reach a shared store
     tight: bool = False  # tables in many parts, and bounds that are met
     double: float = 0.0
     garble: float = 0.0
@@ -88,7 +92,9 @@ class LinkedRanks:
         clock: Clock,
         pace: float,
         wake: Callable[[], None],
+        store: RankStore | None = None,
     ) -> None:
+        self.store = store
         self.world = world
         self.me = me
         self.traits = traits
@@ -104,6 +110,9 @@ class LinkedRanks:
         self.links = RankLinks(
             invitations, traits.ping_s, traits.lost_s, clock=clock, me=me, tell=wake, carrier=self.carrier
         )
+        shelves = [shelf for rank in self.ranks if (shelf := self.links.shelf(rank.number)) is not None]
+        self.shelf = make_shelf(shelves) if shelves else None
+        self._shelves = shelves
         self.ports = [self._ports(rank, wake) for rank in self.ranks]
         for rank in self.ranks:
             assert rank.host is not None
@@ -120,6 +129,13 @@ class LinkedRanks:
         host = self.ranks[rank].host
         if host is not None and self.ranks[rank].process.runs:
             host.progressed(lease, progress)
+
+    def shelve(self, engine: SimEngine, wake: Callable[[], None]) -> None:
+        """Have an engine put and get by way of its ranks, where they reach the store."""
+        if self.shelf is not None:
+            self.shelf.wake_engine = wake
+            engine.fetching = ShelfFetching(self.world, engine.pool, engine.device, engine._fetched, self.shelf)
+            engine.values_of = partial(values_of, engine.shape.block_tokens)
 
     # --- what befalls them
 
@@ -159,6 +175,8 @@ class LinkedRanks:
 
     def leave(self) -> None:
         """The engine has closed its data planes; the links say the rest, and the ranks end."""
+        if self.shelf is not None:
+            self.shelf.close()
         self.links.stop()
         self.carrier.pump()
         for rank in self.ranks:
@@ -179,6 +197,8 @@ class LinkedRanks:
         """No more faults; who is dead stays dead."""
         self.carrier.faults = ChannelFaults()
         self.reports.twice = self.reports.late = 0.0
+        if self.store is not None:
+            self.store.fails = 0.0
         for rank in self.ranks:
             self._resume(rank)
 
@@ -203,6 +223,8 @@ class LinkedRanks:
         name = self.me.worker
         for port in (port for rank in self.ports for port in rank.values()):
             port.check_at_rest()
+        if self.store is not None and self.shelf is not None:
+            self.store.check_at_rest(name, self._shelves, self.shelf)
         for number, link in self.links._links.items():
             if link.lost:
                 raise Broken(NEEDLESS, f"{name}: rank {number} is still lost at rest")
@@ -224,7 +246,10 @@ class LinkedRanks:
     def _host(self, rank: Rank) -> RankHost:
         unnamed = {name: UnnamedTransport(KINDS[name], self._named(plane)) for name, plane in rank.planes.items()}
         carrier = self.carrier.within(rank.process if not self.traits.near else self.carrier.engine)
-        host = RankHost(rank.number, unnamed, clock=self._clock, carrier=carrier)
+        process, shelf = carrier.listening, None
+        if self.store is not None:
+            shelf = self.store.maker(self.carrier, rank.number, process, self._clock)
+        host = RankHost(rank.number, unnamed, clock=self._clock, shelf=shelf, carrier=carrier)
         if not self.traits.near:
             del rank_host._HERE[host.invitation.rank_public]  # as in another process
         return host

@@ -20,6 +20,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.sim.world import InjectedFault, World
+from kvbaton.store.memory import MemoryBackend
 from kvbaton.transports.base import FenceEnded, Loan, PageTable, TransportEvent
 from kvbaton.transports.jobs import AGAIN_S_MAX, LENT_WAIT_S
 from kvbaton.transports.loans import GRACE_S, Flight, Loans
@@ -32,6 +33,7 @@ TCP = Capabilities("tcp", one_sided=False, can_write=True, can_fence=True, cance
 LENT_TCP = msgspec.structs.replace(TCP, enforces=True)
 RDMA = Capabilities("rdma", one_sided=True, can_write=True, can_fence=True, cancels=False, same_host=False)
 CMA = Capabilities("cma", one_sided=True, can_write=True, can_fence=False, cancels=False, same_host=True)
+STORE_BYTES = 1 << 15
 KINDS = {kind.name: kind for kind in (SHM, LENT_TCP, RDMA, CMA)}
 
 
@@ -69,6 +71,7 @@ class Fabric:
         self.world = world
         self.faults = faults
         self.by_address: dict[int, SimTransport] = {}
+        self.store = MemoryBackend(STORE_BYTES)  # that all engines of this world share, if they have one
         self.on_landing: Callable[[SimTransport, SimTransport, Copy, int, int], None] | None = None
         self.on_leaving: Callable[[SimTransport, int], None] | None = None
         self.on_lending: Callable[[SimTransport, Loan], None] | None = None
