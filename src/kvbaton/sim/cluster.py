@@ -249,6 +249,8 @@ class Cluster:
         content, tokens = index + 1, rng.randint(1, 12)
         if rng.random() < 0.15:
             content = rng.randint(1, index + 1)
+        if self.plan.ranks.prompts:
+            content = content % self.plan.ranks.prompts + 1
         if mode == "pull":
             self._pull(index, source, target, content, tokens)
         else:

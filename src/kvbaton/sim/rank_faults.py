@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LINKED, LINKED_ENGINE, NEAR, STORE = 0.4, 0.7, 0.4, 0.6
 FAULTY_S = 12.0
+PUT, GET, PROMPTS = 0.6, 0.8, 7
 STALLS_S = (0.2, 0.8, 2.0, 6.0)
 HEALTHY_STALL_S = 0.5
 CUTS_S = (0.02, 0.3, 1.5, 5.0)
@@ -36,6 +37,7 @@ class RankFaults(msgspec.Struct, frozen=True):
     deaths: int = 0
     hangs: int = 0  # never heard of again, and not dead
     stall_s: tuple[float, ...] = STALLS_S
+    prompts: int = 0  # as many different ones; 0: as the world has it
 
 
 class RankLot:
@@ -60,7 +62,9 @@ class RankLot:
             twice=0.1 * self._bad,
             late=0.05 * self._bad,
         )
-        self.faults = self._draw(chance) if self._linked else RankFaults()
+        prompts = PROMPTS if chance.random() < 0.5 else 0
+        drawn = self._draw(chance) if self._linked else RankFaults()
+        self.faults = msgspec.structs.replace(drawn, prompts=prompts if self._linked else 0)
 
     def _draw(self, chance: random.Random) -> RankFaults:
         if self._healthy:
@@ -76,7 +80,13 @@ class RankLot:
         )
 
     def deal(self, characters: tuple[Character, ...]) -> tuple[Character, ...]:
-        return tuple(msgspec.structs.replace(each, ranks=self._traits(each)) for each in characters)
+        return tuple(self._dealt(each, self._traits(each)) for each in characters)
+
+    def _dealt(self, character: Character, traits: RankTraits | None) -> Character:
+        if traits is None or not traits.store:
+            return msgspec.structs.replace(character, ranks=traits)
+        often = {"put": PUT, "get": GET, "defers": True}
+        return msgspec.structs.replace(character, ranks=traits, **often)
 
     def _traits(self, character: Character) -> RankTraits | None:
         chance = random.Random(f"{self._seed} {character.name}")

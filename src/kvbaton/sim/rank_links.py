@@ -1,7 +1,8 @@
 """The ranks of one simulated engine in processes of their own, behind the production rank links.
 
 `RankHost` drives the simulated data planes in each rank's process, `RankLinks` gives the node its transports; between
-them is a seeded channel (`rank_channel`). A rank may also be *near*: its engine lives in its process and takes the planes.
+them is a seeded channel (`rank_channel`). A rank may also be *near*: its engine lives in its process, and takes the
+planes.
 
 Laws: a rank's process can stall, die, hang for good and be cut off, apart from its engine's. When it dies, its copies
 and its memory are gone with it, and its devices compute nothing more; the engine dies of that in the end, as vLLM does,
