@@ -84,7 +84,7 @@ class RankHost:
         self._line = carrier.listen(rank, host, clock)
         self._clock = clock
         self._stream = Stream()
-        self.leases_max = LEASES_MAX
+        self.leases_max, self.batch_max = LEASES_MAX, NEWS_BATCH_MAX
         self._progress: dict[LeaseId, Progress] = {}
         self._refusals_at = -math.inf  # when to look next who was turned away
         self._lock = threading.Lock()  # of `_progress`
@@ -201,14 +201,14 @@ class RankHost:
             news.extend(self._shelf.take_news())
         if self._progress and self._stream.session and self._stream.is_open and not self._given:
             news.extend(self._some_progress())
-        for start in range(0, len(news), NEWS_BATCH_MAX):
-            self._stream.add(encode_news(news[start : start + NEWS_BATCH_MAX]))
+        for start in range(0, len(news), self.batch_max):
+            self._stream.add(encode_news(news[start : start + self.batch_max]))
         for frame in self._stream.due(now) if self._stream.session else ():
             self._line.send(frame)  # lost where there is no connection; sent again when there is
 
     def _some_progress(self) -> list[News]:
         with self._lock:
-            leases = list(islice(self._progress, NEWS_BATCH_MAX))
+            leases = list(islice(self._progress, self.batch_max))
             found: list[News] = [Progressed(lease, self._progress.pop(lease)) for lease in leases]
             if self._progress:
                 self._line.wake()

@@ -58,6 +58,8 @@ class RankLot:
             double=0.05,
             garble=0.003 if self._bad and chance.random() < 0.3 else 0.0,
             stray=0.3 * self._bad,
+            bounded=self._bad and chance.random() < 0.5,
+            throws=0.02 * self._bad,
             slow=0.2 * self._bad,
             twice=0.1 * self._bad,
             late=0.05 * self._bad,

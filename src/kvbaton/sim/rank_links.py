@@ -13,6 +13,7 @@ is outstanding at either end: no command, no copy, no loan, no fence, no questio
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -23,13 +24,15 @@ from kvbaton.protocol.progress import Progress
 from kvbaton.runtime import rank_host
 from kvbaton.runtime.rank_carrying import Clock
 from kvbaton.runtime.rank_host import RankHost
-from kvbaton.runtime.rank_link import RankLinks
-from kvbaton.runtime.rank_messages import SPAN_BYTES, RankInvitation
-from kvbaton.runtime.rank_transport import RemoteTransport
+from kvbaton.runtime.rank_link import LEASES_MAX, RankLinks
+from kvbaton.runtime.rank_messages import SPAN_BYTES, Disconnect, RankInvitation
+from kvbaton.runtime.rank_planes import WAITING_MAX
+from kvbaton.runtime.rank_store_messages import ORDERS_MAX, ShelfAsk
+from kvbaton.runtime.rank_transport import COMMANDS_MAX, RemoteTransport
 from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, STRANGER, Broken
 from kvbaton.sim.rank_channel import ChannelFaults, SimCarrier, SimProcess
-from kvbaton.sim.rank_store import RankStore, ShelfFetching, make_shelf, values_of
+from kvbaton.sim.rank_store import COMPAT, RankStore, ShelfFetching, make_shelf, values_of
 from kvbaton.sim.rank_watch import ReportFaults, ReportingPlane, WatchedPort
 from kvbaton.sim.transport import KINDS, SimTransport
 from kvbaton.sim.world import World
@@ -48,7 +51,9 @@ class RankTraits(msgspec.Struct, frozen=True):
     ping_s: float = 1.0
     lost_s: float = 4.0
     store: bool = False  # they reach a shared store
-    tight: bool = False  # tables in many parts, and bounds that are met
+    tight: bool = False  # tables in many parts, batches of little, queues that are soon full
+    bounded: bool = False  # bounds are met at which something is refused or forgotten
+    throws: float = 0.0
     double: float = 0.0
     garble: float = 0.0
     stray: float = 0.0
@@ -103,7 +108,7 @@ class LinkedRanks:
         faults = ChannelFaults(traits.double, traits.garble, traits.stray, traits.slow)
         seed = f"kvbaton-sim-{world.seed}-ranks-{me}"
         self.carrier = SimCarrier(world, str(me.worker), faults, pace, seed)
-        self.reports = ReportFaults() if traits.near else ReportFaults(traits.twice, traits.late)
+        self.reports = ReportFaults() if traits.near else ReportFaults(traits.twice, traits.late, traits.throws)
         self.ranks = [self._rank(number, planes) for number, planes in enumerate(transports)]
         for rank in self.ranks:
             rank.host = self._host(rank)
@@ -117,8 +122,10 @@ class LinkedRanks:
         self.ports = [self._ports(rank, wake) for rank in self.ranks]
         for rank in self.ranks:
             assert rank.host is not None
+            self._try_to_take(rank.host)
             rank.host.start()
         self.links.start()
+        self._bound()
 
     @property
     def is_crippled(self) -> bool:
@@ -197,7 +204,8 @@ class LinkedRanks:
     def heal(self) -> None:
         """No more faults; who is dead stays dead."""
         self.carrier.faults = ChannelFaults()
-        self.reports.twice = self.reports.late = 0.0
+        self.reports.twice = self.reports.late = self.reports.throws = 0.0
+        self._loosen()
         if self.store is not None:
             self.store.fails = 0.0
         for rank in self.ranks:
@@ -224,6 +232,7 @@ class LinkedRanks:
         name = self.me.worker
         for port in (port for rank in self.ports for port in rank.values()):
             port.check_at_rest()
+        self._check_told()
         if self.store is not None and self.shelf is not None:
             self.store.check_at_rest(name, self._shelves, self.shelf)
         for number, link in self.links._links.items():
@@ -237,6 +246,21 @@ class LinkedRanks:
                 if plane._waiting or plane._parts or plane._news:
                     what = f"{len(plane._waiting)} copies, {len(plane._parts)} tables, {len(plane._news)} news"
                     raise Broken(LEAK, f"{name}: rank {rank.number} still keeps {what}")
+
+    def _check_told(self) -> None:
+        """What the ranks have counted is known to their engine, and nobody else has spoken to them."""
+        name = self.me.worker
+        turned_away: Counter[str] = Counter()
+        for plane, each in ((plane, each) for rank in self.ranks for plane, each in rank.planes.items()):
+            turned_away[f"{plane}:left"] += each.strangers
+        if +turned_away != +Counter(self.links.data_refused()):
+            raise Broken(LEAK, f"{name}: {dict(turned_away)} were turned away, told {self.links.data_refused()}")
+        mapped_bytes = sum(each.mapped_bytes for rank in self.ranks for each in rank.planes.values())
+        if not self.traits.near and mapped_bytes != self.links.mapped_bytes():
+            raise Broken(LEAK, f"{name}: {mapped_bytes} bytes are mapped, told {self.links.mapped_bytes()}")
+        strangers = sum(rank.host.strangers + rank.host.stream_counters["refused"] for rank in self.ranks if rank.host)
+        if strangers or self.links.counters["refused"] or len(self.links) != len(self.ranks):
+            raise Broken(STRANGER, f"{name}: {strangers} frames of strangers at its ranks")
 
     # --- making
 
@@ -263,14 +287,59 @@ class LinkedRanks:
 
         return make
 
+    def _tighten(self, transport: RemoteTransport) -> None:
+        if self.traits.tight:
+            transport.part_bytes = TIGHT_PART_ROWS * SPAN_BYTES
+            transport.tables_bytes_max = 4 * transport.part_bytes
+            transport._jobs._copies_max = 3
+
+    def _bound(self) -> None:
+        """Make bounds small; and ask for what this rank does not have, which is refused and costs nobody anything."""
+        for rank in self.ranks:
+            assert rank.host is not None
+            if self.traits.tight:
+                rank.host.batch_max = 2
+            if self.traits.bounded:
+                rank.host.leases_max = 1
+                for plane in rank.host._planes.values():
+                    plane.waiting_max = 1
+        for link in self.links._links.values() if self.traits.bounded else ():
+            link.leases_max = 1
+            if link.shelf is not None:
+                link.shelf.orders_max = 2
+                link.shelf.open(COMPAT)
+            for transport in link.transports.values():
+                transport.commands_max = 8
+            link.post([Disconnect("nowhere", self.me), ShelfAsk(0)])
+
+    def _loosen(self) -> None:
+        """Bounds as they are, so that nothing is refused any more."""
+        for rank in self.ranks:
+            if rank.host is not None:
+                rank.host.leases_max = LEASES_MAX
+                for plane in rank.host._planes.values():
+                    plane.waiting_max = WAITING_MAX
+        for link in self.links._links.values():
+            link.leases_max = LEASES_MAX
+            if link.shelf is not None:
+                link.shelf.orders_max = ORDERS_MAX
+            for transport in link.transports.values():
+                transport.commands_max = COMMANDS_MAX
+
+    def _try_to_take(self, host: RankHost) -> None:
+        """A second engine with the same invitation gets nothing, and neither does one with another."""
+        other = msgspec.structs.replace(host.invitation, engine_secret="0" * 40)
+        if self.traits.near and (host.give(host.invitation, 1, _nobody) or host.give(other, 1, _nobody)):
+            raise Broken(STRANGER, f"{self.me.worker}: a rank's data planes were given to two")
+
     def _ports(self, rank: Rank, wake: Callable[[], None]) -> dict[str, WatchedPort]:
         found = {}
         for name, transport in self.links.transports(rank.number).items():
             port = WatchedPort(f"{self.me.worker} rank {rank.number} {name}", transport, rank.planes[name])
             transport.set_waker(wake)
             rank.planes[name].inner.lends_late = not self.traits.near
-            if self.traits.tight and isinstance(transport, RemoteTransport):
-                transport.part_bytes = TIGHT_PART_ROWS * SPAN_BYTES
+            if isinstance(transport, RemoteTransport):
+                self._tighten(transport)
             found[name] = port
         return found
 
@@ -313,6 +382,10 @@ class Vacant:
         return Broken(
             STRANGER, f"{self._name}: {what} was meant for a rank that is gone, and another in its place has it"
         )
+
+
+def _nobody() -> None:
+    """Whoever is told of nothing."""
 
 
 def _check_transport(name: str, transport: RemoteTransport) -> None:

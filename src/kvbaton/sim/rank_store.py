@@ -14,10 +14,12 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import msgspec
+
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.layout import EngineLayout
 from kvbaton.runtime.rank_carrying import Clock
-from kvbaton.runtime.rank_shelf import LocalShelf
+from kvbaton.runtime.rank_shelf import LocalShelf, shelf_settings
 from kvbaton.runtime.rank_store_host import MakeShelf
 from kvbaton.runtime.rank_store_link import RemoteShelf
 from kvbaton.runtime.rank_values import rank_values
@@ -77,6 +79,7 @@ class SimKept:
 
     def submit(self, order: Order) -> bool:
         check(order, self._settings)
+        self._maybe_throw()
         if self._closed or self._open >= self._settings.orders_max:
             return False
         task = Task(order, self._clock() + order.timeout_s, self._settings.values_per_call_max)
@@ -90,6 +93,7 @@ class SimKept:
     def cancel(self, order: OrderId) -> None:
         self._keeper.cancel(order, self._clock())
         self._go_on()
+        self._maybe_throw()
 
     def drain(self) -> list[OrderEnded]:
         news, self._news = self._news, []
@@ -103,6 +107,11 @@ class SimKept:
         self._closed = True
         self._keeper.close(self._clock())
         self._go_on()
+
+    def _maybe_throw(self) -> None:
+        if self._carrier.chance(self._fails() / 10):
+            self._carrier.world.faults["rank_store_threw"] += 1
+            raise InjectedFault("the simulated store threw")
 
     def _go_on(self) -> None:
         world, rng = self._carrier.world, self._carrier.rng
@@ -163,10 +172,10 @@ class RankStore:
                 carrier.world.faults["rank_store_unusable"] += 1
                 raise InjectedFault("the simulated store cannot be reached")
             values = rank_values(self._layout, rank, compat)
-            settings = StoreSettings(
-                value_bytes_max=values.space.value_bytes,
+            settings = msgspec.structs.replace(
+                shelf_settings(values.space.value_bytes),
                 values_per_call_max=2,
-                orders_max=6,
+                orders_max=3,
                 stuck_max=2,
                 call_timeout_s=1.0,
                 retry_s_min=0.05,
@@ -214,6 +223,7 @@ class ShelfFetching(Fetching):
         super().__init__(world, pool, device, on_end)
         self._shelf = shelf
         self._asked: dict[AskId, Fetch] = {}
+        self._wild: set[AskId] = set()
 
     def begin(self, request: SimRequest) -> bool:
         tokens = self.device.shape.block_tokens
@@ -224,17 +234,30 @@ class ShelfFetching(Fetching):
         if ask is None:
             return False
         self.world.faults["rank_lookups"] += 1
+        if self.world.faults["rank_lookups"] % 50 == 1:
+            self._ask_wildly()
         blocks = tuple(ids[:most] for ids in request.blocks)
         self._asked[ask] = Fetch(request, request.turn, request.content, blocks, (), 0)
         return True
 
     def poll(self) -> None:
         for told in self._shelf.take():
+            if told.ask in self._wild:
+                self._wild.discard(told.ask)
+                if told.reason is None or told.count:
+                    raise Broken(WRONG, f"{self.device.name}: a store brought what belongs to no block")
+                continue
             fetch = self._asked.pop(told.ask)
             if fetch in self.open:
                 self._landed(fetch, told)
             else:
                 self._found(fetch, told)
+
+    def _ask_wildly(self) -> None:
+        """Ask for what cannot be brought: a block that does not exist."""
+        ask = self._shelf.get(hashes_of(0, 1, 1), [self.device.shape.blocks])
+        if ask is not None:
+            self._wild.add(ask)
 
     def _found(self, fetch: Fetch, told: Told) -> None:
         request, count = fetch.request, told.count

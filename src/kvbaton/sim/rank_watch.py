@@ -17,6 +17,7 @@ from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.sim.promises import HANG, LEAK, WRONG, Broken
 from kvbaton.sim.rank_channel import SimCarrier
 from kvbaton.sim.transport import SimTransport, read_endpoint
+from kvbaton.sim.world import InjectedFault
 from kvbaton.transports.base import Copy, FenceEnded, Loan, Transport, TransportEvent
 
 LATE_REPORT_S = 2.0
@@ -25,9 +26,10 @@ LATE_REPORT_S = 2.0
 class ReportFaults:
     """How a rank tells what its data planes do."""
 
-    def __init__(self, twice: float = 0.0, late: float = 0.0) -> None:
+    def __init__(self, twice: float = 0.0, late: float = 0.0, throws: float = 0.0) -> None:
         self.twice = twice
         self.late = late
+        self.throws = throws  # having done what it was asked, or when asked what happened
 
 
 class ReportingPlane:
@@ -55,7 +57,30 @@ class ReportingPlane:
         self._waker = waker
         self.inner.set_waker(waker)
 
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        self.inner.connect(peer, endpoint)
+        self.mapped_bytes += 1
+
+    def disconnect(self, peer: PeerId) -> None:
+        self.inner.disconnect(peer)
+        self.strangers += 1
+        self._maybe_throw()
+
+    def cancel(self, job: JobId) -> None:
+        self.inner.cancel(job)
+        self._maybe_throw()
+
+    def fence(self, peer: PeerId) -> None:
+        self.inner.fence(peer)
+        self._maybe_throw()
+
+    def _maybe_throw(self) -> None:
+        if self._carrier.chance(self.faults.throws):
+            self._carrier.world.faults["rank_plane_threw"] += 1
+            raise InjectedFault("the simulated library threw in its rank")
+
     def drain(self) -> Sequence[TransportEvent]:
+        self._maybe_throw()
         for event in self.inner.drain():
             self._held.append(event)
             if isinstance(event, CopyEnded) and event.reason is None:
