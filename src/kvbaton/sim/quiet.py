@@ -1,4 +1,4 @@
-"""Keeps what production code would tell an operator out of a simulation: it breaks things on purpose, by the thousand."""
+"""Keeps what production code tells operators out of a simulation, which breaks things on purpose by the thousand."""
 
 from __future__ import annotations
 

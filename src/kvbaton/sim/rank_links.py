@@ -27,7 +27,7 @@ from kvbaton.runtime.rank_host import RankHost
 from kvbaton.runtime.rank_link import LEASES_MAX, RankLinks
 from kvbaton.runtime.rank_messages import SPAN_BYTES, Disconnect, RankInvitation
 from kvbaton.runtime.rank_planes import WAITING_MAX
-from kvbaton.runtime.rank_store_messages import ORDERS_MAX, ShelfAsk
+from kvbaton.runtime.rank_store_messages import ORDERS_MAX, ShelfAsk, ShelfLookup
 from kvbaton.runtime.rank_transport import COMMANDS_MAX, RemoteTransport
 from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, STRANGER, Broken
@@ -117,7 +117,7 @@ class LinkedRanks:
             invitations, traits.ping_s, traits.lost_s, clock=clock, me=me, tell=wake, carrier=self.carrier
         )
         shelves = [shelf for rank in self.ranks if (shelf := self.links.shelf(rank.number)) is not None]
-        self.shelf = make_shelf(shelves) if shelves else None
+        self.shelf = make_shelf(shelves, store) if store is not None else None
         self._shelves = shelves
         self.ports = [self._ports(rank, wake) for rank in self.ranks]
         for rank in self.ranks:
@@ -224,6 +224,12 @@ class LinkedRanks:
             gone_s = self.world.now - rank.dead_since
             if gone_s > 1.1 * (traits.lost_s + 2 * traits.ping_s) and not is_lost:
                 raise Broken(HANG, f"{self.me.worker}: rank {rank.number} is gone, and its end is still waited for")
+
+        for number, link in self.links._links.items():
+            open_jobs = [job for each in link.transports.values() for job in each._jobs._jobs]
+            asked = [each for each in link.shelf._open.values() if isinstance(each, ShelfLookup)] if link.shelf else []
+            if link.lost and (open_jobs or asked):
+                raise Broken(HANG, f"{self.me.worker}: rank {number} is lost, and {open_jobs or asked} waits for it")
 
     def _may_be_lost(self, troubled_s: float) -> bool:
         return self.traits.garble > 0 or troubled_s > self.traits.lost_s - 2 * self.traits.ping_s - 0.1

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, cast
 
 import msgspec
 
@@ -108,6 +109,13 @@ class SimKept:
         self._keeper.close(self._clock())
         self._go_on()
 
+    def touches(self, order: OrderId) -> bool:
+        """Whether blocks of this order may still be read or written."""
+        lanes = self._keeper._lanes
+        return self._process.alive and any(
+            task.order.order == order for name in ("get", "put") for task in lanes[name].tasks
+        )
+
     def _maybe_throw(self) -> None:
         if self._carrier.chance(self._fails() / 10):
             self._carrier.world.faults["rank_store_threw"] += 1
@@ -165,6 +173,7 @@ class RankStore:
         self._layout = layout
         self._memory = memory
         self.shelves: list[LocalShelf] = []
+        self.kept: dict[int, SimKept] = {}  # by rank
 
     def maker(self, carrier: SimCarrier, rank: int, process: SimProcess, clock: Clock) -> MakeShelf:
         def make(compat: str) -> RankShelf:
@@ -183,7 +192,9 @@ class RankStore:
             )
             keep = partial(SimKept, carrier, process, clock, lambda: self.fails)
             shelf = LocalShelf(self._backend, values, [memoryview(self._memory[rank])], settings, keep=keep)
+            assert isinstance(shelf._store, SimKept)
             self.shelves.append(shelf)
+            self.kept[rank] = shelf._store
             return shelf
 
         return make
@@ -197,10 +208,34 @@ class RankStore:
             raise Broken(LEAK, f"{name}: the store still pins blocks at rest")
 
 
-def make_shelf(ranks: Sequence[RemoteShelf]) -> Shelf:
+class WatchedShelf:
+    """A rank's shelf as the engine drives it: what has ended is at rest in the rank, and ends once."""
+
+    def __init__(self, inner: RemoteShelf, rank: int, store: RankStore) -> None:
+        self._inner = inner
+        self._rank = rank
+        self._store = store
+        self._ended: set[OrderId] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def drain(self) -> Sequence[OrderEnded]:
+        ends = self._inner.drain()
+        kept = self._store.kept.get(self._rank)
+        for end in ends:
+            if end.order in self._ended:
+                raise Broken(WRONG, f"rank {self._rank}: order {end.order} of the store ended twice")
+            self._ended.add(end.order)
+            if kept is not None and kept.touches(end.order):
+                raise Broken(WRONG, f"rank {self._rank}: order {end.order} has ended, and its rank still moves it")
+        return ends
+
+
+def make_shelf(ranks: Sequence[RemoteShelf], store: RankStore) -> Shelf:
     for rank in ranks:
         rank.open(COMPAT)
-    return Shelf(ranks, SETTINGS)
+    return Shelf([cast(RankShelf, WatchedShelf(each, number, store)) for number, each in enumerate(ranks)], SETTINGS)
 
 
 def hashes_of(content: int, count: int, block_tokens: int) -> list[bytes]:
