@@ -81,8 +81,10 @@ def _never_lost(original: Any) -> Any:
 
 def _lost_by_seconds(original: Any) -> Any:
     def due(self: Any, now: float) -> Any:
-        late_s = now - self._ping_at
-        if self._pings and late_s > self._pings_max * self._ping_s and not self.lost:
+        since = self.__dict__.setdefault("quiet_since", now)
+        if not self._pings:
+            self.__dict__["quiet_since"] = now
+        if now - since > (self._pings_max + 1) * self._ping_s and not self.lost:
             self._lose()
         return original(self, now)
 
@@ -339,7 +341,7 @@ RANK_MUTANTS: tuple[Mutant, ...] = (
            swap(RemoteTransport, "_take_end", _not_at_rest_is_at_rest)),
     Mutant("rank_reported_twice", "20", "a rank reports a copy twice, and it ends twice",
            swap(RemoteTransport, "_take_end", _reported_twice_ends_twice)),
-    Mutant("rank_rest_forgotten", "18", "a copy that was not at rest is forgotten, and what it touches never comes back",
+    Mutant("rank_rest_forgotten", "18", "a copy that was not at rest is forgotten; what it touches never comes back",
            swap(RemoteTransport, "_abandon", _rest_is_forgotten)),
     Mutant("rank_tables_stay_counted", "20", "the tables of copies that were given up fill the queue for ever",
            swap(RemoteTransport, "_abandon", _tables_stay_counted)),

@@ -9,6 +9,7 @@ end of its engine a while later, at the latest when all else heals.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 LINKED, LINKED_ENGINE, NEAR, STORE = 0.4, 0.7, 0.4, 0.6
 FAULTY_S = 12.0
+LOOK_S, LOOKS_MAX = 0.02, 200
 PUT, GET, PROMPTS = 0.6, 0.8, 7
 STALLS_S = (0.2, 0.8, 2.0, 6.0)
 HEALTHY_STALL_S = 0.5
@@ -51,9 +53,10 @@ class RankLot:
         self._healthy = profile == "healthy"
         self._linked = chance.random() < LINKED
         self._bad = not self._healthy and chance.random() < 0.7
+        ping_s, lost_s = chance.choice(((0.4, 1.5), (1.0, 3.0), (1.0, 4.0)))
         self._base = RankTraits(
-            ping_s=chance.choice((0.7, 1.0)),
-            lost_s=chance.choice((3.0, 4.0)),
+            ping_s=ping_s,
+            lost_s=lost_s,
             tight=chance.random() < 0.5,
             double=0.05,
             garble=0.003 if self._bad and chance.random() < 0.3 else 0.0,
@@ -124,9 +127,10 @@ class RankTroubles:
                 else:
                     life.ranks.heal()
 
-    def _stall(self) -> None:
-        found = self._any_rank()
+    def _stall(self, looks: int = LOOKS_MAX) -> None:
+        found = self._any_rank(busy=looks > 0)
         if found is None:
+            self._look_again(self._stall, looks)
             return
         life, ranks, number = found
         stall_s = self._rng.uniform(0.5, 1.0) * self._rng.choice(self.faults.stall_s)
@@ -142,9 +146,10 @@ class RankTroubles:
             down_s = self._rng.uniform(0.5, 1.0) * self._rng.choice(CUTS_S)
             ranks.carrier.channels[number].cut_under(self._rng.choice((1, 1, 2, 5, 12)), down_s)
 
-    def _lose(self, dies: bool) -> None:
-        found = self._any_rank()
+    def _lose(self, looks: int = LOOKS_MAX, dies: bool = True) -> None:
+        found = self._any_rank(busy=looks > 0)
         if found is None:
+            self._look_again(partial(self._lose, dies=dies), looks)
             return
         life, ranks, number = found
         self.world.faults["rank_dies" if dies else "rank_hangs"] += 1
@@ -162,14 +167,18 @@ class RankTroubles:
         if life.alive and not life.paused:
             self.cluster.fall(life)
 
-    def _any_rank(self) -> tuple[Life, LinkedRanks, int] | None:
+    def _look_again(self, act: Callable[[int], None], looks: int) -> None:
+        """Most faults strike a rank that has something to do."""
+        if looks and not self.cluster.healed:
+            self.world.after(LOOK_S, partial(act, looks - 1))
+
+    def _any_rank(self, busy: bool = False) -> tuple[Life, LinkedRanks, int] | None:
         """A rank of its own process, of an engine that lives and has lost none."""
         able = [
-            (life, life.ranks)
+            (life, life.ranks, rank.number)
             for _, life in sorted(self.cluster.lives.items())
             if life.alive and life.ranks is not None and not life.ranks.traits.near and not life.ranks.is_crippled
+            for rank in life.ranks.ranks
+            if rank.process.runs and (not busy or life.ranks.is_busy(rank.number))
         ]
-        if not able:
-            return None
-        life, ranks = self._rng.choice(able)
-        return life, ranks, self._rng.randrange(len(ranks.ranks))
+        return self._rng.choice(able) if able else None

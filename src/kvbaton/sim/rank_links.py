@@ -132,6 +132,11 @@ class LinkedRanks:
         """One is gone for good."""
         return any(rank.dead_since < float("inf") for rank in self.ranks)
 
+    def is_busy(self, number: int) -> bool:
+        """Whether something is under way in that rank's process."""
+        kept = self.store.kept.get(number) if self.store is not None else None
+        return any(plane.inner._jobs for plane in self.ranks[number].planes.values()) or bool(kept and kept.is_busy)
+
     def progressed(self, lease: LeaseId, progress: Progress, rank: int) -> None:
         """A rank's device is so far; its process says so if there is one."""
         host = self.ranks[rank].host

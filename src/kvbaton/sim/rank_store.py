@@ -109,6 +109,10 @@ class SimKept:
         self._keeper.close(self._clock())
         self._go_on()
 
+    @property
+    def is_busy(self) -> bool:
+        return any(lane.tasks for lane in self._keeper._lanes.values())
+
     def touches(self, order: OrderId) -> bool:
         """Whether blocks of this order may still be read or written."""
         lanes = self._keeper._lanes

@@ -57,6 +57,10 @@ class ReportingPlane:
         self._waker = waker
         self.inner.set_waker(waker)
 
+    def submit(self, copy: Copy) -> bool:
+        self._maybe_throw()
+        return self.inner.submit(copy)
+
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         self.inner.connect(peer, endpoint)
         self.mapped_bytes += 1
@@ -160,6 +164,9 @@ class WatchedPort:
         job = event.job
         if job in self._loans:
             self._loans.discard(job)
+            lent = self._plane.inner._loans
+            if self._plane.inner.alive and (job in lent._loans or job in lent._closing):
+                raise Broken(WRONG, f"{self._name}: loan {job} is said to be over, and its rank still serves it")
             return
         if job not in self._open:
             raise Broken(WRONG, f"{self._name}: copy {job} ended twice, or was never accepted")
