@@ -33,6 +33,7 @@ from kvbaton.sim import request as sim_request
 from kvbaton.sim.mutants_device import DEVICE_MUTANTS
 from kvbaton.sim.mutants_discard import DISCARD_MUTANTS
 from kvbaton.sim.mutants_planes import PLANE_MUTANTS
+from kvbaton.sim.mutants_ranks import RANK_MUTANTS
 from kvbaton.sim.mutants_versions import VERSION_MUTANTS
 from kvbaton.sim.mutation import Mutant, both, swap
 
@@ -717,6 +718,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *DISCARD_MUTANTS,
     *DEVICE_MUTANTS,
     *PLANE_MUTANTS,
+    *RANK_MUTANTS,
     *VERSION_MUTANTS,
 )
 """Every mutant must be caught by the simulator; the clean tree by none of the same seeds."""

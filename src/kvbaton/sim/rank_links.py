@@ -224,7 +224,8 @@ class LinkedRanks:
         for rank in self.ranks if not traits.near else ():
             troubled_s = rank.stalled_s + self.carrier.channels[rank.number].down_s
             is_lost, is_there = self.links.is_lost(rank.number), rank.dead_since == float("inf")
-            if is_lost and is_there and not self._may_be_lost(troubled_s):
+            was_lost = self.links._links[rank.number].counters["losses"]
+            if was_lost and is_there and not self._may_be_lost(troubled_s):
                 raise Broken(NEEDLESS, f"{self.me.worker}: rank {rank.number} is taken for lost, and was there")
             gone_s = self.world.now - rank.dead_since
             if gone_s > 1.1 * (traits.lost_s + 2 * traits.ping_s) and not is_lost:

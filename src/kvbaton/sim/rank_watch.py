@@ -21,6 +21,7 @@ from kvbaton.sim.world import InjectedFault
 from kvbaton.transports.base import Copy, FenceEnded, Loan, Transport, TransportEvent
 
 LATE_REPORT_S = 2.0
+LATE_FENCE = 0.6  # where ranks report late at all: another fence may be begun meanwhile
 
 
 class ReportFaults:
@@ -89,7 +90,8 @@ class ReportingPlane:
             self._held.append(event)
             if isinstance(event, CopyEnded) and event.reason is None:
                 self.done.add(event.job)
-            if self._carrier.chance(self.faults.late):
+            late = LATE_FENCE if isinstance(event, FenceEnded) and self.faults.late else self.faults.late
+            if self._carrier.chance(late):
                 self._carrier.world.faults["rank_reports_late"] += 1
                 late_s = self._carrier.rng.uniform(0, LATE_REPORT_S)
                 self._held_until = self._carrier.world.now + late_s
