@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvbaton.sim.cluster import Cluster
     from kvbaton.sim.life import Character, Life
 
-LINKED, LINKED_ENGINE, NEAR, STORE = 0.4, 0.7, 0.4, 0.6
+LINKED, LINKED_ENGINE, NEAR, STORE = 0.33, 0.7, 0.4, 0.6
 FAULTY_S = 12.0
 LOOK_S, LOOKS_MAX = 0.02, 200
 PUT, GET, PROMPTS = 0.6, 0.8, 7

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import cast
 
 import msgspec
 
@@ -25,7 +26,7 @@ from kvbaton.runtime import rank_host
 from kvbaton.runtime.rank_carrying import Clock
 from kvbaton.runtime.rank_host import RankHost
 from kvbaton.runtime.rank_link import LEASES_MAX, RankLinks
-from kvbaton.runtime.rank_messages import SPAN_BYTES, Disconnect, RankInvitation
+from kvbaton.runtime.rank_messages import SPAN_BYTES, Disconnect, RankInvitation, table_bytes
 from kvbaton.runtime.rank_planes import WAITING_MAX
 from kvbaton.runtime.rank_store_messages import ORDERS_MAX, ShelfAsk, ShelfLookup
 from kvbaton.runtime.rank_transport import COMMANDS_MAX, RemoteTransport
@@ -237,6 +238,28 @@ class LinkedRanks:
             if link.lost and (open_jobs or asked):
                 raise Broken(HANG, f"{self.me.worker}: rank {number} is lost, and {open_jobs or asked} waits for it")
 
+        self._check_bounds()
+
+    def _check_bounds(self) -> None:
+        """Nothing grows beyond what it may, at either end."""
+        found = []
+        for link in self.links._links.values():
+            found.append(("leases", len(link._progress), link.leases_max))
+            if link.shelf is not None:
+                found.append(("orders", link.shelf.open_orders, link.shelf.orders_max))
+            for each in link.transports.values():
+                found.append(("copies", len(each._jobs._jobs), each._jobs._copies_max))
+                largest = max((table_bytes(job.copy) for job in each._jobs._jobs.values()), default=0)
+                found.append(("bytes of tables", each._tables_bytes, max(each.tables_bytes_max, largest)))
+        for host in (rank.host for rank in self.ranks if rank.host is not None):
+            found.append(("leases in a rank", len(host._progress), host.leases_max))
+            for plane in host._planes.values():
+                found.append(("copies that wait in a rank", len(plane._waiting), plane.waiting_max))
+                found.append(("tables in a rank", len(plane._parts), plane.waiting_max))
+        for what, count, limit in found:
+            if count > limit:
+                raise Broken(LEAK, f"{self.me.worker}: {count} {what}, at most {limit}")
+
     def _may_be_lost(self, troubled_s: float) -> bool:
         return self.traits.garble > 0 or troubled_s > self.traits.lost_s - 2 * self.traits.ping_s - 0.1
 
@@ -281,12 +304,17 @@ class LinkedRanks:
         return Rank(number, planes)
 
     def _host(self, rank: Rank) -> RankHost:
-        unnamed = {name: UnnamedTransport(KINDS[name], self._named(plane)) for name, plane in rank.planes.items()}
+        planes: dict[str, Transport] = {
+            name: cast(Transport, plane)
+            if self.traits.bounded  # made with a name, and told it all the same
+            else UnnamedTransport(KINDS[name], self._named(plane))
+            for name, plane in rank.planes.items()
+        }
         carrier = self.carrier.within(rank.process if not self.traits.near else self.carrier.engine)
         process, shelf = carrier.listening, None
         if self.store is not None:
             shelf = self.store.maker(self.carrier, rank.number, process, self._clock)
-        host = RankHost(rank.number, unnamed, clock=self._clock, shelf=shelf, carrier=carrier)
+        host = RankHost(rank.number, planes, clock=self._clock, shelf=shelf, carrier=carrier)
         if not self.traits.near:
             del rank_host._HERE[host.invitation.rank_public]  # as in another process
         return host
@@ -310,7 +338,7 @@ class LinkedRanks:
         for rank in self.ranks:
             assert rank.host is not None
             if self.traits.tight:
-                rank.host.batch_max = 2
+                rank.host.batch_max = 1
             if self.traits.bounded:
                 rank.host.leases_max = 1
                 for plane in rank.host._planes.values():
@@ -339,7 +367,10 @@ class LinkedRanks:
                 transport.commands_max = COMMANDS_MAX
 
     def _try_to_take(self, host: RankHost) -> None:
-        """A second engine with the same invitation gets nothing, and neither does one with another."""
+        """A second engine with the same invitation gets nothing, nor one with another; nobody is shown the secret."""
+        shown = f"{host.invitation} {host.invitation.__rich_repr__()}"
+        if host.invitation.engine_secret in shown:
+            raise Broken(STRANGER, f"{self.me.worker}: the secret of an invitation is shown: {shown}")
         other = msgspec.structs.replace(host.invitation, engine_secret="0" * 40)
         if self.traits.near and (host.give(host.invitation, 1, _nobody) or host.give(other, 1, _nobody)):
             raise Broken(STRANGER, f"{self.me.worker}: a rank's data planes were given to two")

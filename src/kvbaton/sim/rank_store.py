@@ -208,7 +208,7 @@ class RankStore:
             raise Broken(HANG, f"{name}: orders of the store are open at rest: {list(shelf._open)[:3]}")
         if shelf.counters["late"]:
             raise Broken(WRONG, f"{name}: {shelf.counters['late']} orders of the store ended twice")
-        if any(local.counters["pins"] for local in self.shelves):
+        if shelf.pins or any(local.counters["pins"] for local in self.shelves):
             raise Broken(LEAK, f"{name}: the store still pins blocks at rest")
 
 
