@@ -57,6 +57,7 @@ class Stream:
         self.session = session
         self.counters: Counter[str] = Counter()  # refused, repeated, resent, gaps
         self.heard = 0  # frames that prove that the other end is there
+        self.window_max = WINDOW_FRAMES_MAX
         self._waiting: deque[bytes] = deque()
         self._flight: deque[bytes] = deque()  # sent and unanswered; the first has number `_answered + 1`
         self._unsent = 0  # of those in flight, the last so many: never sent, or to be sent again
@@ -76,7 +77,7 @@ class Stream:
     @property
     def is_open(self) -> bool:
         """Whether what is added now is sent now."""
-        return not self._waiting and len(self._flight) < WINDOW_FRAMES_MAX
+        return not self._waiting and len(self._flight) < self.window_max
 
     def add(self, body: bytes) -> None:
         """Send this after all that was added before."""
@@ -109,7 +110,7 @@ class Stream:
 
     def due(self, now: float) -> list[bytes]:
         """The frames to hand to the control plane now, in order."""
-        while self._waiting and len(self._flight) < WINDOW_FRAMES_MAX:
+        while self._waiting and len(self._flight) < self.window_max:
             self._flight.append(self._waiting.popleft())
             self._unsent += 1
         if self._unsent and self._unsent == len(self._flight):
@@ -126,7 +127,7 @@ class Stream:
 
     def _answer_is_due(self) -> bool:
         untold = self._received - self._told
-        return self._owes or self._asks or untold >= ANSWER_FRAMES or self._untold_bytes >= ANSWER_BYTES
+        return self._owes or self._asks or untold >= self.window_max // 4 or self._untold_bytes >= ANSWER_BYTES
 
     def _frame(self, number: int, body: bytes) -> bytes:
         return _encoder.encode(Envelope(self.session, number, self._received, self._asks, body))

@@ -19,9 +19,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import msgspec
+
 from kvbaton.control.looping import Sleeper
 from kvbaton.runtime.rank_carrying import Clock
 from kvbaton.runtime.rank_messages import RankInvitation
+from kvbaton.runtime.rank_stream import Envelope
 from kvbaton.sim.promises import DEATH, Broken
 from kvbaton.sim.world import World
 
@@ -41,6 +44,7 @@ class ChannelFaults:
     garble: float = 0.0
     stray: float = 0.0  # share of a broken connection's frames that come late instead of never
     slow: float = 0.0  # share of waits that end in vain although the other end is there
+    strange: float = 0.0  # share of frames that are followed by the same, of another session
 
 
 @dataclass(slots=True)
@@ -143,6 +147,7 @@ class Channel:
         self.is_up = True
         self.connection = 0
         self.down_s = 0.0  # the longest time without a connection so far
+        self.strange_frames = 0  # that came
         self.at_rank: list[bytes] = []
         self.at_engine: list[bytes] = []
         self.wake_engine: Callable[[], None] = lambda: None
@@ -205,6 +210,8 @@ class Channel:
         if carrier.chance(carrier.faults.double):
             carrier.world.faults["rank_frame_doubled"] += 1
             copies = 2
+        if carrier.chance(carrier.faults.strange):
+            self._estrange(way, frame)
         for _ in range(copies):
             at = max(carrier.world.now + carrier.rng.uniform(0, WAY_S), way[-1][0] if way else 0.0)
             way.append((at, self.connection, frame))
@@ -213,6 +220,24 @@ class Channel:
             self._breaks_in -= 1
             if not self._breaks_in:
                 self.cut(self._breaks_for_s)
+
+    def _estrange(self, way: deque[tuple[float, int, bytes]], frame: bytes) -> None:
+        """Somebody with the same keys says the same in another session, as the next thing to be heard."""
+        to_rank = way is self._to_rank
+        try:
+            said = msgspec.msgpack.decode(frame, type=Envelope)
+        except msgspec.MsgspecError:
+            return
+        if said.number and not way:
+            number = said.number + 1
+            strange = Envelope(said.session + 1, number, said.received, said.asks, said.body)
+            self.carrier.world.faults["rank_frame_strange"] += 1
+            self.carrier.world.after(WAY_S, lambda: self._strange_arrives(to_rank, msgspec.msgpack.encode(strange)))
+
+    def _strange_arrives(self, to_rank: bool, frame: bytes) -> None:
+        self.strange_frames += 1
+        (self.at_rank if to_rank else self.at_engine).append(frame)
+        (self.wake_rank if to_rank else self.wake_engine)()
 
     def _arrive_due(self) -> None:
         self._arrive(self.carrier.world.now + 1e-9)

@@ -64,6 +64,7 @@ class RankLot:
             bounded=self._bad and chance.random() < 0.5,
             throws=0.02 * self._bad,
             slow=0.2 * self._bad,
+            strange=0.02 * self._bad,
             twice=0.1 * self._bad,
             late=0.05 * self._bad,
         )

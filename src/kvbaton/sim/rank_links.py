@@ -7,13 +7,11 @@ planes.
 Laws: a rank's process can stall, die, hang for good and be cut off, apart from its engine's. When it dies, its copies
 and its memory are gone with it, and its devices compute nothing more; the engine dies of that in the end, as vLLM does,
 but not at once. Another process may be given its place and even its keys: it has none of its memory and of its past.
-A rank that lives, was cut off for less than `lost_s` and did not stall as long is never taken for lost. At rest nothing
-is outstanding at either end: no command, no copy, no loan, no fence, no question, no part of a table.
+What must be true of all that is in `rank_checks` and, of each data plane, in `rank_watch`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import cast
@@ -26,13 +24,14 @@ from kvbaton.runtime import rank_host
 from kvbaton.runtime.rank_carrying import Clock
 from kvbaton.runtime.rank_host import RankHost
 from kvbaton.runtime.rank_link import LEASES_MAX, RankLinks
-from kvbaton.runtime.rank_messages import SPAN_BYTES, Disconnect, RankInvitation, table_bytes
+from kvbaton.runtime.rank_messages import SPAN_BYTES, Disconnect, RankInvitation
 from kvbaton.runtime.rank_planes import WAITING_MAX
-from kvbaton.runtime.rank_store_messages import ORDERS_MAX, ShelfAsk, ShelfLookup
+from kvbaton.runtime.rank_store_messages import ORDERS_MAX, ShelfAsk
 from kvbaton.runtime.rank_transport import COMMANDS_MAX, RemoteTransport
 from kvbaton.sim.engine import SimEngine
-from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, STRANGER, Broken
+from kvbaton.sim.promises import STRANGER, Broken
 from kvbaton.sim.rank_channel import ChannelFaults, SimCarrier, SimProcess
+from kvbaton.sim.rank_checks import check_at_rest, check_gone, check_step
 from kvbaton.sim.rank_store import COMPAT, RankStore, ShelfFetching, make_shelf, values_of
 from kvbaton.sim.rank_watch import ReportFaults, ReportingPlane, WatchedPort
 from kvbaton.sim.transport import KINDS, SimTransport
@@ -40,7 +39,7 @@ from kvbaton.sim.world import World
 from kvbaton.transports.base import Capabilities, Copy, Transport, TransportEvent
 from kvbaton.transports.unnamed import UnnamedTransport
 
-TIGHT_PART_ROWS = 2
+TIGHT_PART_ROWS, TIGHT_WINDOW = 2, 8
 EXCUSED = (TimeoutError, ConnectionError, RuntimeError)
 """What a port behind a link may throw at the node: the rank is slow, is lost, or could not make an endpoint."""
 
@@ -59,6 +58,7 @@ class RankTraits(msgspec.Struct, frozen=True):
     garble: float = 0.0
     stray: float = 0.0
     slow: float = 0.0
+    strange: float = 0.0
     twice: float = 0.0
     late: float = 0.0
 
@@ -106,7 +106,7 @@ class LinkedRanks:
         self.me = me
         self.traits = traits
         self._clock = clock
-        faults = ChannelFaults(traits.double, traits.garble, traits.stray, traits.slow)
+        faults = ChannelFaults(traits.double, traits.garble, traits.stray, traits.slow, traits.strange)
         seed = f"kvbaton-sim-{world.seed}-ranks-{me}"
         self.carrier = SimCarrier(world, str(me.worker), faults, pace, seed)
         self.reports = ReportFaults() if traits.near else ReportFaults(traits.twice, traits.late, traits.throws)
@@ -119,7 +119,7 @@ class LinkedRanks:
         )
         shelves = [shelf for rank in self.ranks if (shelf := self.links.shelf(rank.number)) is not None]
         self.shelf = make_shelf(shelves, store) if store is not None else None
-        self._shelves = shelves
+        self.shelves = shelves
         self.ports = [self._ports(rank, wake) for rank in self.ranks]
         for rank in self.ranks:
             assert rank.host is not None
@@ -196,6 +196,7 @@ class LinkedRanks:
         for rank in self.ranks:
             if rank.process.runs and rank.host is not None:
                 rank.host.stop()
+        check_gone(self)
 
     def replace(self, number: int) -> None:
         """Another process is given the place and the keys of a rank that is gone; none of its memory is there."""
@@ -217,85 +218,11 @@ class LinkedRanks:
         for rank in self.ranks:
             self._resume(rank)
 
-    # --- checks
-
     def check(self) -> None:
-        """A rank is not taken for lost as long as nothing was wrong for long enough."""
-        traits = self.traits
-        for rank in self.ranks if not traits.near else ():
-            troubled_s = rank.stalled_s + self.carrier.channels[rank.number].down_s
-            is_lost, is_there = self.links.is_lost(rank.number), rank.dead_since == float("inf")
-            was_lost = self.links._links[rank.number].counters["losses"]
-            if was_lost and is_there and not self._may_be_lost(troubled_s):
-                raise Broken(NEEDLESS, f"{self.me.worker}: rank {rank.number} is taken for lost, and was there")
-            gone_s = self.world.now - rank.dead_since
-            if gone_s > 1.1 * (traits.lost_s + 2 * traits.ping_s) and not is_lost:
-                raise Broken(HANG, f"{self.me.worker}: rank {rank.number} is gone, and its end is still waited for")
-
-        for number, link in self.links._links.items():
-            open_jobs = [job for each in link.transports.values() for job in each._jobs._jobs]
-            asked = [each for each in link.shelf._open.values() if isinstance(each, ShelfLookup)] if link.shelf else []
-            if link.lost and (open_jobs or asked):
-                raise Broken(HANG, f"{self.me.worker}: rank {number} is lost, and {open_jobs or asked} waits for it")
-
-        self._check_bounds()
-
-    def _check_bounds(self) -> None:
-        """Nothing grows beyond what it may, at either end."""
-        found = []
-        for link in self.links._links.values():
-            found.append(("leases", len(link._progress), link.leases_max))
-            if link.shelf is not None:
-                found.append(("orders", link.shelf.open_orders, link.shelf.orders_max))
-            for each in link.transports.values():
-                found.append(("copies", len(each._jobs._jobs), each._jobs._copies_max))
-                largest = max((table_bytes(job.copy) for job in each._jobs._jobs.values()), default=0)
-                found.append(("bytes of tables", each._tables_bytes, max(each.tables_bytes_max, largest)))
-        for host in (rank.host for rank in self.ranks if rank.host is not None):
-            found.append(("leases in a rank", len(host._progress), host.leases_max))
-            for plane in host._planes.values():
-                found.append(("copies that wait in a rank", len(plane._waiting), plane.waiting_max))
-                found.append(("tables in a rank", len(plane._parts), plane.waiting_max))
-        for what, count, limit in found:
-            if count > limit:
-                raise Broken(LEAK, f"{self.me.worker}: {count} {what}, at most {limit}")
-
-    def _may_be_lost(self, troubled_s: float) -> bool:
-        return self.traits.garble > 0 or troubled_s > self.traits.lost_s - 2 * self.traits.ping_s - 0.1
+        check_step(self)
 
     def check_at_rest(self) -> None:
-        name = self.me.worker
-        for port in (port for rank in self.ports for port in rank.values()):
-            port.check_at_rest()
-        self._check_told()
-        if self.store is not None and self.shelf is not None:
-            self.store.check_at_rest(name, self._shelves, self.shelf)
-        for number, link in self.links._links.items():
-            if link.lost:
-                raise Broken(NEEDLESS, f"{name}: rank {number} is still lost at rest")
-            for transport in link.transports.values():
-                _check_transport(f"{name} rank {number}", transport)
-        for rank in self.ranks:
-            assert rank.host is not None
-            for plane in rank.host._planes.values():
-                if plane._waiting or plane._parts or plane._news:
-                    what = f"{len(plane._waiting)} copies, {len(plane._parts)} tables, {len(plane._news)} news"
-                    raise Broken(LEAK, f"{name}: rank {rank.number} still keeps {what}")
-
-    def _check_told(self) -> None:
-        """What the ranks have counted is known to their engine, and nobody else has spoken to them."""
-        name = self.me.worker
-        turned_away: Counter[str] = Counter()
-        for plane, each in ((plane, each) for rank in self.ranks for plane, each in rank.planes.items()):
-            turned_away[f"{plane}:left"] += each.strangers
-        if +turned_away != +Counter(self.links.data_refused()):
-            raise Broken(LEAK, f"{name}: {dict(turned_away)} were turned away, told {self.links.data_refused()}")
-        mapped_bytes = sum(each.mapped_bytes for rank in self.ranks for each in rank.planes.values())
-        if not self.traits.near and mapped_bytes != self.links.mapped_bytes():
-            raise Broken(LEAK, f"{name}: {mapped_bytes} bytes are mapped, told {self.links.mapped_bytes()}")
-        strangers = sum(rank.host.strangers + rank.host.stream_counters["refused"] for rank in self.ranks if rank.host)
-        if strangers or self.links.counters["refused"] or len(self.links) != len(self.ranks):
-            raise Broken(STRANGER, f"{name}: {strangers} frames of strangers at its ranks")
+        check_at_rest(self)
 
     # --- making
 
@@ -339,10 +266,13 @@ class LinkedRanks:
             assert rank.host is not None
             if self.traits.tight:
                 rank.host.batch_max = 1
+                rank.host._stream.window_max = TIGHT_WINDOW
             if self.traits.bounded:
                 rank.host.leases_max = 1
                 for plane in rank.host._planes.values():
                     plane.waiting_max = 1
+        for link in self.links._links.values() if self.traits.tight else ():
+            link.stream.window_max = TIGHT_WINDOW
         for link in self.links._links.values() if self.traits.bounded else ():
             link.leases_max = 1
             if link.shelf is not None:
@@ -429,16 +359,3 @@ class Vacant:
 
 def _nobody() -> None:
     """Whoever is told of nothing."""
-
-
-def _check_transport(name: str, transport: RemoteTransport) -> None:
-    endpoints = transport._endpoints
-    kept = {
-        "copies": transport._jobs._jobs,
-        "bytes of tables": transport._tables_bytes,
-        "loans": transport._loans,
-        "questions": endpoints._asked,
-    }
-    left = [what for what, held in kept.items() if held]
-    if left or any(job.live for job in transport._restless._items.values()):
-        raise Broken(LEAK, f"{name}: {', '.join(left) or 'copies not at rest'} outstanding at rest")

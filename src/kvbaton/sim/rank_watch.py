@@ -40,6 +40,7 @@ class ReportingPlane:
         self.inner = inner
         self.faults = faults
         self.done: set[JobId] = set()
+        self.cancelled: set[JobId] = set()
         self.strangers = 0
         self.mapped_bytes = 0
         self._carrier = carrier
@@ -59,6 +60,8 @@ class ReportingPlane:
         self.inner.set_waker(waker)
 
     def submit(self, copy: Copy) -> bool:
+        if copy.job in self.cancelled:
+            raise Broken(WRONG, f"{self.inner.me}: copy {copy.job} is begun after it was cancelled")
         self._maybe_throw()
         return self.inner.submit(copy)
 
@@ -72,6 +75,7 @@ class ReportingPlane:
         self._maybe_throw()
 
     def cancel(self, job: JobId) -> None:
+        self.cancelled.add(job)
         self.inner.cancel(job)
         self._maybe_throw()
 
