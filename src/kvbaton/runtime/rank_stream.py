@@ -57,7 +57,7 @@ class Stream:
         self.session = session
         self.counters: Counter[str] = Counter()  # refused, repeated, resent, gaps
         self.heard = 0  # frames that prove that the other end is there
-        self.window_max = WINDOW_FRAMES_MAX
+        self.window_max, self.answer_frames = WINDOW_FRAMES_MAX, ANSWER_FRAMES
         self._waiting: deque[bytes] = deque()
         self._flight: deque[bytes] = deque()  # sent and unanswered; the first has number `_answered + 1`
         self._unsent = 0  # of those in flight, the last so many: never sent, or to be sent again
@@ -127,7 +127,7 @@ class Stream:
 
     def _answer_is_due(self) -> bool:
         untold = self._received - self._told
-        return self._owes or self._asks or untold >= self.window_max // 4 or self._untold_bytes >= ANSWER_BYTES
+        return self._owes or self._asks or untold >= self.answer_frames or self._untold_bytes >= ANSWER_BYTES
 
     def _frame(self, number: int, body: bytes) -> bytes:
         return _encoder.encode(Envelope(self.session, number, self._received, self._asks, body))

@@ -84,6 +84,7 @@ def check_at_rest(ranks: LinkedRanks) -> None:
                 what = f"{len(plane._waiting)} copies, {len(plane._parts)} tables, {len(plane._news)} news"
                 raise Broken(LEAK, f"{name}: rank {rank.number} still keeps {what}")
     _check_told(ranks)
+    _check_resent(ranks)
 
 
 def _check_transport(name: str, transport: RemoteTransport) -> None:
@@ -114,6 +115,17 @@ def _check_told(ranks: LinkedRanks) -> None:
     came = sum(channel.strange_frames for channel in ranks.carrier.channels.values())
     if refused != came or any(host.strangers for host in hosts) or len(links) != len(hosts):
         raise Broken(STRANGER, f"{name}: {came} frames of strangers came, {refused} were refused")
+
+
+def _check_resent(ranks: LinkedRanks) -> None:
+    """Where nothing was lost or slow, nothing is sent again."""
+    for rank in ranks.ranks:
+        channel, host = ranks.carrier.channels[rank.number], rank.host
+        assert host is not None
+        if ranks.traits.garble or ranks.traits.near or rank.stalled_s or channel.connection:
+            continue
+        if host.stream_counters["resent"] or ranks.links._links[rank.number].stream.counters["resent"]:
+            raise Broken(NEEDLESS, f"{ranks.me.worker}: rank {rank.number}: frames were sent again that had arrived")
 
 
 def check_gone(ranks: LinkedRanks) -> None:

@@ -27,6 +27,7 @@ from kvbaton.runtime.rank_link import LEASES_MAX, RankLinks
 from kvbaton.runtime.rank_messages import SPAN_BYTES, Disconnect, RankInvitation
 from kvbaton.runtime.rank_planes import WAITING_MAX
 from kvbaton.runtime.rank_store_messages import ORDERS_MAX, ShelfAsk
+from kvbaton.runtime.rank_stream import Stream
 from kvbaton.runtime.rank_transport import COMMANDS_MAX, RemoteTransport
 from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.promises import STRANGER, Broken
@@ -266,13 +267,13 @@ class LinkedRanks:
             assert rank.host is not None
             if self.traits.tight:
                 rank.host.batch_max = 1
-                rank.host._stream.window_max = TIGHT_WINDOW
+                _tighten(rank.host._stream)
             if self.traits.bounded:
                 rank.host.leases_max = 1
                 for plane in rank.host._planes.values():
                     plane.waiting_max = 1
         for link in self.links._links.values() if self.traits.tight else ():
-            link.stream.window_max = TIGHT_WINDOW
+            _tighten(link.stream)
         for link in self.links._links.values() if self.traits.bounded else ():
             link.leases_max = 1
             if link.shelf is not None:
@@ -355,6 +356,10 @@ class Vacant:
         return Broken(
             STRANGER, f"{self._name}: {what} was meant for a rank that is gone, and another in its place has it"
         )
+
+
+def _tighten(stream: Stream) -> None:
+    stream.window_max, stream.answer_frames = TIGHT_WINDOW, TIGHT_WINDOW // 4
 
 
 def _nobody() -> None:

@@ -29,11 +29,11 @@ from kvbaton.runtime.shelves import RankShelf
 from kvbaton.sim.device import Device
 from kvbaton.sim.fetching import Fetch, Fetching
 from kvbaton.sim.pool import Pool
-from kvbaton.sim.promises import HANG, LEAK, WRONG, Broken
+from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, WRONG, Broken
 from kvbaton.sim.rank_channel import SimCarrier, SimProcess
 from kvbaton.sim.request import SimRequest
 from kvbaton.sim.world import InjectedFault, World
-from kvbaton.store.base import Backend, Order, OrderEnded, OrderId, Pins, StoreSettings
+from kvbaton.store.base import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
 from kvbaton.store.keeper import Keeper
 from kvbaton.store.kept import check
 from kvbaton.store.scripts import Answer, Call, Task
@@ -65,6 +65,7 @@ class SimKept:
         self._pins = pins
         self._settings = settings
         self._keeper = Keeper(settings)
+        self.kinds: dict[OrderId, type[Order]] = {}
         self._news: list[OrderEnded] = []
         self._open = 0
         self._closed = False
@@ -80,6 +81,7 @@ class SimKept:
 
     def submit(self, order: Order) -> bool:
         check(order, self._settings)
+        self.kinds[order.order] = type(order)
         self._maybe_throw()
         if self._closed or self._open >= self._settings.orders_max:
             return False
@@ -178,9 +180,11 @@ class RankStore:
         self._memory = memory
         self.shelves: list[LocalShelf] = []
         self.kept: dict[int, SimKept] = {}  # by rank
+        self.told: set[int] = set()  # ranks that know whose shelf theirs is
 
     def maker(self, carrier: SimCarrier, rank: int, process: SimProcess, clock: Clock) -> MakeShelf:
         def make(compat: str) -> RankShelf:
+            self.told.add(rank)
             if carrier.chance(self.fails / 4):
                 carrier.world.faults["rank_store_unusable"] += 1
                 raise InjectedFault("the simulated store cannot be reached")
@@ -206,6 +210,8 @@ class RankStore:
     def check_at_rest(self, name: str, ranks: Sequence[RemoteShelf], shelf: Shelf) -> None:
         if shelf._open or any(rank.open_orders for rank in ranks):
             raise Broken(HANG, f"{name}: orders of the store are open at rest: {list(shelf._open)[:3]}")
+        if len(self.told) < len(ranks):
+            raise Broken(NEEDLESS, f"{name}: of {len(ranks)} ranks {sorted(self.told)} know whose store theirs is")
         if shelf.counters["late"]:
             raise Broken(WRONG, f"{name}: {shelf.counters['late']} orders of the store ended twice")
         if shelf.pins or any(local.counters["pins"] for local in self.shelves):
@@ -220,9 +226,22 @@ class WatchedShelf:
         self._rank = rank
         self._store = store
         self._ended: set[OrderId] = set()
+        self._kinds: dict[OrderId, type[Order]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    def lookup(self, order: OrderId, hashes: Sequence[bytes], timeout_s: float) -> bool:
+        self._kinds[order] = Lookup
+        return self._inner.lookup(order, hashes, timeout_s)
+
+    def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
+        self._kinds[order] = Get
+        return self._inner.get(order, hashes, blocks, timeout_s)
+
+    def put(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
+        self._kinds[order] = Put
+        return self._inner.put(order, hashes, blocks, timeout_s)
 
     def drain(self) -> Sequence[OrderEnded]:
         ends = self._inner.drain()
@@ -231,6 +250,8 @@ class WatchedShelf:
             if end.order in self._ended:
                 raise Broken(WRONG, f"rank {self._rank}: order {end.order} of the store ended twice")
             self._ended.add(end.order)
+            if kept is not None and kept.kinds.get(end.order, self._kinds[end.order]) is not self._kinds[end.order]:
+                raise Broken(WRONG, f"rank {self._rank}: order {end.order} was carried out as something else")
             if kept is not None and kept.touches(end.order):
                 raise Broken(WRONG, f"rank {self._rank}: order {end.order} has ended, and its rank still moves it")
         return ends

@@ -7,13 +7,14 @@ of it any more, and rests once. As many fences end as were begun, and what was l
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.runtime.rank_transport import RemoteTransport
 from kvbaton.sim.promises import HANG, LEAK, WRONG, Broken
 from kvbaton.sim.rank_channel import SimCarrier
 from kvbaton.sim.transport import SimTransport, read_endpoint
@@ -127,7 +128,7 @@ class WatchedPort:
         self._open: set[JobId] = set()
         self._loans: set[JobId] = set()
         self._restless: set[JobId] = set()
-        self._fences: Counter[PeerId] = Counter()
+        self._cancelled: set[JobId] = set()
         self._invited: dict[PeerId, set[int]] = {}  # generations of endpoints that were told
         self._condemned: dict[PeerId, deque[set[int]]] = {}  # those that each fence under way shuts out
 
@@ -146,6 +147,12 @@ class WatchedPort:
         if accepted:
             self._open.add(copy.job)
         return accepted
+
+    def cancel(self, job: JobId) -> None:
+        inner = self._inner
+        if isinstance(inner, RemoteTransport) and inner._jobs.find(job) is not None:
+            self._cancelled.add(job)
+        inner.cancel(job)
 
     def lend(self, loan: Loan) -> None:
         self._inner.lend(loan)  # type: ignore[attr-defined]
@@ -207,6 +214,8 @@ class WatchedPort:
         """Nothing that was begun is still to end."""
         if self._open or self._restless:
             raise Broken(HANG, f"{self._name}: copies {sorted(self._open | self._restless)[:3]} never ended")
+        if not self._cancelled <= self._plane.cancelled:
+            raise Broken(HANG, f"{self._name}: a copy was cancelled, and its rank was never told")
         if self._loans:
             raise Broken(LEAK, f"{self._name}: loans {sorted(self._loans)[:3]} never ended")
         fenced = [str(peer) for peer, under_way in self._condemned.items() if under_way]
