@@ -43,6 +43,8 @@ from kvbaton.testing import Side
 from kvbaton.testing.transport_case import READ, WRITE, copy, flat
 from kvbaton.transports.base import Copy, CopyEnded, CopyRested, FenceEnded, TransportEvent
 from kvbaton.transports.shm_door import ShmEndpoint
+from kvbaton.transports.tcp import CAPABILITIES as TCP
+from kvbaton.transports.tcp import SealedTcpEndpoint, TcpEndpoint
 
 from .rank_rig import FAR, NEAR, Rig, endpoint, join, log_of, until
 
@@ -346,6 +348,14 @@ class TestRefusals:
         with pytest.raises(ValueError, match="already under way"):
             transport.submit(a_copy(1))
 
+    @pytest.mark.parametrize("kind", [TcpEndpoint, SealedTcpEndpoint])
+    def test_a_peer_that_insists_on_encryption_is_reached_as_well(self, rig: Rig, kind: type[TcpEndpoint]) -> None:
+        plane, transport = faked(rig, FakePlane(capabilities=TCP))
+        transport.connect(FAR, msgspec.msgpack.encode(kind(FAR, "127.0.0.1", 1, b"secret", {})))
+        until(lambda: plane.asked == [("connect", FAR)])
+        with pytest.raises(ValueError, match="belongs to"):
+            transport.connect(OTHER, msgspec.msgpack.encode(kind(FAR, "127.0.0.1", 1, b"secret", {})))
+
     def test_an_endpoint_that_only_the_rank_can_judge_fails_its_copies(self, rig: Rig) -> None:
         transport = rig.remote("shm", NEAR, rig.memory(SIZE).view)
         elsewhere = ShmEndpoint(FAR, "another host", "name", bytes(32))
@@ -469,19 +479,19 @@ class TestEndpoints:
 
 
 class TestFences:
-    def test_only_the_end_of_the_last_fence_counts(self, rig: Rig) -> None:
-        """A fence that ended before an endpoint was made again says nothing about its holder."""
+    def test_each_fence_ends_by_itself_and_in_order(self, rig: Rig) -> None:
+        """The ledger takes an end for that of the oldest fence: one that is missing would be waited for, for ever."""
         plane, transport = faked(rig)
         transport.fence(FAR)
-        transport.fence(FAR)  # the first will do
+        transport.fence(FAR)
         endpoint(Side(NEAR, transport, memoryview(b"")), FAR)
         transport.fence(FAR)
-        until(lambda: [what for what, _ in plane.asked] == ["fence", "endpoint", "fence"])
+        until(lambda: [what for what, _ in plane.asked] == ["fence", "fence", "endpoint", "fence"])
         plane.say(FenceEnded(FAR), CopyEnded(JobId(9)))
         plane.say(FenceEnded(OTHER))
-        assert drained(transport, 1) == [FenceEnded(OTHER)]
-        plane.say(FenceEnded(FAR))
-        assert drained(transport, 1) == [FenceEnded(FAR)]
+        assert drained(transport, 2) == [FenceEnded(FAR), FenceEnded(OTHER)]
+        plane.say(FenceEnded(FAR), FenceEnded(FAR))
+        assert drained(transport, 2) == [FenceEnded(FAR), FenceEnded(FAR)]
 
 
 class TestProgress:

@@ -144,6 +144,38 @@ def test_another_session_is_refused_and_changes_nothing() -> None:
     assert way.arrived[1] == [b"first", b"second"]
 
 
+def test_a_new_process_in_the_place_of_the_old_one_is_not_taken_for_it() -> None:
+    way = Way()
+    way.ends[0].add(b"first")
+    way.send(0)
+    way.receive(1)
+    way.ends[1].ask()
+    way.send(1)
+    way.receive(0)
+    assert way.ends[0].heard == 1
+    way.ends = way.ends[0], Stream()  # the other end is gone; somebody else has its keys
+    way.ends[0].add(b"second")
+    way.send(0)
+    way.receive(1)
+    way.ends[1].ask()
+    way.send(1)
+    way.receive(0)
+    assert way.arrived[1] == [b"first"], "what was meant for the old one is not carried out"
+    assert way.ends[0].heard == 1, "who knows less than was said before is not who said it"
+
+
+def test_a_session_in_which_somebody_was_heard_is_not_taken_over() -> None:
+    way = Way()
+    way.ends[1].session = SESSION
+    way.ends[1].add(b"news")
+    way.send(1)
+    way.receive(0)
+    way.ends[0].add(b"second")
+    late = Stream()
+    assert [late.take(frame, 0.0) for frame in way.ends[0].due(0.0)] == [None]
+    assert not late.session and late.counters["refused"] == 1
+
+
 def test_what_is_no_frame_is_said_to_be_none() -> None:
     for junk in (b"", b"\xc1", b"\x93\x01\x02", bytes(100)):
         with pytest.raises(msgspec.MsgspecError):

@@ -8,10 +8,10 @@ An answer to a question from before a disconnect or fence is dropped: the secret
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 
 from kvbaton.protocol.ids import PeerId
+from kvbaton.runtime.rank_carrying import Arrival
 from kvbaton.runtime.rank_messages import Minted, MintFailed
 
 ENDPOINT_WAIT_S = 0.5
@@ -20,10 +20,10 @@ ENDPOINT_WAIT_S = 0.5
 class Endpoints:
     """Those of one data plane. `get` and `forget` by the node's thread, `take` by the link's."""
 
-    def __init__(self, whose: str, ask: Callable[[int, PeerId], None]) -> None:
+    def __init__(self, whose: str, ask: Callable[[int, PeerId], None], came: Arrival) -> None:
         self._whose = whose
         self._ask = ask
-        self._came = threading.Condition()
+        self._came = came
         self._numbers = itertools.count(1)
         self._asked: dict[PeerId, int] = {}
         self._answers: dict[PeerId, Minted | MintFailed] = {}

@@ -8,14 +8,14 @@ them. Commands are carried out in the order in which they came, except that a co
 waits without holding up what can end it (cancel, disconnect, fence, close). Whatever a transport throws becomes news.
 The rank's shelf, where there is one, is driven by the same thread and closed before the data planes.
 One engine is served: the holder of the invitation who speaks first, for as long as this host lives. Its keys are
-minted here and never leave memory, but for the invitation. An engine that lives in this process, as vLLM's does with
+minted for it and never leave memory, but for the invitation. An engine that lives in this process, as vLLM's does with
 one worker, takes the data planes (`give`) instead of speaking to them: from then on they are its node's, and this host
-does no more than to close them when it stops, should the node not have done so. The shelf stays with this host.
+does no more than to close them when it stops, should the node not have done so. The shelf stays with this host. What
+carries frames and turns is `rank_carrying`'s.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import math
 import os
@@ -27,17 +27,12 @@ from itertools import islice
 from weakref import WeakValueDictionary
 
 import msgspec
-import zmq
 
 from kvbaton.codes.saying import worth_saying
-from kvbaton.control.base import check_endpoint
-from kvbaton.control.keys import Keyring
-from kvbaton.control.looping import LoopThread
-from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import LeaseId
 from kvbaton.protocol.progress import Progress
+from kvbaton.runtime.rank_carrying import Carrier, Clock
 from kvbaton.runtime.rank_messages import (
-    ENGINE,
     NEWS_BATCH_MAX,
     TRANSPORTS_MAX,
     News,
@@ -48,9 +43,10 @@ from kvbaton.runtime.rank_messages import (
     rank_name,
 )
 from kvbaton.runtime.rank_planes import HostedPlane
+from kvbaton.runtime.rank_sockets import SOCKETS
 from kvbaton.runtime.rank_store_host import HostedShelf, MakeShelf
 from kvbaton.runtime.rank_store_messages import ShelfCommand
-from kvbaton.runtime.rank_stream import LIMITS, Stream
+from kvbaton.runtime.rank_stream import Stream
 from kvbaton.transports.base import Transport
 
 log = logging.getLogger(__name__)
@@ -77,36 +73,36 @@ class RankHost:
         rank: int,
         transports: Mapping[str, Transport],
         host: str = "127.0.0.1",
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         shelf: MakeShelf | None = None,
+        carrier: Carrier = SOCKETS,
     ) -> None:
         if not 0 < len(transports) <= TRANSPORTS_MAX:
             raise ValueError(f"transports: {len(transports)} given, 1..{TRANSPORTS_MAX} expected")
-        (engine_public, engine_secret), (public, secret) = (_mint(), _mint())
-        keyring = Keyring(rank_name(rank), public, secret, {ENGINE: engine_public, rank_name(rank): public}, ())
         self._planes = {name: HostedPlane(name, transport) for name, transport in transports.items()}
         self._shelf = HostedShelf(shelf) if shelf is not None else None
-        self._control = ZmqControl(keyring, _bind(host), LIMITS, clock)
+        self._line = carrier.listen(rank, host, clock)
         self._clock = clock
         self._stream = Stream()
+        self.leases_max, self.batch_max = LEASES_MAX, NEWS_BATCH_MAX
         self._progress: dict[LeaseId, Progress] = {}
         self._refusals_at = -math.inf  # when to look next who was turned away
         self._lock = threading.Lock()  # of `_progress`
         self._serving = threading.Lock()  # held through each turn, so that data planes are given between two
         self._given: dict[str, HostedPlane] = {}
-        self._tell = self._control.wake  # whoever takes the progress
+        self._tell = self._line.wake  # whoever takes the progress
         self.counters: Counter[str] = Counter()  # malformed, unknown_transport, no_shelf, progress_lost
-        self._thread = LoopThread(f"kvbaton-{rank_name(rank)}", self._control, self._turn, self._finish, clock)
+        self._thread = carrier.loop(f"kvbaton-{rank_name(rank)}", self._line, self._turn, self._finish, clock)
         able = {name: transport.capabilities for name, transport in transports.items()}
-        keys = public, engine_public, engine_secret
-        self.invitation = RankInvitation(rank, self._control.endpoint, *keys, able, has_shelf=shelf is not None)
-        _HERE[public] = self
+        has_shelf = shelf is not None
+        self.invitation = RankInvitation(rank, self._line.endpoint, *self._line.keys, able, has_shelf=has_shelf)
+        _HERE[self.invitation.rank_public] = self
 
     def start(self) -> None:
         for plane in self._planes.values():
-            plane.transport.set_waker(self._control.wake)
+            plane.transport.set_waker(self._line.wake)
         if self._shelf is not None:
-            self._shelf.set_waker(self._control.wake)
+            self._shelf.set_waker(self._line.wake)
         self._thread.start()
 
     def give(
@@ -131,7 +127,7 @@ class RankHost:
     def progressed(self, lease: LeaseId, progress: Progress) -> None:
         """Tell the engine how far this rank's device is. From any thread; never waits, never raises."""
         with self._lock:
-            if lease in self._progress or len(self._progress) < LEASES_MAX:
+            if lease in self._progress or len(self._progress) < self.leases_max:
                 self._progress[lease] = progress
             else:
                 self.counters["progress_lost"] += 1
@@ -147,7 +143,7 @@ class RankHost:
     @property
     def strangers(self) -> int:
         """Connections that came and were not the engine's."""
-        return self._control.strangers
+        return self._line.strangers
 
     @property
     def stream_counters(self) -> Counter[str]:
@@ -160,7 +156,7 @@ class RankHost:
             self._serve(now)
 
     def _serve(self, now: float) -> None:
-        for _, frame in self._control.receive():
+        for frame in self._line.receive():
             self._take(frame, now)
         for plane in self._planes.values():
             plane.turn()
@@ -205,17 +201,17 @@ class RankHost:
             news.extend(self._shelf.take_news())
         if self._progress and self._stream.session and self._stream.is_open and not self._given:
             news.extend(self._some_progress())
-        for start in range(0, len(news), NEWS_BATCH_MAX):
-            self._stream.add(encode_news(news[start : start + NEWS_BATCH_MAX]))
+        for start in range(0, len(news), self.batch_max):
+            self._stream.add(encode_news(news[start : start + self.batch_max]))
         for frame in self._stream.due(now) if self._stream.session else ():
-            self._control.send(ENGINE, frame)  # lost where there is no connection; sent again when there is
+            self._line.send(frame)  # lost where there is no connection; sent again when there is
 
     def _some_progress(self) -> list[News]:
         with self._lock:
-            leases = list(islice(self._progress, NEWS_BATCH_MAX))
+            leases = list(islice(self._progress, self.batch_max))
             found: list[News] = [Progressed(lease, self._progress.pop(lease)) for lease in leases]
             if self._progress:
-                self._control.wake()
+                self._line.wake()
         return found
 
     def _finish(self) -> None:
@@ -229,7 +225,7 @@ class RankHost:
                     plane.close()
                 self._send(self._clock())
         finally:
-            self._control.close()
+            self._line.close()
 
     def _count(self, what: str, detail: str) -> None:
         self.counters[what] += 1
@@ -240,16 +236,3 @@ class RankHost:
 def host_of(invitation: RankInvitation) -> RankHost | None:
     """Whoever made this invitation, where that was in this process."""
     return _HERE.get(invitation.rank_public)
-
-
-def _mint() -> tuple[str, str]:
-    public, secret = zmq.curve_keypair()
-    return public.decode(), secret.decode()
-
-
-def _bind(host: str) -> str:
-    """Where to listen: a numeric address that the engine can dial as it is."""
-    address = ipaddress.ip_address(host)
-    where = f"[{host}]" if address.version == 6 else host
-    check_endpoint(f"tcp://{where}:1")
-    return f"tcp://{where}:0"

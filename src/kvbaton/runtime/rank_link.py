@@ -1,4 +1,4 @@
-"""The engine's end of its rank links: one thread and one set of sockets for all ranks of an engine.
+"""The engine's end of its rank links: one thread and one set of lines for all ranks of an engine.
 
     links = RankLinks([RankInvitation.decode(data) for data in invitations]); links.start()
     node = Node(ledger, control, [links.transports(rank) for rank in range(len(invitations))], doorway,
@@ -13,14 +13,14 @@ Laws: what is posted for a rank arrives in that order, once, or is still on its 
 smaller than a queue of the sockets, so that none of it is lost at a full one). A rank is lost when it left all pings
 of `lost_s` unanswered: its copies then end, not at rest, and new ones fail at once. Pings are counted, not seconds, so
 a stall of this process takes no rank from it; a rank that stalls for less than `lost_s` loses nothing. A rank that
-answers again is back. What a loss means for orders of a shared store is in `rank_store_link`.
+answers again is back. What a loss means for orders of a shared store is in `rank_store_link`; what carries frames and
+turns is `rank_carrying`'s.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import secrets
 import threading
 import time
 from collections import Counter, deque
@@ -29,13 +29,13 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from kvbaton.codes.saying import worth_saying
-from kvbaton.control.looping import LoopThread
 from kvbaton.metrics.node import data_refused
 from kvbaton.protocol.events import LeaseProgressed
 from kvbaton.protocol.ids import LeaseId, PeerId, rank_peer
-from kvbaton.runtime.rank_dialling import RankDialler
+from kvbaton.runtime.rank_carrying import Carrier, Clock
 from kvbaton.runtime.rank_host import RankHost, host_of
 from kvbaton.runtime.rank_messages import Command, News, Open, Progressed, RankInvitation, decode_news, encode_command
+from kvbaton.runtime.rank_sockets import SOCKETS
 from kvbaton.runtime.rank_store_link import RemoteShelf
 from kvbaton.runtime.rank_store_messages import ShelfNews
 from kvbaton.runtime.rank_stream import Stream
@@ -62,14 +62,17 @@ class RankLink:
         pings_max: int,
         ping_s: float,
         tell: Callable[[], None] = lambda: None,
+        carrier: Carrier = SOCKETS,
     ) -> None:
         """`wake`: the link's thread; `tell`: whoever takes the progress."""
         self.rank = invitation.rank
         self.lost = False
         self.counters: Counter[str] = Counter()  # losses, malformed
-        self.transports = {name: RemoteTransport(name, able, self) for name, able in invitation.capabilities.items()}
+        self.transports = {
+            name: RemoteTransport(name, able, self, carrier.arrival()) for name, able in invitation.capabilities.items()
+        }
         self.shelf = RemoteShelf(self) if invitation.has_shelf else None
-        self.stream = Stream(secrets.randbits(62) + 1)
+        self.stream = Stream(carrier.session())
         self._wake = wake
         self._tell = tell
         self._pings_max = pings_max
@@ -78,6 +81,7 @@ class RankLink:
         self._ping_at = -math.inf
         self._outbox: deque[bytes] = deque()
         self._lock = threading.Lock()  # the parts of one copy stay together
+        self.leases_max = LEASES_MAX
         self._progress: dict[LeaseId, LeaseProgressed] = {}
 
     @property
@@ -92,9 +96,11 @@ class RankLink:
 
     def take(self, frame: bytes, now: float) -> None:
         """A frame of the rank's, which is there, then. One that cannot be read may have held the end of any copy."""
+        before = self.stream.heard
         try:
             body = self.stream.take(frame, now)
-            self._heard()
+            if self.stream.heard > before:
+                self._heard()
             news = decode_news(body) if body is not None else []
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self.counters["malformed"] += 1
@@ -159,7 +165,7 @@ class RankLink:
         if isinstance(news, Progressed):
             with self._lock:
                 self._progress.pop(news.lease, None)
-                if len(self._progress) >= LEASES_MAX:
+                if len(self._progress) >= self.leases_max:
                     self.counters["progress_lost"] += 1
                     del self._progress[next(iter(self._progress))]
                 self._progress[news.lease] = LeaseProgressed(news.lease, self.rank, news.progress)
@@ -179,17 +185,18 @@ class RankLinks:
         invitations: Sequence[RankInvitation],
         ping_s: float = PING_S,
         lost_s: float = LOST_S,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         me: PeerId | None = None,
         tell: Callable[[], None] = lambda: None,
+        carrier: Carrier = SOCKETS,
     ) -> None:
         """With `me`, the ranks' data planes are told whose they are, before anything else. `tell` is called, from any
         thread, when there is progress to drain."""
         ranks = [invitation.rank for invitation in invitations]
         if not ranks or sorted(ranks) != list(range(len(ranks))):
             raise ValueError(f"invitations: got ranks {ranks}; one of each rank 0..n-1 is needed")
-        self._sockets = RankDialler(invitations, clock)
-        self._thread = LoopThread("kvbaton-ranks", self._sockets, self._turn, self._finish, clock)
+        self._lines = carrier.dial(invitations, clock)
+        self._thread = carrier.loop("kvbaton-ranks", self._lines, self._turn, self._finish, clock)
         self._clock = clock
         self._refusals_told: list[Mapping[str, int]] = []
         self._refused: Mapping[str, int] = {}
@@ -198,7 +205,8 @@ class RankLinks:
         self._transports: dict[int, Mapping[str, Transport]] = {}
         pings_max = max(1, math.ceil(lost_s / ping_s) - 1)
         for invitation in sorted(invitations, key=lambda invitation: invitation.rank):
-            self._add(invitation, RankLink(invitation, self._sockets.wake, pings_max, ping_s, tell), me, tell)
+            link = RankLink(invitation, self._lines.wake, pings_max, ping_s, tell, carrier)
+            self._add(invitation, link, me, tell)
 
     def _add(self, invitation: RankInvitation, link: RankLink, me: PeerId | None, tell: Callable[[], None]) -> None:
         rank, host = invitation.rank, host_of(invitation)
@@ -257,8 +265,8 @@ class RankLinks:
 
     @property
     def counters(self) -> Counter[str]:
-        """losses, malformed, progress_lost, connects_refused; refused, repeated, resent, gaps; those of the sockets."""
-        found = Counter(self._sockets.counters)
+        """losses, malformed, progress_lost, connects_refused; refused, repeated, resent, gaps; those of the lines."""
+        found = Counter(self._lines.counters)
         for link in self._links.values():
             found += link.counters + link.stream.counters
             for transport in link.transports.values():
@@ -266,11 +274,11 @@ class RankLinks:
         return found
 
     def _turn(self, now: float) -> float | None:
-        for rank, frame in self._sockets.receive():
+        for rank, frame in self._lines.receive():
             self._links[rank].take(frame, now)
         for rank, link in self._links.items():
             for frame in link.due(now):
-                self._sockets.send(rank, frame)
+                self._lines.send(rank, frame)
         return min((link.next_ping for link in self._links.values()), default=None)
 
     def _finish(self) -> None:
@@ -279,7 +287,7 @@ class RankLinks:
             for rank, link in self._links.items():
                 link.stop(f"the link to rank {rank} was stopped")
         finally:
-            self._sockets.close()
+            self._lines.close()
 
 
 def _refusals(transport: Transport) -> Mapping[str, int]:

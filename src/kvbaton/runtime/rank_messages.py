@@ -256,7 +256,7 @@ def table_bytes(copy: Copy) -> int:
     return sum(len(each) * each.itemsize for each in _table(copy))
 
 
-def submit_commands(transport: str, copy: Copy) -> list[Command]:
+def submit_commands(transport: str, copy: Copy, part_bytes: int = PART_BYTES_MAX) -> list[Command]:
     """A copy as the commands that carry it, in order; ValueError for one that cannot cross."""
     if copy.after is not None:
         raise ValueError("copy.after: a device event belongs to the rank's process and cannot cross to it")
@@ -264,8 +264,8 @@ def submit_commands(transport: str, copy: Copy) -> list[Command]:
     sizes = len(spans), len(column), len(shifts)
     _check_sizes(*sizes)
     table = memoryview(b"".join((spans, column, shifts)))
-    starts = range(0, table.nbytes, PART_BYTES_MAX) or range(1)
-    parts = [bytes(table[start : start + PART_BYTES_MAX]) for start in starts]
+    starts = range(0, table.nbytes, part_bytes) or range(1)
+    parts = [bytes(table[start : start + part_bytes]) for start in starts]
     place = copy.direction, copy.local_region, copy.remote_region
     return [
         *(TablePart(transport, copy.job, part) for part in parts[:-1]),

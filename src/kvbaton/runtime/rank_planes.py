@@ -60,6 +60,7 @@ class HostedPlane:
         self.name = name
         self.transport = transport
         self.faults = 0
+        self.waiting_max = WAITING_MAX
         self._waiting: deque[Copy] = deque()
         self._parts: dict[JobId, bytearray] = {}
         self._news: list[News] = []
@@ -134,8 +135,8 @@ class HostedPlane:
             return
         if self._closed:
             self._end(command.job, Reason.CANCELLED, "the transport was closed")
-        elif len(self._waiting) >= WAITING_MAX:
-            self._end(command.job, Reason.BUSY, f"{WAITING_MAX} copies wait for room in {self.name}")
+        elif len(self._waiting) >= self.waiting_max:
+            self._end(command.job, Reason.BUSY, f"{self.waiting_max} copies wait for room in {self.name}")
         elif self._waiting or not self._started(copy):
             self._waiting.append(copy)
 
@@ -155,7 +156,7 @@ class HostedPlane:
     def _gather(self, command: TablePart) -> None:
         """At a bound the table stays torn, and its `Submit` is refused."""
         found = self._parts.get(command.job, b"")
-        if self._closed or len(self._parts) >= WAITING_MAX or len(found) + len(command.table) > TABLE_BYTES_MAX:
+        if self._closed or len(self._parts) >= self.waiting_max or len(found) + len(command.table) > TABLE_BYTES_MAX:
             self._fault(f"the table of job {command.job} beyond the bounds")
             return
         self._parts.setdefault(command.job, bytearray()).extend(command.table)

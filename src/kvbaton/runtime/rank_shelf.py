@@ -10,16 +10,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.runtime.rank_values import RankValues
-from kvbaton.store.base import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pieces, Put, StoreSettings
+from kvbaton.store.base import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pieces, Pins, Put, Store, StoreSettings
 from kvbaton.store.kept import KeptStore
 from kvbaton.store.keys import keys, prefix
 
 SLOT_BYTES_MAX = 64 << 20
 """What one call moves at most; a store has ten such slots of address space, and uses two unless calls get stuck."""
 CLOSE_S = 1.0
+
+
+class KeepingStore(Store, Protocol):
+    @property
+    def stuck(self) -> int:
+        """Calls that were given up and have not come back."""
+
+
+Keep = Callable[[Backend, Pins, StoreSettings], KeepingStore]
+"""Makes the store that a shelf puts its orders to: `KeptStore`, or what stands in for its threads in a simulation."""
 
 
 def shelf_settings(value_bytes: int) -> StoreSettings:
@@ -59,13 +71,14 @@ class LocalShelf:
         settings: StoreSettings | None = None,
         *,
         owned: bool = False,
+        keep: Keep | None = None,
     ) -> None:
         self._values = values
         self._regions = regions
         self._front = prefix(values.space)
         self._pins = PinCount()
         settings = settings or shelf_settings(values.space.value_bytes)
-        self._store = KeptStore(backend, self._pins, settings, owned=owned)
+        self._store = (keep or partial(KeptStore, owned=owned))(backend, self._pins, settings)
         self._refused: deque[OrderEnded] = deque()
         self._waker: Callable[[], None] = lambda: None
 

@@ -52,6 +52,7 @@ class RemoteShelf:
     """See `shelves.RankShelf`. Called by the engine; told the news by the link's thread."""
 
     def __init__(self, link: ShelfUplink) -> None:
+        self.orders_max = ORDERS_MAX
         self._link = link
         self._lock = threading.RLock()
         self._open: dict[OrderId, ShelfOrder] = {}
@@ -114,7 +115,7 @@ class RemoteShelf:
     def _submit(self, order: ShelfOrder) -> bool:
         number = OrderId(order.order)
         with self._lock:
-            if self._closed or len(self._open) + len(self._ends) >= ORDERS_MAX:
+            if self._closed or len(self._open) + len(self._ends) >= self.orders_max:
                 self._own["busy"] += 1
                 return False
             if number in self._open:

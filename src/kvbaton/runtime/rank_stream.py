@@ -6,7 +6,9 @@ time is an argument, and whoever owns the sockets asks `due` what to send.
 
 Laws: never more than `WINDOW_FRAMES_MAX` numbered frames are sent and unanswered, and a queue of the control plane
 holds `QUEUED_MAX` of them, so a numbered frame is never lost at a full queue. What waits behind the window is bounded
-by who adds to it. One session only: frames of another are refused, so nobody can take the place of either end.
+by who adds to it. One session only: frames of another are refused, so nobody can take the place of either end. Nor can
+a new process that was given the old one's place: it does not take over a session in which somebody was heard already,
+and who knows less than was said before is not who said it (`heard`).
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ class Stream:
     def __init__(self, session: int = 0) -> None:
         self.session = session
         self.counters: Counter[str] = Counter()  # refused, repeated, resent, gaps
+        self.heard = 0  # frames that prove that the other end is there
+        self.window_max, self.answer_frames = WINDOW_FRAMES_MAX, ANSWER_FRAMES
         self._waiting: deque[bytes] = deque()
         self._flight: deque[bytes] = deque()  # sent and unanswered; the first has number `_answered + 1`
         self._unsent = 0  # of those in flight, the last so many: never sent, or to be sent again
@@ -73,7 +77,7 @@ class Stream:
     @property
     def is_open(self) -> bool:
         """Whether what is added now is sent now."""
-        return not self._waiting and len(self._flight) < WINDOW_FRAMES_MAX
+        return not self._waiting and len(self._flight) < self.window_max
 
     def add(self, body: bytes) -> None:
         """Send this after all that was added before."""
@@ -86,11 +90,12 @@ class Stream:
     def take(self, frame: bytes, now: float) -> bytes | None:
         """A frame that came; its body if it is the next. Raises `msgspec.MsgspecError` when it is not a frame."""
         envelope = _decoder.decode(frame)
-        if not self.session:
+        if not self.session and not envelope.received:
             self.session = envelope.session
-        if envelope.session != self.session:
+        if not self.session or envelope.session != self.session:
             self.counters["refused"] += 1
             return None
+        self.heard += envelope.received >= self._answered
         self._note_answer(envelope.received, now)
         self._owes |= envelope.asks
         if not envelope.number:
@@ -105,7 +110,7 @@ class Stream:
 
     def due(self, now: float) -> list[bytes]:
         """The frames to hand to the control plane now, in order."""
-        while self._waiting and len(self._flight) < WINDOW_FRAMES_MAX:
+        while self._waiting and len(self._flight) < self.window_max:
             self._flight.append(self._waiting.popleft())
             self._unsent += 1
         if self._unsent and self._unsent == len(self._flight):
@@ -122,7 +127,7 @@ class Stream:
 
     def _answer_is_due(self) -> bool:
         untold = self._received - self._told
-        return self._owes or self._asks or untold >= ANSWER_FRAMES or self._untold_bytes >= ANSWER_BYTES
+        return self._owes or self._asks or untold >= self.answer_frames or self._untold_bytes >= ANSWER_BYTES
 
     def _frame(self, number: int, body: bytes) -> bytes:
         return _encoder.encode(Envelope(self.session, number, self._received, self._asks, body))

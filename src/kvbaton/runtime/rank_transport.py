@@ -11,10 +11,9 @@ and `FenceEnded` follow when the rank says so, and never otherwise.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -22,9 +21,11 @@ from kvbaton.codes.saying import worth_saying
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.runtime.rank_carrying import Arrival
 from kvbaton.runtime.rank_endpoints import Endpoints
 from kvbaton.runtime.rank_messages import (
     ENDPOINT_BYTES_MAX,
+    PART_BYTES_MAX,
     Cancel,
     Close,
     Command,
@@ -49,7 +50,7 @@ from kvbaton.runtime.rank_messages import (
 from kvbaton.transports.base import Capabilities, Copy, CopyEnded, FenceEnded, Loan, PageTable, TransportEvent
 from kvbaton.transports.jobs import Job, Jobs
 from kvbaton.transports.shm_door import ShmEndpoint
-from kvbaton.transports.tcp import TcpEndpoint
+from kvbaton.transports.tcp import SealedTcpEndpoint, TcpEndpoint
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ COMMANDS_MAX = 4096
 RESTLESS_MAX = 4096
 """Copies that ended and are not at rest. The oldest is forgotten first: what it touches then stays quarantined."""
 
-_KNOWN_ENDPOINTS: dict[str, type[TcpEndpoint] | type[ShmEndpoint]] = {"tcp": TcpEndpoint, "shm": ShmEndpoint}
+_KNOWN_ENDPOINTS: dict[str, Any] = {"tcp": TcpEndpoint | SealedTcpEndpoint, "shm": ShmEndpoint}
 
 
 class Uplink(Protocol):
@@ -82,55 +83,25 @@ class Uplink(Protocol):
         """Send, in this order, after everything posted before. Never waits."""
 
 
-class Fences:
-    """Fences under way, by peer. An end counts only when no fence that was begun later is still open."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: dict[PeerId, int] = {}
-        self._stale: set[PeerId] = set()  # minted for since its last fence
-
-    def begin(self, peer: PeerId) -> bool:
-        """False when the fence that is under way will do."""
-        with self._lock:
-            if peer in self._open and peer not in self._stale:
-                return False
-            self._open[peer] = self._open.get(peer, 0) + 1
-            self._stale.discard(peer)
-            return True
-
-    def note_mint(self, peer: PeerId) -> None:
-        with self._lock:
-            if peer in self._open:
-                self._stale.add(peer)
-
-    def end(self, peer: PeerId) -> bool:
-        with self._lock:
-            left = self._open.pop(peer, 1) - 1
-            if left > 0:
-                self._open[peer] = left
-            else:
-                self._stale.discard(peer)
-            return left <= 0
-
-
 class RemoteTransport:
     """See `base.Transport`. Called by the node's thread; told the news by the link's."""
 
-    def __init__(self, name: str, capabilities: Capabilities, link: Uplink) -> None:
+    def __init__(self, name: str, capabilities: Capabilities, link: Uplink, came: Arrival) -> None:
+        """`came`: how the node's thread waits for an endpoint."""
         self.capabilities = capabilities
         self.counters: Counter[str] = Counter()  # connects_refused
         self.refusals: Mapping[str, int] = {}  # as the rank last said
         self.mapped_bytes = 0  # as the rank last said
+        self.part_bytes, self.tables_bytes_max = PART_BYTES_MAX, TABLES_QUEUED_BYTES_MAX
+        self.commands_max = COMMANDS_MAX
         self._name = name
         self._link = link
         self._jobs = Jobs(COPIES_MAX)
         self._tables_bytes = 0
         self._restless: Remembered[JobId, Job] = Remembered(RESTLESS_MAX)
-        self._endpoints = Endpoints(f"rank {link.rank} ({name})", self._mint)
+        self._endpoints = Endpoints(f"rank {link.rank} ({name})", self._mint, came)
         self._loans: set[JobId] = set()  # that the rank has not said to have ended
         self._known: set[PeerId] = set()  # for whom the rank may hold an endpoint or a connection
-        self._fences = Fences()
 
     def register(self, region: int, memory: memoryview) -> None:
         raise NotImplementedError("memory is registered in the rank's process, before its RankHost starts")
@@ -153,18 +124,20 @@ class RemoteTransport:
             self._link.post([Disconnect(self._name, peer)])
 
     def fence(self, peer: PeerId) -> None:
-        """While the link is lost this does not end: nothing is known about the rank's memory."""
+        """While the link is lost this does not end: nothing is known about the rank's memory.
+
+        Each ends by itself, in the order in which they were begun: the ledger counts them so.
+        """
         if not self.capabilities.can_fence:
             raise NotImplementedError(f"{self._name} cannot fence: see capabilities.can_fence")
         self._endpoints.forget(peer)
-        if self._fences.begin(peer):
-            self._link.post([Fence(self._name, peer)])
+        self._link.post([Fence(self._name, peer)])
 
     def submit(self, copy: Copy) -> bool:
-        commands = submit_commands(self._name, copy)
+        commands = submit_commands(self._name, copy, self.part_bytes)
         size = table_bytes(copy)
         with self._jobs:
-            if self._tables_bytes and self._tables_bytes + size > TABLES_QUEUED_BYTES_MAX:
+            if self._tables_bytes and self._tables_bytes + size > self.tables_bytes_max:
                 return False
             job = self._jobs.accept(copy)
             if job is None:
@@ -217,8 +190,7 @@ class RemoteTransport:
             if job is not None and job.live:
                 self._jobs.part_ended(job)
         elif isinstance(news, Fenced):
-            if self._fences.end(news.peer):
-                self._jobs.post(FenceEnded(news.peer))
+            self._jobs.post(FenceEnded(news.peer))
         elif isinstance(news, Minted | MintFailed):
             self._endpoints.take(news)
         elif isinstance(news, Refusals):
@@ -263,15 +235,14 @@ class RemoteTransport:
     def _mint(self, number: int, peer: PeerId) -> None:
         self._check_room()
         self._known.add(peer)
-        self._fences.note_mint(peer)
         self._link.post([Mint(self._name, number, peer)])
 
     def _check_room(self) -> None:
         """New obligations are refused while the rank does not keep up; what ends them never is."""
         if self._link.lost:
             raise ConnectionError(f"rank {self._link.rank} is lost")
-        if self._link.backlog >= COMMANDS_MAX:
-            raise TimeoutError(f"rank {self._link.rank} has not answered for {COMMANDS_MAX} commands")
+        if self._link.backlog >= self.commands_max:
+            raise TimeoutError(f"rank {self._link.rank} has not answered for {self.commands_max} commands")
 
 
 def _check_endpoint(kind: str, peer: PeerId, endpoint: bytes) -> None:

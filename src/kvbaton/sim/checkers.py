@@ -83,6 +83,8 @@ def check_planes(cluster: Cluster, healed_s: float) -> None:
 
 
 def _check_life(life: Life) -> None:
+    if life.ranks is not None:
+        life.ranks.check_at_rest()
     name, ledger, pool = life.character.name, life.node.ledger, life.engine.pool
     if pool.total or len(pool.free) != life.character.shape.blocks - 1:
         raise Broken(LEAK, f"{name}: {pool.total} references to blocks at rest")

@@ -19,6 +19,7 @@ from kvbaton.sim.mishaps import Mishaps
 from kvbaton.sim.network import Network, NetworkFaults
 from kvbaton.sim.plan import FAULTY_S, Plan
 from kvbaton.sim.promises import WRONG, Broken
+from kvbaton.sim.rank_faults import RankTroubles
 from kvbaton.sim.request import SimRequest
 from kvbaton.sim.router import Errand, Router
 from kvbaton.sim.transport import Fabric, TransportFaults
@@ -76,6 +77,7 @@ class Cluster:
         self._schedule_faults()
         if plan.hardships.opens_s:
             world.after(plan.hardships.opens_s, self.mishaps.open_planes)
+        self.rank_faults = RankTroubles(self)
 
     # --- workers
 
@@ -83,6 +85,8 @@ class Cluster:
         life = Life(self.world, character, self.network, self.fabric)
         if self.healed:
             life.engine.preempt = life.engine.skips = 0.0
+            if life.ranks is not None:
+                life.ranks.heal()
         else:
             life.store.throws = self.plan.hardships.throws
         self.draining.discard(character.name)
@@ -97,8 +101,12 @@ class Cluster:
         rng = self.world.rng
         name = rng.choice(sorted(self.lives))
         life = self.lives[name]
-        if not life.alive:
-            return
+        if life.alive:
+            self.fall(life)
+
+    def fall(self, life: Life) -> None:
+        """A worker dies, and comes back as another life."""
+        rng = self.world.rng
         self.world.faults["crashed"] += 1
         self.world.tell(f"{life.peer} crashes")
         life.crash()
@@ -212,6 +220,7 @@ class Cluster:
         self.network.faults = NetworkFaults(loss=self.plan.hardships.lossy * LOSS)
         self.fabric.faults = TransportFaults()
         self.network.cut.clear()
+        self.rank_faults.heal()
         for life in list(self.lives.values()):
             if not life.alive:
                 self.start(life.character)
@@ -254,6 +263,8 @@ class Cluster:
         content, tokens = index + 1, rng.randint(1, 12)
         if rng.random() < 0.15:
             content = rng.randint(1, index + 1)
+        if self.plan.ranks.prompts:
+            content = content % self.plan.ranks.prompts + 1
         if mode == "pull":
             self._pull(index, source, target, content, tokens)
         else:

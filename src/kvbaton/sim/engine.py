@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import HandoffId, RequestId
+from kvbaton.protocol.events import Groups
+from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId
 from kvbaton.protocol.progress import GroupProgress, Progress, whole
 from kvbaton.runtime.doorway import Doorway, DropBlocks, LoadReport, MatchState, UnpinBlocks
 from kvbaton.sim.device import Device, Step, Work
@@ -44,6 +45,7 @@ class SimEngine:
         self.policy = policy
         self.pool = Pool(shape.blocks, doorway, len(shape.group_layers))
         self.device = Device(world, name, shape, memory)
+        self.announce: Callable[[LeaseId, Progress, int], None] = doorway.progressed  # by the rank whose device it is
         self.device.on_layer, self.device.on_done = self._layer_done, doorway.wake_engine
         self.fetching = Fetching(world, self.pool, self.device, self._fetched)
         self.requests: dict[RequestId, SimRequest] = {}
@@ -56,6 +58,7 @@ class SimEngine:
         self.preempt = self.put = self.get = self.early = self.skips = 0.0  # shares of requests
         self.on_wake: Callable[[], None] = doorway.wake_engine
         self.put_prompts: dict[bytes, SimRequest] = {}  # by key
+        self.values_of: Callable[[SimRequest, Groups], tuple[Groups, tuple[bytes, ...]]] = _one_value
         self._in_flight: deque[Step] = deque()
         self._deferred: deque[tuple[int, list[int]]] = deque()  # (the last step that may write there, blocks)
         self._last_step = 0
@@ -86,6 +89,7 @@ class SimEngine:
     def step(self) -> None:
         """Take the outputs that have come, and issue the next step if there is room for one more in flight."""
         self._do_duties()
+        self.fetching.poll()
         self._take_outputs()
         if len(self._in_flight) < self.depth and not self.replacing:
             self._issue([work for request in list(self.requests.values()) for work in self._advance(request)])
@@ -335,7 +339,7 @@ class SimEngine:
         assert work.lease is not None
         own = self.shape.own_layers[rank]
         done = self.shape.layers if layer == own[-1] else layer + 1  # a rank counts other stages' layers as ready
-        say = functools.partial(self.doorway.progressed, work.lease, self._ahead(work, done), rank)
+        say = functools.partial(self.announce, work.lease, self._ahead(work, done), rank)
         if late_s:
             self.world.after(late_s, say)
         else:
@@ -389,7 +393,7 @@ class SimEngine:
         if self.world.chance(self.put):
             self.world.faults["puts"] += 1
             self.put_prompts[digest_of(request)] = request
-            self.pool.touch(self.doorway.put(blocks, (digest_of(request),)))
+            self.pool.touch(self.doorway.put(*self.values_of(request, blocks)))
         request.lease = None
         self._finish(request, "prefilled", ticket)
 
@@ -444,6 +448,11 @@ class SimEngine:
         shape = self.shape
         who = f"{request.id} {when}"
         self.device.check(request.content, request.blocks, tokens, range(shape.ranks), range(shape.layers), who)
+
+
+def _one_value(request: SimRequest, blocks: Groups) -> tuple[Groups, tuple[bytes, ...]]:
+    """A store that keeps prompts, not blocks."""
+    return blocks, (digest_of(request),)
 
 
 def _nobody(how: str, detail: str) -> None:

@@ -66,6 +66,9 @@ class Fetching:
                 self.world.after(self.world.rng.uniform(0, most_s), functools.partial(self._land, fetch, rank, index))
         return True
 
+    def poll(self) -> None:
+        """Take what has come; here it comes by itself."""
+
     def _land(self, fetch: Fetch, rank: int, index: int) -> None:
         if self.device.stopped:
             return

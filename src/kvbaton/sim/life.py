@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -30,11 +30,14 @@ from kvbaton.protocol.versions import SPOKEN, Versions
 from kvbaton.runtime.discarding import discarded
 from kvbaton.runtime.doorway import Doorway, DoorwayConfig
 from kvbaton.runtime.epochs import EpochTable
-from kvbaton.runtime.node import Node
+from kvbaton.runtime.node import Node, Rank
+from kvbaton.runtime.ports import StorePort
 from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import Network, SimControl
 from kvbaton.sim.promises import DEATH, LEAK, Broken
+from kvbaton.sim.rank_links import EXCUSED, LinkedRanks, RankTraits
+from kvbaton.sim.rank_store import RankStore
 from kvbaton.sim.store import Reading, SimStore
 from kvbaton.sim.transport import KINDS, Fabric, SimTransport
 from kvbaton.sim.vigil import Vigil
@@ -76,6 +79,7 @@ class Character(msgspec.Struct, frozen=True):
     versions: Versions = SPOKEN
     store_fails: float = 0.0
     wall_skew_s: float = 0.0
+    ranks: RankTraits | None = None  # its ranks are processes of their own, behind rank links
 
 
 class WatchedDoorway(Doorway):
@@ -114,6 +118,7 @@ class Life:
         self.control = SimControl(network, character.name)
         self.memory = [bytearray(character.shape.region_bytes) for _ in range(character.shape.ranks)]
         self.transports = self._make_transports(fabric)
+        self.ranks = self._make_ranks(fabric)
         self.doorway = self._make_doorway()
         self.store = SimStore(world, character.store_fails, character.stores_read_on)
         self.store.set_waker(self.wake)
@@ -131,6 +136,9 @@ class Life:
         engine.pool.tells = character.epochs != "none"
         engine.on_wake = engine.device.on_done = self.wake_engine
         self.store.on_read = Reading(engine.pool, engine.device, engine.put_prompts)
+        if self.ranks is not None:
+            engine.announce = self.ranks.progressed
+            self.ranks.shelve(engine, self.wake_engine)
         self.vigil = Vigil(self)
 
     def clock(self) -> float:
@@ -174,6 +182,8 @@ class Life:
         self.alive = False
         self.engine.stop()
         self.store.alive = self.control.alive = False
+        if self.ranks is not None:
+            self.ranks.crash()
         for rank in self.transports:
             for transport in rank.values():
                 transport.alive = False
@@ -182,6 +192,8 @@ class Life:
         """Go in peace: everything is given back and everybody told; the process ends."""
         self.vigil.on_leaving()
         self.node.close(self.clock())
+        if self.ranks is not None:
+            self.ranks.leave()
         self.engine.step_down()
         self.vigil.after_engine()
         self.crash()
@@ -189,6 +201,9 @@ class Life:
     def pause(self, what: str) -> None:
         """Stop the whole process, or only its node's loop, or only its engine's thread."""
         self.paused = what
+        if self.ranks is not None:
+            self.ranks.pause_engine(what == "process")
+            return
         for rank in self.transports:
             for transport in rank.values():
                 transport.paused = what == "process"
@@ -232,6 +247,8 @@ class Life:
     def _check_node(self) -> None:
         """After every step; whoever watches a life more closely does more here."""
         self.vigil.after_node()
+        if self.ranks is not None:
+            self.ranks.check()
 
     def _set_timer(self) -> None:
         deadline = self.node.next_deadline()
@@ -262,6 +279,15 @@ class Life:
                 mine[name] = transport
             ranks.append(mine)
         return ranks
+
+    def _make_ranks(self, fabric: Fabric) -> LinkedRanks | None:
+        traits = self.character.ranks
+        if traits is None:
+            return None
+        pace = 1 + self.character.drift
+        fails, layout = self.character.store_fails, self.character.shape.layout()
+        store = RankStore(fabric.store, layout, self.memory, fails) if traits.store else None
+        return LinkedRanks(self.world, self.peer, traits, self.transports, self.clock, pace, self.wake, store)
 
     def _make_doorway(self) -> WatchedDoorway:
         rng, shape = self.world.rng, self.character.shape
@@ -295,16 +321,21 @@ class Life:
             optional=character.features,
             versions=character.versions,
         )
+        store: StorePort = self.store
+        if self.ranks is not None and self.ranks.shelf is not None:
+            store = self.ranks.shelf
+            store.set_waker(self.wake)
         ledger = Ledger(identity, character.settings, self.doorway.epochs.all_judged)
         recorder = Recorder(self.peer) if character.recorded else None
-        node = Node(
-            ledger, self.control, self.transports, self.doorway, self.store, self._port_failed, recorder=recorder
-        )
+        ports: Sequence[Rank] = self.transports if self.ranks is None else self.ranks.ports
+        extra = self.ranks.links.drain_progress if self.ranks is not None else None
+        node = Node(ledger, self.control, ports, self.doorway, store, self._port_failed, extra, recorder)
         node.say = lambda *_: None  # the counters tell; a campaign shuts planes in every fourth world
         return node
 
     def _port_failed(self, what: str, count: int, error: Exception) -> None:
-        if not isinstance(error, InjectedFault):
+        excused = InjectedFault if self.ranks is None else (InjectedFault, *EXCUSED)
+        if not isinstance(error, excused):
             trace = "".join(traceback.format_exception(error))
             raise Broken(DEATH, f"{self.character.name}: {what} raised\n{trace}")
 

@@ -34,6 +34,7 @@ from kvbaton.sim.mutants_checkers import CHECKER_MUTANTS
 from kvbaton.sim.mutants_device import DEVICE_MUTANTS
 from kvbaton.sim.mutants_discard import DISCARD_MUTANTS
 from kvbaton.sim.mutants_planes import PLANE_MUTANTS
+from kvbaton.sim.mutants_ranks import RANK_MUTANTS
 from kvbaton.sim.mutants_versions import VERSION_MUTANTS
 from kvbaton.sim.mutants_worlds import WORLD_MUTANTS
 from kvbaton.sim.mutation import Mutant, both, swap
@@ -719,6 +720,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *DISCARD_MUTANTS,
     *DEVICE_MUTANTS,
     *PLANE_MUTANTS,
+    *RANK_MUTANTS,
     *VERSION_MUTANTS,
     *CHECKER_MUTANTS,
     *WORLD_MUTANTS,

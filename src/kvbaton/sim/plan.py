@@ -16,6 +16,7 @@ from kvbaton.sim.hardships import Hardships, beside
 from kvbaton.sim.life import Character
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import NetworkFaults
+from kvbaton.sim.rank_faults import RankFaults, RankLot
 from kvbaton.sim.shapes import Variety
 from kvbaton.sim.transport import TransportFaults
 
@@ -56,6 +57,7 @@ class Plan(msgspec.Struct, frozen=True):
     leave: float  # share of clients that leave between P's answer and D's
     stray: float  # share of tickets that are taken back out of turn
     hardships: Hardships
+    ranks: RankFaults = RankFaults()
 
 
 HEALTHY = Settings(
@@ -198,6 +200,8 @@ def draw(rng: random.Random) -> Plan:
         prefill = decode = tuple(character(f"b{n}", alike, 0, loads=True) for n in range(2))
     prefill = tuple(msgspec.structs.replace(each, versions=speaks(each.name)) for each in prefill)
     decode = tuple(msgspec.structs.replace(each, versions=speaks(each.name)) for each in decode)
+    lot = RankLot(rng, profile)
+    prefill, decode = lot.deal(prefill), lot.deal(decode)
     shut = (
         frozenset(transports[:-1]) if rng.random() < (0.5 if healthy else 0.2) else frozenset()
     )  # the last resort is never shut
@@ -246,4 +250,5 @@ def draw(rng: random.Random) -> Plan:
         leave=0.1,
         stray=0.2 if healthy else rng.choice((0.0, 0.1, 0.3)),
         hardships=hard,
+        ranks=lot.faults,
     )

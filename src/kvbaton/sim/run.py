@@ -10,6 +10,7 @@ from kvbaton.sim.checkers import check_at_rest, check_excuses, check_healthy, ch
 from kvbaton.sim.cluster import Cluster
 from kvbaton.sim.plan import FAULTY_S, PROBE_S, REST_S, draw
 from kvbaton.sim.promises import Broken
+from kvbaton.sim.quiet import quietly
 from kvbaton.sim.world import World
 
 
@@ -31,6 +32,7 @@ class Result(msgspec.Struct):
     story: list[str] = []
 
 
+@quietly()
 def run_seed(seed: int) -> Result:
     """One world, from its first event to rest."""
     world = World(seed)

@@ -20,9 +20,13 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.sim.world import InjectedFault, World
+from kvbaton.store.memory import MemoryBackend
 from kvbaton.transports.base import FenceEnded, Loan, PageTable, TransportEvent
+from kvbaton.transports.jobs import AGAIN_S_MAX, LENT_WAIT_S
 from kvbaton.transports.loans import GRACE_S, Flight, Loans
 from kvbaton.transports.mover import choose_mover
+from kvbaton.transports.shm_door import ShmEndpoint
+from kvbaton.transports.tcp import SealedTcpEndpoint, TcpEndpoint
 
 SHM = Capabilities("shm", one_sided=True, can_write=False, can_fence=False, cancels=True, same_host=True)
 TCP = Capabilities("tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False)
@@ -32,6 +36,7 @@ CMA = Capabilities("cma", one_sided=True, can_write=True, can_fence=False, cance
 CUDA = Capabilities(
     "cuda", one_sided=True, can_write=False, can_fence=False, cancels=False, same_host=True, weaves=True
 )
+STORE_BYTES = 1 << 15
 KINDS = {kind.name: kind for kind in (SHM, LENT_TCP, RDMA, CMA, CUDA)}
 
 
@@ -62,6 +67,7 @@ class _Job:
     generation: int
     spans: list[tuple[int, int, int]]
     moved: int = 0  # spans landed
+    asked_since: float = -1.0  # when the remote first said that it does not lend this
     given_up: bool = False
     over: bool = False
     flight: Flight | None = None  # while the remote serves it, where that enforces what it has lent
@@ -74,6 +80,7 @@ class Fabric:
         self.world = world
         self.faults = faults
         self.by_address: dict[int, SimTransport] = {}
+        self.store = MemoryBackend(STORE_BYTES)  # that all engines of this world share, if they have one
         self.on_landing: Callable[[SimTransport, SimTransport, Copy, int, int], None] | None = None
         self.on_leaving: Callable[[SimTransport, int], None] | None = None
         self.on_lending: Callable[[SimTransport, Loan], None] | None = None
@@ -96,6 +103,7 @@ class SimTransport:
     alive: bool = True
     paused: bool = False
     bytes_moved: int = 0
+    lends_late: bool = False  # a loan may be on its way to this rank's process: who reads asks again for a while
     _links: dict[PeerId, tuple[int, int]] = field(default_factory=dict)  # peer -> (address, generation)
     _invited: dict[PeerId, int] = field(default_factory=dict)  # peer -> generation of its endpoint
     _admitted: dict[PeerId, set[int]] = field(default_factory=dict)  # peer -> generations that can still write
@@ -142,14 +150,11 @@ class SimTransport:
             self._generations += 1
             self._invited[peer] = self._generations
             self._admitted.setdefault(peer, set()).add(self._generations)
-        return f"{self.address}:{self._invited[peer]}".encode()
+        return made_endpoint(self, self._invited[peer])
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        address, _, generation = endpoint.partition(b":")
-        if not (address.isdigit() and generation.isdigit()):
-            raise ValueError(f"endpoint {endpoint!r} is not one of this data plane")
+        there = read_endpoint(endpoint)
         self._maybe_throw()
-        there = int(address), int(generation)
         if self._links.get(peer, there) != there:  # a new endpoint replaces the old, and ends what was under way on it
             self._end_copies(peer)
         self._links[peer] = there
@@ -278,7 +283,10 @@ class SimTransport:
             elif not self._admitted_by(job):
                 self._end(job, Reason.PEER_UNKNOWN)
             elif not self._lent(job):
-                self._end(job, Reason.LEASE_EXPIRED)
+                if self._asks_again(job):
+                    self._move(job, batches, AGAIN_S_MAX, fate)
+                else:
+                    self._end(job, Reason.LEASE_EXPIRED)
             elif fate == "fail" and job.moved * 2 >= len(job.spans):
                 self._end(job, Reason.TRANSFER_FAILED)
             elif fate == "stall" and job.moved * 2 >= len(job.spans):
@@ -313,6 +321,11 @@ class SimTransport:
             self.me, copy.direction, copy.remote_region, pairs, lambda: self._end(job, Reason.TRANSFER_FAILED)
         )
         return job.flight is not None
+
+    def _asks_again(self, job: _Job) -> bool:
+        now = self.fabric.world.now
+        job.asked_since = now if job.asked_since < 0 else job.asked_since
+        return job.remote.lends_late and not job.given_up and now - job.asked_since < LENT_WAIT_S
 
     def _land(self, job: _Job, count: int) -> None:
         copy = job.copy
@@ -365,3 +378,26 @@ class SimTransport:
     def _note(self, event: TransportEvent) -> None:
         self._events.append(event)
         self._waker()
+
+
+def made_endpoint(transport: SimTransport, generation: int) -> bytes:
+    """Where a peer finds a data plane; of the kinds that rank links look into, as the real ones write it."""
+    secret = generation.to_bytes(8, "big")
+    if transport.kind.name == "tcp":
+        kind = SealedTcpEndpoint if transport.address % 2 else TcpEndpoint
+        return msgspec.msgpack.encode(kind(transport.me, "sim", transport.address, secret, {}))
+    if transport.kind.name == "shm":
+        return msgspec.msgpack.encode(ShmEndpoint(transport.me, "sim", str(transport.address), secret))
+    return f"{transport.address}:{generation}".encode()
+
+
+def read_endpoint(endpoint: bytes) -> tuple[int, int]:
+    """Address and generation; ValueError for what is no endpoint."""
+    address, _, generation = endpoint.partition(b":")
+    if address.isdigit() and generation.isdigit():
+        return int(address), int(generation)
+    try:
+        there = msgspec.msgpack.decode(endpoint, type=TcpEndpoint | SealedTcpEndpoint | ShmEndpoint)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ValueError(f"endpoint {endpoint!r} is not one of this data plane: {error}") from None
+    return int(there.name if isinstance(there, ShmEndpoint) else there.port), int.from_bytes(there.secret, "big")
