@@ -12,11 +12,12 @@ import msgspec
 from kvbaton.protocol.events import Departed, DrainStarted
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.sim.liar_watch import Company
 from kvbaton.sim.life import TICKET_KEY, Character, Life, request_name
 from kvbaton.sim.network import Network, NetworkFaults
 from kvbaton.sim.plan import FAULTY_S, Plan
 from kvbaton.sim.promises import WRONG, Broken
-from kvbaton.sim.request import SimRequest
+from kvbaton.sim.request import SimRequest, digest_for
 from kvbaton.sim.router import Errand, Router
 from kvbaton.sim.transport import Fabric, TransportFaults
 from kvbaton.sim.witness import Witness
@@ -24,6 +25,7 @@ from kvbaton.sim.world import World
 
 DRAIN_S = 4.0
 BURST_S = 1.2
+PROBE_LIES_S = 20.0
 FLAP_LOOK_S, FLAP_LOOKS_MAX = 0.1, 25
 
 Told = Callable[[str, str], None]
@@ -51,6 +53,8 @@ class Cluster:
         self.network.deliver = self._deliver
         self.witness = Witness(self.fabric)
         self.lives: dict[WorkerId, Life] = {}
+        self.liars = Company(world, plan.liars, self.network, self.fabric, self.lives)
+        self.liars.attend(self.witness)
         self.router = Router(world, self.network, self.lives)
         self.router.late = plan.stray
         self.draining: set[WorkerId] = set()
@@ -71,7 +75,7 @@ class Cluster:
     # --- workers
 
     def start(self, character: Character) -> None:
-        life = Life(self.world, character, self.network, self.fabric)
+        life = self.liars.life(character)
         if self.healed:
             life.engine.preempt = 0.0
         self.draining.discard(character.name)
@@ -198,6 +202,7 @@ class Cluster:
         self.network.faults = NetworkFaults()
         self.fabric.faults = TransportFaults()
         self.network.cut.clear()
+        self.liars.rest()
         for life in list(self.lives.values()):
             if not life.alive:
                 self.start(life.character)
@@ -214,9 +219,11 @@ class Cluster:
     def probe(self) -> int:
         """After everything has healed: one request for every pair and mode. Returns how many handoffs must follow."""
         count = 0
+        self.liars.wake(PROBE_LIES_S)
         for source in self.plan.prefill:
             for target in self.plan.decode:
-                if source.name == target.name or not _can_talk(source, target):
+                lies = {source.name, target.name} & self.liars.names
+                if source.name == target.name or lies or not _can_talk(source, target):
                     continue
                 for mode in ("pull", "stream", "push"):
                     count += 1
@@ -240,6 +247,7 @@ class Cluster:
         content, tokens = index + 1, rng.randint(1, 12)
         if rng.random() < 0.15:
             content = rng.randint(1, index + 1)
+        content = self.liars.content(source, content)
         if mode == "pull":
             self._pull(index, source, target, content, tokens)
         else:
@@ -280,6 +288,7 @@ class Cluster:
         rng = self.world.rng
         handoff = handoff_id(TransferId(f"{rng.getrandbits(128):032x}"))
         ticket = seal(Ticket(handoff, source.peer.worker, self.world.now + 5.0, target=target.peer.worker), TICKET_KEY)
+        self.liars.overhear(ticket, digest_for(content, tokens), target.peer.worker)
         errand = Errand(source.peer.worker, ticket)
         prefill = functools.partial(
             self._add,

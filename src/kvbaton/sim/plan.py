@@ -11,6 +11,7 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.messages import ALL_FEATURES, Feature
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.versions import SPOKEN, Versions
+from kvbaton.sim.liar_plan import among_liars, derived
 from kvbaton.sim.life import Character
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import NetworkFaults
@@ -49,6 +50,7 @@ class Plan(msgspec.Struct, frozen=True):
     push: float  # share of requests that are pushed
     leave: float  # share of clients that leave between P's answer and D's
     stray: float  # share of tickets that are taken back out of turn
+    liars: tuple[WorkerId, ...] = ()
 
 
 HEALTHY = Settings(
@@ -99,6 +101,11 @@ def upgrades(rng: random.Random, strange: bool) -> Callable[[str], Versions]:
 
 
 def draw(rng: random.Random) -> Plan:
+    chance = derived(rng)
+    return among_liars(chance, _honest(rng))
+
+
+def _honest(rng: random.Random) -> Plan:
     profile = rng.choice(PROFILES)
     bad = profile == "all"
 
