@@ -25,7 +25,7 @@ from kvbaton.sim.world import World
 
 DRAIN_S = 4.0
 BURST_S = 1.2
-PROBE_LIES_S = 20.0
+PROBE_LIES_S = 8.0
 FLAP_LOOK_S, FLAP_LOOKS_MAX = 0.1, 25
 
 Told = Callable[[str, str], None]

@@ -27,7 +27,7 @@ LIARS = "liars"
 SHARE = 1 / 8
 
 SETTINGS = Settings(
-    transfer_timeout=5.0, defer_timeout=20.0, claim_timeout=5.0, lease_s=1.0, max_hold_s=25.0, retry_s=0.3,
+    transfer_timeout=5.0, defer_timeout=15.0, claim_timeout=5.0, lease_s=2.0, max_hold_s=25.0, retry_s=0.3,
     revoke_timeout=1.0, tombstones_max=64, parked_max=48, parked_per_peer_max=24, seats_per_peer_max=24,
     greetings_per_s_max=5.0, greetings_burst_max=20.0, unconfirmed_per_peer_max=3, revoked_max=16, sessions_max=8,
     intakes_max=64, leases_max=64, quarantine_blocks_max=64, puts_max=16,

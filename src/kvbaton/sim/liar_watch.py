@@ -19,14 +19,18 @@ from typing import Any
 
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol.clock import Timers
+from kvbaton.protocol.codec import FoldedWelcome, read
 from kvbaton.protocol.desk import TimerKey
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import HandoffId, WorkerId
 from kvbaton.protocol.lease import ReaderState
+from kvbaton.protocol.messages import HelloRefused
 from kvbaton.protocol.outlet import Outlet
-from kvbaton.protocol.ticket import Ticket, unseal
-from kvbaton.sim.liar import Liar
+from kvbaton.protocol.privileges import Act, may
+from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX, Ticket, unseal
+from kvbaton.sim.liar import Liar, role_in
+from kvbaton.sim.liar_acts import Mischief
 from kvbaton.sim.liar_fields import Place
 from kvbaton.sim.life import TICKET_KEY, Character, Life
 from kvbaton.sim.network import Network
@@ -44,6 +48,9 @@ GRACE_S = 3.0
 """What was held for somebody is at rest by then after its limit: what moves is cut before."""
 SAID_MAX, SAID_FOR_EACH, WINDOW_S = 150, 60, 1.0
 """Frames to one peer in a second: some for every handoff and every frame of its own, and some more."""
+
+
+_ANSWERS = (FoldedWelcome, HelloRefused)
 
 
 class BoundedTimers(Timers[TimerKey]):
@@ -68,11 +75,12 @@ class CountedControl:
 
     def __init__(self, life: Life, liars: frozenset[WorkerId]) -> None:
         self._life, self._world, self._wire, self._liars = life, life.world, life.control, liars
-        self._since, self._said, self._heard = 0.0, 0, 0
+        self._since, self._said, self._heard, self._answered = 0.0, 0, 0, 0
 
     def send(self, worker: WorkerId, frame: bytes) -> bool:
         if worker in self._liars:
             self._count()
+            self._count_greetings(frame)
         return self._wire.send(worker, frame)
 
     def receive(self) -> Sequence[tuple[WorkerId, bytes]]:
@@ -88,6 +96,17 @@ class CountedControl:
         busy = len(ledger.consumer.by_handoff) + len(ledger.producer.leases) + len(ledger.producer.parked)
         if self._said > SAID_MAX + SAID_FOR_EACH * busy + 3 * self._heard:
             raise Broken(HANG, f"{self._life.peer.worker}: speaks {self._said} times a second to {sorted(self._liars)}")
+
+    def _count_greetings(self, frame: bytes) -> None:
+        """Each is charged for before anything of it is read (rule 27), the refused as well."""
+        self._answered += isinstance(read(frame)[1], _ANSWERS)
+        settings = self._life.character.settings
+        passed_s = self._world.now * (1 + abs(self._life.character.drift))
+        due = settings.greetings_burst_max + settings.greetings_per_s_max * passed_s
+        if self._answered > due + 1:
+            raise Broken(
+                LEAK, f"{self._life.peer.worker}: {self._answered} greetings of a liar answered, not {due}"
+            )
 
 
 class Watched(Life):
@@ -126,8 +145,10 @@ class Company:
             return Life(self.world, character, self.network, self.fabric)
         life = Watched(self.world, character, self.network, self.fabric)
         life.node.ledger.desk.timers = BoundedTimers()
+        life.node.ledger.desk.identity.role_of = role_in
         if character.name in self.names:
             self._liars.append(Liar(self.world, life, self.lives, self.told))
+            Mischief(self._liars[-1])
         else:
             life.node.control = CountedControl(life, self.names)
             life.watch = self._check
@@ -222,10 +243,23 @@ class Company:
     # --- what an honest member does at every step
 
     def _check(self, life: Life) -> None:
+        self._check_parked(life)
         self._check_ages(life)
         self._check_shares(life)
         if len(life.node.ledger.desk.counts) > COUNTERS_MAX:
             raise Broken(LEAK, f"{life.peer.worker}: {len(life.node.ledger.desk.counts)} counters")
+
+    def _check_parked(self, life: Life) -> None:
+        """A claim that has come to wait has a ticket that is of today, for this P, and for who claims."""
+        for reader, waiting in life.node.ledger.producer.parked.items():
+            key = life.peer.worker, life.peer.incarnation, "parked", reader
+            if key in self._seen:
+                continue
+            ticket, wall = _opened(waiting.claim.ticket), self.world.now + life.character.wall_skew_s
+            if ticket is None or not wall - 0.1 <= ticket.expires_unix_s <= wall + TICKET_LIFE_S_MAX + 0.1:
+                raise Broken(STRANGER, f"{life.peer.worker}: a claim waits with a ticket that is not good: {ticket}")
+            if ticket.source != life.peer.worker or ticket.target not in ("", reader.peer.worker):
+                raise Broken(STRANGER, f"{life.peer.worker}: a claim waits with a ticket of others: {ticket}")
 
     def _check_ages(self, life: Life) -> None:
         settings, ledger, now = life.character.settings, life.node.ledger, self.world.now
@@ -254,6 +288,9 @@ class Company:
             meant = self._targets.get(lease.handoff, worker)
             if worker in self.names and worker != meant:
                 raise Broken(STRANGER, f"{life.peer.worker}: {worker} reads a lease that is for {meant}")
+        for session in ledger.sessions.by_number.values():
+            if not may(role_in(session.peer.worker), Act.HELLO):
+                raise Broken(STRANGER, f"{life.peer.worker}: {session.peer.worker} may not greet, and has a session")
         for name in self.names:
             sessions = [s for s in ledger.sessions.by_number.values() if s.peer.worker == name and not s.joined]
             parked = [reader for reader in ledger.producer.parked if reader.peer.worker == name]

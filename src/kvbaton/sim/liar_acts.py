@@ -1,0 +1,137 @@
+"""What a liar does of its own accord, besides lying about what its node says.
+
+It invents messages, replays old ones, speaks as somebody else, greets and claims without end, uses tickets of other
+pairs and tickets that it has signed itself, and reads and writes pages of whoever its data planes are connected to.
+
+Law: it goes past its ledger to memory only where the owner of that memory enforces what is lent; elsewhere there is
+nothing to be shown (docs/security.md).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from kvbaton.protocol import messages as m
+from kvbaton.protocol.effects import Copy, Direction
+from kvbaton.protocol.ids import HandoffId, JobId, WorkerId
+from kvbaton.protocol.ticket import Ticket, seal, unseal
+from kvbaton.sim.liar import Liar
+from kvbaton.sim.liar_fields import KINDS
+from kvbaton.sim.life import TICKET_KEY
+
+FIRST_JOB = 1 << 40
+"""Copies that no ledger has asked for have numbers that no ledger gives."""
+PLANE = "tcp"
+FLOOD = (1, 4, 30)
+_INVENTED = tuple(kind for kind in KINDS if kind not in (m.Hello, m.Welcome))
+
+
+class Mischief:
+    """One liar's, for as long as that life lasts."""
+
+    def __init__(self, liar: Liar) -> None:
+        self.liar, self.rng, self.world, self.life = liar, liar.rng, liar.world, liar.life
+        self._jobs = FIRST_JOB
+        acts = (self._invent, self._spoof, self._greet, self._claim, self._copy, self._copy, self._use_overheard)
+        self._acts: tuple[Callable[[], None], ...] = (*acts, self._invent, liar.replay)
+        if liar.temper.pause_s:
+            self._later()
+
+    def _later(self) -> None:
+        self.world.after(self.liar.temper.pause_s * self.rng.uniform(0.5, 1.5), self._act)
+
+    def _act(self) -> None:
+        if not self.life.alive:
+            return
+        if not self.liar.quiet and not self.life.paused:
+            self.rng.choice(self._acts)()
+        self._later()
+
+    # --- words
+
+    def _invent(self) -> None:
+        liar, worker, kind = self.liar, self.liar.other(), self.rng.choice(_INVENTED)
+        self.world.faults["lies_invented"] += 1
+        tree = liar.addressed(worker, liar.fields.invented(kind))
+        place = liar.place(kind)
+        liar.wire(worker, tree if place is None or self.rng.random() < 0.5 else liar.lie(tree, place))
+
+    def _spoof(self) -> None:
+        """Something as if somebody else had said it: his name, his life, and a session that he may have there."""
+        liar, worker = self.liar, self.liar.other()
+        another = self.rng.choice([each for each in sorted(liar.lives) if each != worker])
+        version, _, _, to, _, body = liar.addressed(worker, liar.fields.invented(self.rng.choice(_INVENTED)))
+        self.world.faults["lies_spoofed"] += 1
+        life = liar.lives[another].peer.incarnation
+        for session in range(self.rng.choice((1, 8))):
+            liar.wire(worker, [version, another, life, to, session, body])
+
+    def _greet(self) -> None:
+        """Once, or many times, in one life or in ever another; with its own card, or with one that is not right."""
+        liar, worker = self.liar, self.liar.other()
+        card = self.life.node.ledger.desk.identity.card()
+        lives = self.rng.random() < 0.5
+        for _ in range(self.rng.choice(FLOOD)):
+            self.world.faults["lies_greeted"] += 1
+            tree = liar.addressed(worker, _tree(m.Hello(self.rng.getrandbits(62), card)))
+            if lives:
+                tree[2] = self.rng.getrandbits(62)
+            liar.wire(worker, tree if self.rng.random() < 0.7 else liar.lie(tree, ("Hello", "card")))
+
+    def _claim(self) -> None:
+        """Ask for handoffs that nobody knows, by tickets that the cluster's key has signed."""
+        liar, worker = self.liar, self.liar.other()
+        for _ in range(self.rng.choice(FLOOD)):
+            handoff = HandoffId(f"{self.rng.getrandbits(128):032x}.0")
+            text = seal(Ticket(handoff, worker, self.world.now + 5.0), TICKET_KEY)
+            if self.rng.random() < 0.5:
+                text = liar.ticket(text)
+            self.world.faults["lies_claimed"] += 1
+            body = _tree(m.Claim(handoff, self.rng.getrandbits(40), text, b"", True))
+            liar.wire(worker, liar.addressed(worker, body))
+
+    def _use_overheard(self) -> None:
+        """Claim with a ticket of another pair, as it is or signed anew for oneself."""
+        if not self.liar.overheard:
+            return
+        text, digest = self.rng.choice(self.liar.overheard)
+        ticket = unseal(text, (TICKET_KEY,), 0.0)
+        if self.rng.random() < 0.5:
+            target = self.rng.choice((WorkerId(""), self.life.peer.worker))
+            text = seal(msgspec.structs.replace(ticket, target=target), TICKET_KEY)
+        self.world.faults["lies_with_others_tickets"] += 1
+        claim = _tree(m.Claim(ticket.handoff, self.rng.randint(1, 50), text, digest, True))
+        self.liar.wire(ticket.source, self.liar.addressed(ticket.source, claim))
+
+    # --- deeds
+
+    def _copy(self) -> None:
+        """Read, or write, some page of somebody whose data plane it is connected to, whether it is lent or not."""
+        plane = self.rng.choice(self.life.transports).get(PLANE)
+        peers = sorted(plane._links) if plane is not None else []
+        if plane is None or not peers:
+            return
+        peer = self.rng.choice(peers)
+        there = self.liar.lives[WorkerId(peer.worker.partition("#")[0])].character.shape
+        block = self._block() if self.rng.random() < 0.5 else self.rng.randrange(there.blocks)
+        size = min(there.page_bytes, self.life.character.shape.page_bytes)
+        remote = there.page(self.rng.randrange(there.layers), min(block, there.blocks - 1))
+        way = self.rng.choice((Direction.READ, Direction.WRITE))
+        self._jobs += 1
+        self.world.faults["lies_copied"] += 1
+        plane.submit(Copy(JobId(self._jobs), peer, way, 0, 0, array("q", (0, remote, size))))
+
+    def _block(self) -> int:
+        """A block that somebody has named to it once."""
+        named = b"".join(self.liar.seen.any_of(self.rng, "blocks") or ())
+        ids = array("i", named[: len(named) // 4 * 4])
+        return max(0, self.rng.choice(ids)) if len(ids) else 0
+
+
+def _tree(message: m.Message) -> list[Any]:
+    found: list[Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
+    return found
