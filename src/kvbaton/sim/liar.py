@@ -65,7 +65,7 @@ def temper_of(rng: random.Random, role: Role) -> Temper:
         return Temper(frozenset(rng.sample(deep, rng.randint(1, 4))), 0.7, 0.0, 0.0, 0.0, 0.0, rng.choice((0.0, 0.3)))
     return Temper(
         frozenset(),
-        alter=rng.choice((0.1, 0.3)),
+        alter=rng.choice((0.1, 0.3, 0.5)),
         omit=rng.choice((0.0, 0.1)),
         repeat=rng.choice((0.0, 0.1)),
         hold=rng.choice((0.0, 0.1)),

@@ -18,15 +18,22 @@ import msgspec
 from kvbaton.protocol import messages as m
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.ids import HandoffId, JobId, WorkerId
+from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.ticket import Ticket, seal, unseal
-from kvbaton.sim.liar import Liar
-from kvbaton.sim.liar_fields import KINDS
+from kvbaton.sim.liar import Liar, role_in
+from kvbaton.sim.liar_fields import KINDS, shape_of
 from kvbaton.sim.life import TICKET_KEY
 
 FIRST_JOB = 1 << 40
 """Copies that no ledger has asked for have numbers that no ledger gives."""
 PLANE = "tcp"
-FLOOD = (1, 4, 30)
+FLOOD = (1, 1, 4, 30)
+LOOK_S, LOOKS_MAX = 0.01, 40
+_OF_TARGET = (m.Renew, m.Commit, m.Abandon, m.Offer, m.Ack, m.Revoke, m.Goodbye)
+_OF_SOURCE = (
+    m.Granted, m.ClaimRefused, m.Renewed, m.RenewRefused, m.Ready, m.Committed, m.Stale, m.SourceLost, m.Accepted,
+    m.Written, m.Quiesced, m.Goodbye, m.Reset,
+)  # fmt: skip
 _INVENTED = tuple(kind for kind in KINDS if kind not in (m.Hello, m.Welcome))
 
 
@@ -37,7 +44,7 @@ class Mischief:
         self.liar, self.rng, self.world, self.life = liar, liar.rng, liar.world, liar.life
         self._jobs = FIRST_JOB
         acts = (self._invent, self._spoof, self._greet, self._claim, self._copy, self._copy, self._use_overheard)
-        self._acts: tuple[Callable[[], None], ...] = (*acts, self._invent, liar.replay)
+        self._acts: tuple[Callable[[], None], ...] = (*acts, self._name_others, self._name_others, liar.replay)
         if liar.temper.pause_s:
             self._later()
 
@@ -70,6 +77,45 @@ class Mischief:
         for session in range(self.rng.choice((1, 8))):
             liar.wire(worker, [version, another, life, to, session, body])
 
+    def _name_others(self, looks: int = LOOKS_MAX) -> None:
+        """Say something of a handoff of others, by its right numbers: those are no secrets, and prove nothing.
+
+        Handoffs are short, so it looks until there is one. (A handoff's name is a secret, so no claim is made by it:
+        see `_use_overheard`.)
+        """
+        liar, worker = self.liar, self.liar.other()
+        numbers = self._numbers(worker)
+        if not numbers or not self.life.alive:
+            if looks and self.life.alive:
+                self.world.after(LOOK_S, lambda: self._name_others(looks - 1))
+            return
+        known, kinds = self.rng.choice(numbers)
+        kind = self.rng.choice(kinds)
+        body = liar.fields.invented(kind)
+        for at, field in enumerate(shape_of(kind).fields, 1):
+            body[at] = known.get(field.name, body[at])
+        tree = liar.addressed(worker, body)
+        if self.rng.random() < 0.3:
+            tree[4] = known["session"]
+        self.world.faults["lies_about_others"] += 1
+        liar.wire(worker, tree)
+
+    def _numbers(self, worker: WorkerId) -> list[tuple[dict[str, Any], tuple[type, ...]]]:
+        """What that worker has with others: as D, to be told what a P says; as P, what a D says."""
+        ledger, me = self.liar.lives[worker].node.ledger, self.life.peer.worker
+        taken: list[dict[str, Any]] = [
+            {"attempt": i.attempt, "reservation": i.reservation, "handoff": i.wanted.handoff, "digest": i.wanted.digest,
+             "lease": i.source.lease if i.source is not None else 0, "session": i.link.session}
+            for i in ledger.consumer.by_handoff.values() if i.link.worker != me
+        ]  # fmt: skip
+        given: list[dict[str, Any]] = [
+            {"attempt": reader.attempt, "lease": lease.id, "handoff": lease.handoff, "session": seat.session}
+            for lease in ledger.producer.leases.values() for reader, seat in lease.seats.items()
+            if reader.peer.worker != me
+        ]  # fmt: skip
+        found = [(known, _OF_SOURCE) for known in taken if may(role_in(me), Act.GRANT)]
+        return found + [(known, _OF_TARGET) for known in given if may(role_in(me), Act.CLAIM)]
+
     def _greet(self) -> None:
         """Once, or many times, in one life or in ever another; with its own card, or with one that is not right."""
         liar, worker = self.liar, self.liar.other()
@@ -80,7 +126,7 @@ class Mischief:
             tree = liar.addressed(worker, _tree(m.Hello(self.rng.getrandbits(62), card)))
             if lives:
                 tree[2] = self.rng.getrandbits(62)
-            liar.wire(worker, tree if self.rng.random() < 0.7 else liar.lie(tree, ("Hello", "card")))
+            liar.wire(worker, tree if self.rng.random() < 0.4 else liar.lie(tree, ("Hello", "card")))
 
     def _claim(self) -> None:
         """Ask for handoffs that nobody knows, by tickets that the cluster's key has signed."""

@@ -39,6 +39,13 @@ def shape_of(kind: type) -> inspect.StructType:
     return found
 
 
+def leaves(info: inspect.Type) -> int:
+    """How much there is to lie about in a value of that type."""
+    if isinstance(info, inspect.StructType):
+        return sum(leaves(field.type) for field in info.fields)
+    return leaves(info.item_type) if isinstance(info, inspect.VarTupleType | inspect.ListType) else 1
+
+
 def kind_of(body: list[Any]) -> type:
     return _KINDS[body[0]]
 
@@ -126,7 +133,7 @@ class Fields:
         raise TypeError(f"{name}: nothing is known of {info}, add it to the liar's fields")
 
     def _struct(self, info: inspect.StructType, value: Any) -> Any:
-        field = self.rng.choice(info.fields)
+        field = self.rng.choices(info.fields, [leaves(each.type) for each in info.fields])[0]
         if isinstance(value, dict):
             had = value.get(field.name, field.default)
             return {**value, field.name: self._changed(field.type, _plain(had), field.name)}

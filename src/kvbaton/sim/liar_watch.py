@@ -25,7 +25,8 @@ from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import HandoffId, WorkerId
 from kvbaton.protocol.lease import ReaderState
-from kvbaton.protocol.messages import HelloRefused
+from kvbaton.protocol.messages import HelloRefused, Renew
+from kvbaton.protocol.numbers import DURATION_S_MIN
 from kvbaton.protocol.outlet import Outlet
 from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX, Ticket, unseal
@@ -76,11 +77,12 @@ class CountedControl:
     def __init__(self, life: Life, liars: frozenset[WorkerId]) -> None:
         self._life, self._world, self._wire, self._liars = life, life.world, life.control, liars
         self._since, self._said, self._heard, self._answered = 0.0, 0, 0, 0
+        self._renewed: dict[int, float] = {}
 
     def send(self, worker: WorkerId, frame: bytes) -> bool:
         if worker in self._liars:
             self._count()
-            self._count_greetings(frame)
+            self._look(read(frame)[1])
         return self._wire.send(worker, frame)
 
     def receive(self) -> Sequence[tuple[WorkerId, bytes]]:
@@ -97,16 +99,24 @@ class CountedControl:
         if self._said > SAID_MAX + SAID_FOR_EACH * busy + 3 * self._heard:
             raise Broken(HANG, f"{self._life.peer.worker}: speaks {self._said} times a second to {sorted(self._liars)}")
 
-    def _count_greetings(self, frame: bytes) -> None:
+    def _look(self, message: object) -> None:
+        """How often D speaks is D's to say (rule 25)."""
+        if isinstance(message, Renew):
+            at, before = self._life.clock(), self._renewed.get(message.attempt, -1e9)
+            if at - before < DURATION_S_MIN * 0.99:
+                raise Broken(HANG, f"{self._life.peer.worker}: renews again after {at - before:.6f} s")
+            self._renewed[message.attempt] = at
+        elif isinstance(message, _ANSWERS):
+            self._count_greetings()
+
+    def _count_greetings(self) -> None:
         """Each is charged for before anything of it is read (rule 27), the refused as well."""
-        self._answered += isinstance(read(frame)[1], _ANSWERS)
+        self._answered += 1
         settings = self._life.character.settings
         passed_s = self._world.now * (1 + abs(self._life.character.drift))
         due = settings.greetings_burst_max + settings.greetings_per_s_max * passed_s
         if self._answered > due + 1:
-            raise Broken(
-                LEAK, f"{self._life.peer.worker}: {self._answered} greetings of a liar answered, not {due}"
-            )
+            raise Broken(LEAK, f"{self._life.peer.worker}: {self._answered} greetings of a liar answered, not {due}")
 
 
 class Watched(Life):
@@ -258,7 +268,8 @@ class Company:
             ticket, wall = _opened(waiting.claim.ticket), self.world.now + life.character.wall_skew_s
             if ticket is None or not wall - 0.1 <= ticket.expires_unix_s <= wall + TICKET_LIFE_S_MAX + 0.1:
                 raise Broken(STRANGER, f"{life.peer.worker}: a claim waits with a ticket that is not good: {ticket}")
-            if ticket.source != life.peer.worker or ticket.target not in ("", reader.peer.worker):
+            mine = ticket.source == life.peer.worker and ticket.handoff == waiting.claim.handoff
+            if not mine or ticket.target not in ("", reader.peer.worker):
                 raise Broken(STRANGER, f"{life.peer.worker}: a claim waits with a ticket of others: {ticket}")
 
     def _check_ages(self, life: Life) -> None:

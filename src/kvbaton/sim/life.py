@@ -46,6 +46,8 @@ from kvbaton.sim.world import InjectedFault, World
 TICKET_KEY = b"simulated cluster key 0123456789"
 
 
+LATE_S_MAX = 0.1
+
 _STOPS_NODE = ("process", "loop")
 _STOPS_ENGINE = ("process", "engine")
 
@@ -118,6 +120,11 @@ class WatchedDoorway(Doorway):
     def __init__(self, config: DoorwayConfig, epochs: EpochTable) -> None:
         super().__init__(config, epochs)
         self._released: set[LeaseId] = set()
+        self.sourceless: set[LeaseId] = set()  # P's request has ended early
+
+    def source_ended(self, lease: LeaseId, reason: Reason) -> None:
+        self.sourceless.add(lease)
+        super().source_ended(lease, reason)
 
     def hand_in(self, effect: Effect) -> None:
         if isinstance(effect, Unpin):
@@ -138,6 +145,7 @@ class Life:
         self._signs: dict[HandoffId, tuple[object, float]] = {}  # what was last seen of each handoff, and since when
         self._taken_back: set[HandoffId] = set()  # tickets that the router has said nobody will use
         self._node_due = False
+        self._excused = False  # it was stopped: what is due is late
         self._engine_due = False
         self._timer_at = float("inf")
         self._offset_s = world.rng.uniform(-1000, 1000)
@@ -209,6 +217,7 @@ class Life:
 
     def resume(self) -> None:
         self.pause("")
+        self._excused = True
         self._node_due = self._engine_due = False
         self._timer_at = float("inf")
         self.wake()
@@ -220,6 +229,7 @@ class Life:
         if not self.alive or self.paused in _STOPS_NODE:
             return
         self._node_due = False
+        self._check_punctual()
         try:
             self.node.step(self.clock())
         except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
@@ -237,6 +247,8 @@ class Life:
         except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
             raise Broken(DEATH, f"{self.character.name}: the engine died\n{traceback.format_exc()}") from None
         self._check_pins()
+        if self.doorway.pinned_blocks and not self.engine.busy:
+            raise Broken(LEAK, f"{self.character.name}: holds blocks for others, and says that it need not be stepped")
         if before != self.engine.pool.total or self.engine.has_next:
             self.wake_engine()
 
@@ -276,10 +288,20 @@ class Life:
         for lease in producer.leases.values():
             if lease.state is not LeaseState.CLOSING and now > lease.hold_until + 0.1:
                 raise Broken(LEAK, f"{self.character.name}: lease {lease.id} is held past max_hold_s")
+            if lease.id in self.doorway.sourceless and lease.state is not LeaseState.CLOSING and not lease.final:
+                raise Broken(HANG, f"{self.character.name}: lease {lease.id} goes on, and its request has ended")
             if not self.doorway.is_leased(lease.id):
                 raise Broken(LEAK, f"{self.character.name}: lease {lease.id} is held, and its blocks are not pinned")
         self._check_waits(now)
         self._check_taken_back()
+
+    def _check_punctual(self) -> None:
+        """A loop that nobody stopped looks at what is due when it is due (rule 21)."""
+        due = self.node.next_deadline()
+        late_s = self.clock() - due if due is not None else 0.0
+        if late_s > LATE_S_MAX and not self._excused:
+            raise Broken(HANG, f"{self.character.name}: its loop is {late_s:.2f} s late")
+        self._excused = False
 
     def _check_waits(self, now: float) -> None:
         """No handoff of D's waits longer than its longest time-out without anything having happened to it."""
@@ -333,7 +355,7 @@ class Life:
             ranks.append(mine)
         return ranks
 
-    def _make_doorway(self) -> Doorway:
+    def _make_doorway(self) -> WatchedDoorway:
         rng, shape = self.world.rng, self.character.shape
         config = DoorwayConfig(
             me=self.peer,
