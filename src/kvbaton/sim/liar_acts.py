@@ -28,7 +28,7 @@ FIRST_JOB = 1 << 40
 """Copies that no ledger has asked for have numbers that no ledger gives."""
 PLANE = "tcp"
 FLOOD = (1, 1, 4, 30)
-LOOK_S, LOOKS_MAX = 0.01, 40
+LOOK_S, LOOKS_MAX, NAMED = 0.01, 40, 5
 _OF_TARGET = (m.Renew, m.Commit, m.Abandon, m.Offer, m.Ack, m.Revoke, m.Goodbye)
 _OF_SOURCE = (
     m.Granted, m.ClaimRefused, m.Renewed, m.RenewRefused, m.Ready, m.Committed, m.Stale, m.SourceLost, m.Accepted,
@@ -90,26 +90,31 @@ class Mischief:
                 self.world.after(LOOK_S, lambda: self._name_others(looks - 1))
             return
         known, kinds = self.rng.choice(numbers)
-        kind = self.rng.choice(kinds)
-        body = liar.fields.invented(kind)
-        for at, field in enumerate(shape_of(kind).fields, 1):
-            body[at] = known.get(field.name, body[at])
-        tree = liar.addressed(worker, body)
-        if self.rng.random() < 0.3:
-            tree[4] = known["session"]
-        self.world.faults["lies_about_others"] += 1
-        liar.wire(worker, tree)
+        for kind in self.rng.sample(kinds, NAMED):
+            body = liar.fields.invented(kind)
+            for at, field in enumerate(shape_of(kind).fields, 1):
+                body[at] = known.get(field.name, body[at])
+            tree = liar.addressed(worker, body)
+            way = self.rng.random()
+            if way < 0.5:
+                tree[4] = known["session"]
+            if way < 0.25:  # and in the name of whose it is
+                tree[1], tree[2] = known["peer"].worker, known["peer"].incarnation
+            self.world.faults["lies_about_others"] += 1
+            liar.wire(worker, tree)
 
     def _numbers(self, worker: WorkerId) -> list[tuple[dict[str, Any], tuple[type, ...]]]:
         """What that worker has with others: as D, to be told what a P says; as P, what a D says."""
         ledger, me = self.liar.lives[worker].node.ledger, self.life.peer.worker
         taken: list[dict[str, Any]] = [
             {"attempt": i.attempt, "reservation": i.reservation, "handoff": i.wanted.handoff, "digest": i.wanted.digest,
-             "lease": i.source.lease if i.source is not None else 0, "session": i.link.session}
-            for i in ledger.consumer.by_handoff.values() if i.link.worker != me
+             "lease": i.source.lease if i.source is not None else 0, "session": i.link.session,
+             "peer": i.link.peer}
+            for i in ledger.consumer.by_handoff.values() if i.link.worker != me and i.link.peer is not None
         ]  # fmt: skip
         given: list[dict[str, Any]] = [
-            {"attempt": reader.attempt, "lease": lease.id, "handoff": lease.handoff, "session": seat.session}
+            {"attempt": reader.attempt, "lease": lease.id, "handoff": lease.handoff, "session": seat.session,
+             "peer": reader.peer}
             for lease in ledger.producer.leases.values() for reader, seat in lease.seats.items()
             if reader.peer.worker != me
         ]  # fmt: skip

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from kvbaton.protocol import intake, ledger
+from kvbaton.protocol import ledger
 from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.codec import read
 from kvbaton.protocol.consumer import Consumer
@@ -131,8 +131,6 @@ LIAR_MUTANTS: tuple[Mutant, ...] = (
            without(Consumer, "_pulse", "max(seconds, DURATION_S_MIN)", "seconds")),
     Mutant("a_time_handled_twice", "26", "a handler that arms itself for now keeps the loop",
            both(swap(Timers, "set", _as_asked), without(Consumer, "_pulse", "max(seconds, DURATION_S_MIN)", "0.0"))),
-    Mutant("more_ready_than_listed", "25, 10", "a liar's progress is beyond the blocks that it has named",
-           without(intake.Source, "check", "max(ready.blocks_done, ready.blocks_ahead) > len(ids)")),
     Mutant("groups_uncounted", "25", "a liar's offer has no list of blocks for some group",
            without(Writer, "_open", "len(offer.blocks) != len(session.plan.target.groups)")),
     Mutant("ready_of_other_groups", "25", "a liar's Ready has one group more than the prompt",
