@@ -28,11 +28,11 @@ FIRST_JOB = 1 << 40
 """Copies that no ledger has asked for have numbers that no ledger gives."""
 PLANE = "tcp"
 FLOOD = (1, 1, 4, 30)
-LOOK_S, LOOKS_MAX, NAMED = 0.01, 40, 5
-_OF_TARGET = (m.Renew, m.Commit, m.Abandon, m.Offer, m.Ack, m.Revoke, m.Goodbye)
+LOOK_S, LOOKS_MAX = 0.01, 40
+_OF_TARGET = (m.Renew, m.Commit, m.Abandon, m.Offer, m.Ack, m.Revoke)
 _OF_SOURCE = (
     m.Granted, m.ClaimRefused, m.Renewed, m.RenewRefused, m.Ready, m.Committed, m.Stale, m.SourceLost, m.Accepted,
-    m.Written, m.Quiesced, m.Goodbye, m.Reset,
+    m.Written, m.Quiesced,
 )  # fmt: skip
 _INVENTED = tuple(kind for kind in KINDS if kind not in (m.Hello, m.Welcome))
 
@@ -90,15 +90,16 @@ class Mischief:
                 self.world.after(LOOK_S, lambda: self._name_others(looks - 1))
             return
         known, kinds = self.rng.choice(numbers)
-        for kind in self.rng.sample(kinds, NAMED):
+        last = (m.Goodbye, m.Reset) if self.rng.random() < 0.1 else ()  # after which nobody listens
+        for kind in (*self.rng.sample(kinds, len(kinds)), *last):
             body = liar.fields.invented(kind)
             for at, field in enumerate(shape_of(kind).fields, 1):
                 body[at] = known.get(field.name, body[at])
             tree = liar.addressed(worker, body)
             way = self.rng.random()
-            if way < 0.5:
+            if way < 0.3:
                 tree[4] = known["session"]
-            if way < 0.25:  # and in the name of whose it is
+            if way < 0.15:  # and in the name of whose it is
                 tree[1], tree[2] = known["peer"].worker, known["peer"].incarnation
             self.world.faults["lies_about_others"] += 1
             liar.wire(worker, tree)

@@ -32,6 +32,7 @@ from kvbaton.sim import engine as sim_engine
 from kvbaton.sim import request as sim_request
 from kvbaton.sim.mutants_device import DEVICE_MUTANTS
 from kvbaton.sim.mutants_discard import DISCARD_MUTANTS
+from kvbaton.sim.mutants_liars import LIAR_MUTANTS
 from kvbaton.sim.mutants_planes import PLANE_MUTANTS
 from kvbaton.sim.mutants_versions import VERSION_MUTANTS
 from kvbaton.sim.mutation import Mutant, both, swap
@@ -718,5 +719,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *DEVICE_MUTANTS,
     *PLANE_MUTANTS,
     *VERSION_MUTANTS,
+    *LIAR_MUTANTS,
 )
 """Every mutant must be caught by the simulator; the clean tree by none of the same seeds."""

@@ -5,11 +5,13 @@ Most are one guard less: the text of one function without it, compiled in place 
 """
 
 from __future__ import annotations
+import __future__ as future
 
 import contextlib
 import inspect
 import textwrap
 from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import Any
 
 from kvbaton.protocol import ledger
@@ -28,23 +30,23 @@ from kvbaton.sim.mutation import Mutant, Switch, both, swap
 from kvbaton.sim.transport import SimTransport
 from kvbaton.transports.loans import Loans
 
+FLAGS = future.annotations.compiler_flag
+
 
 def edited(*changes: tuple[str, str]) -> Callable[[Any], Any]:
-    """The function with each `old` of its text replaced by `new`; each is there once, or the build fails."""
+    """The function, or property, with each `old` of its text replaced by `new`; one that is not there is an error."""
 
     def make(original: Any) -> Any:
-        wrapped: Any = original.fget if isinstance(original, property) else original
-        text = textwrap.dedent(inspect.getsource(wrapped))
+        before: Any = original.fget if isinstance(original, property) else original
+        text = textwrap.dedent(inspect.getsource(before)).removeprefix("@property\n")
         for old, new in changes:
             if text.count(old) != 1:
-                raise LookupError(f"{wrapped.__qualname__}: {old!r} is there {text.count(old)} times, expected once")
+                raise LookupError(f"{before.__qualname__}: {old!r} is there {text.count(old)} times, expected once")
             text = text.replace(old, new)
-        if isinstance(original, property):
-            text = text.removeprefix("@property\n")
-        found: dict[str, Any] = {}
-        exec(compile(text, f"<mutant of {wrapped.__qualname__}>", "exec"), wrapped.__globals__, found)
-        made = found[wrapped.__name__]
-        return property(made) if isinstance(original, property) else made
+        module = compile(text, f"<mutant of {before.__qualname__}>", "exec", FLAGS)
+        code = next(each for each in module.co_consts if isinstance(each, CodeType))
+        after = FunctionType(code, before.__globals__, before.__name__, before.__defaults__)
+        return property(after) if isinstance(original, property) else after
 
     return make
 
