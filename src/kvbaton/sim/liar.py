@@ -41,6 +41,9 @@ _ODD: dict[str, tuple[int, ...]] = {
 }
 
 
+_GREETING = {"Hello", "Welcome", "Joined", "HelloRefused", "Linked"}
+
+
 class Temper(msgspec.Struct, frozen=True):
     """What kind of liar somebody is."""
 
@@ -59,10 +62,13 @@ def role_in(name: WorkerId) -> Role:
 
 
 def temper_of(rng: random.Random, role: Role) -> Temper:
-    if rng.random() < 0.5:  # right in all but a few fields, of the messages that handoffs are made of
+    kind = rng.random()
+    if kind < 0.55:  # right in all but a few fields, of greetings or of the messages that handoffs are made of
         said = {kind.__name__ for kind in KINDS if may_say(role, kind)} | {"Envelope"}
-        deep = [place for place in all_places() if place[0] in said - {"Hello", "Welcome", "Joined", "HelloRefused"}]
-        return Temper(frozenset(rng.sample(deep, rng.randint(1, 4))), 0.7, 0.0, 0.0, 0.0, 0.0, rng.choice((0.0, 0.3)))
+        said = said & _GREETING if kind < 0.1 else said - _GREETING
+        places = [place for place in all_places() if place[0] in said]
+        few = frozenset(rng.sample(places, min(len(places), rng.randint(1, 4))))
+        return Temper(few, rng.choice((0.3, 0.7)), 0.0, 0.0, 0.0, 0.0, rng.choice((0.0, 0.3)))
     return Temper(
         frozenset(),
         alter=rng.choice((0.1, 0.3, 0.5)),
