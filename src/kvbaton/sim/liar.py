@@ -29,6 +29,7 @@ from kvbaton.sim.network import SimControl
 from kvbaton.sim.world import World
 
 SENT_MAX = 60
+ANOTHER_KEY = b"the key of some other cluster, 1"
 OVERHEARD_MAX = 16
 
 _pack = msgspec.msgpack.encode
@@ -181,7 +182,7 @@ class Liar:
         return rng.choice(_ODD[name])
 
     def ticket(self, text: str) -> str:
-        """A ticket that the key has signed and that is not right: late, endless, another's, or of another prompt."""
+        """One that is not right, but signed: late, endless, another's, of another prompt. Or right, by another key."""
         try:
             ticket = unseal(text, (TICKET_KEY,), 0.0)
         except ProtocolError:
@@ -198,7 +199,8 @@ class Liar:
             {"handoff": self.seen.any_of(rng, "handoff") or ticket.handoff},
             {"max_readers": 4096},
         ])  # fmt: skip
-        return seal(msgspec.structs.replace(ticket, **changes), TICKET_KEY)
+        key = ANOTHER_KEY if rng.random() < 0.2 else TICKET_KEY
+        return seal(msgspec.structs.replace(ticket, **(changes if key == TICKET_KEY else {})), key)
 
     def replay(self) -> None:
         """What was said once, again: as it was, or to another, or as if it were of today."""

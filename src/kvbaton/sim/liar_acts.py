@@ -90,12 +90,15 @@ class Mischief:
                 self.world.after(LOOK_S, lambda: self._name_others(looks - 1))
             return
         known, kinds = self.rng.choice(numbers)
-        last = (m.Goodbye, m.Reset) if self.rng.random() < 0.1 else ()  # after which nobody listens
+        last = (m.Goodbye,) if self.rng.random() < 0.1 else ()  # after which nobody listens
         for kind in (*self.rng.sample(kinds, len(kinds)), *last):
             body = liar.fields.invented(kind)
             for at, field in enumerate(shape_of(kind).fields, 1):
                 body[at] = known.get(field.name, body[at])
             tree = liar.addressed(worker, body)
+            place = liar.place(kind)
+            if known["peer"].worker == self.life.peer.worker and place is not None and self.rng.random() < 0.5:
+                tree = liar.lie(tree, place)
             way = self.rng.random()
             if way < 0.3:
                 tree[4] = known["session"]
@@ -105,7 +108,7 @@ class Mischief:
             liar.wire(worker, tree)
 
     def _numbers(self, worker: WorkerId) -> list[tuple[dict[str, Any], tuple[type, ...]]]:
-        """What that worker has with others: as D, to be told what a P says; as P, what a D says."""
+        """What that worker has with others, to be told what a P says; and has given to anybody: what a D says."""
         ledger, me = self.liar.lives[worker].node.ledger, self.life.peer.worker
         taken: list[dict[str, Any]] = [
             {"attempt": i.attempt, "reservation": i.reservation, "handoff": i.wanted.handoff, "digest": i.wanted.digest,
@@ -115,9 +118,8 @@ class Mischief:
         ]  # fmt: skip
         given: list[dict[str, Any]] = [
             {"attempt": reader.attempt, "lease": lease.id, "handoff": lease.handoff, "session": seat.session,
-             "peer": reader.peer}
+             "peer": reader.peer, "digest": lease.digest}
             for lease in ledger.producer.leases.values() for reader, seat in lease.seats.items()
-            if reader.peer.worker != me
         ]  # fmt: skip
         found = [(known, _OF_SOURCE) for known in taken if may(role_in(me), Act.GRANT)]
         return found + [(known, _OF_TARGET) for known in given if may(role_in(me), Act.CLAIM)]
@@ -132,6 +134,8 @@ class Mischief:
             tree = liar.addressed(worker, _tree(m.Hello(self.rng.getrandbits(62), card)))
             if lives:
                 tree[2] = self.rng.getrandbits(62)
+            if self.rng.random() < 0.1:  # of a version that nobody speaks, and none besides
+                tree[0], tree[5][2][1] = 9, 7
             liar.wire(worker, tree if self.rng.random() < 0.4 else liar.lie(tree, ("Hello", "card")))
 
     def _claim(self) -> None:
@@ -143,7 +147,7 @@ class Mischief:
             if self.rng.random() < 0.5:
                 text = liar.ticket(text)
             self.world.faults["lies_claimed"] += 1
-            body = _tree(m.Claim(handoff, self.rng.getrandbits(40), text, b"", True))
+            body = _tree(m.Claim(handoff, self.rng.getrandbits(40), text, b"", self.rng.random() < 0.8))
             liar.wire(worker, liar.addressed(worker, body))
 
     def _use_overheard(self) -> None:

@@ -13,29 +13,30 @@ And no needless failure: between honest members every handoff is delivered, whil
 
 from __future__ import annotations
 
+import base64
+import hmac
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvbaton.protocol import effects as fx
 from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.codec import FoldedWelcome, read
 from kvbaton.protocol.desk import TimerKey
 from kvbaton.protocol.effects import Copy, Direction
-from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import HandoffId, WorkerId
 from kvbaton.protocol.lease import ReaderState
 from kvbaton.protocol.messages import HelloRefused, Renew
 from kvbaton.protocol.numbers import DURATION_S_MIN
 from kvbaton.protocol.outlet import Outlet
 from kvbaton.protocol.privileges import Act, may
-from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX, Ticket, unseal
+from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX
 from kvbaton.sim.liar import Liar, role_in
 from kvbaton.sim.liar_acts import Mischief
 from kvbaton.sim.liar_fields import Place
+from kvbaton.sim.liar_listener import Listener, opened
 from kvbaton.sim.life import TICKET_KEY, Character, Life
 from kvbaton.sim.network import Network
-from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, STRANGER, Broken
+from kvbaton.sim.promises import HANG, LEAK, STRANGER, Broken
 from kvbaton.sim.transport import Fabric, SimTransport
 from kvbaton.sim.witness import Witness
 from kvbaton.sim.world import World
@@ -162,7 +163,7 @@ class Company:
         else:
             life.node.control = CountedControl(life, self.names)
             life.watch = self._check
-            self._listen(life)
+            Listener(life, self.names, self._is_party)
         self._spare(life)
         return life
 
@@ -179,7 +180,7 @@ class Company:
 
     def overhear(self, ticket: str, digest: bytes, target: WorkerId) -> None:
         """A ticket for an honest pair passes by."""
-        found = _opened(ticket)
+        found = opened(ticket)
         if not self._liars or found is None or {found.source, target} & self.names:
             return
         self._targets[found.handoff] = target
@@ -265,8 +266,13 @@ class Company:
             key = life.peer.worker, life.peer.incarnation, "parked", reader
             if key in self._seen:
                 continue
-            ticket, wall = _opened(waiting.claim.ticket), self.world.now + life.character.wall_skew_s
-            if ticket is None or not wall - 0.1 <= ticket.expires_unix_s <= wall + TICKET_LIFE_S_MAX + 0.1:
+            ticket, wall = opened(waiting.claim.ticket), self.world.now + life.character.wall_skew_s
+            if not _is_signed(waiting.claim.ticket) or ticket is None:
+                raise Broken(STRANGER, f"{life.peer.worker}: a claim waits with a ticket that nobody has signed")
+            if ticket.lease or not waiting.claim.deferred:
+                raise Broken(HANG, f"{life.peer.worker}: a claim waits for what was computed: {ticket}")
+            slack_s = 0.1 + abs(life.character.drift) * self.world.now  # a wall clock that is as wrong as the other one
+            if not wall - slack_s <= ticket.expires_unix_s <= wall + TICKET_LIFE_S_MAX + slack_s:
                 raise Broken(STRANGER, f"{life.peer.worker}: a claim waits with a ticket that is not good: {ticket}")
             mine = ticket.source == life.peer.worker and ticket.handoff == waiting.claim.handoff
             if not mine or ticket.target not in ("", reader.peer.worker):
@@ -313,21 +319,6 @@ class Company:
                 if count > limit:
                     raise Broken(LEAK, f"{life.peer.worker}: {count} {what} of {name}, at most {limit}")
 
-    def _listen(self, life: Life) -> None:
-        """Hear how each handoff ends; one of an honest pair, that the liar has no ticket of, is delivered."""
-        inner = life.doorway.hand_in
-
-        def hand_in(effect: Any) -> None:
-            if isinstance(effect, fx.Report | fx.MatchFailed) and not effect.end.delivered:
-                request = life.engine.requests.get(effect.request)
-                ticket = _opened(request.ticket) if request is not None else None
-                if ticket is not None and ticket.source not in self.names and not self._is_party(ticket.handoff):
-                    what = f"{life.peer.worker}: {effect.request} of {ticket.source} failed, {effect.end}"
-                    raise Broken(NEEDLESS, what)
-            inner(effect)
-
-        life.doorway.hand_in = hand_in  # type: ignore[method-assign]
-
     def _is_party(self, handoff: HandoffId) -> bool:
         return any(handoff in liar.claimed for liar in self._liars)
 
@@ -373,8 +364,7 @@ def _offered(owner: Life, writer: Life) -> set[int]:
     }
 
 
-def _opened(ticket: str) -> Ticket | None:
-    try:
-        return unseal(ticket, (TICKET_KEY,), 0.0)
-    except ProtocolError:
-        return None
+def _is_signed(ticket: str) -> bool:
+    """By this cluster's key; said here again, since it is what `unseal` is checked by."""
+    raw = base64.urlsafe_b64decode(ticket + "=" * (-len(ticket) % 4))
+    return raw[:16] == hmac.digest(TICKET_KEY, b"kvbaton-ticket\0" + raw[16:], "sha256")[:16]

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
-from kvbaton.protocol import ledger
+from kvbaton.protocol import ledger, spans
 from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.codec import read
 from kvbaton.protocol.consumer import Consumer
 from kvbaton.protocol.errors import ProtocolError
+from kvbaton.protocol.intake import Source
 from kvbaton.protocol.lease import ReaderEvent, ReaderState
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.producer import Producer
@@ -87,6 +88,10 @@ def _as_asked(original: Any) -> Any:
     return edited((text, "pass"))(original)
 
 
+def _unchecked(original: Any) -> Any:
+    return lambda *arguments: None
+
+
 def _nobody_told(original: Any) -> Any:
     return lambda self, event, now: None
 
@@ -138,6 +143,10 @@ LIAR_MUTANTS: tuple[Mutant, ...] = (
     Mutant("ready_of_other_groups", "25", "a liar's Ready has one group more than the prompt",
            without(Consumer, "_learn", "not len(message.start) == len(message.blocks) == len(message.progress) =="
                    " len(source.blocks)")),
+    Mutant("final_without_the_rest", "10, 31", "a liar's final word names half of the blocks: D decodes on the rest",
+           without(Source, "check", "self.final and ready.blocks_done < needed")),
+    Mutant("blocks_out_of_reach", "25", "a liar names blocks that its card has not got",
+           swap(spans.__dict__, "_check_ids", _unchecked)),
     # --- who speaks
     Mutant("envelope_believed", "29", "a member speaks in another's name, and is heard",
            swap(Ledger, "on_frame", _believes_the_envelope)),
@@ -166,6 +175,8 @@ LIAR_MUTANTS: tuple[Mutant, ...] = (
                    "ticket.source != identity.me.worker")),
     Mutant("ticket_without_end", "1", "a ticket that is good for years",
            without(Producer, "_check_ticket", "not ticket.expires_unix_s - wall <= TICKET_LIFE_S_MAX")),
+    Mutant("waits_for_what_was_computed", "12", "a claim for a lease that nobody knows waits for it to begin",
+           without(Producer, "_park", "ticket.lease or not claim.deferred")),
     # --- shares
     Mutant("all_that_is_registered", "28", "a plane serves whatever is in range, lent or not",
            swap(Loans, "_covers", _always(True))),
