@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -99,6 +99,7 @@ class Liar:
         self._sent: deque[tuple[WorkerId, list[Any]]] = deque(maxlen=SENT_MAX)
         self._sessions: dict[WorkerId, deque[int]] = {}
         self.overheard: deque[tuple[str, bytes]] = deque(maxlen=OVERHEARD_MAX)
+        self.on_overheard: Callable[[], None] = lambda: None
         life.node.control = self
 
     # --- the control port of its node
@@ -124,6 +125,7 @@ class Liar:
     def overhear(self, ticket: str, digest: bytes) -> None:
         """Somebody shows it a ticket that is for another, and what the prompt was."""
         self.overheard.append((ticket, digest))
+        self.on_overheard()
 
     # --- lies about what its node says
 

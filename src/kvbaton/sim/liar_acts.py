@@ -28,7 +28,7 @@ FIRST_JOB = 1 << 40
 """Copies that no ledger has asked for have numbers that no ledger gives."""
 PLANE = "tcp"
 FLOOD = (1, 1, 4, 30)
-LOOK_S, LOOKS_MAX = 0.01, 40
+LOOK_S, LOOKS_MAX, OWN_LIES = 0.01, 40, 3
 _OF_TARGET = (m.Renew, m.Commit, m.Abandon, m.Offer, m.Ack, m.Revoke)
 _OF_SOURCE = (
     m.Granted, m.ClaimRefused, m.Renewed, m.RenewRefused, m.Ready, m.Committed, m.Stale, m.SourceLost, m.Accepted,
@@ -47,6 +47,8 @@ class Mischief:
         self._acts: tuple[Callable[[], None], ...] = (*acts, self._name_others, self._name_others, liar.replay)
         if liar.temper.pause_s:
             self._later()
+        if may(role_in(self.life.peer.worker), Act.CLAIM):
+            liar.on_overheard = self._hurry
 
     def _later(self) -> None:
         self.world.after(self.liar.temper.pause_s * self.rng.uniform(0.5, 1.5), self._act)
@@ -83,29 +85,32 @@ class Mischief:
         Handoffs are short, so it looks until there is one. (A handoff's name is a secret, so no claim is made by it:
         see `_use_overheard`.)
         """
-        liar, worker = self.liar, self.liar.other()
+        worker = self.liar.other()
         numbers = self._numbers(worker)
         if not numbers or not self.life.alive:
             if looks and self.life.alive:
                 self.world.after(LOOK_S, lambda: self._name_others(looks - 1))
             return
         known, kinds = self.rng.choice(numbers)
+        own = known["peer"].worker == self.life.peer.worker
         last = (m.Goodbye,) if self.rng.random() < 0.1 else ()  # after which nobody listens
-        for kind in (*self.rng.sample(kinds, len(kinds)), *last):
-            body = liar.fields.invented(kind)
-            for at, field in enumerate(shape_of(kind).fields, 1):
-                body[at] = known.get(field.name, body[at])
-            tree = liar.addressed(worker, body)
-            place = liar.place(kind)
-            if known["peer"].worker == self.life.peer.worker and place is not None and self.rng.random() < 0.5:
-                tree = liar.lie(tree, place)
-            way = self.rng.random()
-            if way < 0.3:
-                tree[4] = known["session"]
+        for kind in (*self.rng.sample(kinds * (OWN_LIES if own else 1), len(kinds) * (OWN_LIES if own else 1)), *last):
+            self._name(worker, kind, known, own)
+
+    def _name(self, worker: WorkerId, kind: type, known: dict[str, Any], own: bool) -> None:
+        liar = self.liar
+        body = liar.fields.invented(kind)
+        for at, field in enumerate(shape_of(kind).fields, 1):
+            body[at] = known.get(field.name, self.rng.getrandbits(20) if field.name == "reservation" else body[at])
+        tree, way, place = liar.addressed(worker, body), self.rng.random(), liar.place(kind)
+        if own and place is not None:
+            tree = liar.lie(tree, place)
+        elif way < 0.3:
+            tree[4] = known["session"]
             if way < 0.15:  # and in the name of whose it is
                 tree[1], tree[2] = known["peer"].worker, known["peer"].incarnation
-            self.world.faults["lies_about_others"] += 1
-            liar.wire(worker, tree)
+        self.world.faults["lies_about_others"] += 1
+        liar.wire(worker, tree)
 
     def _numbers(self, worker: WorkerId) -> list[tuple[dict[str, Any], tuple[type, ...]]]:
         """What that worker has with others, to be told what a P says; and has given to anybody: what a D says."""
@@ -154,7 +159,7 @@ class Mischief:
         """Claim with a ticket of another pair, as it is or signed anew for oneself."""
         if not self.liar.overheard:
             return
-        text, digest = self.rng.choice(self.liar.overheard)
+        text, digest = self.rng.choice((self.liar.overheard[-1], self.rng.choice(self.liar.overheard)))
         ticket = unseal(text, (TICKET_KEY,), 0.0)
         if self.rng.random() < 0.5:
             target = self.rng.choice((WorkerId(""), self.life.peer.worker))
@@ -162,6 +167,11 @@ class Mischief:
         self.world.faults["lies_with_others_tickets"] += 1
         claim = _tree(m.Claim(ticket.handoff, self.rng.randint(1, 50), text, digest, True))
         self.liar.wire(ticket.source, self.liar.addressed(ticket.source, claim))
+
+    def _hurry(self) -> None:
+        """Some of them at once: who claims first may be the one who is believed."""
+        if not self.liar.quiet and self.liar.temper.pause_s and self.rng.random() < 0.5:
+            self.world.after(0.001, self._use_overheard)
 
     # --- deeds
 
