@@ -77,7 +77,8 @@ class CountedControl:
 
     def __init__(self, life: Life, liars: frozenset[WorkerId]) -> None:
         self._life, self._world, self._wire, self._liars = life, life.world, life.control, liars
-        self._since, self._said, self._heard, self._answered = 0.0, 0, 0, 0
+        self._since, self._said, self._heard = 0.0, 0, 0
+        self._greeted_at, self._greetings_left = 0.0, life.character.settings.greetings_burst_max
         self._renewed: dict[int, float] = {}
 
     def send(self, worker: WorkerId, frame: bytes) -> bool:
@@ -112,12 +113,12 @@ class CountedControl:
 
     def _count_greetings(self) -> None:
         """Each is charged for before anything of it is read (rule 27), the refused as well."""
-        self._answered += 1
-        settings = self._life.character.settings
-        passed_s = self._world.now * (1 + abs(self._life.character.drift))
-        due = settings.greetings_burst_max + settings.greetings_per_s_max * passed_s
-        if self._answered > due + 1:
-            raise Broken(LEAK, f"{self._life.peer.worker}: {self._answered} greetings of a liar answered, not {due}")
+        settings, now = self._life.character.settings, self._world.now
+        refilled = (now - self._greeted_at) * settings.greetings_per_s_max * (1 + abs(self._life.character.drift))
+        self._greetings_left = min(settings.greetings_burst_max, self._greetings_left + refilled) - 1
+        self._greeted_at = now
+        if self._greetings_left < -1:
+            raise Broken(LEAK, f"{self._life.peer.worker}: answers more greetings of a liar than it may")
 
 
 class Watched(Life):
