@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
-from kvbaton.protocol import ledger, spans
+from kvbaton.protocol import layout, ledger, spans
 from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.codec import read
 from kvbaton.protocol.consumer import Consumer
@@ -182,6 +182,8 @@ LIAR_MUTANTS: tuple[Mutant, ...] = (
            swap(Loans, "_covers", _always(True))),
     Mutant("greetings_unmetered", "27", "cards are read, checked and mapped for whoever sends them",
            swap(Buckets, "take", _always(True))),
+    Mutant("card_believed", "27", "a liar's card has ranks whose shares are of no group",
+           swap(layout.__dict__, "_validate_rank", _unchecked)),
     Mutant("unconfirmed_uncounted", "27", "one member's sessions that it never confirms push out everybody's",
            without(Ledger, "_may_greet", "len(waiting) >= settings.unconfirmed_per_peer_max")),
     Mutant("waiting_claims_uncounted", "9", "one member's claims fill the place where claims wait",
