@@ -2,12 +2,16 @@
 
     python tools/protocol_docs.py
 
-A test compares the file with what this prints, so the page cannot drift from the tables it shows.
+A test compares the file with what this prints, so the page cannot drift from the tables it shows. What each rule is
+shown by is found, not listed: mutants name their rule, scenarios in their first lines, tests in a docstring of theirs
+(`Rule 7`, `rules 9 and 12`, `rules 13 to 16`, `rule store`).
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import inspect
 import re
 import typing
@@ -29,8 +33,10 @@ from kvbaton.protocol.puts import PUT
 from kvbaton.protocol.table import Table, Verdict
 from kvbaton.protocol.versions import SPOKEN
 from kvbaton.sim.mutants import MUTANTS
+from kvbaton.sim.mutation import Mutant
 
-PAGE = Path(__file__).parents[1] / "docs" / "protocol.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "protocol.md"
 RULES = Path(__file__).with_name("protocol_rules.txt")
 
 INTRODUCTION = """\
@@ -69,7 +75,8 @@ ABOUT_RULES = """\
 ## Rules
 
 Each exists because some schedule breaks a promise without it. *Mutants* are switchable one-place changes of the code
-that bring the old mistake back; the simulator must catch every one.
+that bring the old mistake back; the simulator must catch every one. *Scenarios* are conversations in `tests/scenarios`
+that show the rule at work, and *tests* those that name it.
 """
 
 ABOUT_MACHINES = """\
@@ -130,8 +137,19 @@ class Rule(NamedTuple):
     where: list[str]
 
 
+class Shown(NamedTuple):
+    """By what, for each rule."""
+
+    mutants: dict[str, list[Mutant]]
+    scenarios: dict[str, list[str]]
+    tests: dict[str, list[str]]
+
+    def of(self, number: str) -> tuple[list[Mutant], list[str], list[str]]:
+        return self.mutants.pop(number, []), self.scenarios.pop(number, []), self.tests.pop(number, [])
+
+
 def rules() -> Iterator[str]:
-    broken = mutants_by_rule()
+    shown = Shown(mutants_by_rule(), scenarios_by_rule(), tests_by_rule())
     yield ABOUT_RULES
     for part in re.split(r"(?m)^# ", RULES.read_text())[1:]:
         chapter, _, text = part.partition("\n")
@@ -139,35 +157,108 @@ def rules() -> Iterator[str]:
         yield f"### {chapter}" + (f"\n\n{about.strip()}" if about.strip() else "")
         for told in listed:
             rule = parse(told)
-            yield rule_text(rule, broken.pop(rule.number, []))
-    if broken:
-        raise SystemExit(f"mutants of rules that are not told: {sorted(broken)}")
+            yield rule_text(rule, *shown.of(rule.number))
+    for kind, left in zip(("mutants", "scenarios", "tests"), shown, strict=True):
+        if left:
+            raise SystemExit(f"{kind} of rules that are not told: {sorted(left)}")
+
+
+def numbers() -> list[str]:
+    """Of all rules, in order; the store's has a name."""
+    return [parse(told).number for told in re.split(r"(?m)^## ", RULES.read_text())[1:]]
 
 
 def parse(text: str) -> Rule:
     """`1. Title`, what the rule says, `Without:` and `Where:`, each as long as it needs."""
     head, _, rest = text.partition("\n")
     number, _, title = head.partition(". ")
-    says, without, where = re.split(r"\n(?:Without|Where): ", rest.strip())
+    says, without, where = re.split(r"\n(?:Without|Where): ", re.split(r"(?m)^# ", rest)[0].strip())
     return Rule(
         number, title, *(" ".join(each.split()) for each in (says, without)), where.replace("\n", " ").split(", ")
     )
 
 
-def rule_text(rule: Rule, mutants: list[str]) -> str:
+def rule_text(rule: Rule, mutants: list[Mutant], scenarios: list[str], tests: list[str]) -> str:
     name = f"**{rule.number}. {rule.title}.**" if rule.number.isdigit() else f"**{rule.title}.**"
     lines = [f"{name} {rule.says}", f"- *Without it*: {rule.without}"]
     lines.append("- *In the code*: " + ", ".join(f"`{place(where)}`" for where in rule.where))
-    lines += [f"- *Mutant* {mutant}" for mutant in mutants]
+    lines += [f"- *Mutant* `{each.name}`: {each.story}" for each in mutants if not is_generated(each)]
+    for kind, found in (
+        ("Generated mutants", [each.name for each in mutants if is_generated(each)]),
+        ("Scenarios", scenarios),
+        ("Tests", tests),
+    ):
+        lines += [f"- *{kind}*: " + ", ".join(f"`{each}`" for each in found)] if found else []
     return "\n".join(lines)
 
 
-def mutants_by_rule() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = defaultdict(list)
-    for mutant in MUTANTS:
+# --- what shows a rule
+
+
+def all_mutants() -> list[Mutant]:
+    """Those written by hand, and those kept of the generated ones."""
+    if importlib.util.find_spec("kvbaton.sim.kept") is None:
+        return list(MUTANTS)
+    kept = importlib.import_module("kvbaton.sim.kept")
+    return [*MUTANTS, *(kept.mutant(each) for each in kept.read())]
+
+
+def is_generated(mutant: Mutant) -> bool:
+    """Named by the place that it changes."""
+    return ":" in mutant.name
+
+
+def mutants_by_rule() -> dict[str, list[Mutant]]:
+    found: dict[str, list[Mutant]] = defaultdict(list)
+    for mutant in all_mutants():
         for number in mutant.rule.split(", "):
-            found[number].append(f"`{mutant.name}`: {mutant.story}")
+            found[number].append(mutant)
     return found
+
+
+def scenarios_by_rule() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted((ROOT / "tests" / "scenarios").glob("*.txt")):
+        head = path.read_text().partition("\n\n")[0]
+        for number in named_rules(head):
+            found[number].append(path.name)
+    return found
+
+
+def tests_by_rule() -> dict[str, list[str]]:
+    """Modules, classes and functions of tests whose docstring names a rule."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text()
+        if not named_rules(text):
+            continue
+        for name, said in docstrings(ast.parse(text)):
+            for number in named_rules(said):
+                found[number].append("::".join((str(path.relative_to(ROOT / "tests")), *name)))
+    return found
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Of a module, its classes and functions, each with its name inside the module."""
+    yield (), ast.get_docstring(tree) or ""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield (node.name,), ast.get_docstring(node) or ""
+        for inner in node.body if isinstance(node, ast.ClassDef) else []:
+            if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield (node.name, inner.name), ast.get_docstring(inner) or ""
+
+
+_NAMED = re.compile(r"\brules?\s+(store\b|\d+(?:(?:,\s*|\s+and\s+|\s+to\s+)\d+)*)", re.IGNORECASE)
+
+
+def named_rules(text: str) -> list[str]:
+    """`Rule 7`, `rules 9 and 12`, `rules 13 to 16`."""
+    found: dict[str, None] = {}
+    for said in _NAMED.findall(text):
+        for first, last in re.findall(r"(store|\d+)(?:\s+to\s+(\d+))?", said):
+            found.update(dict.fromkeys(map(str, range(int(first), int(last) + 1)) if last else [first]))
+    return list(found)
 
 
 def place(where: str) -> str:

@@ -1,4 +1,4 @@
-"""Promise 2 rests on deadlines: none is lost, none fires twice, and moving one replaces it."""
+"""Promise 2 rests on deadlines: none is lost, none fires twice, and moving one replaces it (rule 26)."""
 
 from __future__ import annotations
 

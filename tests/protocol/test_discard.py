@@ -1,4 +1,4 @@
-"""A ticket that the router took back: its lease ends at once, unless somebody reads, whose end it then is."""
+"""A ticket that the router took back: its lease ends at once, unless somebody reads, whose end it then is (rule 22)."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.sim.mutants import MUTANTS
+from kvbaton.sim.mutation import Mutant
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,9 +32,32 @@ def test_the_page_is_what_the_generator_prints(tool: ModuleType) -> None:
 
 def test_every_rule_every_mutant_and_every_reason_is_told(tool: ModuleType) -> None:
     page = tool.page()
-    assert [f"**{number}. " in page for number in range(1, 22)] == [True] * 21
+    assert [number for number in tool.numbers() if number.isdigit() and f"**{number}. " not in page] == []
+    assert tool.numbers() == [*map(str, range(1, len(tool.numbers()))), "store"] and len(tool.numbers()) >= 33
     assert [mutant.name for mutant in MUTANTS if f"`{mutant.name}`" not in page] == []
     assert [reason for reason in Reason if f"| `{reason.value}` |" not in page] == []
+
+
+def test_no_rule_is_without_a_mutant_a_scenario_and_a_test(tool: ModuleType) -> None:
+    shown = {"mutant": tool.mutants_by_rule(), "scenario": tool.scenarios_by_rule(), "test": tool.tests_by_rule()}
+    lacks = [(number, kind) for number in tool.numbers() for kind, found in shown.items() if not found.get(number)]
+    assert lacks == []
+
+
+def test_a_rule_is_named_in_words(tool: ModuleType) -> None:
+    found = tool.named_rules("(rules 9 and 12), rule 3, Rules 13 to 16; no ruler 7")
+    assert found == ["9", "12", "3", "13", "14", "15", "16"]
+    assert tool.named_rules("a put holds one pin (promise 3, rule store)") == ["store"]
+    tree = tool.ast.parse('"""Rule 7."""\nclass A:\n    def test_b(self):\n        """Rule 8."""\n')
+    assert [name for name, said in tool.docstrings(tree) if said] == [(), ("A", "test_b")]
+
+
+def test_mutants_that_were_generated_are_told_by_name_alone(tool: ModuleType) -> None:
+    by_hand, made = (Mutant(name, "1", "a story", MUTANTS[0].switch) for name in ("idea", "protocol.ids:PeerId:drop:1"))
+    text = tool.rule_text(tool.Rule("1", "T", "says", "w", ["protocol.lease:judge"]), [by_hand, made], ["a.txt"], [])
+    assert text.splitlines()[3:] == [
+        "- *Mutant* `idea`: a story", "- *Generated mutants*: `protocol.ids:PeerId:drop:1`", "- *Scenarios*: `a.txt`",
+    ]  # fmt: skip
 
 
 def test_a_place_that_is_not_in_the_code_fails_the_build(tool: ModuleType) -> None:
@@ -43,6 +67,6 @@ def test_a_place_that_is_not_in_the_code_fails_the_build(tool: ModuleType) -> No
 
 
 def test_a_mutant_of_an_untold_rule_fails_the_build(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool, "mutants_by_rule", lambda: {"99": ["`x`: y"]})
+    monkeypatch.setattr(tool, "mutants_by_rule", lambda: {"99": [MUTANTS[0]]})
     with pytest.raises(SystemExit, match="99"):
         tool.page()

@@ -1,4 +1,4 @@
-"""A data plane that cannot be opened costs no handoff where the pair has another one, and is tried again later."""
+"""Rule 23: a data plane that cannot be opened costs no handoff where the pair has another, and is tried again later."""
 
 from __future__ import annotations
 

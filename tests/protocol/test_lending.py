@@ -1,4 +1,4 @@
-"""Blocks are lent before the other side is told of them, taken back when its right ends, and let go after that."""
+"""Rule 28: blocks are lent before the other is told of them, taken back when its right ends, and let go after that."""
 
 from __future__ import annotations
 

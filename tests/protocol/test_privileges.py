@@ -1,4 +1,4 @@
-"""The table of privileges, cell by cell: whoever has not the privilege is not heard, and whoever has it is."""
+"""Rule 29, the table of privileges, cell by cell: whoever has not the privilege is not heard, and whoever has it is."""
 
 from __future__ import annotations
 

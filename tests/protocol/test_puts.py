@@ -1,4 +1,4 @@
-"""Store: a put holds one pin, released once: on success, refusal, error and time-out alike (promise 3)."""
+"""A put holds one pin, released once: on success, refusal, error and time-out alike (promise 3, rule store)."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_greetings_beyond_their_rate_are_not_answered(make_pair: Make) -> None:
 
 
 def test_a_greeting_costs_what_its_card_does(make_pair: Make) -> None:
-    """A card of 64 ranks takes a thousand times as long to check and to map as the smallest."""
+    """Rule 27: a card of 64 ranks takes a thousand times as long to check and to map as the smallest."""
     pair = make_pair("p", "d")
     card = msgspec.structs.replace(pair.d.ledger.desk.identity.card(), layout=wide(64, 128, per=1))
     for nonce in range(20):

@@ -238,6 +238,7 @@ class TestLoading:
         return d
 
     def test_a_load_is_reported_once_per_rank_and_dropped_once(self) -> None:
+        """Rule 20: each is the death of an engine otherwise."""
         d = self.loading()
         assert d.pinned_blocks == 3 and d.busy and d.match(R).state is MatchState.UNKNOWN
         d.hand_in(fx.Report(R, fx.End()))

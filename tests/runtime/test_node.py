@@ -244,7 +244,7 @@ class TestOrder:
     """Law: inputs noted before a message was received are handled before it."""
 
     def test_a_claim_never_overtakes_the_lease_that_its_ticket_is_of(self) -> None:
-        """The ticket reached D, and D's claim P's inbox, before P's loop had turned once."""
+        """Rule 8: the ticket reached D, and D's claim P's inbox, before P's loop had turned once."""
         net = Net()
         net.load()  # they know each other now
         ticket, _ = net.p.doorway.grant(DIGEST, TOKENS, ((7, 8, 9),))

@@ -10,13 +10,15 @@ from typing import Any
 
 import msgspec
 from pair import Pair
-from party import Party, Source
+from party import Party, Source, transfer
+from stage import Stage
 from transcript import lines
 
 from kvbaton.protocol import events as ev
 from kvbaton.protocol import messages as m
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import WorkerId
+from kvbaton.protocol.privileges import Role
 from kvbaton.protocol.progress import GroupProgress
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.versions import Versions
@@ -32,6 +34,7 @@ class Script:
     def __init__(self) -> None:
         self.pair = Pair()
         self.sources: dict[tuple[str, int], Source] = {}
+        self.stage: Stage | None = None  # of scenarios that begin with `engines`
 
     def play(self, command: str) -> str:
         """Do one command; what was said and done because of it."""
@@ -39,6 +42,11 @@ class Script:
         flags = {word for word in words if "=" not in word}
         options = dict(word.split("=", 1) for word in words if "=" in word)
         plain = [word for word in words if "=" not in word]
+        if verb == "engines":
+            self.stage = Stage(plain, options)
+            return ""
+        if self.stage is not None:
+            return self.stage.play(verb, plain, options)
         if verb == "workers":
             self._workers(plain, options)
             return ""
@@ -54,6 +62,11 @@ class Script:
         self.pair.options = {}  # those were the first one's alone
         for name in others:
             self.pair.add(name, **worker(self._options_of(name, options)))
+        roles = {name: self._options_of(name, options).get("role", "both") for name in names}
+        for name, party in self.pair.parties.items():
+            identity = party.ledger.desk.identity
+            identity.exact_epochs = self._options_of(name, options).get("epochs") != "inexact"
+            identity.role_of = lambda worker: Role(roles[worker])
 
     def _options_of(self, name: str, options: dict[str, str]) -> dict[str, str]:
         mine = {key.removeprefix(f"{name}."): value for key, value in options.items()}
@@ -98,6 +111,10 @@ class Script:
     def do_preempt(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
         self._party(words).tell(ev.SourceEnded(self._source(words).lease, Reason.SOURCE_PREEMPTED))
 
+    def do_discard(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        """`discard p 1`: the registry tells p that the router took the ticket of handoff 1 back."""
+        self._party(words).tell(ev.Discarded(transfer(int(words[1]))))
+
     def do_reuse(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
         """`reuse p 2 3`: the pool hands blocks out again."""
         self._party(words).reuse(*map(int, words[1:]))
@@ -105,12 +122,12 @@ class Script:
     # --- D
 
     def do_want(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
-        """`want d r 1 [push] [prompt=9] [from=p]`: a request with the ticket of handoff 1."""
+        """`want d r 1 [push] [prompt=9] [from=p] [for=e]`: a request with the ticket of handoff 1."""
         number, source = int(words[2]), options.get("from", "p")
-        leased = self.sources.get((source, number))
+        leased, target = self.sources.get((source, number)), WorkerId(options.get("for", ""))
         p = self.pair.parties.get(WorkerId(source))
         pulled = leased is not None and "push" not in flags and "stream" not in flags and p is not None
-        ticket = p.ticket(leased) if pulled else self.pair.router_ticket(number, source=source)  # type: ignore[union-attr]
+        ticket = p.ticket(leased) if pulled else self.pair.router_ticket(number, source=source, target=target)  # type: ignore[union-attr]
         self._party(words).want(
             words[1],
             ticket,
@@ -151,7 +168,32 @@ class Script:
     def do_put(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
         self._party(words).put(int(words[1]))
 
+    def do_store(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        """`store p fails`: whatever it is storing; `store p answers` likewise."""
+        self._party(words).end_puts(Reason.STORE_FAILED if words[1] == "fails" else None)
+
+    def do_shut(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        """`shut d rdma`: its copies over that data plane find it closed; `shut d` opens all again."""
+        self._party(words).habits.shut = frozenset(words[1:])
+
     # --- the wire and the world
+
+    def do_say(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        """`say p d Renewed lease=1 attempt=1 ttl_s=0.001 work=0 [times=3]`: a lie, in the session that the two have."""
+        values = {key: msgspec.json.decode(value) for key, value in options.items() if key != "times"}
+        message = kind(words[2])(**values)
+        for _ in range(int(options.get("times", 1))):
+            self.pair.inject(words[0], words[1], message)
+
+    def do_greet(self, words: list[str], options: dict[str, str], flags: set[str]) -> str:
+        """`greet d p times=9`: with another nonce each time. What is answered is told, and how many are not."""
+        source, target = self._party(words), self._party(words[1:])
+        before, times = target.counts["over_quota.greetings"], int(options["times"])
+        card = source.ledger.desk.identity.card()
+        for nonce in range(times):
+            self.pair.inject(words[0], words[1], m.Hello(1000 + nonce, card), session=0, to=0)
+        passed_over = target.counts["over_quota.greetings"] - before
+        return f"  {target.name}       has passed over {passed_over} of {times} greetings"
 
     def do_lose(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
         self.pair.lose(kind(words[0]), float(options.get("times", 1)))
@@ -216,9 +258,9 @@ def worker(options: dict[str, str]) -> dict[str, Any]:
     if "speaks" in options:
         oldest, _, newest = options["speaks"].partition("-")
         found["versions"] = Versions(int(oldest), int(newest or oldest))
-    if "transport" in options:
-        name = options["transport"]  # `lent`: tcp as it is, which enforces what is lent; elsewhere it would be noise
-        found["transports"] = (LENT_TCP if name == "lent" else TCP if name == "tcp" else KINDS[name],)
+    if "transport" in options:  # `lent`: tcp as it is, which enforces what is lent; elsewhere it would be noise
+        names = options["transport"].split(",")
+        found["transports"] = tuple(LENT_TCP if n == "lent" else TCP if n == "tcp" else KINDS[n] for n in names)
     sizes = {key: int(options[key]) for key in ("ranks", "block_tokens", "heads") if key in options}
     if sizes:
         found["shape"] = Shape(**sizes)  # type: ignore[arg-type]

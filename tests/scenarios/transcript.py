@@ -112,5 +112,6 @@ _EFFECTS: dict[type, Callable[[Any], str]] = {
     fx.Report: lambda effect: f"{effect.request} {_end(effect.end)}",
     fx.DropHold: lambda effect: f"{effect.request} lets its blocks go",
     fx.StorePut: lambda effect: f"put {effect.put} stores {_groups(effect.blocks)}",
+    fx.GivenUp: lambda effect: f"does without {effect.transport} to {effect.worker}: {effect.detail}",
     fx.CancelPut: lambda effect: f"put {effect.put} is to stop",
 }

@@ -1,4 +1,4 @@
-"""A promise is what a member with a valid key cannot break either: no number that it can say is without bounds."""
+"""A promise is what a member with a valid key cannot break either: no number of its is without bounds (rule 25)."""
 
 from __future__ import annotations
 

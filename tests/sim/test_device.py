@@ -1,4 +1,4 @@
-"""Simulated devices: what was issued is done later, and whoever forgets that is seen."""
+"""Simulated devices: what was issued is done later, and whoever forgets that is seen (rules 30 to 32)."""
 
 from __future__ import annotations
 

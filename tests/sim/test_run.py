@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from kvbaton.sim.campaign import hunt, run_seeds
+from kvbaton.sim.liar_plan import LIARS
 from kvbaton.sim.mutants import MUTANTS
 from kvbaton.sim.plan import PROFILES
 from kvbaton.sim.run import run_seed
@@ -44,7 +45,7 @@ def test_the_same_seed_gives_the_same_trace_in_any_process():
 def test_every_profile_is_drawn_and_most_reasons_are_met():
     total = run_seeds(range(60), 1, lambda line: None)
     assert total.holds, total.broken
-    assert set(total.profiles) == set(PROFILES)
+    assert set(total.profiles) == {*PROFILES, LIARS}
     assert total.delivered > total.handoffs // 3
     assert {"stale", "lease_expired", "transfer_timeout", "content_mismatch", "ticket_spent"} <= set(total.ends)
     faults = {"lost", "doubled", "delayed", "garbled", "crashed", "paused_process", "partitions", "stalled_copy"}

@@ -14,13 +14,14 @@ from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.ticket import Ticket, seal
 from kvbaton.sim.hardships import LOSS
 from kvbaton.sim.hearing import Hearing
+from kvbaton.sim.liar_watch import Company
 from kvbaton.sim.life import TICKET_KEY, Character, Life, request_name
 from kvbaton.sim.mishaps import Mishaps
 from kvbaton.sim.network import Network, NetworkFaults
 from kvbaton.sim.plan import FAULTY_S, Plan
 from kvbaton.sim.promises import WRONG, Broken
 from kvbaton.sim.rank_faults import RankTroubles
-from kvbaton.sim.request import SimRequest
+from kvbaton.sim.request import SimRequest, digest_for
 from kvbaton.sim.router import Errand, Router
 from kvbaton.sim.transport import Fabric, TransportFaults
 from kvbaton.sim.witness import Witness
@@ -29,6 +30,7 @@ from kvbaton.sim.world import World
 DRAIN_S = 4.0
 BURST_S = 1.2
 PROBES_S = 16.0
+PROBE_LIES_S = 8.0
 FLAP_LOOK_S, FLAP_LOOKS_MAX = 0.1, 25
 
 Told = Callable[[str, str], None]
@@ -55,9 +57,11 @@ class Cluster:
         self.fabric = Fabric(world, plan.copies)
         self.network.deliver = self._deliver
         self.witness = Witness(self.fabric)
-        self.hearing = Hearing(self.network)
+        self.hearing = Hearing(self.network, plan.liars)
         self.mishaps = Mishaps(self)
         self.lives: dict[WorkerId, Life] = {}
+        self.liars = Company(world, plan.liars, self.network, self.fabric, self.lives)
+        self.liars.attend(self.witness)
         self.router = Router(world, self.network, self.lives)
         self.router.late = plan.stray
         self.draining: set[WorkerId] = set()
@@ -82,7 +86,7 @@ class Cluster:
     # --- workers
 
     def start(self, character: Character) -> None:
-        life = Life(self.world, character, self.network, self.fabric)
+        life = self.liars.life(character)
         if self.healed:
             life.engine.preempt = life.engine.skips = 0.0
             if life.ranks is not None:
@@ -221,6 +225,7 @@ class Cluster:
         self.fabric.faults = TransportFaults()
         self.network.cut.clear()
         self.rank_faults.heal()
+        self.liars.rest()
         for life in list(self.lives.values()):
             if not life.alive:
                 self.start(life.character)
@@ -236,9 +241,11 @@ class Cluster:
 
     def probe(self) -> int:
         """After everything has healed: one request for every pair and mode. Returns how many handoffs must follow."""
+        self.liars.wake(PROBE_LIES_S)
         turns = range(len(self.plan.decode))  # everybody else has a turn before one has the next
         sides = [(s, self.plan.decode[(n + k) % len(turns)]) for k in turns for n, s in enumerate(self.plan.prefill)]
-        pairs = [(s.name, t.name) for s, t in sides if s.name != t.name and _can_talk(s, t)]
+        honest = [(s, t) for s, t in sides if not {s.name, t.name} & self.liars.names]
+        pairs = [(s.name, t.name) for s, t in honest if s.name != t.name and _can_talk(s, t)]
         modes = [(*pair, mode) for mode in ("pull", "stream", "push") for pair in pairs]
         apart_s = min(1.0, PROBES_S / max(1, len(modes)))
         for count, (source, target, mode) in enumerate(modes, 1):
@@ -265,6 +272,7 @@ class Cluster:
             content = rng.randint(1, index + 1)
         if self.plan.ranks.prompts:
             content = content % self.plan.ranks.prompts + 1
+        content = self.liars.content(source, content)
         if mode == "pull":
             self._pull(index, source, target, content, tokens)
         else:
@@ -305,6 +313,7 @@ class Cluster:
         rng = self.world.rng
         handoff = handoff_id(TransferId(f"{rng.getrandbits(128):032x}"))
         ticket = seal(Ticket(handoff, source.peer.worker, self.world.now + 5.0, target=target.peer.worker), TICKET_KEY)
+        self.liars.overhear(ticket, digest_for(content, tokens), target.peer.worker)
         errand = Errand(source.peer.worker, ticket)
         prefill = functools.partial(
             self.add,

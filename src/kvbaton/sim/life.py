@@ -14,6 +14,7 @@ import msgspec
 from kvbaton.flight.recorder import Recorder
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.effects import Effect, Unpin
+from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import (
     Incarnation,
     LeaseId,
@@ -35,7 +36,7 @@ from kvbaton.runtime.ports import StorePort
 from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import Network, SimControl
-from kvbaton.sim.promises import DEATH, LEAK, Broken
+from kvbaton.sim.promises import DEATH, HANG, LEAK, Broken
 from kvbaton.sim.rank_links import EXCUSED, LinkedRanks, RankTraits
 from kvbaton.sim.rank_store import RankStore
 from kvbaton.sim.store import Reading, SimStore
@@ -47,6 +48,8 @@ TICKET_KEY = b"simulated cluster key 0123456789"
 
 
 STEALS = 0.4
+LATE_S_MAX = 0.1
+
 _STOPS_NODE = ("process", "loop")
 _STOPS_ENGINE = ("process", "engine")
 
@@ -89,6 +92,11 @@ class WatchedDoorway(Doorway):
         super().__init__(config, epochs)
         self.on_released: Callable[[LeaseId], None] = lambda lease: None
         self._released: set[LeaseId] = set()
+        self.sourceless: set[LeaseId] = set()  # P's request has ended early
+
+    def source_ended(self, lease: LeaseId, reason: Reason) -> None:
+        self.sourceless.add(lease)
+        super().source_ended(lease, reason)
 
     def hand_in(self, effect: Effect) -> None:
         if isinstance(effect, Unpin):
@@ -108,6 +116,7 @@ class Life:
         self.alive = True
         self.paused = ""  # "", "process", "loop" or "engine"
         self._node_due = False
+        self._excused = False  # it was stopped: what is due is late
         self._engine_due = False
         self.asleep = False  # the engine has nothing to do, and waits for a request
         self._timer_at = float("inf")
@@ -210,6 +219,7 @@ class Life:
 
     def resume(self) -> None:
         self.pause("")
+        self._excused = True
         self._node_due = self._engine_due = False
         self._timer_at = float("inf")
         self.wake()
@@ -221,6 +231,7 @@ class Life:
         if not self.alive or self.paused in _STOPS_NODE:
             return
         self._node_due = False
+        self._check_punctual()
         now = self.clock()
         self.node.set_wall(self._wall(), now)  # as the loop does
         try:
@@ -241,6 +252,8 @@ class Life:
             raise Broken(DEATH, f"{self.character.name}: the engine died\n{traceback.format_exc()}") from None
         self.vigil.after_engine()
         self.asleep = not self.engine.busy
+        if self.doorway.pinned_blocks and self.asleep:
+            raise Broken(LEAK, f"{self.character.name}: holds blocks for others, and says that it need not be stepped")
         if before != self.engine.pool.total or self.engine.has_next:
             self.wake_engine()
 
@@ -249,6 +262,14 @@ class Life:
         self.vigil.after_node()
         if self.ranks is not None:
             self.ranks.check()
+
+    def _check_punctual(self) -> None:
+        """A loop that nobody stopped looks at what is due when it is due (rule 21)."""
+        due = self.node.next_deadline()
+        late_s = self.clock() - due if due is not None else 0.0
+        if late_s > LATE_S_MAX and not self._excused:
+            raise Broken(HANG, f"{self.character.name}: its loop is {late_s:.2f} s late")
+        self._excused = False
 
     def _set_timer(self) -> None:
         deadline = self.node.next_deadline()

@@ -33,6 +33,7 @@ from kvbaton.sim import request as sim_request
 from kvbaton.sim.mutants_checkers import CHECKER_MUTANTS
 from kvbaton.sim.mutants_device import DEVICE_MUTANTS
 from kvbaton.sim.mutants_discard import DISCARD_MUTANTS
+from kvbaton.sim.mutants_liars import LIAR_MUTANTS
 from kvbaton.sim.mutants_planes import PLANE_MUTANTS
 from kvbaton.sim.mutants_ranks import RANK_MUTANTS
 from kvbaton.sim.mutants_versions import VERSION_MUTANTS
@@ -724,5 +725,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *VERSION_MUTANTS,
     *CHECKER_MUTANTS,
     *WORLD_MUTANTS,
+    *LIAR_MUTANTS,
 )
 """Every mutant must be caught by the simulator; the clean tree by none of the same seeds."""

@@ -13,6 +13,7 @@ from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.versions import SPOKEN, Versions
 from kvbaton.sim import hardships, shapes
 from kvbaton.sim.hardships import Hardships, beside
+from kvbaton.sim.liar_plan import among_liars, derived
 from kvbaton.sim.life import Character
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import NetworkFaults
@@ -58,6 +59,7 @@ class Plan(msgspec.Struct, frozen=True):
     stray: float  # share of tickets that are taken back out of turn
     hardships: Hardships
     ranks: RankFaults = RankFaults()
+    liars: tuple[WorkerId, ...] = ()
 
 
 HEALTHY = Settings(
@@ -108,6 +110,11 @@ def upgrades(rng: random.Random, strange: bool) -> Callable[[str], Versions]:
 
 
 def draw(rng: random.Random) -> Plan:
+    chance = derived(rng)
+    return among_liars(chance, _honest(rng))
+
+
+def _honest(rng: random.Random) -> Plan:
     profile = rng.choice(PROFILES)
     bad = profile == "all"
     hard = hardships.draw(rng, profile)

@@ -52,4 +52,8 @@ class SimRequest:
 
 
 def digest_of(request: SimRequest) -> bytes:
-    return digest(Content((request.content, request.tokens), request.tokens))
+    return digest_for(request.content, request.tokens)
+
+
+def digest_for(content: int, tokens: int) -> bytes:
+    return digest(Content((content, tokens), tokens))

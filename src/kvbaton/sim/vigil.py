@@ -198,6 +198,8 @@ class Vigil:
                 raise Broken(LEAK, f"{self._name}: lease {id} is held past max_hold_s")
             if id not in pins:
                 raise Broken(LEAK, f"{self._name}: lease {id} is held, and its blocks are not pinned")
+            if id in self._life.doorway.sourceless and lease.state is not LeaseState.CLOSING and not lease.final:
+                raise Broken(HANG, f"{self._name}: lease {id} goes on, and its request has ended")
         if len(leased) > len(leases):
             for id in leased.keys() - leases.keys():
                 self._check_expiry(id, now - leased[id])

@@ -1,0 +1,178 @@
+"""A member that lies: about everything there is, as far as its key lets it, and honest members do not notice.
+
+Rules 25 to 29, and the promises against one valid key (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from kvbaton.protocol import messages as m
+from kvbaton.protocol.codec import decode, encode
+from kvbaton.protocol.errors import ProtocolError
+from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+from kvbaton.protocol.privileges import may_say
+from kvbaton.sim.cluster import Cluster
+from kvbaton.sim.liar import role_in, temper_of
+from kvbaton.sim.liar_fields import KINDS, Fields, Seen, all_places, kind_of, shape_of
+from kvbaton.sim.liar_plan import LIARS, SHARE
+from kvbaton.sim.liar_watch import BoundedTimers
+from kvbaton.sim.memory import Shape
+from kvbaton.sim.mutants_liars import LIAR_MUTANTS, edited
+from kvbaton.sim.plan import FAULTY_S, _honest, draw
+from kvbaton.sim.promises import Broken
+from kvbaton.sim.run import run_seed
+from kvbaton.sim.world import World
+
+CARD = m.Card(0, 7, "host", {"model": "sim"}, Shape().layout(), ("tcp",))
+EXAMPLES: dict[type, m.Message] = {
+    m.Hello: m.Hello(1, CARD),
+    m.Welcome: m.Welcome(1, CARD, "tcp", (b"1:1",)),
+}
+
+
+def liar_seeds() -> Iterator[int]:
+    return (seed for seed in range(10_000) if draw(World(seed).rng).profile == LIARS)
+
+
+def body_of(message: m.Message) -> list[object]:
+    found: list[object] = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
+    return found
+
+
+def example(kind: type) -> list[object]:
+    if kind in EXAMPLES:
+        return body_of(EXAMPLES[kind])
+    return Fields(random.Random(0), Seen()).invented(kind)
+
+
+def is_read(body: list[object]) -> bool:
+    """Whether the codec takes it."""
+    try:
+        decode(msgspec.msgpack.encode([2, "p0", 1, 1, 1, body]))
+    except ProtocolError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_field_of_every_message_is_lied_about_and_mostly_so_that_it_is_heard(kind: type) -> None:
+    fields = Fields(random.Random(f"test {kind.__name__}"), Seen())
+    for field in shape_of(kind).fields:
+        bodies = [fields.altered(example(kind), field.name) for _ in range(60)]
+        assert any(body != example(kind) for body in bodies), field.name
+        assert sum(map(is_read, bodies)) >= 10, field.name
+
+
+def test_numbers_are_taken_to_both_ends_of_their_range_and_beyond() -> None:
+    fields = Fields(random.Random("ends"), Seen())
+    told = {fields.altered(example(m.Granted), "lease")[3] for _ in range(300)}
+    assert {0, (1 << 63) - 1, -1, 1 << 63} <= told
+    terms = {fields.altered(example(m.Renewed), "ttl_s")[3] for _ in range(300)}
+    assert {0.001, 604_800.0, 1e-300} <= terms
+
+
+def test_names_of_other_things_are_used_in_the_wrong_place() -> None:
+    seen = Seen()
+    seen.note(body_of(m.Commit(77, 55)))  # type: ignore[arg-type]
+    fields = Fields(random.Random("names"), seen)
+    assert any(fields.altered(example(m.Renew), "lease")[1] == 77 for _ in range(40))
+    assert any(fields.invented(m.Ack)[2] == 55 for _ in range(5))
+
+
+def test_an_older_version_lacks_a_field_and_is_left_without() -> None:
+    body = example(m.Abandon)[:-1]
+    assert Fields(random.Random(0), Seen()).altered(body, "reason") == body
+    assert kind_of(body) is m.Abandon
+
+
+def test_a_liar_with_few_lies_tells_them_in_what_its_key_may_say() -> None:
+    for n in range(200):
+        for name in ("p0", "d1", "b2"):
+            places = temper_of(random.Random(n), role_in(WorkerId(name))).fields
+            kinds = {getattr(m, kind) for kind, _ in places if kind != "Envelope"}
+            assert all(may_say(role_in(WorkerId(name)), kind) for kind in kinds)
+
+
+def test_worlds_without_a_liar_are_what_they_were_and_some_have_one() -> None:
+    plans = [draw(World(seed).rng) for seed in range(400)]
+    assert all(plan == _honest(World(seed).rng) for seed, plan in enumerate(plans) if not plan.liars)
+    with_one = [plan for plan in plans if plan.liars]
+    assert abs(len(with_one) / 400 - SHARE) < 0.06
+    for plan in with_one:
+        assert len(plan.liars) == 1 and plan.profile == LIARS
+        for part in (plan.prefill, plan.decode):
+            assert [each for each in part if each.name not in plan.liars]
+
+
+def test_everything_is_lied_about_and_every_trick_is_tried() -> None:
+    told: Counter[tuple[str, str]] = Counter()
+    tricks: Counter[str] = Counter()
+    for _, seed in zip(range(14), liar_seeds(), strict=False):
+        world = World(seed)
+        cluster = Cluster(world, draw(world.rng))
+        world.run(FAULTY_S)
+        told += cluster.liars.told
+        tricks += world.faults
+    rare = {"Reset", "SourceLost", "RenewRefused", "Stale", "Goodbye", "ClaimRefused", "HelloRefused"}
+    left = {place for place in all_places() if not told[place] and place[0] not in rare}
+    assert len(left) <= len(all_places()) // 10, left
+    assert {
+        "lies_told", "lies_omitted", "lies_repeated", "lies_held_back", "lies_replayed", "lies_invented",
+        "lies_spoofed", "lies_greeted", "lies_claimed", "lies_about_others", "lies_with_others_tickets", "lies_copied",
+    } <= set(tricks)  # fmt: skip
+
+
+def test_the_promises_hold_for_honest_members_and_the_same_seed_tells_the_same_lies() -> None:
+    for _, seed in zip(range(6), liar_seeds(), strict=False):
+        result = run_seed(seed)
+        assert result.holds, f"{result.promise}: {result.what}\nkvbaton sim --replay {seed}"
+        assert result.faults["lies_told"] and result.delivered > result.handoffs // 2
+    assert run_seed(seed).trace_hash == result.trace_hash
+
+
+def test_timers_that_never_end_at_one_time_are_a_hang() -> None:
+    timers = BoundedTimers()
+    timers._soonest = -1e9  # what the product's own law forbids
+    with pytest.raises(Broken, match="no hang"):
+        while True:
+            timers.pop_due(1.0)
+
+
+QUICK = ("a_time_handled_twice", "role_ignored", "greetings_unmetered", "envelope_believed", "all_that_is_registered")
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_what_a_liar_must_not_get_away_with_is_seen(name: str) -> None:
+    """One of each kind; `make mutants` tries all."""
+    mutant = next(each for each in LIAR_MUTANTS if each.name == name)
+    with mutant.switch():
+        results = (run_seed(seed) for _, seed in zip(range(6), liar_seeds(), strict=False))
+        assert any(not result.holds for result in results)
+
+
+def test_a_guard_that_is_not_there_any_more_is_an_error_and_not_a_mutant() -> None:
+    def judged(answer: bool) -> bool:
+        return answer
+
+    assert edited(("return answer", "return not answer"))(judged)(True) is False
+    with pytest.raises(LookupError, match="is there 0 times"):
+        edited(("return nothing", ""))(judged)
+    for mutant in LIAR_MUTANTS:
+        with mutant.switch():
+            pass
+
+
+def test_a_spoofed_name_is_refused_where_bytes_become_messages() -> None:
+    world = World(next(liar_seeds()))
+    cluster = Cluster(world, draw(world.rng))
+    liar, victim, other = sorted(cluster.lives, key=lambda name: name not in cluster.plan.liars)[:3]
+    ledger = cluster.lives[victim].node.ledger
+    peer = PeerId(other, Incarnation(1))
+    ledger.on_frame(liar, encode(peer, Incarnation(0), 0, m.Hello(1, CARD)), 0.0)
+    assert ledger.desk.counts["frames_refused.bad_message"] == 1 and not ledger.sessions.by_number
