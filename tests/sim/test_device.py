@@ -9,7 +9,7 @@ import pytest
 from kvbaton.protocol.effects import Direction
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, RequestId, WorkerId
 from kvbaton.protocol.settings import Settings
-from kvbaton.sim.campaign import hunt
+from kvbaton.sim.hunting import hunt
 from kvbaton.sim.device import Device, Step, Work
 from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.life import Character, Life

@@ -1,7 +1,7 @@
 """Which lines of the product simulated worlds reach, and by which seeds: what they never reach, they cannot check.
 
-Needs `coverage` (the `dev` extra). A line outside of functions is reached by importing its module; it counts, as it does
-everywhere, and the share within functions is told beside it.
+Needs `coverage` (the `dev` extra). A line outside of functions is reached by importing its module; it counts, as
+it does everywhere, and the share within functions is told beside it.
 """
 
 from __future__ import annotations

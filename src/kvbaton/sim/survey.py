@@ -1,36 +1,27 @@
 """How much of what nobody thought of is seen: generated mutants, drawn by chance, against simulated worlds.
 
-A mutant is tried on the worlds that reach its line, in the order of their seeds, until one raises an alarm; where no
-world reaches the line, none can see it. What raises out of product code, or never returns, is seen too: the clean tree
-does neither. The share that is caught estimates what would be caught of any other mutants.
+A mutant is tried on the worlds that reach its statement, in the order of their seeds, until one raises an alarm; where
+no world reaches it, none can see it. The share that is caught estimates what would be caught of any other mutants.
+Survivors can be given to the tests, which then alone catch them, or nobody does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
-import signal
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Iterable, Sequence
+from concurrent.futures import as_completed
 
 import msgspec
 
-from kvbaton.sim import mutating
+from kvbaton.sim import mutating, under_test
+from kvbaton.sim.campaign import Told, pool
+from kvbaton.sim.looking import look
 from kvbaton.sim.mutating import Place
-from kvbaton.sim.promises import DEATH, HANG
-from kvbaton.sim.reach import Lines
-from kvbaton.sim.run import run_seed
+from kvbaton.sim.reach import Lines, reached_by, together
 
-SEED_CPU_S = 10.0
-"""A world takes a tenth of a second; one that takes so long does not come to its end."""
-
-
-class Seen(msgspec.Struct, frozen=True):
-    """What a world made of a mutant."""
-
-    promise: str
-    what: str
+REACH_BATCH = 25
 
 
 class Fate(msgspec.Struct, frozen=True):
@@ -39,16 +30,33 @@ class Fate(msgspec.Struct, frozen=True):
     name: str
     where: str
     what: str
-    caught: bool
-    seed: int = -1
+    caught: bool  # by the simulator
+    seed: int | None = None
     tried: int = 0  # worlds, until it was caught
     promise: str = ""
     seen: str = ""
     reached: int = 0  # by so many worlds
+    test: str = ""  # that caught what no world did
 
 
-class _Endless(BaseException):
-    """The world used up its time. Not an `Exception`: no `except` of the product may swallow it."""
+class Survey(msgspec.Struct):
+    """What became of all that were drawn."""
+
+    drawn: int
+    draw: int
+    seeds: int
+    caught: int
+    share: float
+    unreached: int
+    only_tests: int | None  # None: tests were not asked
+    survive: int
+    clean_alarms: int
+    wall_s: float
+    fates: list[Fate]
+
+    @property
+    def holds(self) -> bool:
+        return not self.clean_alarms
 
 
 def draw(modules: Sequence[str], count: int, seed: int) -> list[Place]:
@@ -79,54 +87,71 @@ def seeds_for(place: Place, reached: Lines) -> list[int]:
 
 def tried(place: Place, seeds: Iterable[int], reached: int) -> Fate:
     """Switch a mutant on and run worlds until one objects."""
+    fate = Fate(place.name, place.where, place.what, False, reached=reached)
     count = 0
     with mutating.switched(place.name, place.what):
         for seed in seeds:
             count += 1
             seen = look(seed)
             if seen is not None:
-                return Fate(place.name, place.where, place.what, True, seed, count, seen.promise, seen.what, reached)
-    return Fate(place.name, place.where, place.what, False, tried=count, reached=reached)
-
-
-def look(seed: int) -> Seen | None:
-    """Run one world; what it objects to, if anything."""
-    try:
-        with _limited(SEED_CPU_S):
-            result = run_seed(seed)
-    except _Endless:
-        return Seen(HANG, "the world did not come to its end")
-    except Exception as error:  # noqa: BLE001 - product code that is called by the world itself
-        return Seen(DEATH, f"{type(error).__name__}: {error}"[:200])
-    if result.holds:
-        return None
-    said = result.what.strip().splitlines()
-    return Seen(result.promise, (said[-1] if said else "")[:200])
-
-
-@contextlib.contextmanager
-def _limited(cpu_s: float) -> Iterator[None]:
-    """Break off what uses more processor time than this (main thread only, as signals are)."""
-
-    def over(number: int, frame: FrameType | None) -> None:
-        raise _Endless
-
-    before = signal.signal(signal.SIGVTALRM, over)
-    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+                found = {"seed": seed, "tried": count, "promise": seen.promise, "seen": seen.what}
+                return msgspec.structs.replace(fate, caught=True, **found)
+    return msgspec.structs.replace(fate, tried=count)
 
 
 def survey(
-    places: Iterable[Place], reached: Lines, seeds_max: int, tell: Callable[[Fate], None]
-) -> list[Fate]:
-    """Each mutant on the worlds that reach it, at most so many."""
-    fates = []
-    for place in places:
-        seeds = seeds_for(place, reached)
-        fates.append(tried(place, seeds[:seeds_max], len(seeds)))
-        tell(fates[-1])
-    return fates
+    modules: Sequence[str], count: int, number: int, seeds: range, jobs: int, tell: Told, tests: bool = False
+) -> Survey:
+    """Draw, try, and sum up; `number` says which of all possible draws."""
+    started = time.monotonic()
+    places = draw(modules, count, number)
+    fates: dict[str, Fate] = {}
+    with pool(jobs) as processes:
+        batches = [seeds[at : at + REACH_BATCH] for at in range(0, len(seeds), REACH_BATCH)]
+        tell(f"which of {len(seeds)} worlds reach which lines")
+        reached = together(
+            each.result() for each in [processes.submit(reached_by, modules, batch) for batch in batches]
+        )
+        by = {place.name: seeds_for(place, reached) for place in places}
+        for future in as_completed([processes.submit(tried, each, by[each.name], len(by[each.name])) for each in places]):
+            fate = future.result()
+            fates[fate.name] = fate
+            tell(f"{len(fates)} of {len(places)} {fate.name}: {_how(fate)}")
+        used = sorted({fate.seed for fate in fates.values() if fate.seed is not None})
+        alarms = sum(each is not None for each in processes.map(look, used, chunksize=5))
+    listed = [fates[place.name] for place in places]
+    if tests:
+        listed = [_tested(fate, tell) for fate in listed]
+    return _summed(listed, number, len(seeds), alarms, started, tests)
+
+
+def _tested(fate: Fate, tell: Told) -> Fate:
+    if fate.caught:
+        return fate
+    verdict = under_test.judged(fate.name)
+    tell(f"{fate.name}: {f'tests alone, {verdict.test}' if verdict.caught else 'SURVIVES BOTH'}")
+    return msgspec.structs.replace(fate, test=verdict.test) if verdict.caught else fate
+
+
+def _summed(fates: list[Fate], number: int, seeds: int, alarms: int, started: float, tests: bool) -> Survey:
+    caught = sum(fate.caught for fate in fates)
+    only_tests = sum(bool(fate.test) for fate in fates)
+    return Survey(
+        drawn=len(fates),
+        draw=number,
+        seeds=seeds,
+        caught=caught,
+        share=round(caught / max(len(fates), 1), 4),
+        unreached=sum(not fate.reached for fate in fates),
+        only_tests=only_tests if tests else None,
+        survive=len(fates) - caught - only_tests,
+        clean_alarms=alarms,
+        wall_s=round(time.monotonic() - started, 2),
+        fates=fates,
+    )
+
+
+def _how(fate: Fate) -> str:
+    if fate.caught:
+        return f"{fate.promise}, seed {fate.seed}"
+    return f"survives {fate.tried} worlds" if fate.reached else "survives, no world reaches it"
