@@ -99,11 +99,11 @@ def _results(batches: list[range], jobs: int) -> Iterator[Result]:
         for batch in batches:
             yield from run_batch(batch)
         return
-    with pool(jobs) as pool:
+    with pool(jobs) as processes:
         waiting: set[Future[list[Result]]] = set()
         todo = iter(batches)
         for batch in todo:
-            waiting.add(pool.submit(run_batch, batch))
+            waiting.add(processes.submit(run_batch, batch))
             if len(waiting) >= 2 * jobs:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -117,17 +117,17 @@ def pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that end with the work, or at once when it is broken off: nobody waits for what nobody wants."""
     context = get_context("spawn")
     before = {process.pid for process in multiprocessing.active_children()}
-    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_leave_interrupts_to_the_first)
+    processes = ProcessPoolExecutor(jobs, mp_context=context, initializer=_leave_interrupts_to_the_first)
     try:
-        yield pool
+        yield processes
     except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
+        processes.shutdown(wait=False, cancel_futures=True)
         for process in multiprocessing.active_children():
             if process.pid not in before:
                 process.kill()
         raise
     finally:
-        pool.shutdown()
+        processes.shutdown()
 
 
 def _leave_interrupts_to_the_first() -> None:

@@ -129,17 +129,19 @@ def hunt(name: str, seeds_max: int, fresh: bool = False) -> Catch:
     """Run one mutant over seeds 0, 1, 2, … until a checker objects."""
     mutant = find(name)
     line = next((each for each in kept.read() if each.name == name), None)
-    where = place_of(name, mutant.story).where if line is not None else ""
-    common = {"where": where, "test": line.test if line else "", "reason": line.reason if line else ""}
-    unseen = line is not None and line.seed is None
+    catch = Catch(name, mutant.rule, mutant.story, caught=False)
+    if line is not None:
+        catch = msgspec.structs.replace(catch, where=place_of(name, line.what).where)
+    unseen = line if line is not None and line.seed is None else None
     with mutant.switch():
-        for seed in _order(line, UNSEEN_SEEDS if unseen else seeds_max, fresh):
+        for seed in _order(line, seeds_max if unseen is None else UNSEEN_SEEDS, fresh):
             seen = look(seed)
             if seen is not None:
-                return Catch(
-                    name, mutant.rule, mutant.story, True, seen.promise, seed + 1, seen.what, where, seed, "sim"
-                )
-    return Catch(name, mutant.rule, mutant.story, False, by="tests" if unseen else "nobody", **common)
+                found = {"promise": seen.promise, "what": seen.what, "seed": seed, "seeds_needed": seed + 1}
+                return msgspec.structs.replace(catch, caught=True, by="sim", **found)
+    if unseen is None:
+        return catch
+    return msgspec.structs.replace(catch, by="tests", test=unseen.test, reason=unseen.reason)
 
 
 def _order(line: kept.Kept | None, seeds_max: int, fresh: bool) -> Iterable[int]:

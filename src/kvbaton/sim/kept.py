@@ -1,9 +1,8 @@
 """The generated mutants that are kept: one line each, by name, so that each run tries the same ones.
 
-`sim/mutants_generated.txt` has, between double bars: the name, the seed that caught it when all were last hunted afresh, the
-rule that it breaks, and what it changes. A line whose seed is `tests` is one that the simulator cannot see; it names
-the test that does, and why no world can. A line that is not kept because it changes nothing that anybody could see is
-not there.
+`sim/mutants_generated.txt` has, between double bars: the name, the seed that caught it when all were last hunted
+afresh, the rule that it breaks, and what it changes. A line whose seed is `tests` is one that the simulator cannot
+see; it goes on with the test that does, and why no world can. What changes nothing that anybody could see is not kept.
 
 Law: a line whose place has gone from the code, or now reads otherwise, is an error: it is hunted again by hand
 (`kvbaton sim --survey`) or taken out, never passed over.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import as_completed
 
 import msgspec
@@ -85,9 +85,9 @@ def seeds_for(place: Place, reached: Lines) -> list[int]:
     return sorted({seed for line in place.lines for seed in lines.get(line, ())})
 
 
-def tried(place: Place, seeds: Iterable[int], reached: int) -> Fate:
+def tried(place: Place, seeds: Sequence[int]) -> Fate:
     """Switch a mutant on and run worlds until one objects."""
-    fate = Fate(place.name, place.where, place.what, False, reached=reached)
+    fate = Fate(place.name, place.where, place.what, False, reached=len(seeds))
     count = 0
     with mutating.switched(place.name, place.what):
         for seed in seeds:
@@ -113,7 +113,8 @@ def survey(
             each.result() for each in [processes.submit(reached_by, modules, batch) for batch in batches]
         )
         by = {place.name: seeds_for(place, reached) for place in places}
-        for future in as_completed([processes.submit(tried, each, by[each.name], len(by[each.name])) for each in places]):
+        waiting = [processes.submit(tried, place, by[place.name]) for place in places]
+        for future in as_completed(waiting):
             fate = future.result()
             fates[fate.name] = fate
             tell(f"{len(fates)} of {len(places)} {fate.name}: {_how(fate)}")
