@@ -1,7 +1,7 @@
 """Hunts the kept mutants afresh and writes src/kvbaton/sim/mutants_generated.txt.
 
     python tools/kept_mutants.py                    # seeds of the lines that are there
-    python tools/kept_mutants.py --add survey.json  # and of what `kvbaton sim --survey N --json` caught
+    python tools/kept_mutants.py --add survey.json  # and, of what `kvbaton sim --survey N --json` drew, all that is caught
 
 What no world sees any more is told and left as it is: find out whether the world, the checker or the mutant is wrong.
 What has gone from the code is told and taken out. The rule of a line is the first whose `Where` in
@@ -55,44 +55,54 @@ def rules() -> dict[str, str]:
 
 def rule_of(place: Place, named: dict[str, str]) -> str:
     exact = f"{place.module}:{place.function}"
-    return named.get(exact) or named.get(exact.split(".", 2)[0]) or OF_MODULE.get(place.module, "20")
+    return (
+        named.get(exact)
+        or named.get(f"{place.module}:{place.function.split('.')[0]}")
+        or OF_MODULE.get(place.module, "20")
+    )
 
 
-def refreshed(lines: list[kept.Kept], jobs: int) -> list[kept.Kept]:
+def resolved(lines: list[kept.Kept]) -> list[kept.Kept]:
+    """Under the names that they have now."""
     there = []
     for line in lines:
         try:
             place = mutating.place_of(line.name, line.what)
+            there.append(msgspec.structs.replace(line, name=place.name, what=place.what))
         except mutating.Vanished as error:
             tell(f"TAKEN OUT: {error}")
-            continue
-        there.append(msgspec.structs.replace(line, name=place.name, what=place.what))
-    FILE.write_text(kept.written(there))
-    seen = {each.name: each for each in run_mutants([line.name for line in there], SEEDS_MAX, jobs, tell, True).catches}
+    return there
+
+
+def refreshed(lines: list[kept.Kept], new: set[str], jobs: int, seeds_max: int) -> list[kept.Kept]:
+    """With the seeds that catch them now; what is new is kept if it is caught."""
+    FILE.write_text(kept.written(lines))  # where the processes that hunt look names up
+    catches = run_mutants([line.name for line in lines], seeds_max, jobs, tell, fresh=True).catches
     fresh = []
-    for line in there:
-        catch = seen[line.name]
+    for line, catch in zip(lines, catches, strict=True):
         if catch.caught:
-            line = kept.Kept(line.name, line.rule, line.what, catch.seed)
-        elif line.seed is not None:
-            tell(f"NOT CAUGHT ANY MORE: {line.name} ({line.what})")
-        fresh.append(line)
+            fresh.append(kept.Kept(line.name, line.rule, line.what, catch.seed))
+        elif line.name not in new:
+            fresh.append(line)
+            if line.seed is not None:
+                tell(f"NOT CAUGHT ANY MORE: {line.name} ({line.what})")
     return fresh
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--add", type=Path, help="what `kvbaton sim --survey N --json` printed")
+    parser.add_argument("--seeds", type=int, default=SEEDS_MAX, help="give up on a mutant after so many")
     parser.add_argument("--jobs", type=int, default=default_jobs())
     args = parser.parse_args()
-    lines = {line.name: line for line in kept.read()}
+    lines = {line.name: line for line in resolved(kept.read())}
+    before = set(lines)
     if args.add is not None:
         named = rules()
         for fate in msgspec.json.decode(args.add.read_bytes())["fates"]:
-            if fate["caught"] and fate["name"] not in lines:
-                place = mutating.place_of(fate["name"])
-                lines[place.name] = kept.Kept(place.name, rule_of(place, named), place.what, fate["seed"])
-    FILE.write_text(kept.written(refreshed(list(lines.values()), args.jobs)))
+            place = mutating.place_of(fate["name"], fate["what"])
+            lines.setdefault(place.name, kept.Kept(place.name, rule_of(place, named), place.what, 0))
+    FILE.write_text(kept.written(refreshed(list(lines.values()), set(lines) - before, args.jobs, args.seeds)))
     return 0
 
 

@@ -20,6 +20,7 @@ from kvbaton.sim.mutation import Mutant
 FILE = "mutants_generated.txt"
 FIELDS, BAR = 4, " || "
 BY_TESTS = "tests"
+HEADER = "# Written by tools/kept_mutants.py: name || seed (or tests) || rule || what [|| test || why no world sees it]"
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -54,7 +55,7 @@ def _line(line: str) -> Kept:
 
 def written(kept: list[Kept]) -> str:
     """The file's text, sorted by name."""
-    lines = []
+    lines = [HEADER]
     for each in sorted(kept, key=lambda one: one.name):
         fields = [each.name, BY_TESTS if each.seed is None else str(each.seed), each.rule, each.what]
         lines.append(BAR.join(fields + ([each.test, each.reason] if each.seed is None else [])))
