@@ -1,7 +1,7 @@
 """Hunts the kept mutants afresh and writes src/kvbaton/sim/mutants_generated.txt.
 
     python tools/kept_mutants.py                    # seeds of the lines that are there
-    python tools/kept_mutants.py --add survey.json  # and, of what `kvbaton sim --survey N --json` drew, all that is caught
+    python tools/kept_mutants.py --add survey.json  # and what is caught of a `kvbaton sim --survey N --json`
 
 What no world sees any more is told and left as it is: find out whether the world, the checker or the mutant is wrong.
 What has gone from the code is told and taken out. The rule of a line is the first whose `Where` in
@@ -54,12 +54,8 @@ def rules() -> dict[str, str]:
 
 
 def rule_of(place: Place, named: dict[str, str]) -> str:
-    exact = f"{place.module}:{place.function}"
-    return (
-        named.get(exact)
-        or named.get(f"{place.module}:{place.function.split('.')[0]}")
-        or OF_MODULE.get(place.module, "20")
-    )
+    of_class = f"{place.module}:{place.function.split('.')[0]}"
+    return named.get(f"{place.module}:{place.function}") or named.get(of_class) or OF_MODULE.get(place.module, "20")
 
 
 def resolved(lines: list[kept.Kept]) -> list[kept.Kept]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvbaton.protocol import lease, progress
+from kvbaton.protocol.table import Verdict
 from kvbaton.sim import hunting, kept, mutating, operators, survey, under_test
 from kvbaton.sim.campaign import run_seeds
 from kvbaton.sim.looking import look
@@ -190,6 +191,16 @@ def test_a_property_is_mutated_too_and_put_back_after_an_exception():
         assert fget.__code__ is not code
         raise ZeroDivisionError
     assert fget.__code__ is code
+
+
+def test_a_row_of_a_table_is_forgotten_while_it_is_switched_on():
+    rows = [place for place in mutating.places("protocol.lease") if place.operator == "row"]
+    assert rows[0].what == "GROWING, EXTENDED: GROWING -> late"
+    assert {place.function for place in rows} == {"LEASE", "READER"}
+    growing, extended = lease.LeaseState.GROWING, lease.LeaseEvent.EXTENDED
+    with mutating.switched(rows[0].name):
+        assert lease.LEASE.step(growing, extended) is Verdict.LATE
+    assert lease.LEASE.step(growing, extended) is growing
 
 
 def test_an_edit_that_compiles_to_the_same_is_known():

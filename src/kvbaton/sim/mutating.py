@@ -1,7 +1,8 @@
 """Generated mutants: every one-place change of the modules that decide something, by a name that lasts, switchable.
 
 A name is module, function, operator and number of that edit within the function, such as
-`protocol.lease:judge:guard:1`: an edit of another function renames nothing.
+`protocol.lease:judge:guard:1`: an edit of another function renames nothing. Of a state machine's table, each row is a
+place too (`protocol.lease:LEASE:row:1`): its transition is forgotten, and the event comes too late.
 
 A mutant is switched on by compiling its module with the one change and giving the running function the new code, so
 everybody who has imported it, and every object that has bound it, runs the mutant. Memories of earlier results
@@ -24,15 +25,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
 import kvbaton.protocol
 import kvbaton.runtime
+from kvbaton.protocol.table import Table
 from kvbaton.sim.operators import Edit, Function, Signatures, edits
 
 PACKAGE = "kvbaton."
+ROW = "row"
 TELLS_ONLY = frozenset({"__repr__", "__str__"})
 
 
@@ -56,11 +59,12 @@ class Place(msgspec.Struct, frozen=True):
     function: str
     operator: str
     what: str
-    lines: range
+    lines: range  # of its statement; none: it is of no function, and every world comes by
 
     @property
     def where(self) -> str:
-        return f"{self.module.replace('.', '/')}.py:{self.lines.start} {self.function}"
+        line = f":{self.lines.start}" if self.lines else ""
+        return f"{self.module.replace('.', '/')}.py{line} {self.function}"
 
 
 class Vanished(LookupError):
@@ -69,13 +73,14 @@ class Vanished(LookupError):
 
 def places(module: str) -> list[Place]:
     """All mutants of a module, in the order of its source."""
-    return [place for place, _ in _found(*_parsed(module))]
+    return [*(place for place, _ in _found(*_parsed(module))), *(place for place, *_ in _rows(module))]
 
 
 def place_of(name: str, what: str = "") -> Place:
     """The mutant of that name; where `what` is given and has moved within its function, the one it moved to."""
     module, function, operator, _ = _split(name)
     here = [place for place, _ in _found(*_parsed(module), function) if place.operator == operator]
+    here += [place for place, *_ in _rows(module) if (place.function, place.operator) == (function, operator)]
     named = [place for place in here if place.name == name and what in ("", place.what)]
     same = named or [place for place in here if what and place.what == what]
     if len(same) != 1:
@@ -87,6 +92,8 @@ def place_of(name: str, what: str = "") -> Place:
 def is_equivalent(name: str) -> bool:
     """The change compiles to the code that is there: nothing to see."""
     place = place_of(name)
+    if place.operator == ROW:
+        return False
     return _sense(_mutated_code(place)) == _sense(_target(place).__code__)
 
 
@@ -94,6 +101,10 @@ def is_equivalent(name: str) -> bool:
 def switched(name: str, what: str = "") -> Iterator[None]:
     """Run with this mutant on."""
     place = place_of(name, what)
+    if place.operator == ROW:
+        with _row_forgotten(place):
+            yield
+        return
     target, code = _target(place), _mutated_code(place)
     original = target.__code__
     _forget_results()
@@ -143,6 +154,20 @@ def _found(module: str, tree: ast.Module, only: str = "") -> Iterator[tuple[Plac
             numbers[edit.operator] += 1
             name = f"{module}:{function}:{edit.operator}:{numbers[edit.operator]}"
             yield Place(name, module, function, edit.operator, edit.what, edit.lines), edit
+
+
+def _rows(module: str) -> Iterator[tuple[Place, Table[Any, Any], tuple[Any, Any]]]:
+    """Each transition of the tables that a module makes, with what it is a transition of."""
+    made = {node.targets[0].id for node in _parsed(module)[1].body if _makes_a_table(node)}
+    for variable in sorted(made):
+        table: Table[Any, Any] = vars(_imported(module))[variable]
+        for number, (pair, after) in enumerate(table.next.items(), 1):
+            what = f"{pair[0].name}, {pair[1].name}: {after.name} -> late"
+            yield Place(f"{module}:{variable}:{ROW}:{number}", module, variable, ROW, what, range(0)), table, pair
+
+
+def _makes_a_table(node: ast.stmt) -> TypeGuard[Any]:
+    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "Table"
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, Function, str]]:
@@ -195,6 +220,18 @@ def _target(place: Place) -> FunctionType:
     if not isinstance(found, FunctionType):
         raise Vanished(f"{place.name}: {place.function} is not a function any more")
     return found
+
+
+@contextlib.contextmanager
+def _row_forgotten(place: Place) -> Iterator[None]:
+    table, pair = next((table, pair) for found, table, pair in _rows(place.module) if found == place)
+    after, late = table.next, table.late
+    table.next = {key: value for key, value in after.items() if key != pair}
+    table.late = late | {pair}
+    try:
+        yield
+    finally:
+        table.next, table.late = after, late
 
 
 def _mutated_code(place: Place) -> CodeType:

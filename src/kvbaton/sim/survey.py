@@ -81,8 +81,10 @@ def draw(modules: Sequence[str], count: int, seed: int) -> list[Place]:
 
 def seeds_for(place: Place, reached: Lines) -> list[int]:
     """The worlds that come by."""
-    lines = reached.get(place.module, {})
-    return sorted({seed for line in place.lines for seed in lines.get(line, ())})
+    if not place.lines:
+        return sorted({seed for lines in reached.values() for seeds in lines.values() for seed in seeds})
+    of_module = reached.get(place.module, {})
+    return sorted({seed for line in place.lines for seed in of_module.get(line, ())})
 
 
 def tried(place: Place, seeds: Sequence[int]) -> Fate:
