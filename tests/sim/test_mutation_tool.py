@@ -13,7 +13,7 @@ import pytest
 
 from kvbaton.protocol import lease, progress
 from kvbaton.protocol.table import Verdict
-from kvbaton.sim import hunting, kept, mutating, operators, survey, under_test
+from kvbaton.sim import cover, hunting, kept, mutating, operators, reach, survey, under_test
 from kvbaton.sim.campaign import run_seeds
 from kvbaton.sim.looking import look
 from kvbaton.sim.operators import Edit
@@ -281,3 +281,26 @@ def test_what_survives_worlds_can_be_seen_by_tests():
 
 def test_the_clean_tree_is_as_before():
     assert run_seeds(range(2), 1, lambda line: None).holds
+
+
+def test_each_reason_for_an_unreached_line_names_a_function():
+    there = {
+        f"{module}:{span.name}" for module in (*mutating.core(), *mutating.ranks()) for span in reach.functions(module)
+    }
+    assert sorted(set(cover.reasons()) - there) == []
+    with pytest.raises(ValueError, match="reason"):
+        cover.reasons("protocol.lease:judge\n")
+
+
+def test_lines_are_counted_by_the_worlds_that_reach_them():
+    modules = ("protocol.lease", "runtime.epochs")
+    reached = reach.together([reach.reached_by(modules, [0]), reach.reached_by(modules, [1])])
+    figures = cover.summed(modules, reached, {"runtime.epochs:EpochTable.of": "why", "protocol.lease:gone": "stale"})
+    missed = {each.function: each for each in figures.missed}
+    assert missed["runtime.epochs:EpochTable.of"].reason == "why"
+    assert "protocol.lease:new_lease" not in missed
+    assert figures.stale_reasons == ["protocol.lease:gone"]
+    assert figures.share_in_functions < figures.share < 1.0
+    assert not figures.holds
+    place = next(place for place in mutating.places("protocol.lease") if place.function == "Lease.used_up")
+    assert set(survey.seeds_for(place, reached)) <= {0, 1} != set()
