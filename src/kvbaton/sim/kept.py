@@ -17,7 +17,7 @@ import msgspec
 from kvbaton.sim import mutating
 from kvbaton.sim.mutation import Mutant
 
-FILE = "mutants_generated.txt"
+FILE, EQUIVALENT = "mutants_generated.txt", "mutants_equivalent.txt"
 FIELDS, BAR = 4, " || "
 BY_TESTS = "tests"
 HEADER = "# Written by tools/kept_mutants.py: name || seed (or tests) || rule || what [|| test || why no world sees it]"
@@ -39,6 +39,13 @@ def read(text: str | None = None) -> list[Kept]:
     whole = resources.files("kvbaton.sim").joinpath(FILE).read_text() if text is None else text
     lines = [line for line in whole.splitlines() if line.strip() and not line.startswith("#")]
     return [_line(line) for line in lines]
+
+
+def equivalent() -> dict[str, str]:
+    """What changes nothing that a promise is about: the change by its name, which a survey leaves out."""
+    text = resources.files("kvbaton.sim").joinpath(EQUIVALENT).read_text()
+    lines = [line.split(BAR) for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return {name.strip(): what.strip() for name, what, _ in lines}
 
 
 def _line(line: str) -> Kept:

@@ -22,6 +22,8 @@ import msgspec
 TEXT_MAX = 90
 TOLD = frozenset({"count", "mark", "_mark", "say", "debug", "info", "warning", "error", "exception", "_report_fault"})
 """Calls that only tell somebody something."""
+WORDS = frozenset({"detail", "trace"})
+"""Arguments that only tell somebody something."""
 ENDS_BLOCK = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 _EDGE: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
@@ -194,6 +196,8 @@ class _Collector:
     # --- expressions
 
     def _on_IfExp(self, node: ast.IfExp, slot: Slot) -> Iterator[Edit]:
+        if isinstance(node.body, ast.JoinedStr) or isinstance(node.orelse, ast.JoinedStr):
+            return  # words
         yield _edit("always", node, node.body, slot)
         yield _edit("never", node, node.orelse, slot)
 
@@ -255,7 +259,7 @@ class _Collector:
         """An argument is forgotten: its default stands, or None where it has none."""
         signature = self._signature_of(node.func)
         for index, keyword in enumerate(node.keywords):
-            if keyword.arg is None:
+            if keyword.arg is None or keyword.arg in WORDS:
                 continue
             rest = [*node.keywords[:index], *node.keywords[index + 1 :]]
             if _says(node.func).endswith("replace") or _has_default(signature, keyword.arg):

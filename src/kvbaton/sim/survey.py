@@ -15,7 +15,7 @@ from concurrent.futures import as_completed
 
 import msgspec
 
-from kvbaton.sim import mutating, under_test
+from kvbaton.sim import kept, mutating, under_test
 from kvbaton.sim.campaign import Told, pool
 from kvbaton.sim.looking import look
 from kvbaton.sim.mutating import Place
@@ -60,7 +60,8 @@ class Survey(msgspec.Struct):
 
 
 def draw(modules: Sequence[str], count: int, seed: int) -> list[Place]:
-    """Mutants, spread evenly over modules and operators, none of which compiles to the code that is there."""
+    """Mutants, spread evenly over modules and operators, without those that are known to change nothing."""
+    known = {mutating.place_of(*each).name for each in kept.equivalent().items()}
     rng = random.Random(f"kvbaton-survey-{seed}")
     kinds: dict[tuple[str, str], list[Place]] = defaultdict(list)
     for module in modules:
@@ -74,7 +75,7 @@ def draw(modules: Sequence[str], count: int, seed: int) -> list[Place]:
         rng.shuffle(round_of)
         for kind in round_of:
             place = kinds[kind].pop()
-            if len(drawn) < count and not mutating.is_equivalent(place.name):
+            if len(drawn) < count and place.name not in known and not mutating.is_equivalent(place.name):
                 drawn.append(place)
     return drawn
 
