@@ -308,6 +308,8 @@ def _is_not(node: ast.expr | None) -> bool:
 
 
 def _is_telling(node: ast.AST) -> bool:
+    if isinstance(node, ast.AugAssign):
+        return ".counts[" in ast.unparse(node.target)
     call = node.value if isinstance(node, ast.Expr) else node
     if not isinstance(call, ast.Call):
         return False
