@@ -300,9 +300,12 @@ def test_each_reason_for_an_unreached_line_names_a_function():
 def test_lines_are_counted_by_the_worlds_that_reach_them():
     modules = ("protocol.lease", "runtime.epochs")
     reached = reach.together([reach.reached_by(modules, [0]), reach.reached_by(modules, [1])])
-    figures = cover.summed(modules, reached, {"runtime.epochs:EpochTable.of": "why", "protocol.lease:gone": "stale"})
-    missed = {each.function: each for each in figures.missed}
-    assert missed["runtime.epochs:EpochTable.of"].reason == "why"
+    del reached["runtime.epochs"]
+    why = {"runtime.epochs:EpochTable.all_of": "why", "protocol.lease:gone": "stale"}
+    figures = cover.summed(modules, reached, why)
+    missed = {each.function: each.reason for each in figures.missed}
+    assert missed["runtime.epochs:EpochTable.all_of"] == "why"
+    assert missed["runtime.epochs:EpochTable.raise_epoch"] == ""
     assert "protocol.lease:new_lease" not in missed
     assert figures.stale_reasons == ["protocol.lease:gone"]
     assert figures.share_in_functions < figures.share < 1.0
