@@ -23,7 +23,7 @@ MOONCAKE ?= mooncake-transfer-engine-non-cuda==0.3.13.post1
 
 VLLM_PIP := $(VLLM_BIN)/pip install -qq --disable-pip-version-check
 
-.PHONY: demo test test-core test-full check lint types layers unit coverage runtime processes sim mutants bench bench-router fuzz fuzz-own
+.PHONY: demo test test-core test-full check lint types layers unit coverage runtime processes sim mutants sim-coverage bench bench-router fuzz fuzz-own
 .PHONY: docs docs-build docs-env docs-test clean planes planes-env seeing
 .PHONY: vllm vllm-nixl vllm-test vllm-full vllm-matrix conformance gpu-test
 
@@ -117,6 +117,10 @@ sim: $(VENV)/.dev
 
 mutants: $(VENV)/.dev
 	$(BIN)/kvbaton sim --mutants
+
+# Which lines of the product simulated clusters reach, and why not the others.
+sim-coverage: $(VENV)/.dev
+	$(BIN)/kvbaton sim --coverage
 
 bench: $(VENV)/.serve
 	$(BIN)/kvbaton bench transfer

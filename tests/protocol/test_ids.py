@@ -12,7 +12,6 @@ from kvbaton.protocol.ids import (
     WorkerId,
     handoff_id,
     is_handoff_id,
-    is_transfer_id,
     is_worker_id,
     rank_peer,
 )
@@ -34,7 +33,6 @@ def test_a_prompt_index_out_of_bounds_is_refused(index: int) -> None:
 
 def test_what_handoff_id_makes_is_a_handoff_id() -> None:
     assert all(is_handoff_id(handoff_id(TRANSFER, index)) for index in (0, 1, 4095))
-    assert is_transfer_id(TRANSFER)
 
 
 @pytest.mark.parametrize(
@@ -42,11 +40,6 @@ def test_what_handoff_id_makes_is_a_handoff_id() -> None:
 )
 def test_other_text_is_no_handoff_id(text: str) -> None:
     assert not is_handoff_id(text)
-
-
-@pytest.mark.parametrize("text", ["", TRANSFER[1:], TRANSFER + "0", TRANSFER.replace("a", "g"), TRANSFER + "\n"])
-def test_other_text_is_no_transfer_id(text: str) -> None:
-    assert not is_transfer_id(text)
 
 
 @pytest.mark.parametrize("text", ["p", "prefill-0.eu_1", "P" * 64])

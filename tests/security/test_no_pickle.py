@@ -29,6 +29,7 @@ TRUE_KEYWORDS = {"allow_pickle", "shell"}
 OWN_BYTES_ONLY = {
     "integrations/vllm/conformance/watching.py": {"pickle", "loads", "dumps"},
     "sim/mutants_liars.py": {"compile"},
+    "sim/mutating.py": {"compile"},
 }
 """Tools for developers, which no server imports: one does to its own objects what vLLM does between its own processes,
 one compiles this package's own source with a change in it."""
@@ -91,6 +92,15 @@ def test_no_server_imports_the_tool_that_pickles_its_own_objects() -> None:
         "cli/conformance.py",
         "bench/vllm_waiting.py",  # drives the same lab; no server
     }
+
+
+def test_no_server_imports_what_compiles_mutants() -> None:
+    users = {
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*.py")
+        if any(name.startswith("kvbaton.sim") for name in imports(path))
+    }
+    assert {name for name in users if not name.startswith("sim/")} == {"cli/sim.py", "cli/sim_reports.py"}
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 from kvbaton.protocol.effects import Direction
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, RequestId, WorkerId
 from kvbaton.protocol.settings import Settings
-from kvbaton.sim.campaign import hunt
 from kvbaton.sim.device import Device, Step, Work
 from kvbaton.sim.engine import SimEngine
+from kvbaton.sim.hunting import hunt
 from kvbaton.sim.life import Character, Life
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.mutants_device import DEVICE_MUTANTS

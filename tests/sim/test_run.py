@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from kvbaton.sim.campaign import hunt, run_seeds
+from kvbaton.sim.campaign import run_seeds
+from kvbaton.sim.hunting import hunt
 from kvbaton.sim.liar_plan import LIARS
 from kvbaton.sim.mutants import MUTANTS
 from kvbaton.sim.plan import PROFILES

@@ -10,7 +10,8 @@ from kvbaton.protocol.effects import Unpin
 from kvbaton.protocol.ids import LeaseId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.ticket import Ticket, seal
-from kvbaton.sim.campaign import hunt, run_seeds
+from kvbaton.sim.campaign import run_seeds
+from kvbaton.sim.hunting import hunt
 from kvbaton.sim.life import TICKET_KEY, Character, Life
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.mutants_discard import DISCARD_MUTANTS

@@ -8,13 +8,16 @@ import sys
 
 import msgspec
 
-from kvbaton.cli.arguments import whole
-from kvbaton.sim.campaign import MutantsSummary, Summary, default_jobs, run_mutants, run_seeds
-from kvbaton.sim.mutants import MUTANTS
+from kvbaton.cli import sim_reports
+from kvbaton.cli.arguments import CommandError, whole
+from kvbaton.sim import hunting, mutating
+from kvbaton.sim.campaign import Summary, default_jobs, run_seeds
 from kvbaton.sim.run import run_seed
 
 HELP = "run simulated clusters under faults and check every promise"
 SEED_MAX = (1 << 63) - 1
+SEEDS, MUTANT_SEEDS, SURVEY_SEEDS = range(200), 600, 150
+MODULES = {"core": mutating.core, "ranks": mutating.ranks}
 _RANGE = re.compile(r"(\d+)(?:\.\.(\d+))?")
 
 
@@ -33,41 +36,83 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def mutant(text: str) -> str:
+    """A mutant by name: one of the list, or any that can be generated."""
+    try:
+        return hunting.find(text).name
+    except mutating.Vanished as error:
+        raise argparse.ArgumentTypeError(f"{error}; `kvbaton sim --mutants --json` lists names") from None
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = [mutant.name for mutant in MUTANTS]
+    add = parser.add_argument
+    add("--seeds", type=seeds, default=None, metavar="A..B", help="which worlds (default 0..199)")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--seeds", type=seeds, default=range(200), metavar="A..B", help="which worlds (default 0..199)")
     what.add_argument("--mutants", action="store_true", help="run every mutant until it is caught")
     what.add_argument("--replay", type=whole(0, SEED_MAX), metavar="SEED", help="run one world and tell its story")
-    parser.add_argument("--mutant", choices=names, metavar="NAME", help="with --replay: switch this mutant on")
-    parser.add_argument("--mutant-seeds", type=positive, default=600, metavar="N", help="give up on a mutant after N")
-    parser.add_argument("--jobs", type=positive, default=default_jobs(), metavar="N", help="processes (default: cores)")
-    parser.add_argument("--json", action="store_true", help="print one object with the figures")
+    what.add_argument("--survey", type=positive, metavar="N", help="draw N generated mutants: how many are caught?")
+    what.add_argument("--coverage", action="store_true", help="which lines of the product the worlds of --seeds reach")
+    add("--mutant", type=mutant, metavar="NAME", help="with --replay: switch this mutant on")
+    add("--mutant-seeds", type=positive, default=None, metavar="N", help="give up on a mutant after N")
+    add("--fresh", action="store_true", help="with --mutants: from seed 0 for each, whatever caught it last time")
+    add("--draw", type=whole(0, SEED_MAX), default=0, metavar="S", help="with --survey: which mutants are drawn")
+    add("--of", choices=(*MODULES, "all"), default="all", help="with --survey, --coverage: of which modules")
+    add("--tests", action="store_true", help="with --survey: give what survives to the tests (in a checkout)")
+    add("--jobs", type=positive, default=default_jobs(), metavar="N", help="processes (default: cores)")
+    add("--json", action="store_true", help="print one object with the figures")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.seeds is not None and (args.mutants or args.survey or args.replay is not None):
+        raise CommandError("--seeds goes with --coverage or alone; mutants are tried on seeds 0 to --mutant-seeds")
     if args.replay is not None:
         return _replay(args.replay, args.mutant, args.json)
     if args.mutants:
-        _tell(
-            f"mutants: {len(MUTANTS)}, each over seeds 0..{args.mutant_seeds - 1} until caught, {args.jobs} processes"
-        )
-        found = run_mutants(MUTANTS, args.mutant_seeds, args.jobs, _tell)
-        print(_json(found, found.holds) if args.json else _mutants_text(found))
-        return 0 if found.holds else 1
-    first, last = args.seeds[0], args.seeds[-1]
-    _tell(f"seeds: {first}..{last}, {args.jobs} processes")
-    total = run_seeds(args.seeds, args.jobs, _tell)
-    print(_json(total, total.holds) if args.json else _text(total))
+        return _mutants(args)
+    if args.survey is not None or args.coverage:
+        return _reached(args)
+    chosen = args.seeds or SEEDS
+    _tell(f"seeds: {chosen[0]}..{chosen[-1]}, {args.jobs} processes")
+    total = run_seeds(chosen, args.jobs, _tell)
+    print(sim_reports.as_json(total, total.holds) if args.json else _text(total))
     return 0 if total.holds else 1
 
 
-def _replay(seed: int, mutant: str | None, as_json: bool) -> int:
-    _tell(f"seed: {seed}" + (f", mutant {mutant}" if mutant else ""))
-    if mutant is None:
+def _mutants(args: argparse.Namespace) -> int:
+    names, most = hunting.every(), args.mutant_seeds or MUTANT_SEEDS
+    _tell(f"mutants: {len(names)}, each over seeds 0..{most - 1} until caught, {args.jobs} processes")
+    found = hunting.run_mutants(names, most, args.jobs, _tell, args.fresh)
+    print(sim_reports.as_json(found, found.holds) if args.json else sim_reports.mutants(found))
+    return 0 if found.holds else 1
+
+
+def _reached(args: argparse.Namespace) -> int:
+    """What needs to see lines."""
+    from kvbaton.sim.cover import run_coverage
+    from kvbaton.sim.reach import NoCoverage, tool
+    from kvbaton.sim.survey import survey
+
+    try:
+        tool()
+    except NoCoverage as error:
+        raise CommandError(str(error)) from None
+    modules = [name for kind, names in MODULES.items() if args.of in (kind, "all") for name in names()]
+    if args.coverage:
+        lines = run_coverage(modules, args.seeds or SEEDS, args.jobs, _tell)
+        print(sim_reports.as_json(lines, lines.holds) if args.json else sim_reports.coverage(lines))
+        return 0 if lines.holds else 1
+    worlds = range(args.mutant_seeds or SURVEY_SEEDS)
+    found = survey(modules, args.survey, args.draw, worlds, args.jobs, _tell, args.tests)
+    print(sim_reports.as_json(found, found.holds) if args.json else sim_reports.surveyed(found))
+    return 0 if found.holds else 1
+
+
+def _replay(seed: int, name: str | None, as_json: bool) -> int:
+    _tell(f"seed: {seed}" + (f", mutant {name}" if name else ""))
+    if name is None:
         result = run_seed(seed)
     else:
-        with next(each for each in MUTANTS if each.name == mutant).switch():
+        with hunting.find(name).switch():
             result = run_seed(seed)
     if as_json:
         print(msgspec.json.encode(result).decode())
@@ -76,11 +121,6 @@ def _replay(seed: int, mutant: str | None, as_json: bool) -> int:
         verdict = "every promise holds" if result.holds else f"BROKEN, {result.promise}: {result.what}"
         print(f"seed {seed} ({result.profile}), {result.handoffs} handoffs, trace {result.trace_hash}: {verdict}")
     return 0 if result.holds else 1
-
-
-def _json(value: Summary | MutantsSummary, holds: bool) -> str:
-    fields = msgspec.to_builtins(value)
-    return msgspec.json.encode({"holds": holds, **fields}).decode()
 
 
 def _text(total: Summary) -> str:
@@ -93,18 +133,6 @@ def _text(total: Summary) -> str:
     ]
     for broken in total.broken:
         lines.append(f"BROKEN seed {broken['seed']} ({broken['promise']}): {broken['what']}\n  {broken['replay']}")
-    return "\n".join(lines)
-
-
-def _mutants_text(found: MutantsSummary) -> str:
-    lines = []
-    for catch in found.catches:
-        how = f"{catch.promise}, seed {catch.seeds_needed - 1}" if catch.caught else "NOT CAUGHT"
-        lines.append(f"{catch.name:32} rule {catch.rule:8} {how}")
-    lines.append(
-        f"{found.caught} of {found.mutants} caught; the clean tree raised {found.clean_alarms} alarms "
-        f"over {found.clean_seeds} seeds; {found.wall_s:.0f} s"
-    )
     return "\n".join(lines)
 
 

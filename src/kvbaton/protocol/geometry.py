@@ -122,14 +122,6 @@ class Plan(msgspec.Struct, frozen=True):
     target_groups: tuple[int | None, ...]
     parts: tuple[Part, ...]
 
-    def source_ranks(self, target_rank: int) -> tuple[int, ...]:
-        """The source ranks that this target rank takes anything from."""
-        return tuple(sorted({part.source_rank for part in self.parts if part.target_rank == target_rank}))
-
-    def target_ranks(self, source_rank: int) -> tuple[int, ...]:
-        """The target ranks that take anything from this source rank; none for an idle replica."""
-        return tuple(sorted({part.target_rank for part in self.parts if part.source_rank == source_rank}))
-
 
 @dataclass(slots=True)
 class _Effort:

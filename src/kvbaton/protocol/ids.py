@@ -46,7 +46,6 @@ PROMPTS_PER_TRANSFER_MAX = 4096
 
 _WORKER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HANDOFF = re.compile(r"([0-9a-f]{32})\.(0|[1-9][0-9]{0,3})")
-_TRANSFER = re.compile(r"[0-9a-f]{32}")
 
 
 class PeerId(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -76,10 +75,6 @@ def handoff_id(transfer: TransferId, index: int = 0) -> HandoffId:
     if not 0 <= index < PROMPTS_PER_TRANSFER_MAX:
         raise ValueError(f"prompt index {index} is outside 0..{PROMPTS_PER_TRANSFER_MAX - 1}")
     return HandoffId(f"{transfer}.{index}")
-
-
-def is_transfer_id(text: str) -> bool:
-    return _TRANSFER.fullmatch(text) is not None
 
 
 def is_handoff_id(text: str) -> bool:

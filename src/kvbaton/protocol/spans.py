@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise
-from operator import add
 from struct import pack
 from typing import NamedTuple, NoReturn
 
@@ -22,7 +21,7 @@ import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry import Lane, Part, Plan, Strip
-from kvbaton.protocol.layout import NULL_BLOCK, EngineLayout, Group, Kind, needed_blocks
+from kvbaton.protocol.layout import NULL_BLOCK, Group, Kind, needed_blocks
 from kvbaton.protocol.progress import Rect
 from kvbaton.protocol.weave import Weave
 
@@ -124,20 +123,6 @@ def blocks_per_call(plan: Plan, side: Side, rank: int, rect: Rect) -> int:
     """How many blocks of such a rectangle one call of `segments` takes; for `Rect.cut`."""
     pieces = sum(part.pieces for part in _parts(plan, side, rank, rect))
     return max(1, SPANS_MAX // max(1, pieces * (rect.layer_hi - rect.layer_lo)))
-
-
-def check_ranges(layout: EngineLayout, rank: int, region: int, spans: array[int], *, local: bool) -> None:
-    """Raise `BAD_SPAN` unless the local (or remote) end of every span lies in that region of that rank."""
-    if not (0 <= rank < len(layout.ranks) and 0 <= region < len(layout.ranks[rank].region_bytes)):
-        _bad(f"region {region} of rank {rank} does not exist")
-    if len(spans) % 3:
-        _bad(f"spans: {len(spans)} numbers are not triples")
-    if not spans:
-        return
-    size = layout.ranks[rank].region_bytes[region]
-    offsets, lengths = spans[0 if local else 1 :: 3], spans[2::3]
-    if min(offsets) < 0 or min(lengths) < 1 or max(map(add, offsets, lengths)) > size:
-        _bad(f"spans: not all within the {size} bytes of region {region} of rank {rank}")
 
 
 def _parts(plan: Plan, side: Side, rank: int, rect: Rect) -> list[Part]:

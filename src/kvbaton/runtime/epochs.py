@@ -30,9 +30,6 @@ class EpochTable:
             self._epochs.extend([0] * (block + 1 - len(self._epochs)))
         self._epochs[block] += 1
 
-    def of(self, block: int) -> int:
-        return self._epochs[block] if 0 <= block < len(self._epochs) else 0
-
     def all_of(self, blocks: Sequence[int]) -> list[int]:
         epochs, count = self._epochs, len(self._epochs)
         if len(blocks) > 1 and min(blocks) >= 0 and max(blocks) < count:  # a commit is judged by a thousand of them

@@ -1,4 +1,4 @@
-"""Many seeds, over all cores: the sums of what happened, and for mutants how soon each was caught."""
+"""Many seeds, over all cores: the sums of what happened."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 
 import msgspec
 
-from kvbaton.sim.mutants import MUTANTS
-from kvbaton.sim.mutation import Mutant
 from kvbaton.sim.run import Result, run_seed
 
 BATCH_SEEDS = 20
@@ -45,35 +43,6 @@ class Summary(msgspec.Struct):
     @property
     def holds(self) -> bool:
         return self.seeds == self.hold
-
-
-class Catch(msgspec.Struct, frozen=True):
-    """How a mutant fared."""
-
-    name: str
-    rule: str
-    story: str
-    caught: bool
-    promise: str = ""
-    seeds_needed: int = 0
-    what: str = ""
-
-
-class MutantsSummary(msgspec.Struct):
-    """How all mutants fared, and the clean tree over the same seeds."""
-
-    mutants: int
-    caught: int
-    seeds_max: int
-    clean_seeds: int
-    clean_alarms: int
-    wall_s: float
-    catches: list[Catch]
-    clean_broken: list[dict[str, str | int]]
-
-    @property
-    def holds(self) -> bool:
-        return self.caught == self.mutants and self.clean_alarms == 0
 
 
 Told = Callable[[str], None]
@@ -113,46 +82,6 @@ def run_seeds(seeds: range, jobs: int, tell: Told) -> Summary:
     return total
 
 
-def run_mutants(mutants: Iterable[Mutant], seeds_max: int, jobs: int, tell: Told) -> MutantsSummary:
-    """Each mutant until it is caught, and the clean tree over as many seeds as the slowest mutant took."""
-    started = time.monotonic()
-    listed = list(mutants)
-    catches: dict[str, Catch] = {}
-    with _pool(jobs) as pool:
-        waiting = {pool.submit(hunt, mutant.name, seeds_max) for mutant in listed}
-        while waiting:
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in done:
-                catch = future.result()
-                catches[catch.name] = catch
-                how = f"{catch.promise} after {catch.seeds_needed}" if catch.caught else f"NOT CAUGHT in {seeds_max}"
-                tell(f"{len(catches)} of {len(listed)} {catch.name}: {how} seeds")
-    needed = max((catch.seeds_needed for catch in catches.values() if catch.caught), default=1)
-    clean = run_seeds(range(needed), jobs, tell)
-    return MutantsSummary(
-        mutants=len(listed),
-        caught=sum(catch.caught for catch in catches.values()),
-        seeds_max=seeds_max,
-        clean_seeds=clean.seeds,
-        clean_alarms=clean.seeds - clean.hold,
-        wall_s=round(time.monotonic() - started, 2),
-        catches=[catches[mutant.name] for mutant in listed],
-        clean_broken=clean.broken,
-    )
-
-
-def hunt(name: str, seeds_max: int) -> Catch:
-    """Run one mutant over seeds 0, 1, 2, … until a checker objects."""
-    mutant = next(each for each in MUTANTS if each.name == name)
-    with mutant.switch():
-        for seed in range(seeds_max):
-            result = run_seed(seed)
-            if not result.holds:
-                what = result.what.strip().splitlines()
-                return Catch(name, mutant.rule, mutant.story, True, result.promise, seed + 1, what[-1] if what else "")
-    return Catch(name, mutant.rule, mutant.story, False)
-
-
 def run_batch(seeds: range) -> list[Result]:
     """One process's share; stories stay out of the pipe, `--replay` tells them."""
     results = [run_seed(seed) for seed in seeds]
@@ -170,11 +99,11 @@ def _results(batches: list[range], jobs: int) -> Iterator[Result]:
         for batch in batches:
             yield from run_batch(batch)
         return
-    with _pool(jobs) as pool:
+    with pool(jobs) as processes:
         waiting: set[Future[list[Result]]] = set()
         todo = iter(batches)
         for batch in todo:
-            waiting.add(pool.submit(run_batch, batch))
+            waiting.add(processes.submit(run_batch, batch))
             if len(waiting) >= 2 * jobs:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -184,21 +113,21 @@ def _results(batches: list[range], jobs: int) -> Iterator[Result]:
 
 
 @contextlib.contextmanager
-def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
+def pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that end with the work, or at once when it is broken off: nobody waits for what nobody wants."""
     context = get_context("spawn")
     before = {process.pid for process in multiprocessing.active_children()}
-    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_leave_interrupts_to_the_first)
+    processes = ProcessPoolExecutor(jobs, mp_context=context, initializer=_leave_interrupts_to_the_first)
     try:
-        yield pool
+        yield processes
     except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
+        processes.shutdown(wait=False, cancel_futures=True)
         for process in multiprocessing.active_children():
             if process.pid not in before:
                 process.kill()
         raise
     finally:
-        pool.shutdown()
+        processes.shutdown()
 
 
 def _leave_interrupts_to_the_first() -> None:

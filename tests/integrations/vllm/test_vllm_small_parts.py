@@ -58,7 +58,7 @@ class TestPool:
         pool.unpin([3, 4])
         assert pool.exact and fake.blocks[3].refs == 0
         fake.reuse(3)
-        assert (epochs.of(3), epochs.of(4)) == (1, 0)
+        assert (epochs.all_of([3])[0], epochs.all_of([4])[0]) == (1, 0)
         assert (epochs.all_judged([3])[0], epochs.all_judged([4])[0]) == (1, 0)
         fake._reuse_watchers[4](object())  # whatever it is told, it must not raise: it runs inside schedule()
 
@@ -67,7 +67,7 @@ class TestPool:
         fake, epochs, told = FakePool(), EpochTable(8), list[int]()
         pool = PinnedPool(fake, epochs)
         pool.touch([3, 4])
-        noted = epochs.of(3)
+        noted = epochs.all_of([3])[0]
         pool.unpin([3, 4])
         fake.unpin_blocks([fake.blocks[3]], lambda block: told.append(block.block_id))
         assert (epochs.all_judged([3])[0], epochs.all_judged([4])[0]) == (UNTOLD, 0), "nobody would tell us of block 3"
@@ -75,7 +75,7 @@ class TestPool:
         assert (epochs.all_judged([3])[0], epochs.all_judged([4])[0], told) == (UNTOLD, 1, [3])
         pool.touch([3])  # and released again: the watcher is ours, the epoch another
         pool.unpin([3])
-        assert epochs.all_judged([3])[0] == epochs.of(3) != noted
+        assert epochs.all_judged([3])[0] == epochs.all_of([3])[0] != noted
 
     def test_a_pinned_block_is_believed_whoever_else_watches_it(self) -> None:
         fake, epochs = FakePool(), EpochTable(8)

@@ -1,0 +1,314 @@
+"""The mutation tool: each operator finds its places, names last, a switch takes effect and leaves nothing behind."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvbaton.protocol import lease, progress
+from kvbaton.protocol.table import Verdict
+from kvbaton.sim import cover, hunting, kept, mutating, operators, reach, survey, under_test
+from kvbaton.sim.campaign import run_seeds
+from kvbaton.sim.looking import look
+from kvbaton.sim.operators import Edit
+
+
+def found(source: str) -> list[Edit]:
+    tree = ast.parse(textwrap.dedent(source))
+    function = tree.body[-1]
+    assert isinstance(function, ast.FunctionDef)
+    return list(operators.edits(function))
+
+
+def mutants(source: str, operator: str, *arguments: Any, **others: Any) -> Iterator[Any]:
+    """What each mutant of the last function answers."""
+    text = textwrap.dedent(source)
+    for at, edit in enumerate(found(text)):
+        if edit.operator == operator:
+            tree = ast.parse(text)
+            function = tree.body[-1]
+            assert isinstance(function, ast.FunctionDef)
+            list(operators.edits(function))[at].make()
+            scope: dict[str, Any] = dict(others)
+            exec(compile(tree, "sample", "exec"), scope)
+            yield scope[function.name](*arguments)
+
+
+GUARDED = """
+def f(x):
+    if x > 3:
+        return "much"
+    return "little"
+"""
+
+
+def test_a_guard_is_dropped_or_always_holds():
+    assert list(mutants(GUARDED, "guard", 5)) == ["little"]
+    assert list(mutants(GUARDED, "always", 1)) == ["much"]
+
+
+def test_a_choice_is_forced_both_ways():
+    source = """
+    def f(x):
+        if x:
+            y = 1
+        else:
+            y = 2
+        return y if x else -y
+    """
+    assert list(mutants(source, "never", True)) == [2, -1]
+    assert list(mutants(source, "always", False)) == [-1, 2]
+
+
+def test_comparisons_are_turned_and_off_by_one():
+    assert list(mutants(GUARDED, "edge", 3)) == ["much"]
+    assert list(mutants(GUARDED, "turn", 5)) == ["little"]
+    chained = "def f(x):\n    return 0 <= x < 3\n"
+    assert list(mutants(chained, "edge", 0)) == [False, True]
+    assert list(mutants(chained, "edge", 3)) == [False, True]
+    assert list(mutants("def f(x):\n    return x in (1,)\n", "turn", 1)) == [False]
+
+
+def test_logic_is_swapped_and_each_operand_forgotten():
+    source = "def f(a, b):\n    return a and b\n"
+    assert list(mutants(source, "logic", True, False)) == [True]
+    assert list(mutants(source, "operand", True, False)) == [False, True]
+    assert list(mutants("def f(a):\n    return not a\n", "turn", True)) == [True]
+
+
+def test_numbers_and_bounds_are_off_by_one():
+    assert list(mutants("def f(xs):\n    return xs[1]\n", "off_up", "abc")) == ["c"]
+    assert list(mutants("def f(xs):\n    return xs[1]\n", "off_down", "abc")) == ["a"]
+    bounded = "def f(xs, n):\n    return xs[:n]\n"
+    assert list(mutants(bounded, "off_up", "abc", 1)) == ["ab"]
+    assert list(mutants(bounded, "off_down", "abc", 1)) == [""]
+    assert list(mutants("def f(n):\n    return list(range(n))\n", "off_down", 2)) == [[0]]
+    assert next(mutants("def f(n):\n    return n // 2\n", "off_up", 3)) == 2
+    assert list(mutants("def f(a, b):\n    return a + b\n", "arithmetic", 3, 1)) == [2]
+    assert list(mutants("def f(xs):\n    return min(xs)\n", "other", [1, 2])) == [2]
+
+
+def test_fields_are_forgotten():
+    source = """
+    def f(make):
+        box = make()
+        box.size = 3
+        box.seen[1] = 4
+        return box.size, box.seen
+    """
+    assert list(mutants(source, "forget", lambda: SimpleNamespace(size=0, seen={}))) == [(0, {1: 4}), (3, {})]
+
+
+def test_an_argument_is_forgotten_where_it_has_a_default():
+    def shout(word: str, times: int = 1) -> str:
+        return word * times
+
+    function = ast.parse("def f():\n    return shout('x', times=3)\n").body[0]
+    assert isinstance(function, ast.FunctionDef)
+
+    named = list(operators.edits(function, lambda callee: inspect.signature(shout)))
+    assert [edit.what for edit in named if edit.operator == "default"] == ["shout('x', times=3) -> without times"]
+    nameless = list(mutants("def f(x):\n    return dict(a=x)\n", "default", 3))
+    assert nameless == [{"a": None}]
+
+
+def test_a_loop_ends_after_its_first_pass():
+    source = """
+    def f(xs):
+        n = 0
+        for x in xs:
+            if not x:
+                continue
+            n = n + x
+        return n, [y for y in xs]
+    """
+    assert list(mutants(source, "once", [1, 2])) == [(1, [1, 2]), (3, [1])]
+    assert list(mutants("def f(xs):\n    while xs:\n        xs.pop()\n    return xs\n", "once", [1, 2])) == [[1]]
+
+
+def test_a_call_is_left_out_and_a_function_returns_at_once():
+    source = """
+    def f(xs) -> None:
+        xs.append(1)
+        xs.append(2)
+    """
+    xs: list[int] = []
+    assert list(mutants(source, "drop", xs)) == [None, None]
+    assert xs == [2, 1]
+    assert list(mutants(source, "early", xs)) == [None]
+    assert xs == [2, 1]
+    asked = "def f(x) -> bool:\n    y = x\n    return y\n"
+    assert list(mutants(asked, "early", 0)) == [True, False]
+    assert list(mutants(asked, "turn", 0)) == [True]
+
+
+def test_what_is_only_told_is_left_alone():
+    source = """
+    def f(self, x):
+        '''Words.'''
+        assert x > 0
+        log.warning("%d", x + 1)
+        self.desk.count("late")
+        raise ProtocolError(f"{x + 1}: too much")
+    """
+    assert [(edit.operator, edit.what.split(" -> ")[1]) for edit in found(source)] == [("drop", "nothing")]
+    assert found("def __init__(self):\n    self.x = 1\n") == []
+
+
+def test_names_last_when_other_functions_change():
+    before = ast.parse("def f(x):\n    return x > 1\n\ndef g(x):\n    return x < 2\n")
+    after = ast.parse("def f(x):\n    return x > 1 and x < 5\n\ndef g(x):\n    return x < 2\n")
+
+    def names(tree: ast.Module) -> set[str]:
+        of_g = mutating._found("protocol.lease", tree, "g")
+        return {place.name for place, _ in of_g}
+
+    assert names(before) == names(after) != set()
+    every = [place.name for place in mutating.places("protocol.lease")]
+    assert len(every) == len(set(every))
+    assert {name.split(":")[1] for name in every} >= {"judge", "Lease.used_up"}
+
+
+def test_everybody_who_has_imported_a_function_runs_the_mutant():
+    places = [place for place in mutating.places("protocol.lease") if place.function == "judge"]
+    imported_before, code = lease.judge, lease.judge.__code__
+    with mutating.switched(places[0].name):
+        assert imported_before.__code__ is not code
+    assert lease.judge.__code__ is code
+
+
+def test_a_property_is_mutated_too_and_put_back_after_an_exception():
+    name = next(place.name for place in mutating.places("protocol.lease") if place.function == "Lease.used_up")
+    fget = lease.Lease.__dict__["used_up"].fget
+    code = fget.__code__
+    with pytest.raises(ZeroDivisionError), mutating.switched(name):
+        assert fget.__code__ is not code
+        raise ZeroDivisionError
+    assert fget.__code__ is code
+
+
+def test_a_row_of_a_table_is_forgotten_while_it_is_switched_on():
+    rows = [place for place in mutating.places("protocol.lease") if place.operator == "row"]
+    assert rows[0].what == "GROWING, EXTENDED: GROWING -> late"
+    assert {place.function for place in rows} == {"LEASE", "READER"}
+    growing, extended = lease.LeaseState.GROWING, lease.LeaseEvent.EXTENDED
+    with mutating.switched(rows[0].name):
+        assert lease.LEASE.step(growing, extended) is Verdict.LATE
+    assert lease.LEASE.step(growing, extended) is growing
+
+
+def test_an_edit_that_compiles_to_the_same_is_known():
+    some = mutating.places("protocol.progress")
+    assert not all(mutating.is_equivalent(place.name) for place in some)
+    assert progress.__name__ == "kvbaton.protocol.progress"
+
+
+@pytest.mark.parametrize(
+    "name", ["nothing", "protocol.lease:judge:guard:99", "protocol.nowhere:f:guard:1", "protocol.lease:gone:guard:1"]
+)
+def test_a_name_without_a_place_is_an_error(name: str):
+    with pytest.raises(mutating.Vanished, match=name.split(":", maxsplit=1)[0]), mutating.switched(name):
+        pass
+
+
+def test_a_place_is_followed_within_its_function_and_not_beyond():
+    place = next(place for place in mutating.places("protocol.lease") if place.function == "judge")
+    moved = place.name.rsplit(":", 1)[0] + ":7"
+    assert mutating.place_of(moved, place.what) == place
+    with pytest.raises(mutating.Vanished, match="no longer there"):
+        mutating.place_of(place.name, "something else -> nothing")
+
+
+def test_every_kept_mutant_is_still_a_place_in_the_code():
+    lines = kept.read()
+    gone = []
+    for name, what in [*((line.name, line.what) for line in lines), *kept.equivalent().items()]:
+        try:
+            mutating.place_of(name, what)
+        except mutating.Vanished as error:
+            gone.append(str(error))
+    assert gone == [], "hunt again (tools/kept_mutants.py) or take the line out"
+    assert len({line.name for line in lines}) == len(lines)
+    assert len(hunting.every()) >= 150
+    assert sum(line.seed is None for line in lines) <= 0.05 * len(hunting.every())
+
+
+def test_a_kept_line_says_what_it_must():
+    line = kept.Kept("protocol.lease:judge:guard:1", "6", "a -> b | c", 7)
+    alone = kept.Kept("protocol.lease:judge:guard:2", "6", "a -> b", None, "tests/x.py::test_y", "no world has two")
+    assert kept.read(kept.written([line, alone])) == [line, alone]
+    with pytest.raises(ValueError, match="which and why"):
+        kept.read("protocol.lease:judge:guard:1 || tests || 6 || a -> b\n")
+    with pytest.raises(ValueError, match="has 2 of 4"):
+        kept.read("protocol.lease:judge:guard:1 || 6\n")
+
+
+def test_a_mutant_that_never_returns_is_seen_and_the_next_world_is_well(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvbaton.sim.looking.SEED_CPU_S", 2.0)
+    name = next(
+        place.name
+        for place in mutating.places("protocol.clock")
+        if place.function == "Timers.pop_due" and place.operator == "turn" and "due > now" in place.what
+    )
+    with mutating.switched(name):
+        seen = look(0)
+    assert seen is not None and seen.promise.startswith("no ")
+    assert look(0) is None
+
+
+def test_a_drawing_is_spread_and_repeats_itself():
+    modules = ("protocol.lease", "protocol.progress", "runtime.epochs")
+    drawn = survey.draw(modules, 24, 3)
+    assert drawn == survey.draw(modules, 24, 3) != survey.draw(modules, 24, 4)
+    assert {place.module for place in drawn} == set(modules)
+    assert len({place.operator for place in drawn}) >= 6
+    assert len({place.name for place in drawn}) == 24
+
+
+def test_what_survives_worlds_can_be_seen_by_tests():
+    """And what is switched on there is on: a test that holds on the clean tree fails."""
+    tests = ["tests/protocol/test_lease.py"]
+    assert not under_test.judged("protocol.writer:Writer._step:always:2", tests).caught
+    verdict = under_test.judged("protocol.lease:judge:guard:1", tests)
+    assert verdict.caught and verdict.test.startswith("tests/protocol/test_lease.py::")
+
+
+@pytest.mark.parametrize("line", [line for line in kept.read() if line.seed is None], ids=lambda line: line.name)
+def test_what_is_left_to_tests_is_caught_by_the_one_that_is_named(line: kept.Kept):
+    assert under_test.judged(line.name, [line.test]).caught
+
+
+def test_the_clean_tree_is_as_before():
+    assert run_seeds(range(2), 1, lambda line: None).holds
+
+
+def test_each_reason_for_an_unreached_line_names_a_function():
+    there = {
+        f"{module}:{span.name}" for module in (*mutating.core(), *mutating.ranks()) for span in reach.functions(module)
+    }
+    assert sorted(set(cover.reasons()) - there) == []
+    with pytest.raises(ValueError, match="reason"):
+        cover.reasons("protocol.lease:judge\n")
+
+
+def test_lines_are_counted_by_the_worlds_that_reach_them():
+    modules = ("protocol.lease", "runtime.epochs")
+    reached = reach.together([reach.reached_by(modules, [0]), reach.reached_by(modules, [1])])
+    del reached["runtime.epochs"]
+    why = {"runtime.epochs:EpochTable.all_of": "why", "protocol.lease:gone": "stale"}
+    figures = cover.summed(modules, reached, why)
+    missed = {each.function: each.reason for each in figures.missed}
+    assert missed["runtime.epochs:EpochTable.all_of"] == "why"
+    assert missed["runtime.epochs:EpochTable.raise_epoch"] == ""
+    assert "protocol.lease:new_lease" not in missed
+    assert figures.stale_reasons == ["protocol.lease:gone"]
+    assert figures.share_in_functions < figures.share < 1.0
+    assert not figures.holds
+    place = next(place for place in mutating.places("protocol.lease") if place.function == "Lease.used_up")
+    assert set(survey.seeds_for(place, reached)) <= {0, 1} != set()

@@ -1,0 +1,110 @@
+"""Hunts the kept mutants afresh and writes src/kvbaton/sim/mutants_generated.txt.
+
+    python tools/kept_mutants.py                    # seeds of the lines that are there
+    python tools/kept_mutants.py --add survey.json  # and what is caught of a `kvbaton sim --survey N --json`
+
+What no world sees any more is told and left as it is: find out whether the world, the checker or the mutant is wrong.
+What has gone from the code is told and taken out. The rule of a line is the first whose `Where` in
+tools/protocol_rules.txt names its function, or the class or module's own, unless the line has one already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from kvbaton.sim import kept, mutating
+from kvbaton.sim.campaign import default_jobs
+from kvbaton.sim.hunting import run_mutants
+from kvbaton.sim.mutating import Place
+
+RULES = Path(__file__).with_name("protocol_rules.txt")
+FILE = Path(kept.__file__).with_name(kept.FILE)
+SEEDS_MAX = 600
+OF_MODULE = {
+    "protocol.bounded": "5", "protocol.clock": "26", "protocol.codec": "25", "protocol.compat": "27",
+    "protocol.consumer": "17", "protocol.content": "2", "protocol.desk": "18", "protocol.disowned": "22",
+    "protocol.errors": "17", "protocol.geometry": "27", "protocol.ids": "1", "protocol.intake": "17",
+    "protocol.layout": "27", "protocol.lease": "6", "protocol.ledger": "20", "protocol.links": "3",
+    "protocol.messages": "24", "protocol.movement": "27", "protocol.outlet": "14", "protocol.pages": "28",
+    "protocol.peer": "24", "protocol.privileges": "29", "protocol.producer": "9", "protocol.progress": "10",
+    "protocol.puts": "store", "protocol.quotas": "27", "protocol.readiness": "10", "protocol.sessions": "3",
+    "protocol.settings": "25", "protocol.shunned": "23", "protocol.spans": "31", "protocol.table": "17",
+    "protocol.ticket": "1", "protocol.v1": "24", "protocol.versions": "24", "protocol.weave": "31",
+    "protocol.writer": "13", "runtime.doorway": "8", "runtime.epochs": "7", "runtime.node": "20",
+}  # fmt: skip
+"""Where no rule names the function."""
+
+
+def rules() -> dict[str, str]:
+    """The first rule that names a place."""
+    found: dict[str, str] = {}
+    number, where = "", False
+    for line in RULES.read_text().splitlines():
+        if line.startswith("## "):
+            number, where = line.removeprefix("## ").split(".")[0], False
+        where = line.startswith("Where:") or (where and bool(line.strip()))
+        if where:
+            for place in line.removeprefix("Where:").replace(",", " ").split():
+                found.setdefault(place, number)
+    return found
+
+
+def rule_of(place: Place, named: dict[str, str]) -> str:
+    of_class = f"{place.module}:{place.function.split('.')[0]}"
+    return named.get(f"{place.module}:{place.function}") or named.get(of_class) or OF_MODULE.get(place.module, "20")
+
+
+def resolved(lines: list[kept.Kept]) -> list[kept.Kept]:
+    """Under the names that they have now."""
+    there = []
+    for line in lines:
+        try:
+            place = mutating.place_of(line.name, line.what)
+            there.append(msgspec.structs.replace(line, name=place.name, what=place.what))
+        except mutating.Vanished as error:
+            tell(f"TAKEN OUT: {error}")
+    return there
+
+
+def refreshed(lines: list[kept.Kept], new: set[str], jobs: int, seeds_max: int) -> list[kept.Kept]:
+    """With the seeds that catch them now; what is new is kept if it is caught."""
+    FILE.write_text(kept.written(lines))  # where the processes that hunt look names up
+    catches = run_mutants([line.name for line in lines], seeds_max, jobs, tell, fresh=True).catches
+    fresh = []
+    for line, catch in zip(lines, catches, strict=True):
+        if catch.caught:
+            fresh.append(kept.Kept(line.name, line.rule, line.what, catch.seed))
+        elif line.name not in new:
+            fresh.append(line)
+            if line.seed is not None:
+                tell(f"NOT CAUGHT ANY MORE: {line.name} ({line.what})")
+    return fresh
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--add", type=Path, help="what `kvbaton sim --survey N --json` printed")
+    parser.add_argument("--seeds", type=int, default=SEEDS_MAX, help="give up on a mutant after so many")
+    parser.add_argument("--jobs", type=int, default=default_jobs())
+    args = parser.parse_args()
+    lines = {line.name: line for line in resolved(kept.read())}
+    before = set(lines)
+    if args.add is not None:
+        named = rules()
+        for fate in msgspec.json.decode(args.add.read_bytes())["fates"]:
+            place = mutating.place_of(fate["name"], fate["what"])
+            lines.setdefault(place.name, kept.Kept(place.name, rule_of(place, named), place.what, 0))
+    FILE.write_text(kept.written(refreshed(list(lines.values()), set(lines) - before, args.jobs, args.seeds)))
+    return 0
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
