@@ -29,7 +29,7 @@ from kvbaton.runtime.shelves import RankShelf
 from kvbaton.sim.device import Device
 from kvbaton.sim.fetching import Fetch, Fetching
 from kvbaton.sim.pool import Pool
-from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, WRONG, Broken
+from kvbaton.sim.promises import DEATH, HANG, LEAK, NEEDLESS, WRONG, Broken
 from kvbaton.sim.rank_channel import SimCarrier, SimProcess
 from kvbaton.sim.request import SimRequest
 from kvbaton.sim.world import InjectedFault, World
@@ -212,6 +212,8 @@ class RankStore:
             raise Broken(HANG, f"{name}: orders of the store are open at rest: {list(shelf._open)[:3]}")
         if len(self.told) < len(ranks):
             raise Broken(NEEDLESS, f"{name}: of {len(ranks)} ranks {sorted(self.told)} know whose store theirs is")
+        if shelf.counters["faults"]:
+            raise Broken(DEATH, f"{name}: a rank's shelf threw {shelf.counters['faults']} times at its engine")
         if shelf.counters["late"]:
             raise Broken(WRONG, f"{name}: {shelf.counters['late']} orders of the store ended twice")
         if shelf.pins or any(local.counters["pins"] for local in self.shelves):

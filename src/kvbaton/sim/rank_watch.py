@@ -129,11 +129,20 @@ class WatchedPort:
         self._loans: set[JobId] = set()
         self._restless: set[JobId] = set()
         self._cancelled: set[JobId] = set()
+        self._connected: set[PeerId] = set()
         self._invited: dict[PeerId, set[int]] = {}  # generations of endpoints that were told
         self._condemned: dict[PeerId, deque[set[int]]] = {}  # those that each fence under way shuts out
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        self._inner.connect(peer, endpoint)
+        self._connected.add(peer)
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._inner.disconnect(peer)
+        self._connected.discard(peer)
 
     def endpoint(self, peer: PeerId) -> bytes:
         found = self._inner.endpoint(peer)
@@ -216,6 +225,9 @@ class WatchedPort:
             raise Broken(HANG, f"{self._name}: copies {sorted(self._open | self._restless)[:3]} never ended")
         if not self._cancelled <= self._plane.cancelled:
             raise Broken(HANG, f"{self._name}: a copy was cancelled, and its rank was never told")
+        kept = set(self._plane.inner._links) - self._connected
+        if kept:
+            raise Broken(LEAK, f"{self._name}: still connected to {sorted(map(str, kept))[:3]}, who was let go")
         if self._loans:
             raise Broken(LEAK, f"{self._name}: loans {sorted(self._loans)[:3]} never ended")
         fenced = [str(peer) for peer, under_way in self._condemned.items() if under_way]
