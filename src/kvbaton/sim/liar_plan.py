@@ -16,7 +16,10 @@ import msgspec
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.versions import SPOKEN
+from kvbaton.sim.hardships import Hardships
+from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import NetworkFaults
+from kvbaton.sim.rank_faults import RankFaults
 from kvbaton.sim.transport import TransportFaults
 
 if TYPE_CHECKING:
@@ -47,14 +50,12 @@ def among_liars(chance: random.Random, plan: Plan) -> Plan:
     if chance.random() >= SHARE:
         return plan
     transports = chance.choice((("tcp",), ("tcp",), ("tcp",), ("shm", "tcp")))
-    both = plan.prefill == plan.decode
-    if both:
-        prefill = decode = _honest(plan.prefill, ("b0", "b1", "b2"), transports)
+    layers = plan.decode[0].shape.group_layers
+    if plan.prefill == plan.decode:
+        prefill = decode = _honest(plan.prefill, ("b0", "b1", "b2"), transports, layers)
     else:
-        prefill, decode = (
-            _honest(plan.prefill, ("p0", "p1"), transports),
-            _honest(plan.decode, ("d0", "d1"), transports),
-        )
+        prefill = _honest(plan.prefill, ("p0", "p1"), transports, layers)
+        decode = _honest(plan.decode, ("d0", "d1"), transports, layers)
     liar = chance.choice(sorted({each.name for each in (*prefill, *decode)}))
     return msgspec.structs.replace(
         plan,
@@ -77,16 +78,25 @@ def among_liars(chance: random.Random, plan: Plan) -> Plan:
         push=chance.choice((0.2, 0.4, 0.7)),
         leave=0.05,
         stray=0.0,
+        hardships=Hardships(),
+        ranks=RankFaults(),
     )
 
 
 def _honest(
-    characters: tuple[Character, ...], names: tuple[str, ...], transports: tuple[str, ...]
+    characters: tuple[Character, ...], names: tuple[str, ...], transports: tuple[str, ...], layers: tuple[int, ...]
 ) -> tuple[Character, ...]:
-    """So many workers like the first of these, with nothing of their own that fails a handoff."""
+    """So many workers like the first of these, with nothing of their own that fails a handoff, and plain shapes: what
+    must be asked for before a commit is counted in whole pages."""
     first = characters[0]
-    shape = msgspec.structs.replace(
-        first.shape, blocks=120 * len(first.shape.group_layers) * 2 // first.shape.block_tokens
+    drawn = first.shape
+    shape = Shape(
+        ranks=drawn.shards,
+        blocks=120 * len(layers) * 2 // drawn.block_tokens,
+        block_tokens=drawn.block_tokens,
+        group_layers=layers,
+        blocks_first=drawn.blocks_first,
+        order=drawn.order if drawn.order in ("HNP", "NHP") else "HNP",
     )
     return tuple(
         msgspec.structs.replace(
@@ -97,10 +107,18 @@ def _honest(
             settings=SETTINGS,
             wall_skew_s=0.0,
             preempt=0.0,
+            turns=False,
+            early=0.0,
+            stores_read_on=False,
+            epochs="exact",
+            lists_early=False,
+            skips=0.0,
+            recorded=True,
             features=first.features | 7,
             required=0,
             versions=SPOKEN,
             store_fails=0.0,
+            ranks=None,
         )
         for name in names
     )
