@@ -53,11 +53,10 @@ class SimEngine:
         self.own_refs = 0
         self.layerwise = self.replacing = False
         self.lists_early = False  # that a prompt is all listed is said with its last chunk's issue, not with its output
-        self.depth = 1
-        self.defers = True  # frees wait for the steps that were in flight
+        self.depth, self.defers = 1, True  # frees wait for the steps that were in flight
         self.preempt = self.put = self.get = self.early = self.skips = 0.0  # shares of requests
         self.on_wake: Callable[[], None] = doorway.wake_engine
-        self.put_prompts: dict[bytes, SimRequest] = {}  # by key
+        self.put_prompts: dict[Groups, SimRequest] = {}  # by their blocks: while these are put, they are no other's
         self.values_of: Callable[[SimRequest, Groups], tuple[Groups, tuple[bytes, ...]]] = _one_value
         self._in_flight: deque[Step] = deque()
         self._deferred: deque[tuple[int, list[int]]] = deque()  # (the last step that may write there, blocks)
@@ -392,7 +391,7 @@ class SimEngine:
             self.pool.touch(pinned)
         if self.world.chance(self.put):
             self.world.faults["puts"] += 1
-            self.put_prompts[digest_of(request)] = request
+            self.put_prompts[blocks] = request
             self.pool.touch(self.doorway.put(*self.values_of(request, blocks)))
         request.lease = None
         self._finish(request, "prefilled", ticket)

@@ -29,10 +29,10 @@ class Reading:
 
     pool: Pool
     device: Device
-    prompts: Mapping[bytes, SimRequest]  # by key
+    prompts: Mapping[Groups, SimRequest]  # by what is put
 
     def __call__(self, blocks: Groups, keys: tuple[bytes, ...]) -> None:
-        request, shape = self.prompts[keys[0]], self.device.shape
+        request, shape = self.prompts[blocks], self.device.shape
         for block in (block for ids in blocks for block in ids):
             if block != NO_BLOCK and not self.pool.refs[block]:
                 raise Broken(WRONG, f"{self.device.name}: a store reads block {block}, which nobody holds")
