@@ -40,6 +40,7 @@ from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import Network, SimControl
 from kvbaton.sim.promises import DEATH, HANG, LEAK, Broken
+from kvbaton.sim.timers import BoundedTimers
 from kvbaton.sim.transport import KINDS, Fabric, SimTransport
 from kvbaton.sim.world import InjectedFault, World
 
@@ -388,6 +389,7 @@ class Life:
         store = SimStore(self.world, character.store_fails)
         store.set_waker(self.wake)
         ledger = Ledger(identity, character.settings, self.doorway.epochs.all_of)
+        ledger.desk.timers = BoundedTimers()
         recorder = Recorder(self.peer)
         node = Node(ledger, self.control, self.transports, self.doorway, store, self._port_failed, recorder=recorder)
         node.say = lambda *_: None  # the counters tell; a campaign shuts planes in every fourth world
