@@ -21,12 +21,12 @@ from kvbaton.sim.cluster import Cluster
 from kvbaton.sim.liar import role_in, temper_of
 from kvbaton.sim.liar_fields import KINDS, Fields, Seen, all_places, kind_of, shape_of
 from kvbaton.sim.liar_plan import LIARS, SHARE
-from kvbaton.sim.liar_watch import BoundedTimers
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.mutants_liars import LIAR_MUTANTS, edited
 from kvbaton.sim.plan import FAULTY_S, _honest, draw
 from kvbaton.sim.promises import Broken
 from kvbaton.sim.run import run_seed
+from kvbaton.sim.timers import BoundedTimers
 from kvbaton.sim.world import World
 
 CARD = m.Card(0, 7, "host", {"model": "sim"}, Shape().layout(), ("tcp",))

@@ -19,9 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.codec import FoldedWelcome, read
-from kvbaton.protocol.desk import TimerKey
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.ids import HandoffId, WorkerId
 from kvbaton.protocol.lease import ReaderState
@@ -44,7 +42,6 @@ from kvbaton.transports.base import Loan
 
 LIED_ABOUT = 10_000_000
 """Prompts that a liar computes are numbered from here on, so that no honest pair has the same."""
-AT_ONE_TIME_MAX = 5_000
 COUNTERS_MAX = 300
 GRACE_S = 3.0
 """What was held for somebody is at rest by then after its limit: what moves is cut before."""
@@ -53,23 +50,6 @@ SAID_MAX, SAID_FOR_EACH, WINDOW_S = 150, 60, 1.0
 
 
 _ANSWERS = (FoldedWelcome, HelloRefused)
-
-
-class BoundedTimers(Timers[TimerKey]):
-    """The production timers, and a limit to what happens at one time."""
-
-    __slots__ = ("_looks", "_now")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now, self._looks = 0.0, 0
-
-    def pop_due(self, now: float) -> TimerKey | None:
-        self._looks = self._looks + 1 if now == self._now else 0
-        self._now = now
-        if self._looks > AT_ONE_TIME_MAX:
-            raise Broken(HANG, f"a step has handled {self._looks} timers of one time, and there are more")
-        return super().pop_due(now)
 
 
 class CountedControl:
@@ -156,7 +136,6 @@ class Company:
         if not self.names:
             return Life(self.world, character, self.network, self.fabric)
         life = Watched(self.world, character, self.network, self.fabric)
-        life.node.ledger.desk.timers = BoundedTimers()
         life.node.ledger.desk.identity.role_of = role_in
         if character.name in self.names:
             self._liars.append(Liar(self.world, life, self.lives, self.told))

@@ -40,6 +40,7 @@ from kvbaton.sim.promises import DEATH, HANG, LEAK, Broken
 from kvbaton.sim.rank_links import EXCUSED, LinkedRanks, RankTraits
 from kvbaton.sim.rank_store import RankStore
 from kvbaton.sim.store import Reading, SimStore
+from kvbaton.sim.timers import BoundedTimers
 from kvbaton.sim.transport import KINDS, Fabric, SimTransport
 from kvbaton.sim.vigil import Vigil
 from kvbaton.sim.world import InjectedFault, World
@@ -347,6 +348,7 @@ class Life:
             store = self.ranks.shelf
             store.set_waker(self.wake)
         ledger = Ledger(identity, character.settings, self.doorway.epochs.all_judged)
+        ledger.desk.timers = BoundedTimers()
         recorder = Recorder(self.peer) if character.recorded else None
         ports: Sequence[Rank] = self.transports if self.ranks is None else self.ranks.ports
         extra = self.ranks.links.drain_progress if self.ranks is not None else None
