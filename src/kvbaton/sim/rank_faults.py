@@ -38,6 +38,7 @@ class RankFaults(msgspec.Struct, frozen=True):
     cuts: int = 0
     deaths: int = 0
     hangs: int = 0  # never heard of again, and not dead
+    flaps: int = 0  # a living worker is said to have departed: fences, one upon the other
     stall_s: tuple[float, ...] = STALLS_S
     prompts: int = 0  # as many different ones; 0: as the world has it
 
@@ -83,6 +84,7 @@ class RankLot:
             cuts=chance.randint(0, 4),
             deaths=chance.randint(0, 2) * gone,
             hangs=chance.randint(0, 1) * gone,
+            flaps=4,
         )
 
     def deal(self, characters: tuple[Character, ...]) -> tuple[Character, ...]:
@@ -111,6 +113,7 @@ class RankTroubles:
         self.faults: RankFaults = cluster.plan.ranks
         self._rng = random.Random(f"kvbaton-sim-{self.world.seed}-rank-faults")
         for count, act in (
+            (self.faults.flaps, cluster._flap),
             (self.faults.stalls, self._stall),
             (self.faults.cuts, self._cut),
             (self.faults.deaths, partial(self._lose, dies=True)),
