@@ -355,6 +355,34 @@ class TestEndpoints:
         net.d.step(0.0)
         assert net.d.transports[0].were("disconnect") == []
 
+    def test_a_connection_that_could_not_be_closed_is_closed_later(self) -> None:
+        """Else one hiccup of a library leaves somebody who was let go with access for ever."""
+        net = Net()
+        net.load()
+        net.d.transports[0].throws.add("disconnect")
+        net.d.node.tell(Departed(WorkerId("p"), reason=Reason.PEER_UNKNOWN))
+        net.d.step(0.0)
+        due = net.d.node.next_deadline()
+        assert due == pytest.approx(AGAIN_S) and net.d.problems == ["disconnect.tcp"]
+        net.d.transports[0].throws.clear()
+        net.d.step(due)
+        net.d.step(due + AGAIN_S)
+        assert net.d.transports[0].were("disconnect") == ["p#0", "p#0"]
+
+    def test_a_connection_that_could_not_be_closed_and_is_held_again_stays(self) -> None:
+        net = Net()
+        net.load()
+        net.d.transports[0].throws.add("disconnect")
+        net.d.node.tell(Departed(WorkerId("p"), reason=Reason.PEER_GONE))
+        net.d.step(0.0)
+        net.d.transports[0].throws.clear()
+        ticket, _ = net.p.doorway.grant(DIGEST, TOKENS, ((1, 2, 3),))
+        net.d.doorway.want(RequestId("later"), ticket, DIGEST, TOKENS)
+        net.steps(6)
+        assert net.d.node._holders
+        net.d.step(AGAIN_S)
+        assert net.d.transports[0].were("disconnect") == ["p#0"], "only the one that threw"
+
 
 class TestBackPressure:
     """A data plane with a bounded queue: copies wait in order, and none is lost."""

@@ -479,6 +479,13 @@ class TestEndpoints:
 
 
 class TestFences:
+    def test_a_fence_that_threw_in_its_rank_is_asked_for_again_there(self, rig: Rig) -> None:
+        plane, transport = faked(rig, FakePlane(throws="fence"), ping_s=60.0)
+        transport.fence(FAR)
+        until(lambda: len(plane.asked) > 1)
+        plane.throws = ""
+        assert {what for what, _ in plane.asked} == {"fence"}
+
     def test_each_fence_ends_by_itself_and_in_order(self, rig: Rig) -> None:
         """The ledger takes an end for that of the oldest fence: one that is missing would be waited for, for ever."""
         plane, transport = faked(rig)

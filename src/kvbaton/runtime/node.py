@@ -2,8 +2,8 @@
 
 Laws: inputs noted before a message was received are handled before it (a ticket can reach D, and D's claim this node,
 faster than the loop turns). Effects are carried out in order, after the input that caused them. An exception of a
-port costs the copy, put or frame concerned, and is counted; it never leaves `step`. A stop or a fence that a port threw
-at is asked for again, and so is news: nothing that waits for them waits for ever because a port threw once.
+port costs the copy, put or frame concerned, and is counted; it never leaves `step`. A stop, a fence or a farewell that
+a port threw at is asked for again, and so is news: nothing waits for ever because a port threw once.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ FAULTS_LOGGED_MAX = 5
 """Of each kind; all are counted."""
 AGAIN_S = 0.1
 """After this a port that threw is asked again for what somebody waits for."""
+PARTINGS_MAX = 4096
+"""Data connections that a port threw at when told to close them, and is told again to close; the others stay."""
 
 Rank = Mapping[str, Transport]
 """One rank's data planes by name."""
@@ -77,7 +79,7 @@ class Node:
         self._next_events: deque[Event] = deque()
         self._given_up = 0
         self._stepped_at = 0.0
-        self._again: list[fx.Effect] = []  # at most one for each copy, put and fence under way
+        self._again: list[fx.Effect] = []  # at most one for each copy, put and fence under way, and `PARTINGS_MAX`
         self._again_at: float | None = None
         self.say: Callable[..., None] = log.warning  # what an operator should know
         self._holders: dict[tuple[PeerId, str], set[fx.Holder]] = {}
@@ -297,10 +299,13 @@ class Node:
         if holders:
             return
         self._holders.pop(key, None)
+        threw = self.faults[f"disconnect.{effect.transport}"]
         for rank in self.ranks:
             for remote in range(effect.ranks):
                 with self._guarded(f"disconnect.{effect.transport}"):
                     rank[effect.transport].disconnect(rank_peer(effect.peer, remote))
+        if self.faults[f"disconnect.{effect.transport}"] > threw and len(self._again) < PARTINGS_MAX:
+            self._again.append(effect)  # unless somebody holds it again by then
 
     def _submit(self, rank: int, name: str) -> None:
         """Hand over as much of the backlog as the data plane takes."""

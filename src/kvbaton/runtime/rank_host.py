@@ -151,18 +151,18 @@ class RankHost:
 
     # --- the loop's thread
 
-    def _turn(self, now: float) -> None:
+    def _turn(self, now: float) -> float | None:
         with self._serving:
-            self._serve(now)
+            return self._serve(now)
 
-    def _serve(self, now: float) -> None:
+    def _serve(self, now: float) -> float | None:
         for frame in self._line.receive():
             self._take(frame, now)
-        for plane in self._planes.values():
-            plane.turn()
+        again = [at for plane in self._planes.values() if (at := plane.turn(now)) is not None]
         if self._shelf is not None:
             self._shelf.turn()
         self._send(now)
+        return min(again, default=None)
 
     def _take(self, frame: bytes, now: float) -> None:
         try:

@@ -2,11 +2,14 @@
 
 Laws: every `Submit` is answered by one end, also one that the data plane had no room for or threw at. Copies that wait
 for room are started in order, and end with their peer: a disconnect, a fence, a cancel or a close does not wait for
-them. No exception of the transport leaves this module.
+them. No exception of the transport leaves this module. A stop, a fence or a farewell that the transport threw at is
+asked for again, and so is news, as the node does with a plane of its own process: the engine waits for them, and cannot
+know that they threw.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +17,7 @@ from typing import cast
 
 from kvbaton.codes.saying import worth_saying
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import JobId
+from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.runtime.rank_messages import (
     DETAIL_CHARS_MAX,
     ENDPOINT_BYTES_MAX,
@@ -51,6 +54,10 @@ log = logging.getLogger(__name__)
 
 WAITING_MAX = 4096
 """Copies that wait for room, and copies whose tables have not all come. The engine's own bound is lower."""
+AGAIN_S = 0.1
+"""After this a transport that threw is asked again."""
+AGAIN_MAX = 4096
+"""Commands that are; the oldest is forgotten first."""
 
 
 class HostedPlane:
@@ -67,6 +74,9 @@ class HostedPlane:
         self._refusals: dict[str, int] = {}  # as last told
         self._mapped_bytes = 0  # as last told
         self._closed = False
+        self._again: deque[Cancel | Disconnect | Fence] = deque(maxlen=AGAIN_MAX)
+        self._again_at: float | None = None
+        self._threw = False  # since the last turn
 
     def carry_out(self, command: Command) -> None:
         if isinstance(command, Submit):
@@ -74,18 +84,14 @@ class HostedPlane:
         elif isinstance(command, TablePart):
             self._gather(command)
         elif isinstance(command, Mint):
+            self._welcome(command.peer)
             self._mint(command)
         elif isinstance(command, Connect):
+            self._welcome(command.peer)
             self._connect(command)
-        elif isinstance(command, Cancel):
-            self._end_waiting(lambda copy: copy.job == command.job, Reason.CANCELLED, "")
-            self._guarded(lambda: self.transport.cancel(command.job))
-        elif isinstance(command, Disconnect):
-            self._end_waiting(lambda copy: copy.peer == command.peer, Reason.PEER_GONE, "disconnected")
-            self._guarded(lambda: self.transport.disconnect(command.peer))
-        elif isinstance(command, Fence):
-            self._end_waiting(lambda copy: copy.peer == command.peer, Reason.TRANSFER_FAILED, "the peer was fenced")
-            self._guarded(lambda: self.transport.fence(command.peer))
+        elif isinstance(command, Cancel | Disconnect | Fence):
+            self._end_waiting_for(command)
+            self._stop(command)
         elif isinstance(command, LayOut):
             tables = command.tables
             self._guarded(lambda: cast(LendingTransport, self.transport).lay_out(tables))
@@ -96,11 +102,19 @@ class HostedPlane:
         elif isinstance(command, Close):
             self.close()
 
-    def turn(self) -> None:
-        """Collect what happened, and start what there is room for now."""
+    def turn(self, now: float) -> float | None:
+        """Collect what happened, and start what there is room for now; when to do so again, if something threw."""
+        if self._again_at is not None and now >= self._again_at:
+            self._again_at = None
+            for _ in range(len(self._again)):
+                self._stop(self._again.popleft())
         self._drain()
         while self._waiting and self._started(self._waiting[0]):
             self._waiting.popleft()
+        if self._threw and self._again_at is None:
+            self._again_at = now + AGAIN_S
+        self._threw = False
+        return self._again_at
 
     def take_news(self) -> list[News]:
         news, self._news = self._news, []
@@ -117,6 +131,7 @@ class HostedPlane:
             return
         self._closed = True
         self._parts.clear()
+        self._again.clear()
         self._end_waiting(lambda copy: True, Reason.CANCELLED, "the transport was closed")
         self.shut()
         self._drain()
@@ -139,6 +154,24 @@ class HostedPlane:
             self._end(command.job, Reason.BUSY, f"{self.waiting_max} copies wait for room in {self.name}")
         elif self._waiting or not self._started(copy):
             self._waiting.append(copy)
+
+    def _stop(self, command: Cancel | Disconnect | Fence) -> None:
+        try:
+            if isinstance(command, Cancel):
+                self.transport.cancel(command.job)
+            elif isinstance(command, Disconnect):
+                self.transport.disconnect(command.peer)
+            else:
+                self.transport.fence(command.peer)
+        except Exception as error:  # noqa: BLE001 - an adapter may throw anything
+            self._threw = True
+            self._fault(_told(error))
+            self._again.append(command)
+
+    def _welcome(self, peer: PeerId) -> None:
+        """Who is let go and comes back is not let go any more."""
+        with contextlib.suppress(ValueError):
+            self._again.remove(Disconnect(self.name, peer))
 
     def _lend(self, command: Lend) -> None:
         try:
@@ -188,7 +221,11 @@ class HostedPlane:
     # --- news
 
     def _drain(self) -> None:
-        self._guarded(self._collect)
+        try:
+            self._collect()
+        except Exception as error:  # noqa: BLE001 - an adapter may throw anything
+            self._threw = True
+            self._fault(_told(error))
 
     def _collect(self) -> None:
         for event in self.transport.drain():
@@ -213,6 +250,14 @@ class HostedPlane:
 
     def _end(self, job: JobId, reason: Reason, detail: str) -> None:
         self._news.append(Ended(self.name, job, reason, True, detail[:DETAIL_CHARS_MAX]))
+
+    def _end_waiting_for(self, command: Cancel | Disconnect | Fence) -> None:
+        if isinstance(command, Cancel):
+            self._end_waiting(lambda copy: copy.job == command.job, Reason.CANCELLED, "")
+        elif isinstance(command, Disconnect):
+            self._end_waiting(lambda copy: copy.peer == command.peer, Reason.PEER_GONE, "disconnected")
+        else:
+            self._end_waiting(lambda copy: copy.peer == command.peer, Reason.TRANSFER_FAILED, "the peer was fenced")
 
     def _end_waiting(self, concerned: Callable[[Copy], bool], reason: Reason, detail: str) -> None:
         ended = [copy for copy in self._waiting if concerned(copy)]

@@ -122,8 +122,8 @@ def _check_life(life: Life) -> None:
 
 
 def _check_connections(life: Life) -> None:
-    """No rank's data plane is open to anybody whom the node holds no connection to, unless it threw when told so."""
-    threw = any(what.startswith(("disconnect", "Connect")) for what in life.node.faults)
+    """No rank's data plane is open to whom the node holds no connection to, unless it threw when it was opened."""
+    threw = any(what.startswith("Connect") for what in life.node.faults)
     if threw or are_ranks_apart(life.world.faults):  # ranks have checks of their own
         return
     for planes in life.transports:

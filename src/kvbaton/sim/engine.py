@@ -196,6 +196,7 @@ class SimEngine:
                 return
             if match.state is MatchState.FOUND:
                 if self.skips and self.world.chance(self.skips):
+                    self.world.faults["not_needed"] += 1
                     self.doorway.not_needed(request.id)
                     request.remote_done = True
                 else:

@@ -28,7 +28,7 @@ _APART = ("crashed", "retired", "registry_flaps", "port_threw", "plane_shut", _R
 _STUCK = ("slow_copy", "stalled_copy", "failed_copy", "paused", *_CUT)
 
 EXCUSES: dict[Reason, tuple[str, ...]] = {
-    _R.ABORTED: _LEFT,
+    _R.ABORTED: ("not_needed", *_LEFT),
     _R.BAD_SPAN: (_RANKS,),  # parts of what a rank was told were lost
     _R.BUSY: (TIGHT, _RANKS),
     _R.CLAIM_TIMEOUT: _CUT,

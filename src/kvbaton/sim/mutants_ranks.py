@@ -225,10 +225,11 @@ def _cancelled_without_end(original: Any) -> Any:
 
 
 def _no_room_is_forgotten(original: Any) -> Any:
-    def turn(self: Any) -> None:
-        original(self)
+    def turn(self: Any, now: float) -> Any:
+        again = original(self, now)
         if self._waiting:
             self._waiting.popleft()
+        return again
 
     return turn
 

@@ -81,8 +81,8 @@ class ReportingPlane:
         self._maybe_throw()
 
     def fence(self, peer: PeerId) -> None:
+        self._maybe_throw()  # one that threw is not under way: see `Transport.fence`
         self.inner.fence(peer)
-        self._maybe_throw()
 
     def _maybe_throw(self) -> None:
         if self._carrier.chance(self.faults.throws):

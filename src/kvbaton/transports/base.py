@@ -83,7 +83,7 @@ class Transport(Protocol):
         """Ask a copy to stop; it still ends by one `CopyEnded`. Unknown jobs are ignored."""
 
     def fence(self, peer: PeerId) -> None:
-        """Shut `peer`'s writes out; `FenceEnded` follows. Only where `can_fence`."""
+        """Shut `peer`'s writes out; `FenceEnded` follows, unless this raised. Only where `can_fence`."""
 
     def drain(self) -> Sequence[TransportEvent]:
         """Everything that happened since the last call."""

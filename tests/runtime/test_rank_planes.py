@@ -1,0 +1,100 @@
+"""A data plane in its rank that throws: nobody in the engine's process can know, so the rank asks again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
+from kvbaton.runtime.rank_messages import Cancel, Command, Connect, Disconnect, Fence, Fenced, Mint
+from kvbaton.runtime.rank_planes import AGAIN_MAX, AGAIN_S, HostedPlane
+from kvbaton.transports.base import CopyEnded, FenceEnded, Transport, TransportEvent
+
+D = PeerId(WorkerId("d#0"), Incarnation(7))
+STOPS: list[Command] = [Cancel("fake", JobId(1)), Disconnect("fake", D), Fence("fake", D)]
+
+
+class Throwing:
+    """Remembers what it was asked to do, and throws at some of it."""
+
+    def __init__(self, throws: str = "") -> None:
+        self.throws = throws
+        self.asked: list[str] = []
+        self.news: list[TransportEvent] = []
+
+    def __getattr__(self, name: str) -> Callable[..., bytes]:
+        def ask(*about: Any) -> bytes:
+            self.asked.append(name)
+            if name == self.throws:
+                raise RuntimeError(f"{name} threw")
+            return b"endpoint"
+
+        return ask
+
+    def drain(self) -> Sequence[TransportEvent]:
+        if self.throws == "drain":
+            raise RuntimeError("drain threw")
+        news, self.news = self.news, []
+        return news
+
+
+def hosted(throws: str) -> tuple[HostedPlane, Throwing]:
+    transport = Throwing(throws)
+    return HostedPlane("fake", cast(Transport, transport)), transport
+
+
+@pytest.mark.parametrize("command", STOPS, ids=lambda command: type(command).__name__.lower())
+def test_what_stops_is_asked_for_again_until_it_has_not_thrown(command: Command) -> None:
+    """Else one hiccup of a library keeps a loan, D's blocks, or the access of a peer that was let go for ever."""
+    what = type(command).__name__.lower()
+    plane, transport = hosted(what)
+    plane.carry_out(command)
+    assert plane.turn(10.0) == 10.0 + AGAIN_S
+    assert plane.turn(10.0 + AGAIN_S / 2) == 10.0 + AGAIN_S and transport.asked == [what], "not in between"
+    later = plane.turn(10.0 + AGAIN_S)
+    assert transport.asked == [what, what] and later == 10.0 + 2 * AGAIN_S
+    transport.throws = ""
+    assert plane.turn(later) is None and transport.asked == [what] * 3
+    assert plane.turn(99.0) is None and len(transport.asked) == 3, "done"
+
+
+def test_news_that_could_not_be_had_are_asked_for_again() -> None:
+    plane, transport = hosted("drain")
+    transport.news = [CopyEnded(JobId(1), Reason.CANCELLED), FenceEnded(D)]
+    due = plane.turn(1.0)
+    assert due == 1.0 + AGAIN_S and not plane.take_news()
+    transport.throws = ""
+    assert plane.turn(due) is None and Fenced("fake", D) in plane.take_news()
+
+
+@pytest.mark.parametrize("comes", [Mint("fake", 1, D), Connect("fake", D, b"endpoint")])
+def test_a_peer_that_comes_back_is_not_let_go_afterwards(comes: Command) -> None:
+    plane, transport = hosted("disconnect")
+    plane.carry_out(Disconnect("fake", D))
+    due = plane.turn(0.0)
+    transport.throws = ""
+    plane.carry_out(comes)
+    plane.turn(due or 0.0)
+    assert transport.asked.count("disconnect") == 1
+
+
+def test_a_plane_that_always_throws_does_not_grow_without_bound() -> None:
+    plane, transport = hosted("cancel")
+    for job in range(AGAIN_MAX + 5):
+        plane.carry_out(Cancel("fake", JobId(job)))
+    plane.turn(0.0)
+    transport.throws = ""
+    plane.turn(AGAIN_S)
+    assert transport.asked.count("cancel") == 2 * AGAIN_MAX + 5
+
+
+def test_a_closed_plane_is_asked_for_nothing_more() -> None:
+    plane, transport = hosted("fence")
+    plane.carry_out(Fence("fake", D))
+    plane.close()
+    plane.turn(0.0)
+    plane.turn(AGAIN_S)
+    assert transport.asked == ["fence", "close"]
