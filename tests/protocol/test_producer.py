@@ -12,6 +12,7 @@ from kvbaton.protocol import events as ev
 from kvbaton.protocol.effects import MatchFailed, MatchFound, Unpin
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, WorkerId
+from kvbaton.protocol.marks import Step
 from kvbaton.protocol.messages import (
     Abandon,
     Claim,
@@ -437,6 +438,19 @@ class TestParking:
         pair.p.begin()
         pair.settle()
         assert why(load) is Reason.CONTENT_MISMATCH
+
+    def test_who_waits_behind_one_that_spends_the_lease_hears_that_it_is_over(self, make_pair: Make) -> None:
+        """As whoever claims a moment later does; and nothing is said of a lease after its end."""
+        pair = make_pair("p", "d", "e")
+        first = pair.d.want("r", pair.router_ticket(), content=99)
+        pair.settle()
+        second = pair.e.want("q", pair.router_ticket())
+        pair.settle()
+        pair.p.begin()
+        pair.settle()
+        assert why(first) is why(second) is Reason.CONTENT_MISMATCH
+        steps = [mark.step for mark in pair.p.ledger.desk.marks]
+        assert steps == [Step.BEGUN, Step.PARKED, Step.CLOSED, Step.RESTED]
 
     def test_claims_of_a_d_that_left_are_forgotten_and_others_stay(self, make_pair: Make) -> None:
         pair = make_pair("p", "d", "e")

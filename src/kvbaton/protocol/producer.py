@@ -72,6 +72,7 @@ class Parked:
     since: float
 
 
+_OVER = "the lease of this handoff is over"
 _SEEN = {ReaderEvent.PROVEN: Step.COMMITTED, ReaderEvent.DISPROVEN: Step.STALE, ReaderEvent.LEFT: Step.LEFT}
 
 
@@ -385,7 +386,7 @@ class Producer:
     def _park(self, reader: Reader, session: Session, claim: Claim, ticket: Ticket, now: float) -> None:
         ended = self.ended.get(claim.handoff)
         if ended is not None:
-            raise ProtocolError(ended, "the lease of this handoff is over")
+            raise ProtocolError(ended, _OVER)
         if ticket.lease or not claim.deferred:
             raise ProtocolError(Reason.UNKNOWN_LEASE, "the lease of this ticket is not remembered")
         if reader in self.parked:
@@ -404,6 +405,10 @@ class Producer:
         waiting = self.parked[reader]
         del self.parked[reader]
         self.desk.timers.clear(("parked", reader))
+        if self.by_handoff.get(lease.handoff) is not lease:  # one who waited too has spent the last place of it
+            reason = self.ended.get(lease.handoff) or Reason.TICKET_SPENT
+            self._refuse(waiting.session, waiting.claim, ProtocolError(reason, _OVER))
+            return
         self._mark(lease.id, Step.PARKED, waiting.since, who=str(reader.peer.worker))
         try:
             self._seat(lease, reader, waiting.session, waiting.claim, now)

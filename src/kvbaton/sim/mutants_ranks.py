@@ -234,6 +234,14 @@ def _no_room_is_forgotten(original: Any) -> Any:
     return turn
 
 
+def _stops_are_asked_once(original: Any) -> Any:
+    def stop(self: Any, command: Any) -> None:
+        original(self, command)
+        self._again.clear()
+
+    return stop
+
+
 def _news_of_a_throwing_plane(original: Any) -> Any:
     def started(self: Any, copy: Any) -> bool:
         try:
@@ -362,6 +370,8 @@ RANK_MUTANTS: tuple[Mutant, ...] = (
            swap(HostedPlane, "turn", _no_room_is_forgotten)),
     Mutant("rank_throws_without_end", "20", "a data plane throws in its rank, and the copy never ends",
            swap(HostedPlane, "_started", _news_of_a_throwing_plane)),
+    Mutant("rank_asked_to_stop_once", "14, 17, 20", "found here: a stop or fence that threw in its rank was forgotten",
+           swap(HostedPlane, "_stop", _stops_are_asked_once)),
     Mutant("rank_given_twice", "20", "a second engine with the same invitation is given the data planes",
            swap(RankHost, "give", _given_twice)),
     Mutant("rank_progress_for_all", "30", "how far one rank's device is counts for all",

@@ -77,6 +77,15 @@ def _busy_with(*names: str) -> Any:
     return lambda original: property(lambda self: any(getattr(self, name) for name in names))
 
 
+def _parted_once(original: Any) -> Any:
+    def disconnect(self: Any, effect: Any) -> None:
+        again = list(self._again)
+        original(self, effect)
+        self._again = again
+
+    return disconnect
+
+
 def _never_again(original: Any) -> Any:
     return ()
 
@@ -119,6 +128,8 @@ WORLD_MUTANTS: tuple[Mutant, ...] = (
            swap(Doorway, "busy", _busy_with("_pins", "_to_engine", "_wants"))),
     Mutant("sleeps_with_blocks_pinned", "19", "an idle engine never unpins",
            swap(Doorway, "busy", _busy_with("_holds", "_to_engine", "_wants"))),
+    Mutant("parted_once", "3", "who was let go stays connected because the data plane threw once",
+           swap(node.Node, "_disconnect", _parted_once)),
     Mutant("asked_to_stop_once", "14, 17", "a fence, or a stop, whose call threw is never asked for again",
            swap(node.__dict__, "_AWAITED", _never_again)),
     Mutant("windows_pinned_whole", "11", "what left a window is pinned by its number, which is none",
