@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.sim.campaign import hunt
 from kvbaton.sim.excuses import EXCUSES, LATE_TICKETS, OTHER_NEEDS, SHORT, TIGHT, is_excused, wrongs
+from kvbaton.sim.hunting import hunt
 from kvbaton.sim.mutants_checkers import CHECKER_MUTANTS
 from kvbaton.sim.plan import draw
 from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, RULE, WRONG

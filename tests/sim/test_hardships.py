@@ -13,7 +13,7 @@ from kvbaton.protocol.layout import Kind, Per
 from kvbaton.protocol.lease import Lease
 from kvbaton.protocol.producer import Producer
 from kvbaton.sim import hardships
-from kvbaton.sim.campaign import hunt
+from kvbaton.sim.hunting import hunt
 from kvbaton.sim.memory import Shape, page_stamp, same_tokens
 from kvbaton.sim.mutants_worlds import WORLD_MUTANTS
 from kvbaton.sim.plan import Plan, draw

@@ -11,7 +11,7 @@ import pytest
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.progress import whole
-from kvbaton.sim.campaign import hunt
+from kvbaton.sim.hunting import hunt
 from kvbaton.sim.mutants import MUTANTS
 from kvbaton.sim.mutants_ranks import RANK_MUTANTS
 from kvbaton.sim.plan import draw
