@@ -5,19 +5,21 @@ Laws, for honest workers with honest peers, in every world:
   a claim that waits for its lease, and an offer or a Revoke of what is being stopped, may wait for their answer.
 - D says nothing again that was answered, and nothing of an attempt that it has abandoned. What has not been answered
   it says again when `retry_s` is over, neither earlier nor later; a lease it renews well before its term is over.
+- What P answers D takes at its word in the same step: the handoff goes on, or ends for the reason that P gave.
 - A reader knows what is ready as soon as P does, and P never takes back that a copy was stale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 
 from kvbaton.protocol import messages as m
+from kvbaton.protocol.errors import Reason, reason_of
 from kvbaton.protocol.ids import PeerId, Reader, WorkerId
-from kvbaton.protocol.intake import IntakeState
+from kvbaton.protocol.intake import Intake, IntakeState
 from kvbaton.protocol.lease import LeaseState, ReaderState
 from kvbaton.protocol.peer import LinkState
 from kvbaton.sim.life import Life
@@ -49,6 +51,16 @@ _OF_RESERVATIONS = (m.Offer, m.Accepted, m.Quiesced, m.Revoke, m.Written, m.Ack)
 _AFTER_ABANDON = (m.Claim, m.Renew, m.Commit, m.Offer)
 _STATES = {IntakeState.CLAIMING: m.Claim, IntakeState.COMMITTING: m.Commit, IntakeState.REVOKING: m.Revoke}
 _RENEWING = (IntakeState.GRANTED, IntakeState.COPYING, IntakeState.OFFERED)
+_MOVES: dict[type, tuple[IntakeState, ...]] = {
+    m.Granted: (IntakeState.CLAIMING,),
+    m.ClaimRefused: (IntakeState.CLAIMING,),
+    m.Committed: (IntakeState.COMMITTING,),
+    m.Stale: (IntakeState.COMMITTING,),
+    m.SourceLost: _RENEWING,
+    m.Written: (IntakeState.OFFERED, IntakeState.REVOKING),
+    m.Quiesced: (IntakeState.OFFERED, IntakeState.REVOKING),
+}
+"""In which states of D's a word of P's takes it to another."""
 SLACK = 0.9
 LATE_S = 0.1
 
@@ -93,16 +105,17 @@ class Dialogue:
         self._said: set[Key] = set()  # in this step
         self._left: set[int] = set()  # attempts that were heard to be abandoned in this step
         self._terms: dict[int, float] = {}  # by attempt: the lease's term when it was last renewed
+        self._word: tuple[Intake, IntakeState, type, str | None] | None = None  # that moves something, and why
         self._sees_ready: list[tuple[int, int, int, int]] = []
-        take: Callable[[], Sequence[tuple[WorkerId, bytes]]] = life.control.receive
+        handle = life.node.ledger.on_frame
 
-        def receive() -> Sequence[tuple[WorkerId, bytes]]:
-            frames = take()
-            for source, frame in frames:
-                self._heard(source, frame)
-            return frames
+        def on_frame(worker: WorkerId, frame: bytes, now: float) -> None:
+            self._heard(worker, frame)
+            handle(worker, frame, now)
+            if self._word is not None:
+                self._check_word(*self._word)
 
-        setattr(life.control, "receive", receive)  # noqa: B010
+        setattr(life.node.ledger, "on_frame", on_frame)  # noqa: B010
         life.on_step = self.after_step
 
     # --- speaking
@@ -142,7 +155,7 @@ class Dialogue:
     # --- hearing
 
     def _heard(self, source: WorkerId, frame: bytes) -> None:
-        """A frame that the node takes in now, if it is one that it must understand."""
+        """A frame that the node is about to handle, if it is one that it must understand."""
         try:
             version, worker, speaker, to, session, raw = _ENVELOPE.decode(frame)
             body = bytes(raw)
@@ -158,6 +171,8 @@ class Dialogue:
         peer = PeerId(source, speaker)  # type: ignore[arg-type]
         link = self._ledger.consumer.links.current(peer, session)
         if link is not None:
+            if kind in _MOVES:
+                self._note_word(kind, number, message)
             for asked in _ASKED.get(kind, ()):
                 if asked not in _ASKS_ON:
                     self._answered.add((asked, speaker, session, number))
@@ -170,6 +185,14 @@ class Dialogue:
             self._left.add(number)
         elif kind is m.Ack and granted is not None:
             self._answered.add((m.Written, speaker, session, number))
+
+    def _note_word(self, kind: type, number: int, message: Any) -> None:
+        consumer = self._ledger.consumer
+        by: Mapping[Any, Intake] = consumer.by_reservation if kind in _OF_RESERVATIONS else consumer.by_attempt
+        intake = by.get(number)
+        if intake is not None and intake.state in _MOVES[kind]:
+            reason = Reason.STALE if kind is m.Stale else getattr(message, "reason", None)
+            self._word = (intake, intake.state, kind, reason if intake.end is None else None)
 
     # --- after a step
 
@@ -209,6 +232,14 @@ class Dialogue:
         if kind in (m.Offer, m.Revoke):
             return (session, number) in producer.writer.outlets
         return False
+
+    def _check_word(self, intake: Intake, state: IntakeState, kind: type, reason: str | None) -> None:
+        """A word has moved what it was about; what it ended, ended for its reason."""
+        self._word = None
+        if intake.state is state:
+            raise Broken(HANG, f"{self._name}: heard {kind.__name__}, and is {state.value} as before")
+        if reason and intake.end is not None and intake.end.reason != reason_of(reason):
+            raise Broken(RULE, f"{self._name}: heard {reason}, and ends for {intake.end.reason}")
 
     def _check_asked_again(self) -> None:
         """What D waits to hear it has asked for, not too long ago."""
