@@ -1,6 +1,7 @@
-"""Hunts the kept mutants afresh and writes src/kvbaton/sim/mutants_generated.txt.
+"""Hunts all mutants and writes src/kvbaton/sim/mutants_generated.txt and mutants_seeds.txt (those written by hand).
 
-    python tools/kept_mutants.py                    # seeds of the lines that are there
+    python tools/kept_mutants.py                    # those whose remembered seed catches them no longer, from seed 0
+    python tools/kept_mutants.py --fresh            # all from seed 0
     python tools/kept_mutants.py --add survey.json  # and what is caught of a `kvbaton sim --survey N --json`
 
 What no world sees any more is told and left as it is: find out whether the world, the checker or the mutant is wrong.
@@ -18,7 +19,8 @@ import msgspec
 
 from kvbaton.sim import kept, mutating
 from kvbaton.sim.campaign import default_jobs
-from kvbaton.sim.hunting import run_mutants
+from kvbaton.sim.hunting import HINT_FROM, Catch, run_mutants
+from kvbaton.sim.mutants import MUTANTS
 from kvbaton.sim.mutating import Place
 
 RULES = Path(__file__).with_name("protocol_rules.txt")
@@ -70,19 +72,27 @@ def resolved(lines: list[kept.Kept]) -> list[kept.Kept]:
     return there
 
 
-def refreshed(lines: list[kept.Kept], new: set[str], jobs: int, seeds_max: int) -> list[kept.Kept]:
-    """With the seeds that catch them now; what is new is kept if it is caught."""
+def refreshed(lines: list[kept.Kept], new: set[str], args: argparse.Namespace) -> None:
+    """Write the seeds that catch them now; what is new is kept if it is caught."""
     FILE.write_text(kept.written(lines))  # where the processes that hunt look names up
-    catches = run_mutants([line.name for line in lines], seeds_max, jobs, tell, fresh=True).catches
-    fresh = []
-    for line, catch in zip(lines, catches, strict=True):
-        if catch.caught:
-            fresh.append(kept.Kept(line.name, line.rule, line.what, catch.seed))
-        elif line.name not in new:
-            fresh.append(line)
-            if line.seed is not None:
-                tell(f"NOT CAUGHT ANY MORE: {line.name} ({line.what})")
-    return fresh
+    names = [*(each.name for each in MUTANTS), *(line.name for line in lines)]
+    caught = {catch.name: catch for catch in run_mutants(names, args.seeds, args.jobs, tell, args.fresh).catches}
+    fresh = [_fresh(line, caught[line.name]) for line in lines if caught[line.name].caught or line.name not in new]
+    FILE.write_text(kept.written(fresh))
+    by_hand = {each.name: caught[each.name].seed for each in MUTANTS}
+    seeds = {name: seed for name, seed in by_hand.items() if seed is not None and seed >= HINT_FROM}
+    FILE.with_name(kept.SEEDS).write_text(kept.written_seeds(seeds))
+    for name, seed in by_hand.items():
+        if seed is None:
+            tell(f"NOT CAUGHT: {name}")
+
+
+def _fresh(line: kept.Kept, catch: Catch) -> kept.Kept:
+    if catch.caught:
+        return kept.Kept(line.name, line.rule, line.what, catch.seed)
+    if line.seed is not None:
+        tell(f"NOT CAUGHT ANY MORE: {line.name} ({line.what})")
+    return line
 
 
 def main() -> int:
@@ -90,15 +100,20 @@ def main() -> int:
     parser.add_argument("--add", type=Path, help="what `kvbaton sim --survey N --json` printed")
     parser.add_argument("--seeds", type=int, default=SEEDS_MAX, help="give up on a mutant after so many")
     parser.add_argument("--jobs", type=int, default=default_jobs())
+    parser.add_argument("--fresh", action="store_true", help="from seed 0, whatever caught it last time")
     args = parser.parse_args()
     lines = {line.name: line for line in resolved(kept.read())}
     before = set(lines)
     if args.add is not None:
         named = rules()
         for fate in msgspec.json.decode(args.add.read_bytes())["fates"]:
-            place = mutating.place_of(fate["name"], fate["what"])
+            try:
+                place = mutating.place_of(fate["name"], fate["what"])
+            except mutating.Vanished as error:
+                tell(f"PASSED OVER: {error}")
+                continue
             lines.setdefault(place.name, kept.Kept(place.name, rule_of(place, named), place.what, 0))
-    FILE.write_text(kept.written(refreshed(list(lines.values()), set(lines) - before, args.jobs, args.seeds)))
+    refreshed(list(lines.values()), set(lines) - before, args)
     return 0
 
 

@@ -57,6 +57,7 @@ def coverage(found: Coverage) -> str:
     for each in found.missed:
         numbers = ", ".join(str(line) for line in each.lines)
         lines.append(f"not reached: {each.function} (lines {numbers}): {each.reason or 'NO REASON IS GIVEN'}")
+    lines += [f"left out: {name}: {why}" for name, why in found.left_out.items()]
     lines += [f"stale reason: {name} is reached, or gone" for name in found.stale_reasons]
     lines.append(
         f"{found.reached} of {found.lines} lines reached ({found.share:.2%}; within functions "

@@ -13,6 +13,7 @@ from importlib import resources
 import msgspec
 
 from kvbaton.sim.campaign import Told, pool
+from kvbaton.sim.mutating import SOCKETS
 from kvbaton.sim.reach import Lines, functions, reached_by, statements, together
 
 FILE, BAR = "unreached.txt", " || "
@@ -51,6 +52,7 @@ class Coverage(msgspec.Struct):
     modules: list[Module]
     missed: list[Missed]
     stale_reasons: list[str]
+    left_out: dict[str, str] = SOCKETS  # whole modules, with the reason
 
     @property
     def unexplained(self) -> list[Missed]:

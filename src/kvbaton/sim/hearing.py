@@ -14,6 +14,8 @@ import msgspec
 from kvbaton.protocol import messages as m
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.versions import Versions
+from kvbaton.sim.dialogue import Dialogues
+from kvbaton.sim.fences import Fences
 from kvbaton.sim.life import Life
 from kvbaton.sim.network import Network
 from kvbaton.sim.promises import RULE, Broken
@@ -29,18 +31,23 @@ class Hearing:
     def __init__(self, network: Network, liars: Collection[WorkerId] = ()) -> None:
         self.liars = liars  # say what they like
         self._spoken: dict[int, Versions] = {}  # by incarnation
+        self._dialogues = Dialogues(liars)
         self.goodbyes: set[tuple[int, int]] = set()  # who said so, and to whom
         network.on_said = self.said
 
     def watch(self, life: Life) -> None:
         if life.character.name not in self.liars:  # who also gets what it asks for
             self._spoken[life.peer.incarnation] = life.character.versions
+            self._dialogues.watch(life)
+            Fences(life)
 
     def said(self, who: WorkerId, frame: bytes) -> None:
         if who in self.liars:
             return
-        version, worker, speaker, listener, _, body = _ENVELOPE.decode(frame)
-        kind = _KINDS[bytes(body)[1]]
+        version, worker, speaker, listener, session, raw = _ENVELOPE.decode(frame)
+        body = bytes(raw)
+        kind = _KINDS[body[1]]
+        self._dialogues.said(speaker, listener, session, body)
         if kind is m.Goodbye:
             self.goodbyes.add((speaker, listener))
         ours, theirs = self._spoken.get(speaker), self._spoken.get(listener)

@@ -2,20 +2,21 @@
 
 A mutant is hunted over seeds 0, 1, 2, …: `seeds_needed` is how many that took, so a lucky one shows. Where the last
 fresh hunt needed many, its seed is tried first and `seeds_needed` is what that hunt found; `fresh` hunts all again.
-The clean tree is run over every seed that caught something: an alarm there proves nothing about a mutant.
+A seed to which the clean tree objects as well proves nothing about a mutant: it is passed over, and told.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
+from functools import cache
 
 import msgspec
 
 from kvbaton.sim import kept
 from kvbaton.sim.campaign import Told, pool
-from kvbaton.sim.looking import look
+from kvbaton.sim.looking import Seen, look
 from kvbaton.sim.mutants import MUTANTS
 from kvbaton.sim.mutating import place_of
 from kvbaton.sim.mutation import Mutant
@@ -43,6 +44,7 @@ class Catch(msgspec.Struct, frozen=True):
     by: str = "nobody"  # sim, tests
     test: str = ""  # that sees what no world does
     reason: str = ""  # why no world does
+    passed_over: list[int] = []  # seeds to which the clean tree objects as well
 
 
 class MutantsSummary(msgspec.Struct):
@@ -94,7 +96,8 @@ def run_mutants(names: Sequence[str], seeds_max: int, jobs: int, tell: Told, fre
                 catch = future.result()
                 catches[catch.name] = catch
                 tell(f"{len(catches)} of {len(names)} {catch.name}: {_how(catch, seeds_max)}")
-        seeds = sorted({catch.seed for catch in catches.values() if catch.seed is not None})
+        used = [seed for catch in catches.values() for seed in (catch.seed, *catch.passed_over)]
+        seeds = sorted({seed for seed in used if seed is not None})
         parts = [processes.submit(clean, seeds[at : at + CLEAN_BATCH]) for at in range(0, len(seeds), CLEAN_BATCH)]
         broken = [each for part in parts for each in part.result()]
     return _summary([catches[name] for name in names], seeds_max, fresh, len(seeds), broken, started)
@@ -133,21 +136,41 @@ def hunt(name: str, seeds_max: int, fresh: bool = False) -> Catch:
     if line is not None:
         catch = msgspec.structs.replace(catch, where=place_of(name, line.what).where)
     unseen = line if line is not None and line.seed is None else None
-    with mutant.switch():
-        for seed in _order(line, seeds_max if unseen is None else UNSEEN_SEEDS, fresh):
-            seen = look(seed)
-            if seen is not None:
-                found = {"promise": seen.promise, "what": seen.what, "seed": seed, "seeds_needed": seed + 1}
-                return msgspec.structs.replace(catch, caught=True, by="sim", **found)
+    hint = line.seed if line is not None else kept.handwritten_seeds().get(name)
+    passed_over: list[int] = []
+    seeds = _order(None if fresh else hint, seeds_max if unseen is None else UNSEEN_SEEDS)
+    while (first := _first(mutant, seeds)) is not None:
+        seed, seen = first
+        if _unharmed(seed) is None:
+            found = {"promise": seen.promise, "what": seen.what, "seed": seed, "seeds_needed": seed + 1}
+            return msgspec.structs.replace(catch, caught=True, by="sim", passed_over=passed_over, **found)
+        passed_over.append(seed)
+    catch = msgspec.structs.replace(catch, passed_over=passed_over)
     if unseen is None:
         return catch
     return msgspec.structs.replace(catch, by="tests", test=unseen.test, reason=unseen.reason)
 
 
-def _order(line: kept.Kept | None, seeds_max: int, fresh: bool) -> Iterable[int]:
-    if line is not None and line.seed is not None and line.seed >= HINT_FROM and not fresh:
-        yield line.seed
-    yield from range(seeds_max)
+def _first(mutant: Mutant, seeds: Iterator[int]) -> tuple[int, Seen] | None:
+    """The next seed that objects while the mutant is on."""
+    with mutant.switch():
+        for seed in seeds:
+            seen = look(seed)
+            if seen is not None:
+                return seed, seen
+    return None
+
+
+@cache
+def _unharmed(seed: int) -> Seen | None:
+    """What the clean tree objects to."""
+    return look(seed)
+
+
+def _order(hint: int | None, seeds_max: int) -> Iterator[int]:
+    if hint is not None and hint >= HINT_FROM:
+        yield hint
+    yield from (seed for seed in range(seeds_max) if seed != hint or seed < HINT_FROM)
 
 
 def clean(seeds: Sequence[int]) -> list[dict[str, str | int]]:

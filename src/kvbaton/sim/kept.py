@@ -3,6 +3,7 @@
 `sim/mutants_generated.txt` has, between double bars: the name, the seed that caught it when all were last hunted
 afresh, the rule that it breaks, and what it changes. A line whose seed is `tests` is one that the simulator cannot
 see; it goes on with the test that does, and why no world can. What changes nothing that anybody could see is not kept.
+`sim/mutants_seeds.txt` has the same seeds of those that are written by hand, where these were many.
 
 Law: a line whose place has gone from the code, or now reads otherwise, is an error: it is hunted again by hand
 (`kvbaton sim --survey`) or taken out, never passed over.
@@ -17,9 +18,10 @@ import msgspec
 from kvbaton.sim import mutating
 from kvbaton.sim.mutation import Mutant
 
-FILE, EQUIVALENT = "mutants_generated.txt", "mutants_equivalent.txt"
+FILE, EQUIVALENT, SEEDS = "mutants_generated.txt", "mutants_equivalent.txt", "mutants_seeds.txt"
 FIELDS, BAR = 4, " || "
 BY_TESTS = "tests"
+SEEDS_HEADER = "# Written by tools/kept_mutants.py: a mutant that is written by hand || the seed that caught it"
 HEADER = "# Written by tools/kept_mutants.py: name || seed (or tests) || rule || what [|| test || why no world sees it]"
 
 
@@ -36,16 +38,31 @@ class Kept(msgspec.Struct, frozen=True):
 
 def read(text: str | None = None) -> list[Kept]:
     """Every line, in the order of the file."""
-    whole = resources.files("kvbaton.sim").joinpath(FILE).read_text() if text is None else text
-    lines = [line for line in whole.splitlines() if line.strip() and not line.startswith("#")]
-    return [_line(line) for line in lines]
+    return [_line(line) for line in _lines(_text(FILE) if text is None else text)]
+
+
+def handwritten_seeds(text: str | None = None) -> dict[str, int]:
+    """The seed that caught a mutant written by hand when it was last hunted afresh."""
+    lines = [line.split(BAR) for line in _lines(_text(SEEDS) if text is None else text)]
+    return {name.strip(): int(seed) for name, seed in lines}
+
+
+def written_seeds(seeds: dict[str, int]) -> str:
+    return "\n".join([SEEDS_HEADER, *(f"{name}{BAR}{seed}" for name, seed in sorted(seeds.items()))]) + "\n"
 
 
 def equivalent() -> dict[str, str]:
     """What changes nothing that a promise is about: the change by its name, which a survey leaves out."""
-    text = resources.files("kvbaton.sim").joinpath(EQUIVALENT).read_text()
-    lines = [line.split(BAR) for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    lines = [line.split(BAR) for line in _lines(_text(EQUIVALENT))]
     return {name.strip(): what.strip() for name, what, _ in lines}
+
+
+def _text(file: str) -> str:
+    return resources.files("kvbaton.sim").joinpath(file).read_text()
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
 
 
 def _line(line: str) -> Kept:

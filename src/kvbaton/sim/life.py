@@ -119,6 +119,7 @@ class Life:
         self._node_due = False
         self._excused = False  # it was stopped: what is due is late
         self._engine_due = False
+        self.on_step: Callable[[], None] = lambda: None  # whoever listens to what is said
         self.asleep = False  # the engine has nothing to do, and waits for a request
         self._timer_at = float("inf")
         self._offset_s = world.rng.uniform(-1000, 1000)
@@ -261,6 +262,7 @@ class Life:
     def _check_node(self) -> None:
         """After every step; whoever watches a life more closely does more here."""
         self.vigil.after_node()
+        self.on_step()
         if self.ranks is not None:
             self.ranks.check()
 

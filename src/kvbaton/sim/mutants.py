@@ -32,6 +32,7 @@ from kvbaton.sim import engine as sim_engine
 from kvbaton.sim import request as sim_request
 from kvbaton.sim.mutants_checkers import CHECKER_MUTANTS
 from kvbaton.sim.mutants_device import DEVICE_MUTANTS
+from kvbaton.sim.mutants_dialogue import DIALOGUE_MUTANTS
 from kvbaton.sim.mutants_discard import DISCARD_MUTANTS
 from kvbaton.sim.mutants_liars import LIAR_MUTANTS
 from kvbaton.sim.mutants_planes import PLANE_MUTANTS
@@ -726,5 +727,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *CHECKER_MUTANTS,
     *WORLD_MUTANTS,
     *LIAR_MUTANTS,
+    *DIALOGUE_MUTANTS,
 )
 """Every mutant must be caught by the simulator; the clean tree by none of the same seeds."""

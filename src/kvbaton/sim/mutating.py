@@ -46,10 +46,15 @@ def core() -> tuple[str, ...]:
     return (*(f"protocol.{name}" for name in protocol), "runtime.node", "runtime.doorway", "runtime.epochs")
 
 
+_CARRIED = "sockets and threads, which decide nothing: a world has a carrier of its own in their place"
+SOCKETS = {"runtime.rank_dialling": _CARRIED, "runtime.rank_sockets": _CARRIED}
+"""What no world can run, and why; tests/runtime/test_rank_*.py do."""
+
+
 def ranks() -> tuple[str, ...]:
-    """Rank links: what stands between a node and data planes in other processes."""
-    names = sorted(each.name for each in pkgutil.iter_modules(kvbaton.runtime.__path__))
-    return tuple(f"runtime.{name}" for name in names if name.startswith("rank_"))
+    """Rank links: what stands between a node and data planes in other processes, but for the sockets themselves."""
+    names = sorted(f"runtime.{each.name}" for each in pkgutil.iter_modules(kvbaton.runtime.__path__))
+    return tuple(name for name in names if name.startswith("runtime.rank_") and name not in SOCKETS)
 
 
 class Place(msgspec.Struct, frozen=True):

@@ -1,0 +1,37 @@
+"""Who is asked answers, and who was answered does not ask again: each law of `sim/dialogue.py` sees what breaks it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbaton.sim.hunting import hunt
+from kvbaton.sim.mutants_dialogue import DIALOGUE_MUTANTS
+from kvbaton.sim.promises import HANG, RULE, WRONG
+
+SEEN = {
+    "accepted_unheard": (RULE, "says Offer again, and was answered"),
+    "renewal_unanswered": (HANG, "does not answer Renew"),
+    "ready_untold": (HANG, "is ready than"),
+    "asks_again_late": (HANG, "and does not say"),
+    "asks_again_soon": (RULE, "again after 0."),
+    "commit_answered_once": (HANG, "does not answer Commit"),
+    "mute_when_revoked": (HANG, "does not answer Revoke"),
+}
+
+
+def test_every_mutant_says_how_it_is_seen():
+    assert set(SEEN) == {mutant.name for mutant in DIALOGUE_MUTANTS}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_it_is_heard(name: str):
+    catch = hunt(name, 60)
+    assert (catch.caught, catch.promise) == (True, SEEN[name][0])
+    assert SEEN[name][1] in catch.what
+
+
+def test_the_end_of_an_earlier_fence_is_not_taken_for_a_later_one():
+    """Rule 14: fences are counted beside the ledger."""
+    catch = hunt("any_fence_counts", 60)
+    assert (catch.caught, catch.promise) == (True, WRONG)
+    assert "is taken for fenced" in catch.what
