@@ -9,7 +9,7 @@ from kvbaton.sim.excuses import EXCUSES, LATE_TICKETS, OTHER_NEEDS, SHORT, TIGHT
 from kvbaton.sim.hunting import hunt
 from kvbaton.sim.mutants_checkers import CHECKER_MUTANTS
 from kvbaton.sim.plan import draw
-from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, RULE, WRONG
+from kvbaton.sim.promises import DEATH, HANG, LEAK, NEEDLESS, RULE, WRONG
 from kvbaton.sim.world import World
 
 SEEN = {
@@ -31,10 +31,10 @@ SEEN = {
     "drain_forgotten": (RULE, "a claim waits, and it drains"),
     "short_first_term": (NEEDLESS, "expired after"),
     "disconnects_one_rank_fewer": (LEAK, "is open to"),
-    "lent_over_any_plane": (RULE, "which does not enforce it"),
+    "lent_over_any_plane": (DEATH, "lends nothing: see capabilities.enforces"),
     "gives_up_early": (NEEDLESS, "_timeout after"),
 }
-QUICK = ("settled_for_the_oldest", "restless_without_bound", "put_unpinned_when_asked", "hold_begins_anew",
+QUICK = ("settled_for_the_oldest", "quarantine_without_bound", "put_unpinned_when_asked", "hold_begins_anew",
          "reasons_forgotten", "completed_twice", "sleeps_on", "short_first_term", "lent_over_any_plane")  # fmt: skip
 
 
