@@ -31,10 +31,10 @@ SEEN = {
     "drain_forgotten": (RULE, "a claim waits, and it drains"),
     "short_first_term": (NEEDLESS, "expired after"),
     "disconnects_one_rank_fewer": (LEAK, "is open to"),
-    "lent_over_any_plane": (DEATH, "lends nothing"),  # by the plane itself, before anybody else
+    "lent_over_any_plane": (DEATH, "lends nothing: see capabilities.enforces"),
     "gives_up_early": (NEEDLESS, "_timeout after"),
 }
-QUICK = ("settled_for_the_oldest", "put_unpinned_when_asked", "hold_begins_anew",
+QUICK = ("settled_for_the_oldest", "quarantine_without_bound", "put_unpinned_when_asked", "hold_begins_anew",
          "reasons_forgotten", "completed_twice", "sleeps_on", "short_first_term", "lent_over_any_plane")  # fmt: skip
 
 

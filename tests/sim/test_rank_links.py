@@ -233,7 +233,7 @@ class TestWorlds:
         assert link | rank | store <= set(faults)
 
 
-QUICK = ["rank_frame_twice", "rank_rest_forgotten", "rank_parts_kept", "rank_names_mixed_up"]
+QUICK = ["rank_frame_twice", "rank_asked_to_stop_once", "rank_rest_forgotten", "rank_parts_kept", "rank_names_mixed_up"]
 
 
 @pytest.mark.parametrize("name", QUICK)

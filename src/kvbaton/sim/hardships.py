@@ -41,7 +41,7 @@ class Hardships(msgspec.Struct, frozen=True, kw_only=True):
     planes: tuple[str, ...] = ()  # if any, these data planes and no others
     quotas: bool = False  # every bound of every node is met
     crowd: int = 0  # if not 0, so many P's and as many D's
-    shut_rank: int = -1  # if not -1, a data plane that cannot be opened cannot be opened by this rank alone
+    shut_rank: int = -1  # if not -1, a data plane that cannot be opened cannot be opened by and to this rank alone
     opens_s: float = 0.0  # if not 0, what could not be opened can be from then on
     nobody: float = 0.0  # share of tickets that name a worker that is not there
     epochs: str = "exact"  # see Character

@@ -1,9 +1,10 @@
 """What is true of all ranks of an engine and their links: at every step of the node, at rest, and after a goodbye.
 
-Laws: a rank that lives, was cut off for less than `lost_s` and did not stall as long is never taken for lost; one that
-is gone is, and nothing waits for it. Nothing grows beyond its bound. At rest nothing is outstanding at either end: no
-command, no copy, no loan, no fence, no question, no order, no part of a table; and the engine knows what its ranks have
-counted. After a goodbye every data plane is closed, and the store pins nothing.
+Laws: a rank that lives, was cut off for less than `lost_s` (each further cut counts as a ping) and did not stall as
+long is never taken for lost; one that is gone is, and nothing waits for it. Nothing grows beyond its bound. At rest
+nothing is outstanding at either end: no command, no copy, no loan, no fence, no question, no order, no part of a table;
+and the engine knows what its ranks have counted. After a goodbye every data plane is closed, and the store pins
+nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def check_step(ranks: LinkedRanks) -> None:
 
 def _check_loss(ranks: LinkedRanks, rank: Rank) -> None:
     traits, name = ranks.traits, f"{ranks.me.worker}: rank {rank.number}"
-    troubled_s = rank.stalled_s + ranks.carrier.channels[rank.number].down_s
+    channel = ranks.carrier.channels[rank.number]
+    pings_cut = max(0, channel.connection - 1)  # a cut may take a ping along, or its answer; for one there is room
+    troubled_s = rank.stalled_s + channel.down_s + pings_cut * traits.ping_s
     is_excused = traits.garble > 0 or troubled_s > traits.lost_s - 2 * traits.ping_s - 0.1
     if ranks.links._links[rank.number].counters["losses"] and rank.dead_since == NEVER and not is_excused:
         raise Broken(NEEDLESS, f"{name} was taken for lost, and was there")

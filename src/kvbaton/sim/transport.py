@@ -56,7 +56,7 @@ class TransportFaults:
     broken: float = 0.0  # what opens, lends or begins raises
     throws: float = 0.0  # what stops, fences, closes or tells news raises
     shut: frozenset[str] = frozenset()  # kinds that cannot be opened to anybody
-    shut_rank: int = -1  # if not -1, by this rank alone
+    shut_rank: int = -1  # if not -1, by and to this rank alone
     queue_max: int = 64
 
 
@@ -194,7 +194,7 @@ class SimTransport:
         if link is None or remote is None:
             self._note(CopyEnded(copy.job, Reason.PEER_UNKNOWN))
             return True
-        if self.kind.name in faults.shut and faults.shut_rank in (-1, self.rank):
+        if self.kind.name in faults.shut and faults.shut_rank in (-1, self.rank, remote.rank):
             world.faults["plane_shut"] += 1
             world.after(world.rng.uniform(0, 0.01), lambda: self._note(CopyEnded(copy.job, Reason.UNREACHABLE)))
             return True
