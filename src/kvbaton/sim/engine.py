@@ -440,6 +440,8 @@ class SimEngine:
             self._let_go(blocks)
 
     def _let_go(self, blocks: list[int]) -> None:
+        if self.defers:  # else whoever gets them writes in the order of the steps, and nothing is loaded
+            self.device.check_quiet(blocks)
         self.pool.drop(blocks)
         self.own_refs -= len(blocks)
 
