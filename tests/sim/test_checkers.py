@@ -23,7 +23,7 @@ SEEN = {
     "put_waits_too_long": (HANG, "past transfer_timeout"),
     "hold_begins_anew": (LEAK, "is held past max_hold_s"),
     "load_without_limit": (HANG, "with blocks, past max_hold_s"),
-    "reasons_forgotten": (NEEDLESS, "nothing here excuses it"),
+    "reasons_forgotten": (RULE, "and ends for other"),
     "completed_twice": (RULE, "a step that the rules do not know"),
     "one_timer_a_turn": (HANG, "was due, and waits on"),
     "sleeps_on": (HANG, "sleeps until"),
