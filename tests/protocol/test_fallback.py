@@ -148,6 +148,14 @@ def test_what_the_source_gave_up_is_tried_again_too(make_pair: Make) -> None:
     assert delivered(asks(pair, 3)) and len(of(pair, Connect)) == 3, "and then it stays"
 
 
+def test_what_only_the_source_has_was_not_given_up(make_pair: Make) -> None:
+    pair = make_pair("p", transports=(RDMA, TCP))
+    pair.add("d", transports=(TCP,))
+    assert delivered(asks(pair)) and of(pair, Connect) == ["tcp"]
+    pair.run(61.0)
+    assert delivered(asks(pair, 2)) and of(pair, Connect) == ["tcp"], "there is nothing to try again"
+
+
 def test_a_link_in_use_is_not_given_up_for_a_better_plane(make_pair: Make) -> None:
     pair = make_pair("p", "d", transports=BOTH, settings=Settings(shun_s=5.0, transfer_timeout=60.0))
     shut(pair, "shm")

@@ -353,7 +353,7 @@ def _release_without_watcher(original: Any) -> Any:
         duties = original(self, key)
         shared = {block for pins in self._pins.values() for block in pins}
         for duty in duties:
-            for block in {block for block in duty.blocks if self.epochs.of(block)} - shared:
+            for block in {block for block in duty.blocks if self.epochs.all_of([block])[0]} - shared:
                 self.epochs._epochs[block] -= 1  # its next reuse goes unnoticed
         return duties
 

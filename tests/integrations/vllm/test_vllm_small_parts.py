@@ -98,8 +98,8 @@ class TestPool:
                 pool.unpin([2, 3])
         assert len(fake._reuse_watchers[3].each) == 3
         fake.reuse(2, 3)
-        assert told == ["theirs"] and {table.of(3) for table in (epochs, other)} == {1}
-        assert {table.of(2) for table in (epochs, other)} == {1}
+        assert told == ["theirs"] and {*epochs.all_of([3]), *other.all_of([3])} == {1}
+        assert {*epochs.all_of([2]), *other.all_of([2])} == {1}
 
     def test_a_pool_whose_watchers_cannot_be_seen_is_not_exact(self) -> None:
         fake = FakePool()
