@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import textwrap
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from kvbaton.protocol import lease, progress
 from kvbaton.protocol.table import Verdict
 from kvbaton.sim import cover, hunting, kept, mutating, operators, reach, survey, under_test
 from kvbaton.sim.campaign import run_seeds
-from kvbaton.sim.looking import look
+from kvbaton.sim.looking import Seen, look
+from kvbaton.sim.mutants import MUTANTS
+from kvbaton.sim.mutation import Mutant
 from kvbaton.sim.operators import Edit
 
 
@@ -237,6 +240,33 @@ def test_every_kept_mutant_is_still_a_place_in_the_code():
     assert len({line.name for line in lines}) == len(lines)
     assert len(hunting.every()) >= 150
     assert sum(line.seed is None for line in lines) <= 0.05 * len(hunting.every())
+
+
+def test_remembered_seeds_are_of_mutants_that_are_there():
+    seeds = kept.handwritten_seeds()
+    assert set(seeds) <= {mutant.name for mutant in MUTANTS}
+    assert kept.handwritten_seeds(kept.written_seeds(seeds)) == seeds
+
+
+def test_a_seed_to_which_the_clean_tree_objects_proves_nothing(monkeypatch: pytest.MonkeyPatch):
+    name = "accepted_unheard"
+    switched = []
+
+    @contextlib.contextmanager
+    def switch() -> Iterator[None]:
+        switched.append(True)
+        yield
+        switched.pop()
+
+    def look_at(seed: int) -> Seen | None:
+        return Seen("no leak", "always") if seed == 1 or (seed == 2 and switched) else None
+
+    hunting._unharmed.cache_clear()
+    monkeypatch.setattr(hunting, "look", look_at)
+    monkeypatch.setattr(hunting, "find", lambda name: Mutant(name, "13", "", switch))
+    catch = hunting.hunt(name, 5)
+    hunting._unharmed.cache_clear()
+    assert (catch.caught, catch.seed, catch.seeds_needed, catch.passed_over) == (True, 2, 3, [1])
 
 
 def test_a_kept_line_says_what_it_must():

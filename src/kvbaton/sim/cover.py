@@ -52,7 +52,7 @@ class Coverage(msgspec.Struct):
     modules: list[Module]
     missed: list[Missed]
     stale_reasons: list[str]
-    left_out: dict[str, str] = msgspec.field(default_factory=SOCKETS.copy)  # whole modules, with the reason
+    left_out: dict[str, str] = msgspec.field(default_factory=lambda: dict(SOCKETS))  # whole modules, with the reason
 
     @property
     def unexplained(self) -> list[Missed]:
