@@ -21,8 +21,8 @@ from kvbaton.sim.mutants import MUTANTS
 from kvbaton.sim.mutating import place_of
 from kvbaton.sim.mutation import Mutant
 
-HINT_FROM = 12
-"""Seeds below this are come by soon enough without a hint."""
+HINT_FROM = 1
+"""A remembered seed below this would be the first one anyway."""
 UNSEEN_SEEDS = 5
 """How many worlds try what is known to be seen by tests alone."""
 SHARE_MIN = 0.95
