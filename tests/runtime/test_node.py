@@ -17,7 +17,17 @@ from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.effects import Copy
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested, Departed, Groups, LeaseProgressed, StoreEnded
-from kvbaton.protocol.ids import HandoffId, Incarnation, JobId, PeerId, PutId, RequestId, TransferId, WorkerId
+from kvbaton.protocol.ids import (
+    HandoffId,
+    Incarnation,
+    JobId,
+    PeerId,
+    PutId,
+    RequestId,
+    TransferId,
+    WorkerId,
+    rank_peer,
+)
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.messages import ClaimRefused, Goodbye, Granted, Message
 from kvbaton.protocol.progress import whole
@@ -27,7 +37,7 @@ from kvbaton.runtime.doorway import Doorway, DoorwayConfig, DropBlocks, LoadRepo
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.node import AGAIN_S, FAULTS_LOGGED_MAX, Node, log_fault
 from kvbaton.sim.memory import Shape
-from kvbaton.transports.base import FenceEnded, TransportEvent
+from kvbaton.transports.base import FenceEnded, OpenFailed, TransportEvent
 
 KEY, DIGEST, TOKENS = b"key of the cluster", b"digest", 5
 TCP = Capabilities("tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False)
@@ -355,6 +365,19 @@ class TestEndpoints:
         net.d.step(0.0)
         assert net.d.transports[0].were("disconnect") == []
 
+    def test_a_connection_that_failed_late_fails_what_needs_it_and_is_opened_anew(self) -> None:
+        """A rank's process says so only after `connect` returned: the ledger must not take the link for good."""
+        net = Net()
+        net.load()
+        link = net.d.node.ledger.consumer.links.by_worker[WorkerId("p")]
+        net.d.transports[0].news.append(OpenFailed(rank_peer(link.peer, 0), "no route"))
+        net.d.step(0.0)
+        assert net.d.node.ledger.consumer.links.by_worker.get(WorkerId("p")) is not link
+        net.d.transports[0].news.append(OpenFailed(rank_peer(link.peer, 5), "of nobody"))
+        net.d.transports[0].news.append(OpenFailed(PeerId(WorkerId("stranger#0"), link.peer.incarnation)))
+        net.d.step(0.0)
+        assert not net.d.problems
+
     def test_a_connection_that_could_not_be_closed_is_closed_later(self) -> None:
         """Else one hiccup of a library leaves somebody who was let go with access for ever."""
         net = Net()
@@ -477,6 +500,24 @@ class TestPush:
         net.d.step(due)
         net.d.step(due)
         assert DropBlocks(R, (4, 5, 6)) in net.d.reports
+
+    def test_a_fence_that_threw_is_over_before_the_peer_is_invited_again(self) -> None:
+        """After it, it would shut out the endpoint that the peer was just given."""
+        net = Net()
+        net.d.transports[0].throws.add("fence")
+        net.push(arrive=False)
+        net.d.node.tell(Departed(WorkerId("p")))
+        net.d.step(0.0)
+        minted = net.d.transports[0].were("endpoint")
+        ticket, _ = net.p.doorway.grant(DIGEST, TOKENS, ((1, 2, 3),))
+        net.d.doorway.want(RequestId("later"), ticket, DIGEST, TOKENS)
+        net.steps(6)
+        assert net.d.transports[0].were("endpoint") == minted, "not fenced yet: asked again with the next greeting"
+        net.d.transports[0].throws.clear()
+        net.now = 1.0
+        net.steps(6)
+        asked = [what for what, _ in net.d.transports[0].asked if what in ("fence", "endpoint")]
+        assert asked[-2:] == ["fence", "endpoint"], asked
 
     @pytest.mark.parametrize("port", ["cancel", "drain"])
     def test_what_was_not_stopped_or_not_heard_of_once_is_asked_again(self, port: str) -> None:

@@ -41,7 +41,7 @@ from kvbaton.runtime.rank_stream import Stream
 from kvbaton.runtime.rank_transport import COPIES_MAX, RemoteTransport
 from kvbaton.testing import Side
 from kvbaton.testing.transport_case import READ, WRITE, copy, flat
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested, FenceEnded, TransportEvent
+from kvbaton.transports.base import Copy, CopyEnded, CopyRested, FenceEnded, OpenFailed, TransportEvent
 from kvbaton.transports.shm_door import ShmEndpoint
 from kvbaton.transports.tcp import CAPABILITIES as TCP
 from kvbaton.transports.tcp import SealedTcpEndpoint, TcpEndpoint
@@ -361,7 +361,8 @@ class TestRefusals:
         elsewhere = ShmEndpoint(FAR, "another host", "name", bytes(32))
         transport.connect(FAR, msgspec.msgpack.encode(elsewhere))
         assert transport.submit(a_copy(1))
-        (end,) = drained(transport, 1)
+        refused, end = drained(transport, 2)
+        assert isinstance(refused, OpenFailed) and refused.peer == FAR and "another host" in refused.detail
         assert isinstance(end, CopyEnded) and end.reason is Reason.PEER_UNKNOWN and end.at_rest
         assert rig.links[0].counters["connects_refused"] == 1
 

@@ -9,9 +9,19 @@ import pytest
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.runtime.rank_messages import Cancel, Command, Connect, Disconnect, Fence, Fenced, Mint
+from kvbaton.runtime.rank_messages import (
+    Cancel,
+    Command,
+    Connect,
+    ConnectFailed,
+    Disconnect,
+    Fence,
+    Fenced,
+    Mint,
+    MintFailed,
+)
 from kvbaton.runtime.rank_planes import AGAIN_MAX, AGAIN_S, HostedPlane
-from kvbaton.transports.base import CopyEnded, FenceEnded, Transport, TransportEvent
+from kvbaton.transports.base import CopyEnded, FenceEnded, OpenFailed, Transport, TransportEvent
 
 D = PeerId(WorkerId("d#0"), Incarnation(7))
 STOPS: list[Command] = [Cancel("fake", JobId(1)), Disconnect("fake", D), Fence("fake", D)]
@@ -79,6 +89,31 @@ def test_a_peer_that_comes_back_is_not_let_go_afterwards(comes: Command) -> None
     plane.carry_out(comes)
     plane.turn(due or 0.0)
     assert transport.asked.count("disconnect") == 1
+
+
+def test_a_fence_that_threw_comes_before_the_next_endpoint() -> None:
+    """After it, it would shut out the peer that was just invited."""
+    plane, transport = hosted("fence")
+    plane.carry_out(Fence("fake", D))
+    plane.carry_out(Fence("fake", D))
+    plane.carry_out(Mint("fake", 1, D))
+    assert transport.asked == ["fence"] * 3, "still not fenced: nothing is minted"
+    assert [type(news) for news in plane.take_news()] == [MintFailed]
+    transport.throws = ""
+    plane.carry_out(Mint("fake", 2, PeerId(WorkerId("other#0"), D.incarnation)))
+    assert transport.asked[3:] == ["endpoint"], "another peer's fence is not waited for"
+    plane.carry_out(Mint("fake", 3, D))
+    assert transport.asked[4:] == ["fence", "fence", "endpoint"]
+    plane.turn(0.0)
+    assert plane.turn(99.0) is None and transport.asked.count("fence") == 5, "each once more, and no later one"
+
+
+def test_a_connection_that_failed_after_it_was_asked_for_is_told() -> None:
+    plane, transport = hosted("")
+    transport.news = [OpenFailed(D, "x" * 9999)]
+    plane.turn(0.0)
+    (news,) = plane.take_news()
+    assert isinstance(news, ConnectFailed) and news.peer == D and len(news.detail) < 9999
 
 
 def test_a_plane_that_always_throws_does_not_grow_without_bound() -> None:

@@ -54,6 +54,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 def read(data: bytes) -> dict[str, Any]:
     """An answer or chunk of one part, as far as it is joined; `ValueError` for what is none."""
+    data.decode()  # raw fields are not looked into, and what is no UTF-8 would make the whole answer unreadable
     answer = _answer.decode(data)
     fields: dict[str, Any] = dict(_framed(data, answer))
     choices, usage = bytes(answer.choices), bytes(answer.usage)

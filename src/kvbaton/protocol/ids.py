@@ -63,6 +63,11 @@ def rank_peer(peer: PeerId, rank: int) -> PeerId:
     return PeerId(WorkerId(f"{peer.worker}#{rank}"), peer.incarnation)
 
 
+def owner_of(peer: PeerId) -> PeerId:
+    """The peer that `peer` is one rank of."""
+    return PeerId(WorkerId(peer.worker.rpartition("#")[0]), peer.incarnation)
+
+
 class Reader(msgspec.Struct, frozen=True, array_like=True, order=True):
     """One copy attempt of one peer. Every claim mints a new one; after its commit it never copies again."""
 

@@ -22,13 +22,13 @@ from kvbaton.protocol import effects as fx
 from kvbaton.protocol.codec import encode
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, Departed, Event, PlaneFailed, RankFenced, StoreEnded
-from kvbaton.protocol.ids import JobId, PeerId, WorkerId, rank_peer
+from kvbaton.protocol.ids import JobId, PeerId, WorkerId, owner_of, rank_peer
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.messages import Joined, Welcome
 from kvbaton.protocol.pages import pages
 from kvbaton.runtime.doorway import Doorway
 from kvbaton.runtime.ports import ControlPort, StorePort
-from kvbaton.transports.base import FenceEnded, LendingTransport, Transport
+from kvbaton.transports.base import FenceEnded, LendingTransport, OpenFailed, Transport
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,12 @@ class Node:
             for name, transport in rank.items():
                 try:
                     for event in transport.drain():
-                        found.append(RankFenced(index, event.peer) if isinstance(event, FenceEnded) else event)
+                        if isinstance(event, FenceEnded):
+                            found.append(RankFenced(index, event.peer))
+                        elif isinstance(event, OpenFailed):
+                            found.extend(self._plane_failed(name, event))
+                        else:
+                            found.append(event)
                 except Exception as error:  # noqa: BLE001 - an adapter may throw anything
                     self._fault(f"drain.{name}", error)
         if self.store is not None:
@@ -250,6 +255,8 @@ class Node:
         message = effect.message
         if effect.invitation is not None and isinstance(message, Welcome | Joined):
             invitation = effect.invitation
+            if not self._fenced(invitation):
+                return  # asked again with the next greeting
             try:
                 message = msgspec.structs.replace(message, endpoints=self._endpoints(invitation))
             except TimeoutError:  # a rank that is slow: asked again with the next greeting
@@ -270,6 +277,16 @@ class Node:
             for remote in range(invitation.ranks)
         )
 
+    def _fenced(self, invitation: fx.Invitation) -> bool:
+        """Whether no fence is owed: one that threw and came later would shut out the endpoint that is minted now."""
+        invited = {rank_peer(invitation.peer, remote) for remote in range(invitation.ranks)}
+        owed = [effect for effect in self._again if isinstance(effect, fx.StartFence) and effect.peer in invited]
+        for effect in owed:
+            if effect.transport == invitation.transport:
+                self._again.remove(effect)
+                self._do_guarded(effect)
+        return not any(effect in self._again for effect in owed)
+
     def _connect(self, effect: fx.Connect) -> None:
         ours = len(self.ranks)
         self._holders.setdefault((effect.peer, effect.transport), set()).add(effect.holder)
@@ -284,6 +301,11 @@ class Node:
             self._next_events.append(PlaneFailed(peer, effect.holder, detail))
             if not isinstance(error, ValueError):  # which says that the endpoint is of no use, not that the plane broke
                 raise
+
+    def _plane_failed(self, transport: str, event: OpenFailed) -> list[Event]:
+        """For all who hold the connection: whose `connect` it was is not known any more, and all go over it."""
+        peer = owner_of(event.peer)
+        return [PlaneFailed(peer, holder, event.detail) for holder in sorted(self._holders.get((peer, transport), ()))]
 
     def _tell_given_up(self, effect: fx.GivenUp) -> None:
         self._given_up += 1

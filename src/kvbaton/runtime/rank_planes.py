@@ -45,7 +45,7 @@ from kvbaton.runtime.rank_messages import (
     TablePart,
     copy_of,
 )
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested, LendingTransport, Transport
+from kvbaton.transports.base import Copy, CopyEnded, CopyRested, FenceEnded, LendingTransport, Transport
 from kvbaton.transports.device import mapped_bytes_of
 from kvbaton.transports.refusals import refusals_of
 from kvbaton.transports.unnamed import UnnamedTransport
@@ -85,6 +85,7 @@ class HostedPlane:
             self._gather(command)
         elif isinstance(command, Mint):
             self._welcome(command.peer)
+            self._fence_owed(command.peer)
             self._mint(command)
         elif isinstance(command, Connect):
             self._welcome(command.peer)
@@ -155,7 +156,8 @@ class HostedPlane:
         elif self._waiting or not self._started(copy):
             self._waiting.append(copy)
 
-    def _stop(self, command: Cancel | Disconnect | Fence) -> None:
+    def _stop(self, command: Cancel | Disconnect | Fence) -> bool:
+        """Whether the data plane took it; one that threw is asked again."""
         try:
             if isinstance(command, Cancel):
                 self.transport.cancel(command.job)
@@ -167,11 +169,20 @@ class HostedPlane:
             self._threw = True
             self._fault(_told(error))
             self._again.append(command)
+            return False
+        return True
 
     def _welcome(self, peer: PeerId) -> None:
         """Who is let go and comes back is not let go any more."""
         with contextlib.suppress(ValueError):
             self._again.remove(Disconnect(self.name, peer))
+
+    def _fence_owed(self, peer: PeerId) -> None:
+        """A fence that threw and came later would shut out the endpoint that is minted now."""
+        while (owed := Fence(self.name, peer)) in self._again:
+            self._again.remove(owed)
+            if not self._stop(owed):
+                return
 
     def _lend(self, command: Lend) -> None:
         try:
@@ -204,6 +215,8 @@ class HostedPlane:
 
     def _mint(self, command: Mint) -> None:
         try:
+            if Fence(self.name, command.peer) in self._again:
+                raise TimeoutError(f"{command.peer} is not fenced yet")
             endpoint = self.transport.endpoint(command.peer)
             if len(endpoint) > ENDPOINT_BYTES_MAX:
                 raise ValueError(f"an endpoint of {len(endpoint)} bytes; at most {ENDPOINT_BYTES_MAX} can be told")
@@ -233,8 +246,10 @@ class HostedPlane:
                 self._news.append(Ended.of(self.name, event))
             elif isinstance(event, CopyRested):
                 self._news.append(Rested.of(self.name, event))
-            else:
+            elif isinstance(event, FenceEnded):
                 self._news.append(Fenced(self.name, event.peer))
+            else:
+                self._news.append(ConnectFailed(self.name, event.peer, event.detail[:DETAIL_CHARS_MAX]))
 
     def _count_refusals(self) -> None:
         found = refusals_of(self.transport)

@@ -47,7 +47,16 @@ from kvbaton.runtime.rank_messages import (
     submit_commands,
     table_bytes,
 )
-from kvbaton.transports.base import Capabilities, Copy, CopyEnded, FenceEnded, Loan, PageTable, TransportEvent
+from kvbaton.transports.base import (
+    Capabilities,
+    Copy,
+    CopyEnded,
+    FenceEnded,
+    Loan,
+    OpenFailed,
+    PageTable,
+    TransportEvent,
+)
 from kvbaton.transports.jobs import Job, Jobs
 from kvbaton.transports.shm_door import ShmEndpoint
 from kvbaton.transports.tcp import SealedTcpEndpoint, TcpEndpoint
@@ -111,7 +120,7 @@ class RemoteTransport:
         return self._endpoints.get(peer)
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        """What only the rank can judge it refuses later: counted, and copies with `peer` end as PEER_UNKNOWN."""
+        """What only the rank can judge it refuses later: `OpenFailed` follows, and copies with `peer` end."""
         _check_endpoint(self.capabilities.name, peer, endpoint)
         self._check_room()
         self._known.add(peer)
@@ -199,6 +208,7 @@ class RemoteTransport:
             self.mapped_bytes = news.nbytes
         elif isinstance(news, ConnectFailed):
             self.counters["connects_refused"] += 1
+            self._jobs.post(OpenFailed(news.peer, news.detail))
             if worth_saying(self.counters["connects_refused"]):
                 log.warning("[rank-refused] rank %d refused to reach %s: %s", self._link.rank, news.peer, news.detail)
 

@@ -39,6 +39,7 @@ __all__ = [
     "HostTransport",
     "LendingTransport",
     "Loan",
+    "OpenFailed",
     "PageTable",
     "Spans",
     "Transport",
@@ -53,7 +54,14 @@ class FenceEnded(msgspec.Struct, frozen=True):
     peer: PeerId
 
 
-TransportEvent = CopyEnded | CopyRested | FenceEnded
+class OpenFailed(msgspec.Struct, frozen=True):
+    """A `connect` that could only be judged after it returned; until it is connected anew, no copy reaches `peer`."""
+
+    peer: PeerId
+    detail: str = ""
+
+
+TransportEvent = CopyEnded | CopyRested | FenceEnded | OpenFailed
 
 
 class Transport(Protocol):
