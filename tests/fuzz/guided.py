@@ -41,7 +41,7 @@ TEXTS_MAX = 32
 """Refusals of one line that are told apart."""
 SHRINKING_MAX = 400
 WARM_ROUNDS = 4
-_DIGITS = re.compile(r"(?<![\[$])\d+|'[^']*'|\"[^\"]*\"")
+_DIGITS = re.compile(r"0x[0-9a-f]+|(?<![\[$])\d+|'[^']*'|\"[^\"]*\"")  # addresses too: they differ from run to run
 
 Run = Callable[[bytes], None]
 
