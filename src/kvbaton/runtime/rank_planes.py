@@ -9,7 +9,6 @@ know that they threw.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -84,11 +83,8 @@ class HostedPlane:
         elif isinstance(command, TablePart):
             self._gather(command)
         elif isinstance(command, Mint):
-            self._welcome(command.peer)
-            self._fence_owed(command.peer)
             self._mint(command)
         elif isinstance(command, Connect):
-            self._welcome(command.peer)
             self._connect(command)
         elif isinstance(command, Cancel | Disconnect | Fence):
             self._end_waiting_for(command)
@@ -172,17 +168,14 @@ class HostedPlane:
             return False
         return True
 
-    def _welcome(self, peer: PeerId) -> None:
-        """Who is let go and comes back is not let go any more."""
-        with contextlib.suppress(ValueError):
-            self._again.remove(Disconnect(self.name, peer))
-
-    def _fence_owed(self, peer: PeerId) -> None:
-        """A fence that threw and came later would shut out the endpoint that is minted now."""
-        while (owed := Fence(self.name, peer)) in self._again:
-            self._again.remove(owed)
-            if not self._stop(owed):
-                return
+    def _settle(self, peer: PeerId) -> None:
+        """What is owed to `peer` comes before what is new: later it would let go, or shut out, who has just come."""
+        owed = [each for each in self._again if not isinstance(each, Cancel) and each.peer == peer]
+        for command in owed:
+            self._again.remove(command)
+        threw = [command for command in owed if not self._stop(command)]
+        if threw:
+            raise TimeoutError(f"{peer} is not let go yet")
 
     def _lend(self, command: Lend) -> None:
         try:
@@ -215,8 +208,7 @@ class HostedPlane:
 
     def _mint(self, command: Mint) -> None:
         try:
-            if Fence(self.name, command.peer) in self._again:
-                raise TimeoutError(f"{command.peer} is not fenced yet")
+            self._settle(command.peer)
             endpoint = self.transport.endpoint(command.peer)
             if len(endpoint) > ENDPOINT_BYTES_MAX:
                 raise ValueError(f"an endpoint of {len(endpoint)} bytes; at most {ENDPOINT_BYTES_MAX} can be told")
@@ -227,6 +219,7 @@ class HostedPlane:
 
     def _connect(self, command: Connect) -> None:
         try:
+            self._settle(command.peer)
             self.transport.connect(command.peer, command.endpoint)
         except Exception as error:  # noqa: BLE001 - an adapter may throw anything
             self._news.append(ConnectFailed(self.name, command.peer, _told(error)))

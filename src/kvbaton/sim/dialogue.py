@@ -223,8 +223,10 @@ class Dialogue:
 
     def _may_wait(self, kind: type, session: int, number: int, peer: PeerId) -> bool:
         producer = self._ledger.producer
+        if kind in (m.Claim, m.Offer, m.Revoke) and self._ledger.sessions.joined(session, peer) is None:
+            return True  # it waited, and who asked said goodbye in the same step
         if kind is m.Claim:
-            if number in self._left or self._ledger.sessions.joined(session, peer) is None:
+            if number in self._left:
                 return True  # it waited, and was taken back in the same step
             reader = Reader(peer, number)
             seats = (lease.seats.get(reader) for lease in producer.leases.values())

@@ -42,7 +42,7 @@ _ODD: dict[str, tuple[int, ...]] = {
 }
 
 
-_GREETING = {"Hello", "Welcome", "Joined", "HelloRefused", "Linked"}
+GREETING = {"Hello", "Welcome", "Joined", "HelloRefused", "Linked"}
 
 
 class Temper(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ def temper_of(rng: random.Random, role: Role) -> Temper:
     kind = rng.random()
     if kind < 0.55:  # right in all but a few fields, of greetings or of the messages that handoffs are made of
         said = {kind.__name__ for kind in KINDS if may_say(role, kind)} | {"Envelope"}
-        said = said & _GREETING if kind < 0.1 else said - _GREETING
+        said = said & GREETING if kind < 0.1 else said - GREETING
         places = [place for place in all_places() if place[0] in said]
         few = frozenset(rng.sample(places, min(len(places), rng.randint(1, 4))))
         return Temper(few, rng.choice((0.3, 0.7)), 0.0, 0.0, 0.0, 0.0, rng.choice((0.0, 0.3)))

@@ -28,14 +28,14 @@ from kvbaton.protocol.numbers import DURATION_S_MIN
 from kvbaton.protocol.outlet import Outlet
 from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX
-from kvbaton.sim.liar import Liar, role_in
+from kvbaton.sim.liar import GREETING, Liar, role_in
 from kvbaton.sim.liar_acts import Mischief
 from kvbaton.sim.liar_fields import Place
 from kvbaton.sim.liar_listener import Listener, opened
 from kvbaton.sim.life import TICKET_KEY, Character, Life
 from kvbaton.sim.network import Network
 from kvbaton.sim.promises import HANG, LEAK, STRANGER, Broken
-from kvbaton.sim.transport import Fabric, SimTransport
+from kvbaton.sim.transport import Fabric, SimTransport, astray
 from kvbaton.sim.witness import Witness
 from kvbaton.sim.world import World
 from kvbaton.transports.base import Loan
@@ -153,7 +153,7 @@ class Company:
             return
         self._witness = witness
         self.fabric.on_landing, self.fabric.on_leaving = self._landing, self._leaving
-        self.fabric.on_lending = self._lending
+        self.fabric.on_lending, self.fabric.on_astray = self._lending, self._astray
 
     def content(self, source: Life, content: int) -> int:
         return content + LIED_ABOUT * (source.peer.worker in self.names)
@@ -197,6 +197,13 @@ class Company:
         assert self._witness is not None
         if not self._lies(self._witness.owner[transport.address]):
             self._witness.lending(transport, loan)
+
+    def _astray(self, driver: SimTransport, remote: SimTransport) -> None:
+        """Where a card is a lie, all that is planned by it is: data planes refuse it where the memory is."""
+        assert self._witness is not None
+        whose, theirs = (self._witness.owner[each.address] for each in (driver, remote))
+        if not self._lies(whose) and not (self._lies(theirs) and any(kind in GREETING for kind, _ in self.told)):
+            astray(driver, remote)
 
     def _check_liars_copy(self, liar: Life, owner: Life, copy: Copy, offset: int, size: int) -> None:
         """The liar reads, or writes: of an honest member only what is lent to it."""

@@ -178,7 +178,7 @@ class WatchedPort:
                 self._note_end(event)
             elif isinstance(event, CopyRested):
                 self._note_rest(event.job)
-            else:
+            elif isinstance(event, FenceEnded):
                 self._note_fence(event.peer)
         return events
 

@@ -19,6 +19,7 @@ from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.sim.promises import RULE, Broken
 from kvbaton.sim.world import InjectedFault, World
 from kvbaton.store.memory import MemoryBackend
 from kvbaton.transports.base import FenceEnded, Loan, PageTable, TransportEvent
@@ -73,6 +74,11 @@ class _Job:
     flight: Flight | None = None  # while the remote serves it, where that enforces what it has lent
 
 
+def astray(driver: SimTransport, remote: SimTransport) -> None:
+    """Data planes refuse what is outside registered memory, but what is planned by both cards never is (rule 25)."""
+    raise Broken(RULE, f"{driver.me}: a copy with {remote.me} goes beyond what their cards say that there is")
+
+
 class Fabric:
     """Where endpoints of all lives meet, by address."""
 
@@ -84,6 +90,7 @@ class Fabric:
         self.on_landing: Callable[[SimTransport, SimTransport, Copy, int, int], None] | None = None
         self.on_leaving: Callable[[SimTransport, int], None] | None = None
         self.on_lending: Callable[[SimTransport, Loan], None] | None = None
+        self.on_astray: Callable[[SimTransport, SimTransport], None] = astray
 
     def add(self, transport: SimTransport) -> int:
         self.by_address[len(self.by_address) + 1] = transport
@@ -202,6 +209,7 @@ class SimTransport:
         spans = [tuple(numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
         job = _Job(copy, remote, link[1], spans)  # type: ignore[arg-type]
         if not self._in_range(job) or (copy.direction is Direction.WRITE and not self.kind.can_write):
+            self.fabric.on_astray(self, remote)
             self._note(CopyEnded(copy.job, Reason.BAD_SPAN, detail="outside registered memory"))
             return True
         self._jobs[copy.job] = job
