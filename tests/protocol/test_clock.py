@@ -46,6 +46,16 @@ def test_setting_again_replaces_the_due_time() -> None:
     assert all_due(timers, 9.0) == []
 
 
+def test_what_is_hastened_is_never_put_off() -> None:
+    timers: Timers[str] = Timers()
+    timers.set("a", 2.0)
+    timers.hasten("a", 3.0)
+    assert timers.next_at() == 2.0
+    timers.hasten("a", 1.0)
+    timers.hasten("b", 1.5)
+    assert all_due(timers, 2.0) == ["a", "b"] and len(timers) == 0
+
+
 def test_a_cleared_key_never_comes() -> None:
     timers: Timers[str] = Timers()
     timers.set("a", 1.0)

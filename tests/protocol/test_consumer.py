@@ -572,6 +572,18 @@ class TestRenewing:
         assert pair.said(Offer) and pair.d.ledger.desk.settings.retry_s > 0.3
         assert not pair.p.counts["leases_expired"] and load.end is None
 
+    def test_an_offer_just_before_a_renewal_leaves_it_where_it_was(self, make_pair: Make) -> None:
+        """Seed 888: begun anew with the offer, the pause between two renewals was nearly two thirds of the term."""
+        pair = make_pair("d")
+        pair.add("p", settings=Settings(lease_s=3.0))
+        pair.d.habits.allocates = pair.p.habits.copies = False
+        pair.d.want("r", pair.p.grant(), push=True)
+        pair.run(0.9)
+        assert not pair.said(Renew)
+        pair.d.allocate("r")
+        pair.run(0.2)
+        assert pair.said(Offer) and len(pair.said(Renew)) == 1
+
     @pytest.mark.parametrize("ttl_s", [float("nan"), float("inf"), -1.0, 0.0, 1e300, 5e-324, 1e-300, 0.0009])
     def test_terms_that_are_none_are_not_believed(self, pair: Pair, ttl_s: float) -> None:
         """NaN in a heap of deadlines would be the end of promise 2; 1e-300 s kept D at one instant for ever."""

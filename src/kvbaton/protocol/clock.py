@@ -37,6 +37,10 @@ class Timers(Generic[K]):
             self._heap = [(due, next(self._order), k) for k, due in self._at.items()]
             heapq.heapify(self._heap)
 
+    def hasten(self, key: K, at: float) -> None:
+        """Due at `at`, unless it is due sooner."""
+        self.set(key, min(at, self._at.get(key, math.inf)))
+
     def clear(self, key: K) -> None:
         self._at.pop(key, None)
 

@@ -546,8 +546,8 @@ class Consumer:
             self._mark(intake.attempt, Step.OFFERED, now)
             self._lend(intake)
             self._send_offer(intake)
-            assert intake.source is not None
-            self._pulse_renewal(intake, intake.source, now)
+            # It may be lost, and is made again with the next renewal, which nobody puts off: the lease runs on.
+            self.desk.timers.hasten(("pulse", intake.wanted.handoff), now + self.desk.settings.retry_s)
 
     def _lend(self, intake: Intake) -> None:
         """Before the source is told of these blocks; taken back when the handoff ends, whatever the source says."""
