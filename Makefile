@@ -152,9 +152,10 @@ docs-test: $(VENV)/.dev $(DOCS_VENV)/.ready $(ROUTER_VENV)/.ready
 vllm: $(VLLM_VENV)/.ready
 	@echo "Ready.      $(VLLM_BIN)/kvbaton up --engine vllm         two vLLM engines that hand KV over, on this machine"
 
-# The connector held to vLLM's own scheduler: named cases and random interleavings.
+# The connector held to vLLM's own scheduler: named cases and random interleavings. Every combination of a case's
+# arguments: without --pairwise, or `make vllm-full`.
 conformance: $(VENV)/.dev $(VLLM_VENV)/.ready
-	$(BIN)/kvbaton conformance vllm
+	$(BIN)/kvbaton conformance vllm --pairwise
 
 # One P and one D on real vLLM, every answer compared with one engine's: behind our router, and behind vllm-router.
 vllm-test: $(VLLM_VENV)/.planes $(ROUTER_VENV)/.ready

@@ -29,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--seeds", type=seeds, metavar="A..B", help="only interleavings, of these seeds (else 0..99)")
     what.add_argument("--case", metavar="NAME", help="only this case, or all whose names hold this text")
     what.add_argument("--list", action="store_true", help="name the cases and run nothing")
+    parser.add_argument(
+        "--pairwise", action="store_true", help="each case with every pair of its arguments, not every combination"
+    )
     parser.add_argument("--vllm-python", metavar="PATH", help="the Python that has vLLM (else it is looked for)")
     parser.add_argument("--processes", type=whole(1, 64), default=PROCESSES, metavar="N", help="at the same time")
     parser.add_argument("--json", action="store_true", help="print one object with the figures")
@@ -40,7 +43,12 @@ def run(args: argparse.Namespace) -> int:
         _go_on_in(python, words_of(args))
     suite = importlib.import_module("kvbaton.integrations.vllm.conformance.run")
     status: int = suite.main(
-        cases=args.case, seeds=args.seeds, as_json=args.json, listed=args.list, processes=args.processes
+        cases=args.case,
+        seeds=args.seeds,
+        as_json=args.json,
+        listed=args.list,
+        processes=args.processes,
+        pairwise=args.pairwise,
     )
     return status
 
@@ -54,7 +62,7 @@ def words_of(args: argparse.Namespace) -> list[str]:
         words += ["--case", args.case]
     if args.processes != PROCESSES:
         words += ["--processes", str(args.processes)]
-    return words + ["--list"] * args.list + ["--json"] * args.json
+    return words + ["--pairwise"] * args.pairwise + ["--list"] * args.list + ["--json"] * args.json
 
 
 def _go_on_in(python: str, words: list[str]) -> None:

@@ -209,7 +209,8 @@ class SimTransport:
         spans = [tuple(numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
         job = _Job(copy, remote, link[1], spans)  # type: ignore[arg-type]
         if not self._in_range(job) or (copy.direction is Direction.WRITE and not self.kind.can_write):
-            self.fabric.on_astray(self, remote)
+            if remote.me == copy.peer:  # else a liar has given another's endpoint for its own
+                self.fabric.on_astray(self, remote)
             self._note(CopyEnded(copy.job, Reason.BAD_SPAN, detail="outside registered memory"))
             return True
         self._jobs[copy.job] = job

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -77,27 +78,37 @@ def case(
     return note
 
 
-def all_cases() -> list[Case]:
-    """Every case, in the order in which they were written."""
+def all_cases(*, pairwise: bool = False) -> list[Case]:
+    """Every case with every combination of its arguments, or with every pair of them; in the order of the files."""
     for module in CASE_MODULES:  # they register themselves
         importlib.import_module(f"kvbaton.integrations.vllm.conformance.{module}")
 
     return [
         Case(_name(function, chosen, overlaps), function, chosen, settles, overlaps)
         for function, variants, settles, overlapped in _CASES
-        for overlaps in overlapped
-        for chosen in _combinations(variants)
+        for overlaps, *values in (pairs if pairwise else itertools.product)(overlapped, *variants.values())
+        for chosen in [dict(zip(variants, values, strict=True))]
     ]
 
 
-def _combinations(variants: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    if not variants:
-        yield {}
-        return
-    name, *rest = variants
-    for value in variants[name]:
-        for others in _combinations({each: variants[each] for each in rest}):
-            yield {name: value, **others}
+def pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """As few combinations as it finds in which every two values of two arguments meet; in the product's order.
+
+    What fails for a combination of three and for no pair is rare, and `kvbaton conformance vllm` still runs them all.
+    """
+    combinations = list(itertools.product(*map(range, map(len, choices))))
+    meetings = [set(itertools.combinations(enumerate(each), 2)) for each in combinations]
+    if len(choices) < 3:
+        return list(itertools.product(*choices))
+    chosen: set[int] = set()
+    unmet = set().union(*meetings)
+    while unmet:
+        best = max(range(len(combinations)), key=lambda at: len(meetings[at] & unmet))
+        chosen.add(best)
+        unmet -= meetings[best]
+    return [
+        tuple(values[at] for values, at in zip(choices, combinations[each], strict=True)) for each in sorted(chosen)
+    ]
 
 
 def _name(function: CaseFunction, chosen: dict[str, Any], overlaps: bool) -> str:

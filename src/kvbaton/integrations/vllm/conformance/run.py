@@ -51,14 +51,22 @@ class Report(msgspec.Struct, kw_only=True):
     failures: list[dict[str, str]] = msgspec.field(default_factory=list)
 
 
-def main(*, cases: str | None, seeds: range | None, as_json: bool, listed: bool = False, processes: int = 1) -> int:
+def main(
+    *,
+    cases: str | None,
+    seeds: range | None,
+    as_json: bool,
+    listed: bool = False,
+    processes: int = 1,
+    pairwise: bool = False,
+) -> int:
     """Run what is asked for: all cases and the default seeds, some cases, or some seeds."""
     configs.prepare()
     _quiet()
     import vllm
     from kvbaton.integrations.vllm.conformance.registry import all_cases
 
-    known = all_cases()
+    known = all_cases(pairwise=pairwise)
     chosen = _chosen(known, cases) if cases is not None else known if seeds is None else []
     if listed or (cases is not None and not chosen):
         if not listed:
