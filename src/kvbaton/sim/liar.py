@@ -42,7 +42,10 @@ _ODD: dict[str, tuple[int, ...]] = {
 }
 
 
-GREETING = {"Hello", "Welcome", "Joined", "HelloRefused", "Linked"}
+_GREETING = {"Hello", "Welcome", "Joined", "HelloRefused", "Linked"}
+
+
+_OF_BLOCKS = {"blocks", "first_token"}
 
 
 class Temper(msgspec.Struct, frozen=True):
@@ -66,10 +69,13 @@ def temper_of(rng: random.Random, role: Role) -> Temper:
     kind = rng.random()
     if kind < 0.55:  # right in all but a few fields, of greetings or of the messages that handoffs are made of
         said = {kind.__name__ for kind in KINDS if may_say(role, kind)} | {"Envelope"}
-        said = said & GREETING if kind < 0.1 else said - GREETING
+        said = said & _GREETING if kind < 0.1 else said - _GREETING
         places = [place for place in all_places() if place[0] in said]
         few = frozenset(rng.sample(places, min(len(places), rng.randint(1, 4))))
         return Temper(few, rng.choice((0.3, 0.7)), 0.0, 0.0, 0.0, 0.0, rng.choice((0.0, 0.3)))
+    if kind > 0.85:  # right in all but which blocks a handoff is made of: met where copies are planned
+        named = frozenset(place for place in all_places() if place[1] in _OF_BLOCKS)
+        return Temper(named, rng.choice((0.3, 0.7)), 0.0, 0.0, 0.0, 0.0, 0.0)
     return Temper(
         frozenset(),
         alter=rng.choice((0.1, 0.3, 0.5)),

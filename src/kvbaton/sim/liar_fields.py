@@ -193,8 +193,9 @@ class Fields:
         ids = list(struct.unpack(f"<{len(value) // 4}i", value[: len(value) // 4 * 4]))
         strange = rng.choice((0, -1, -2, (1 << 31) - 1, -(1 << 31), rng.randint(0, 30), rng.randint(0, 400)))
         at = rng.randrange(len(ids)) if ids else 0
+        one = [*ids[:at], strange, *ids[at + 1 :]]  # most often: a list of another length is refused sooner
         ways = [
-            [*ids[:at], strange, *ids[at + 1 :]],
+            *[one] * 5,
             [rng.randint(0, 30) for _ in ids],
             ids[:-1],
             [*ids, strange],

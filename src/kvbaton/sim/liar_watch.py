@@ -22,13 +22,14 @@ from typing import Any
 from kvbaton.protocol.codec import FoldedWelcome, read
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.ids import HandoffId, WorkerId
+from kvbaton.protocol.layout import EngineLayout
 from kvbaton.protocol.lease import ReaderState
 from kvbaton.protocol.messages import HelloRefused, Renew
 from kvbaton.protocol.numbers import DURATION_S_MIN
 from kvbaton.protocol.outlet import Outlet
 from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX
-from kvbaton.sim.liar import GREETING, Liar, role_in
+from kvbaton.sim.liar import Liar, role_in
 from kvbaton.sim.liar_acts import Mischief
 from kvbaton.sim.liar_fields import Place
 from kvbaton.sim.liar_listener import Listener, opened
@@ -202,7 +203,7 @@ class Company:
         """Where a card is a lie, all that is planned by it is: data planes refuse it where the memory is."""
         assert self._witness is not None
         whose, theirs = (self._witness.owner[each.address] for each in (driver, remote))
-        if not self._lies(whose) and not (self._lies(theirs) and any(kind in GREETING for kind, _ in self.told)):
+        if not self._lies(whose) and theirs.node.ledger.desk.identity.layout in _believed(whose, theirs):
             astray(driver, remote)
 
     def _check_liars_copy(self, liar: Life, owner: Life, copy: Copy, offset: int, size: int) -> None:
@@ -355,3 +356,11 @@ def _is_signed(ticket: str) -> bool:
     """By this cluster's key; said here again, since it is what `unseal` is checked by."""
     raw = base64.urlsafe_b64decode(ticket + "=" * (-len(ticket) % 4))
     return raw[:16] == hmac.digest(TICKET_KEY, b"kvbaton-ticket\0" + raw[16:], "sha256")[:16]
+
+
+def _believed(whose: Life, theirs: Life) -> list[EngineLayout]:
+    """What memory somebody takes another to have, by the cards that it was shown."""
+    ledger = whose.node.ledger
+    link = ledger.consumer.links.by_worker.get(theirs.peer.worker)
+    plans = [session.plan.target for session in ledger.sessions.by_number.values() if session.peer == theirs.peer]
+    return plans + ([link.plan.source] if link is not None and link.plan is not None else [])
