@@ -1,7 +1,8 @@
 """Endpoints that a rank makes for peers, for a node that needs them at once.
 
 Laws: the caller waits at most `ENDPOINT_WAIT_S`, and not at all while an earlier question is overdue, so a rank that
-stalls costs the node's thread one such wait, not one per peer. An answer that comes late is there for the next call.
+stalls costs the node's thread one such wait, not one per peer. An endpoint that comes late is there for the next call;
+a failure is not, which asks anew: it is of another time.
 An answer to a question from before a disconnect or fence is dropped: the secret in it is no longer valid.
 """
 
@@ -27,6 +28,7 @@ class Endpoints:
         self._numbers = itertools.count(1)
         self._asked: dict[PeerId, int] = {}
         self._answers: dict[PeerId, Minted | MintFailed] = {}
+        self._awaited: PeerId | None = None
 
     def get(self, peer: PeerId) -> bytes:
         """TimeoutError: not yet; RuntimeError: the rank could not."""
@@ -36,7 +38,9 @@ class Endpoints:
                 number = next(self._numbers)
                 self._ask(number, peer)
                 self._asked[peer] = number
+            self._awaited = peer
             self._came.wait_for(lambda: peer in self._answers, ENDPOINT_WAIT_S if patient else 0)
+            self._awaited = None
             answer = self._answers.get(peer)
             if isinstance(answer, Minted):
                 return answer.endpoint
@@ -55,6 +59,7 @@ class Endpoints:
             for peer, number in self._asked.items():
                 if number == answer.ask:
                     del self._asked[peer]
-                    self._answers[peer] = answer
-                    self._came.notify_all()
+                    if isinstance(answer, Minted) or peer == self._awaited:
+                        self._answers[peer] = answer
+                        self._came.notify_all()
                     return
