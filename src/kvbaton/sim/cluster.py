@@ -12,6 +12,7 @@ import msgspec
 from kvbaton.protocol.events import Departed, DrainStarted
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.sim import passed_over
 from kvbaton.sim.hardships import LOSS
 from kvbaton.sim.hearing import Hearing
 from kvbaton.sim.liar_watch import Company
@@ -87,6 +88,7 @@ class Cluster:
 
     def start(self, character: Character) -> None:
         life = self.liars.life(character)
+        passed_over.watch(life, self.lives, self.liars.names)
         if self.healed:
             life.engine.preempt = life.engine.skips = 0.0
             if life.ranks is not None:
