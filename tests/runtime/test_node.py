@@ -14,7 +14,7 @@ import pytest
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.codec import decode
 from kvbaton.protocol.desk import Identity
-from kvbaton.protocol.effects import Copy
+from kvbaton.protocol.effects import Copy, Disconnect, Invitation
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested, Departed, Groups, LeaseProgressed, StoreEnded
 from kvbaton.protocol.ids import (
@@ -378,6 +378,21 @@ class TestEndpoints:
         net.d.step(0.0)
         assert not net.d.problems
 
+    def test_a_peer_that_says_to_have_fewer_ranks_than_it_said_before_keeps_none(self) -> None:
+        """Seed 3753: a liar that greeted with four and then with three kept its fourth invitation for ever."""
+        net = Net()
+        node, liar = net.d.node, PeerId(WorkerId("liar"), Incarnation(3))
+        for number, ranks in ((1, 4), (2, 3)):
+            node._endpoints(Invitation(liar, "tcp", ranks, ("session", number)))
+        net.d.transports[0].throws.add("disconnect")
+        for number, ranks in ((1, 4), (2, 3)):
+            node._do(Disconnect(liar, "tcp", ranks, ("session", number)))
+        invited = [f"liar#{rank}" for rank in range(4)]
+        assert net.d.transports[0].were("disconnect") == invited
+        net.d.transports[0].throws.clear()
+        net.d.step(AGAIN_S)
+        assert net.d.transports[0].were("disconnect") == invited * 2, "and what threw is asked of all four again"
+
     def test_a_connection_that_could_not_be_closed_is_closed_later(self) -> None:
         """Else one hiccup of a library leaves somebody who was let go with access for ever."""
         net = Net()
@@ -402,7 +417,7 @@ class TestEndpoints:
         ticket, _ = net.p.doorway.grant(DIGEST, TOKENS, ((1, 2, 3),))
         net.d.doorway.want(RequestId("later"), ticket, DIGEST, TOKENS)
         net.steps(6)
-        assert net.d.node._holders
+        assert net.d.node._held
         net.d.step(AGAIN_S)
         assert net.d.transports[0].were("disconnect") == ["p#0"], "only the one that threw"
 

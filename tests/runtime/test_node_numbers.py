@@ -183,7 +183,7 @@ def size(worker: Worker) -> int:
     held = (
         producer.leases, producer.parked, producer.tombstones, producer.ended, writer.outlets, writer.revoked,
         writer.sessions, consumer.by_handoff, consumer.by_attempt, consumer.by_reservation, consumer.links.by_worker,
-        ledger.sessions.by_number, ledger.desk.owners, ledger.desk.timers, ledger.desk.counts, worker.node._holders,
+        ledger.sessions.by_number, ledger.desk.owners, ledger.desk.timers, ledger.desk.counts, worker.node._held,
         worker.node._next_events, ledger.desk.timers._heap,
     )  # fmt: skip
     return sum(map(len, held))

@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import msgspec
@@ -53,6 +54,17 @@ def log_fault(what: str, count: int, error: Exception) -> None:
         log.error("[port-failed] a port failed (%s, %d so far)", what, count, exc_info=error)
 
 
+@dataclass(slots=True)
+class _Held:
+    """A data connection with a peer: who needs it, and how many ranks that peer has ever said to have.
+
+    One that says four and then three has been invited with four, and keeps none of them.
+    """
+
+    by: set[fx.Holder] = field(default_factory=set)
+    ranks: int = 0
+
+
 class Node:
     """One engine's presence in the cluster."""
 
@@ -82,7 +94,7 @@ class Node:
         self._again: list[fx.Effect] = []  # at most one for each copy, put and fence under way, and `PARTINGS_MAX`
         self._again_at: float | None = None
         self.say: Callable[..., None] = log.warning  # what an operator should know
-        self._holders: dict[tuple[PeerId, str], set[fx.Holder]] = {}
+        self._held: dict[tuple[PeerId, str], _Held] = {}
         self._report_fault = report_fault or log_fault
         self._lay_out()
 
@@ -270,12 +282,17 @@ class Node:
             self._next_events.append(Departed(effect.worker, reason=Reason.PEER_UNKNOWN))
 
     def _endpoints(self, invitation: fx.Invitation) -> tuple[bytes, ...]:
-        self._holders.setdefault((invitation.peer, invitation.transport), set()).add(invitation.holder)
+        self._hold(invitation)
         return tuple(
             rank[invitation.transport].endpoint(rank_peer(invitation.peer, remote))
             for rank in self.ranks
             for remote in range(invitation.ranks)
         )
+
+    def _hold(self, effect: fx.Connect | fx.Invitation) -> None:
+        held = self._held.setdefault((effect.peer, effect.transport), _Held())
+        held.by.add(effect.holder)
+        held.ranks = max(held.ranks, effect.ranks)
 
     def _fenced(self, invitation: fx.Invitation) -> bool:
         """Whether no fence is owed: one that threw and came later would shut out the endpoint that is minted now."""
@@ -289,7 +306,7 @@ class Node:
 
     def _connect(self, effect: fx.Connect) -> None:
         ours = len(self.ranks)
-        self._holders.setdefault((effect.peer, effect.transport), set()).add(effect.holder)
+        self._hold(effect)
         try:
             for remote in range(effect.ranks):
                 for index, rank in enumerate(self.ranks):
@@ -305,7 +322,8 @@ class Node:
     def _plane_failed(self, transport: str, event: OpenFailed) -> list[Event]:
         """For all who hold the connection: whose `connect` it was is not known any more, and all go over it."""
         peer = owner_of(event.peer)
-        return [PlaneFailed(peer, holder, event.detail) for holder in sorted(self._holders.get((peer, transport), ()))]
+        held = self._held.get((peer, transport), _Held())
+        return [PlaneFailed(peer, holder, event.detail) for holder in sorted(held.by)]
 
     def _tell_given_up(self, effect: fx.GivenUp) -> None:
         self._given_up += 1
@@ -316,18 +334,19 @@ class Node:
     def _disconnect(self, effect: fx.Disconnect) -> None:
         """Both roles of a pair share one data connection: the last holder to let go closes it."""
         key = (effect.peer, effect.transport)
-        holders = self._holders.get(key, set())
-        holders.discard(effect.holder)
-        if holders:
+        held = self._held.get(key, _Held())
+        held.by.discard(effect.holder)
+        if held.by:
             return
-        self._holders.pop(key, None)
+        self._held.pop(key, None)
+        ranks = max(effect.ranks, held.ranks)
         threw = self.faults[f"disconnect.{effect.transport}"]
         for rank in self.ranks:
-            for remote in range(effect.ranks):
+            for remote in range(ranks):
                 with self._guarded(f"disconnect.{effect.transport}"):
                     rank[effect.transport].disconnect(rank_peer(effect.peer, remote))
         if self.faults[f"disconnect.{effect.transport}"] > threw and len(self._again) < PARTINGS_MAX:
-            self._again.append(effect)  # unless somebody holds it again by then
+            self._again.append(msgspec.structs.replace(effect, ranks=ranks))  # unless somebody holds it again by then
 
     def _submit(self, rank: int, name: str) -> None:
         """Hand over as much of the backlog as the data plane takes."""

@@ -108,7 +108,7 @@ def _check_life(life: Life) -> None:
         raise Broken(HANG, f"{name}: on record as under way at rest: {moving[:3]}")
     life.vigil.record.check_at_rest()
     _check_connections(life)
-    held = {holder for holders in life.node._holders.values() for holder in holders}
+    held = {holder for held in life.node._held.values() for holder in held.by}
     known = {("session", n) for n in ledger.sessions.by_number} | {
         ("link", k.nonce) for k in consumer.links.by_worker.values()
     }
@@ -130,5 +130,5 @@ def _check_connections(life: Life) -> None:
         for plane, transport in planes.items():
             for rank in (*transport._links, *transport._invited):
                 peer = PeerId(WorkerId(rank.worker.partition("#")[0]), rank.incarnation)
-                if (peer, plane) not in life.node._holders:
+                if (peer, plane) not in life.node._held:
                     raise Broken(LEAK, f"{life.character.name}: {plane} of {transport.me.worker} is open to {rank}")

@@ -431,7 +431,7 @@ def _stale_but_all_good(original: Any) -> Any:
 
 def _disconnects_for_everybody(original: Any) -> Any:
     def disconnect(self: Any, effect: fx.Disconnect) -> None:
-        self._holders.pop((effect.peer, effect.transport), None)
+        self._held.pop((effect.peer, effect.transport), None)
         original(self, effect)
 
     return disconnect
