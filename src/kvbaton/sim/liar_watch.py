@@ -275,8 +275,12 @@ class Company:
                 limits.append(("intake", handoff, waits_s + settings.max_hold_s))
         limits += [("lease", lease, settings.max_hold_s) for lease in ledger.producer.leases]
         limits += [("parked", reader, settings.defer_timeout) for reader in ledger.producer.parked]
+        me = (life.peer.worker, life.peer.incarnation)
+        there = {(*me, kind, name) for kind, name, _ in limits}
+        for gone in [each for each in self._seen if each[:2] == me and each not in there]:
+            del self._seen[gone]  # a liar may use its number again, and waits anew
         for kind, name, limit_s in limits:
-            since = self._seen.setdefault((life.peer.worker, life.peer.incarnation, kind, name), now)
+            since = self._seen.setdefault((*me, kind, name), now)
             if now - since > limit_s * 1.1 + GRACE_S:
                 raise Broken(HANG, f"{life.peer.worker}: {kind} {name} for {now - since:.1f} s, at most {limit_s:.1f}")
 
