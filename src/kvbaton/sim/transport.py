@@ -152,6 +152,7 @@ class SimTransport:
     def endpoint(self, peer: PeerId) -> bytes:
         self._maybe_throw()
         if self.fabric.faults.throws and self.fabric.world.chance(self.fabric.faults.throws):
+            self.fabric.world.faults["port_threw_slow"] += 1
             raise SlowRank("the simulated rank does not answer")
         if peer not in self._invited:
             self._generations += 1
