@@ -1,0 +1,78 @@
+"""Parts of the rank links, each alone on a bench: whatever it is asked, it does what its laws say, and nothing else.
+
+A world brings together ends that are honest and alike, so some of what a part must withstand never comes to it: a torn
+table, an end that is told twice, a bound that is met to the last byte, a plane that throws at the worst moment. On the
+bench a part meets all of that, by chance, and beside it runs a *model*: what its laws demand, written down as plainly
+as can be. Everything that can be seen of the two (what is said, called, told, counted, raised) is compared after each
+step.
+
+Laws: which benches a seed sets up, and what happens there, comes from streams of their own, so nothing else of that
+seed's world moves. A model knows the laws, not the code: it keeps no state that the laws do not speak of. What differs
+is a broken rule. A bench costs a millisecond or two.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import msgspec
+
+from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+from kvbaton.sim.promises import RULE, Broken
+
+Bench: TypeAlias = Callable[[random.Random], None]
+
+SHOWN_CHARS_MAX = 160
+BENCHES_PER_SEED = 4
+
+PEERS = tuple(PeerId(WorkerId(name), Incarnation(number)) for number, name in enumerate(("p0", "d0", "d1"), 1))
+
+
+class Raised(msgspec.Struct, frozen=True):
+    """That a call raised, and what kind of error."""
+
+    kind: str
+
+
+class _Anything:
+    """Equal to everything: what the laws leave open."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return "anything"
+
+
+ANYTHING: Any = _Anything()
+
+
+def outcome(act: Callable[[], Any], *kinds: type[Exception]) -> Any:
+    """What a call returns, or which of these errors it raised."""
+    try:
+        return act()
+    except kinds as error:
+        return Raised(next(kind.__name__ for kind in kinds if isinstance(error, kind)))
+
+
+def same(what: str, found: object, expected: object) -> None:
+    """Objects unless a part and its model agree."""
+    if found != expected:
+        raise Broken(RULE, f"bench: {what}: found {_shown(found)}, the laws say {_shown(expected)}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARS_MAX else text[:SHOWN_CHARS_MAX] + "…"
+
+
+def run_benches(seed: int, benches: dict[str, Bench]) -> None:
+    """Those that this seed sets up."""
+    chosen = random.Random(f"kvbaton-sim-{seed}-benches").sample(sorted(benches), min(BENCHES_PER_SEED, len(benches)))
+    for name in chosen:
+        benches[name](random.Random(f"kvbaton-sim-{seed}-bench-{name}"))
