@@ -13,8 +13,10 @@ is a broken rule. A bench costs a millisecond or two.
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import msgspec
@@ -64,6 +66,19 @@ def same(what: str, found: object, expected: object) -> None:
     """Objects unless a part and its model agree."""
     if found != expected:
         raise Broken(RULE, f"bench: {what}: found {_shown(found)}, the laws say {_shown(expected)}")
+
+
+@contextlib.contextmanager
+def replaced(module: ModuleType, **names: Any) -> Iterator[None]:
+    """With other bounds, or somebody else in the place of a class that has threads."""
+    before = {name: getattr(module, name) for name in names}
+    try:
+        for name, value in names.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
 
 
 def _shown(value: object) -> str:

@@ -1,4 +1,4 @@
-"""A rank's way to a shared store on the bench: the engine's end (`rank_store_link`), and the rank's (`rank_store_host`).
+"""A rank's way to a shared store on the bench: the engine's end (`rank_store_link`) and its own (`rank_store_host`).
 
 Laws of the models: every order that was accepted ends once, and every one that was not is refused by its return or its
 error. Of a lost rank look-ups end at once and the rest stays open; a rank that is back is asked what is open, and what
@@ -300,13 +300,14 @@ class _HostModel:
         if not self.is_made or self.closed:
             self._end(order.order, Reason.STORE_FAILED, self.why)
             return
-        name, blocks = "lookup", ()
+        asked: tuple[Any, ...] = (order.order, hashes)
         if not isinstance(order, said.ShelfLookup):
-            name, blocks = type(order).__name__.removeprefix("Shelf").lower(), (said.ids_of(order.blocks),)
-            if len(blocks[0]) != len(hashes):
+            blocks = said.ids_of(order.blocks)
+            asked += (blocks,)
+            if len(blocks) != len(hashes):
                 self._end(order.order, Reason.BAD_SPAN)
                 return
-        error = self._called(name, order.order, hashes, *blocks, order.timeout_s)
+        error = self._called(type(order).__name__.removeprefix("Shelf").lower(), *asked, order.timeout_s)
         if isinstance(error, ValueError):
             self._end(order.order, Reason.BAD_SPAN, _told(error))
         elif error is not None:
@@ -453,7 +454,7 @@ def bench_store_host(rng: random.Random) -> None:
     never = rng.random() < 0.2
     for step in range(STEPS):
         both.script()
-        if never and "make" not in both.shelf.throws:
+        if never and not both.model.closed and "make" not in both.shelf.throws:
             both.shelf.throws["make"] = InjectedFault("e")
         if step == STEPS - 12:
             both.close()
