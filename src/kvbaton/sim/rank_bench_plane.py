@@ -10,7 +10,7 @@ throws is told as failed, or counted. Refusals and mapped bytes are told where t
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -53,6 +53,7 @@ class Scripted:
         self.events: list[TransportEvent] = []
         self.turned_away: dict[str, int] = {}
         self.mapped = 0
+        self.wakers: list[Callable[[], None]] = []
 
     @property
     def refusals(self) -> Mapping[str, int]:
@@ -63,6 +64,9 @@ class Scripted:
     def mapped_bytes(self) -> int:
         self._maybe_throw("mapped_bytes")
         return self.mapped
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self.wakers.append(waker)
 
     def submit(self, copy: Copy) -> bool:
         self._called("submit", _facts(copy))
@@ -94,8 +98,9 @@ class Scripted:
 class PlaneModel:
     """What a plane is asked and what is said of it, by the laws."""
 
-    def __init__(self, plane: Scripted) -> None:
+    def __init__(self, plane: Scripted, name: str = NAME) -> None:
         self.plane = plane
+        self.name = name
         self.calls: list[Call] = []
         self.news: list[said.News] = []
         self.faults = 0
@@ -132,7 +137,7 @@ class PlaneModel:
             case said.Connect(_, peer, endpoint):
                 self._welcome(peer)
                 if not self._called("connect", peer, endpoint):
-                    self.news.append(said.ConnectFailed(NAME, peer, self.told_error))
+                    self.news.append(said.ConnectFailed(self.name, peer, self.told_error))
             case said.LayOut(_, tables):
                 self.faults += not self._called("lay_out", tables)
             case said.Lend(_, job):
@@ -165,12 +170,12 @@ class PlaneModel:
             self.faults += 1
         elif plane.turned_away != self.told:
             self.told = dict(plane.turned_away)
-            self.news.append(said.Refusals(NAME, self.told))
+            self.news.append(said.Refusals(self.name, self.told))
         if "mapped_bytes" in plane.throws:
             self.faults += 1
         elif plane.mapped != self.told_mapped:
             self.told_mapped = plane.mapped
-            self.news.append(said.MappedBytes(NAME, plane.mapped))
+            self.news.append(said.MappedBytes(self.name, plane.mapped))
 
     def close(self) -> None:
         if not self.closed:
@@ -222,24 +227,24 @@ class PlaneModel:
         return taken
 
     def _welcome(self, peer: PeerId) -> None:
-        owed = said.Disconnect(NAME, peer)
+        owed = said.Disconnect(self.name, peer)
         if owed in self.again:
             self.again.remove(owed)
 
     def _mint(self, command: said.Mint) -> None:
         self._welcome(command.peer)
-        owed = said.Fence(NAME, command.peer)
+        owed = said.Fence(self.name, command.peer)
         while owed in self.again:
             self.again.remove(owed)
             if not self._stop(owed):
-                self.news.append(said.MintFailed(NAME, command.ask, ANYTHING))
+                self.news.append(said.MintFailed(self.name, command.ask, ANYTHING))
                 return
         if not self._called("endpoint", command.peer):
-            self.news.append(said.MintFailed(NAME, command.ask, self.told_error))
+            self.news.append(said.MintFailed(self.name, command.ask, self.told_error))
         elif len(self.plane.minted) > said.ENDPOINT_BYTES_MAX:
-            self.news.append(said.MintFailed(NAME, command.ask, ANYTHING))
+            self.news.append(said.MintFailed(self.name, command.ask, ANYTHING))
         else:
-            self.news.append(said.Minted(NAME, command.ask, self.plane.minted))
+            self.news.append(said.Minted(self.name, command.ask, self.plane.minted))
 
     def _drain(self) -> None:
         if not self._called("drain"):
@@ -249,16 +254,16 @@ class PlaneModel:
         for event in self.plane.events:
             match event:
                 case CopyEnded(job, reason, at_rest, detail):
-                    self.news.append(said.Ended(NAME, job, reason, at_rest, detail[:DETAIL]))
+                    self.news.append(said.Ended(self.name, job, reason, at_rest, detail[:DETAIL]))
                 case CopyRested(job):
-                    self.news.append(said.Rested(NAME, job))
+                    self.news.append(said.Rested(self.name, job))
                 case FenceEnded(peer):
-                    self.news.append(said.Fenced(NAME, peer))
+                    self.news.append(said.Fenced(self.name, peer))
                 case OpenFailed(peer, detail):
-                    self.news.append(said.ConnectFailed(NAME, peer, detail[:DETAIL]))
+                    self.news.append(said.ConnectFailed(self.name, peer, detail[:DETAIL]))
 
     def _end(self, job: JobId, reason: Reason, detail: str = ANYTHING) -> None:
-        self.news.append(said.Ended(NAME, job, reason, True, detail))
+        self.news.append(said.Ended(self.name, job, reason, True, detail))
 
 
 def bench_plane(rng: random.Random) -> None:
@@ -357,19 +362,19 @@ def _any_event(rng: random.Random) -> TransportEvent:
     )
 
 
-def any_commands(rng: random.Random) -> list[said.Command]:
+def any_commands(rng: random.Random, name: str = NAME) -> list[said.Command]:
     job, peer = JobId(rng.randrange(JOBS)), rng.choice(PEERS[:2])
     kind = rng.random()
     if kind < 0.35:
-        commands = said.submit_commands(NAME, any_copy(rng, job), 24)
+        commands = said.submit_commands(name, any_copy(rng, job), 24)
         if len(commands) > 1 and rng.random() < 0.5:
             del commands[rng.choice((0, -1, -1))]  # torn, or never submitted
         return commands
     torn = (b"123",) if rng.random() < 0.3 else (b"", bytes(8))
-    lend = said.Lend(NAME, job, peer, Direction.READ, torn)
-    stops = (said.Cancel(NAME, job), said.Disconnect(NAME, peer), said.Fence(NAME, peer))
-    opens = (said.Mint(NAME, rng.randrange(9), peer), said.Connect(NAME, peer, b"there"))
-    rare = (said.LayOut(NAME, ()), lend, said.Open(NAME, peer))
+    lend = said.Lend(name, job, peer, Direction.READ, torn)
+    stops = (said.Cancel(name, job), said.Disconnect(name, peer), said.Fence(name, peer))
+    opens = (said.Mint(name, rng.randrange(9), peer), said.Connect(name, peer, b"there"))
+    rare = (said.LayOut(name, ()), lend, said.Open(name, peer))
     return [rng.choice(rng.choice((stops, opens, rare, stops, opens)))]
 
 

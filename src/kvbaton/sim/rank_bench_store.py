@@ -246,7 +246,7 @@ def bench_store_link(rng: random.Random) -> None:
 # --- the rank's end
 
 
-class _Scripted:
+class ScriptedShelf:
     """A shelf that does what it is told beforehand, and keeps what it was asked."""
 
     def __init__(self) -> None:
@@ -284,8 +284,8 @@ class _Scripted:
             raise self.throws[name]
 
 
-class _HostModel:
-    def __init__(self, shelf: _Scripted) -> None:
+class ShelfModel:
+    def __init__(self, shelf: ScriptedShelf) -> None:
         self.shelf = shelf
         self.calls: list[tuple[Any, ...]] = []
         self.news: list[said.ShelfNews] = []
@@ -356,6 +356,10 @@ class _HostModel:
         if self.is_made:
             self.faults += self._called("cancel", order) is not None
 
+    def ask(self, ask: int) -> None:
+        self.drain()
+        self.news.append(said.ShelfHas(ask, said.pack_ids(sorted(self.open))))
+
     def _called(self, *call: Any) -> Exception | None:
         self.calls.append(call)
         return self.shelf.throws.get(call[0])
@@ -374,8 +378,8 @@ class _Hosted:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.shelf = _Scripted()
-        self.model = _HostModel(self.shelf)
+        self.shelf = ScriptedShelf()
+        self.model = ShelfModel(self.shelf)
         self.real = HostedShelf(self._make)
         self.wakes = 0
         self.real.set_waker(self._wake)
@@ -428,8 +432,7 @@ class _Hosted:
 
     def ask(self) -> None:
         ask = self.rng.randrange(9)
-        self.model.drain()
-        self.model.news.append(said.ShelfHas(ask, said.pack_ids(sorted(self.model.open))))
+        self.model.ask(ask)
         self.real.carry_out(said.ShelfAsk(ask))
 
     def turn(self) -> None:

@@ -52,6 +52,8 @@ def _drawn(rng: random.Random) -> _Spec:
     dcp = rng.choice((1, 1, 2))
     tokens = rng.randrange(1, 4) * dcp
     cells = tuple(Cell(name, rng.choice((1, 2, 4)), rng.choice(list(Per))) for name in "kv"[: rng.randrange(1, 3)])
+    if rng.random() < 0.4:
+        cells = tuple(Cell(name, cells[0].bytes, cells[0].per) for name in "kv")
     layers = tuple(f"layer{at}" for at in range(rng.randrange(1, 5)))
     group = Group("full", rng.choice((Kind.FULL, Kind.LATENT)), tokens, layers, head_start + heads, cells, "bf16")
     page = rng.random() < 0.5
