@@ -6,28 +6,23 @@ bench a part meets all of that, by chance, and beside it runs a *model*: what it
 as can be. Everything that can be seen of the two (what is said, called, told, counted, raised) is compared after each
 step.
 
-Laws: which benches a seed sets up, and what happens there, comes from streams of their own, so nothing else of that
-seed's world moves. A model knows the laws, not the code: it keeps no state that the laws do not speak of. What differs
-is a broken rule. A bench costs a millisecond or two.
+Laws: a model knows the laws, not the code. What differs is a broken rule. Which benches a seed sets up is in
+`rank_benches`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.sim.promises import RULE, Broken
 
-Bench: TypeAlias = Callable[[random.Random], None]
-
 SHOWN_CHARS_MAX = 160
-BENCHES_PER_SEED = 4
 
 PEERS = tuple(PeerId(WorkerId(name), Incarnation(number)) for number, name in enumerate(("p0", "d0", "d1"), 1))
 
@@ -84,10 +79,3 @@ def replaced(module: ModuleType, **names: Any) -> Iterator[None]:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= SHOWN_CHARS_MAX else text[:SHOWN_CHARS_MAX] + "…"
-
-
-def run_benches(seed: int, benches: dict[str, Bench]) -> None:
-    """Those that this seed sets up."""
-    chosen = random.Random(f"kvbaton-sim-{seed}-benches").sample(sorted(benches), min(BENCHES_PER_SEED, len(benches)))
-    for name in chosen:
-        benches[name](random.Random(f"kvbaton-sim-{seed}-bench-{name}"))

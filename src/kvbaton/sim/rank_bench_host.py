@@ -32,7 +32,7 @@ from kvbaton.sim.rank_bench_store import COMPAT, ScriptedShelf, ShelfModel, any_
 from kvbaton.transports.base import Transport
 
 STEPS = 30
-LEASES, BATCH = 2, 2
+LEASES, BATCH = 4, 2
 BAD, NOTHING = b"bad", b"nothing"
 SESSION = 7
 
@@ -155,7 +155,7 @@ class _Host:
         self.rng = rng
         self.now = 0.0
         self.carrier = StubCarrier(rng)
-        names = rng.sample(("a", "b", "c"), rng.randrange(1, 4))
+        names = rng.sample(("a", "b", "c"), rng.choice((1, 2, 2, 3)))
         self.planes = {name: Scripted() for name in names}
         self.models = {name: PlaneModel(plane, name) for name, plane in self.planes.items()}
         self.shelf = ScriptedShelf() if rng.random() < 0.7 else None
@@ -240,7 +240,7 @@ class _Host:
         same("progress that is taken", self.real.take_progress(), expected)
 
     def turn(self) -> None:
-        self.now += self.rng.choice((0, 0.25, REFUSALS_S))
+        self.now += self.rng.choice((0, 0.05, 0.05, 0.25, REFUSALS_S))
         for plane in self.planes.values():
             script(self.rng, plane)
         self._script_shelf()
@@ -359,18 +359,17 @@ def bench_host(rng: random.Random) -> None:
     host = _Host(rng)
     try:
         host.check_made()
-        if rng.random() < 0.5:
-            host.stream.session = SESSION
+        gives_at = rng.randrange(STEPS // 2) if rng.random() < 0.5 else STEPS
+        speaks_at = rng.choice((0, 0, 5, STEPS - 1)) if gives_at == STEPS or rng.random() < 0.3 else STEPS
         steps = (host.turn, host.turn, host.turn, host.progressed, host.progressed, host.progressed)
-        gives_at = rng.randrange(STEPS) if rng.random() < 0.3 else STEPS
         for step in range(STEPS):
+            if step == speaks_at:
+                host.stream.session = SESSION
             if step == gives_at:
                 host.give()
             rng.choice(steps)()
-            if host.given and rng.random() < 0.3 or rng.random() < 0.05:
+            if rng.random() < (0.3 if host.given else 0.05):
                 host.take_progress()
-            if rng.random() < 0.1:
-                host.stream.session = SESSION
         host.finish()
     finally:
         _HERE.pop(host.real.invitation.rank_public, None)

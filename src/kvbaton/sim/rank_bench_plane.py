@@ -58,7 +58,7 @@ class Scripted:
     @property
     def refusals(self) -> Mapping[str, int]:
         self._maybe_throw("refusals")
-        return dict(self.turned_away)
+        return self.turned_away
 
     @property
     def mapped_bytes(self) -> int:

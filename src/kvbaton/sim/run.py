@@ -11,6 +11,7 @@ from kvbaton.sim.cluster import Cluster
 from kvbaton.sim.plan import FAULTY_S, PROBE_S, REST_S, draw
 from kvbaton.sim.promises import Broken
 from kvbaton.sim.quiet import quietly
+from kvbaton.sim.rank_benches import run_benches
 from kvbaton.sim.world import World
 
 
@@ -40,6 +41,7 @@ def run_seed(seed: int) -> Result:
     result = Result(seed, plan.profile, holds=True)
     cluster: Cluster | None = None
     try:
+        run_benches(seed)
         cluster = Cluster(world, plan)
         world.run(FAULTY_S)
         cluster.heal()
