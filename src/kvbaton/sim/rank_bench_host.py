@@ -26,7 +26,7 @@ from kvbaton.runtime.rank_store_messages import ShelfAsk, ShelfCancel, ShelfComm
 from kvbaton.runtime.rank_stream import Stream
 from kvbaton.runtime.shelves import RankShelf
 from kvbaton.sim.rank_bench import Raised, outcome, same
-from kvbaton.sim.rank_bench_plane import PlaneModel, Scripted, any_commands, script
+from kvbaton.sim.rank_bench_plane import WAITING_MAX, PlaneModel, Scripted, any_commands, script
 from kvbaton.sim.rank_bench_port import Waiting
 from kvbaton.sim.rank_bench_store import COMPAT, ScriptedShelf, ShelfModel, any_order
 from kvbaton.transports.base import Transport
@@ -173,6 +173,8 @@ class _Host:
         self.stream = StubStream()
         self.real._stream = cast(Stream, self.stream)
         self.real.leases_max, self.real.batch_max = LEASES, BATCH
+        for plane in self.real._planes.values():
+            plane.waiting_max = WAITING_MAX
         self.progress: dict[LeaseId, Progress] = {}
         self.counters: Counter[str] = Counter()
         self.wakes = self.tells = self.told = 0

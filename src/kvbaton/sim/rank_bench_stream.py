@@ -21,7 +21,7 @@ from kvbaton.sim.rank_bench import Raised, outcome, same
 
 STEPS = 70
 WINDOW, ANSWERS = 5, 3
-LARGE = 0.35  # of all benches have one body with as many bytes as are answered at once, or one less
+LARGE = 0.2  # of all benches have one body with as many bytes as are answered at once, or one less
 
 
 class _Model:
