@@ -13,12 +13,14 @@ Laws: a model knows the laws, not the code. What differs is a broken rule. Which
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import msgspec
 
+from kvbaton.codes.saying import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.sim.promises import RULE, Broken
 
@@ -74,6 +76,35 @@ def replaced(module: ModuleType, **names: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(module, name, value)
+
+
+class _Lines:
+    """A log that only counts its lines."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def error(self, *what: object) -> None:
+        self.count += 1
+
+    warning = error
+
+
+def listened(module: ModuleType, bench: Callable[[random.Random], int]) -> Callable[[random.Random], None]:
+    """A bench that says how many lines its part must have logged; no more are, and no fewer."""
+
+    def bench_and_count(rng: random.Random) -> None:
+        lines = _Lines()
+        with replaced(module, log=lines):
+            expected = bench(rng)
+        same(f"lines in the log of {module.__name__}", lines.count, expected)
+
+    return bench_and_count
+
+
+def worth(count: int) -> int:
+    """Of so many times, how often it is said."""
+    return sum(worth_saying(number) for number in range(1, count + 1))
 
 
 def _shown(value: object) -> str:

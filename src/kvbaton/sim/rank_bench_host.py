@@ -19,13 +19,14 @@ import msgspec
 from kvbaton.control.looping import Sleeper
 from kvbaton.protocol.ids import LeaseId
 from kvbaton.protocol.progress import Progress, whole
+from kvbaton.runtime import rank_host
 from kvbaton.runtime import rank_messages as said
 from kvbaton.runtime.rank_carrying import Carrier, Clock
 from kvbaton.runtime.rank_host import _HERE, LEASES_MAX, REFUSALS_S, STOP_S, RankHost, host_of
 from kvbaton.runtime.rank_store_messages import ShelfAsk, ShelfCancel, ShelfCommand, ShelfOpen
 from kvbaton.runtime.rank_stream import Stream
 from kvbaton.runtime.shelves import RankShelf
-from kvbaton.sim.rank_bench import Raised, outcome, same
+from kvbaton.sim.rank_bench import Raised, listened, outcome, same, worth
 from kvbaton.sim.rank_bench_plane import WAITING_MAX, PlaneModel, Scripted, any_commands, script
 from kvbaton.sim.rank_bench_port import Waiting
 from kvbaton.sim.rank_bench_store import COMPAT, ScriptedShelf, ShelfModel, any_order
@@ -357,7 +358,7 @@ class _Host:
         same("lines that are closed", self.line.closed, 1)
 
 
-def bench_host(rng: random.Random) -> None:
+def _bench_host(rng: random.Random) -> int:
     host = _Host(rng)
     try:
         host.check_made()
@@ -380,6 +381,7 @@ def bench_host(rng: random.Random) -> None:
         planes = {f"plane{at}": cast(Transport, Scripted()) for at in range(count)}
         made = outcome(lambda planes=planes: RankHost(0, planes, carrier=cast(Carrier, StubCarrier(rng))), ValueError)  # type: ignore[misc]
         same(f"a host of {count} planes", made, Raised("ValueError"))
+    return sum(worth(host.counters[name]) for name in ("malformed", "unknown_transport", "no_shelf"))
 
 
 def _break_at_the_end(rng: random.Random) -> None:
@@ -394,3 +396,6 @@ def _break_at_the_end(rng: random.Random) -> None:
     host._stream = cast(Stream, stream)
     same("an end that breaks", outcome(carrier.loops[0].finish, ZeroDivisionError), Raised("ZeroDivisionError"))
     same("lines that are closed", carrier.lines[0].closed, 1)
+
+
+bench_host = listened(rank_host, _bench_host)

@@ -20,6 +20,7 @@ from kvbaton.metrics.node import data_refused
 from kvbaton.protocol.events import LeaseProgressed
 from kvbaton.protocol.ids import JobId, LeaseId, rank_peer
 from kvbaton.protocol.progress import whole
+from kvbaton.runtime import rank_link
 from kvbaton.runtime import rank_messages as said
 from kvbaton.runtime import rank_store_messages as store
 from kvbaton.runtime.rank_carrying import Carrier
@@ -29,7 +30,7 @@ from kvbaton.runtime.rank_store_link import RemoteShelf
 from kvbaton.runtime.rank_stream import Stream
 from kvbaton.runtime.rank_transport import RemoteTransport
 from kvbaton.runtime.shelves import RankShelf
-from kvbaton.sim.rank_bench import ANYTHING, PEERS, Raised, outcome, same
+from kvbaton.sim.rank_bench import ANYTHING, PEERS, Raised, listened, outcome, same, worth
 from kvbaton.sim.rank_bench_host import BAD, NOTHING, StubCarrier, StubStream
 from kvbaton.sim.rank_bench_plane import Scripted
 from kvbaton.sim.transport import SHM, TCP
@@ -91,7 +92,7 @@ class _Link:
         self.has_shelf = invitation.has_shelf
         self.heard: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self.spies}
         self.lost = False
-        self.pings = 0
+        self.pings = self.backs = 0
         self.ping_at = -math.inf
         self.outbox: list[bytes] = []
         self.sent: list[bytes] = []
@@ -124,6 +125,7 @@ class _Link:
             self.pings = 0
             if self.lost:
                 self.lost = False
+                self.backs += 1
                 if self.has_shelf:
                     self.heard["shelf"].append(("on_back",))
         if body in (BAD, UNREADABLE):
@@ -195,7 +197,7 @@ class _Link:
         same("how often others were woken", (self.wakes, self.tells), (self.expected_wakes, self.expected_tells))
 
 
-def bench_link(rng: random.Random) -> None:
+def _bench_link(rng: random.Random) -> int:
     link = _Link(rng)
     steps = (link.post, link.take, link.take, link.due, link.due, link.due, link.take_progress)
     for _ in range(STEPS):
@@ -203,6 +205,10 @@ def bench_link(rng: random.Random) -> None:
         link.compare()
     link.stop()
     link.compare()
+    return worth(link.counters["malformed"]) + link.counters["losses"] + link.backs
+
+
+bench_link = listened(rank_link, _bench_link)
 
 
 # --- all of an engine's ranks

@@ -19,8 +19,9 @@ from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.runtime import rank_messages as said
+from kvbaton.runtime import rank_planes
 from kvbaton.runtime.rank_planes import AGAIN_MAX, AGAIN_S, HostedPlane
-from kvbaton.sim.rank_bench import ANYTHING, PEERS, same
+from kvbaton.sim.rank_bench import ANYTHING, PEERS, listened, same, worth
 from kvbaton.sim.rank_bench_messages import _facts, any_copy
 from kvbaton.sim.transport import TCP
 from kvbaton.sim.world import InjectedFault
@@ -266,7 +267,7 @@ class PlaneModel:
         self.news.append(said.Ended(self.name, job, reason, True, detail))
 
 
-def bench_plane(rng: random.Random) -> None:
+def _bench_plane(rng: random.Random) -> int:
     scripted = Scripted()
     model = PlaneModel(scripted)
     transport = cast(Transport, scripted)
@@ -287,9 +288,9 @@ def bench_plane(rng: random.Random) -> None:
         _compare(hosted, scripted, model)
         same("tables that are kept after the close", hosted._parts, {})
     _drive(rng, hosted, scripted, model, STEPS_CLOSED, now)
-    _fill_up(rng)
     hosted.shut()
     same("the last call", scripted.calls[-1], ("close",))
+    return worth(hosted.faults)
 
 
 def _drive(
@@ -395,3 +396,8 @@ def _fill_up(rng: random.Random) -> None:
     hosted._parts[job] = huge
     hosted.carry_out(said.TablePart(NAME, job, bytes(more)))
     same("a table at its bound", bytearray.__len__(huge), more if more <= 25 else 0)
+
+
+def bench_plane(rng: random.Random) -> None:
+    listened(rank_planes, _bench_plane)(rng)
+    _fill_up(rng)

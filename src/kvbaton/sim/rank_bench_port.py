@@ -20,10 +20,11 @@ from kvbaton.protocol.effects import Copy, DeviceEvent, Direction, Loan
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.runtime import rank_messages as said
+from kvbaton.runtime import rank_transport
 from kvbaton.runtime.rank_carrying import Arrival
 from kvbaton.runtime.rank_endpoints import ENDPOINT_WAIT_S
 from kvbaton.runtime.rank_transport import RESTLESS_MAX, RemoteTransport
-from kvbaton.sim.rank_bench import ANYTHING, PEERS, Raised, outcome, same
+from kvbaton.sim.rank_bench import ANYTHING, PEERS, Raised, listened, outcome, same, worth
 from kvbaton.sim.rank_bench_messages import any_copy
 from kvbaton.sim.transport import CMA, RDMA, SHM, TCP
 from kvbaton.transports.base import CopyEnded, CopyRested, FenceEnded, OpenFailed, TransportEvent
@@ -382,7 +383,7 @@ class _Port:
         same("tables kept of copies that have ended", kept, [])
 
 
-def bench_port(rng: random.Random) -> None:
+def _bench_port(rng: random.Random) -> int:
     port = _Port(rng)
     steps = (
         *(port.submit,) * 5, port.cancel, port.cancel, port.lend, port.connect, port.connect, port.disconnect,
@@ -398,3 +399,7 @@ def bench_port(rng: random.Random) -> None:
         port.submit()
         port.compare()
     port.drain()
+    return worth(port.model.connects_refused)
+
+
+bench_port = listened(rank_transport, _bench_port)

@@ -14,7 +14,8 @@ from kvbaton.sim.rank_bench_links import bench_link, bench_links
 from kvbaton.sim.rank_bench_messages import bench_messages
 from kvbaton.sim.rank_bench_plane import bench_plane
 from kvbaton.sim.rank_bench_port import bench_port
-from kvbaton.sim.rank_bench_store import bench_store_host, bench_store_link
+from kvbaton.sim.rank_bench_store import bench_store_host
+from kvbaton.sim.rank_bench_store_link import bench_store_link
 from kvbaton.sim.rank_bench_stream import bench_stream
 from kvbaton.sim.rank_bench_values import bench_shelf, bench_values
 
