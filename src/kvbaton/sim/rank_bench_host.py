@@ -213,7 +213,7 @@ class _Host:
         invitation = self.real.invitation
         other = msgspec.structs.replace(invitation, engine_secret="0" * 40)
         same("planes for another invitation", self.real.give(other, SESSION, self._tell), None)
-        self.loop.is_stopping = self.rng.random() < 0.2
+        self.loop.is_stopping = self.rng.random() < 0.35
         fits = not self.stream.session and not self.loop.is_stopping
         found = self.real.give(invitation, SESSION, self._tell)
         taken = {name: plane.transport for name, plane in found.items()} if found is not None else None

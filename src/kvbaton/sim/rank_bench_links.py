@@ -118,7 +118,7 @@ class _Link:
         same("commands that a rank may lack", self.real.backlog, len(self.outbox) + self.stream.backlog)
 
     def take(self) -> None:
-        news = [self._any_news() for _ in range(self.rng.randrange(4))]
+        news = [self._any_news() for _ in range(self.rng.randrange(6))]
         body = self.rng.choice((said.encode_news(news), said.encode_news(news), BAD, NOTHING, UNREADABLE))
         is_heard = self.rng.random() < 0.5 and body != BAD
         if is_heard:
@@ -137,12 +137,13 @@ class _Link:
         self.real.take((b"h" if is_heard else b"-") + body, self.now)
 
     def _any_news(self) -> said.News:
-        lease = LeaseId(self.rng.randrange(LEASES + 2))
+        lease = LeaseId(self.rng.randrange(LEASES + 3))
+        if self.rng.random() < 0.4:
+            return said.Progressed(lease, whole([self.rng.randrange(9)]))
         return self.rng.choice(
             (
                 said.Rested(self.rng.choice(("a", "b", "nobody")), JobId(1)),
                 said.Rested(self.rng.choice(("a", "b")), JobId(self.rng.randrange(9))),
-                said.Progressed(lease, whole([self.rng.randrange(9)])),
                 store.ShelfEnded(self.rng.randrange(9), 1, None, ""),
             )
         )

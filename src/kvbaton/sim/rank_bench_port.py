@@ -361,9 +361,10 @@ class _Port:
             self.real.take(said.MappedBytes(NAME, number))
             same("mapped bytes that were told", self.real.mapped_bytes, number)
         else:
-            self.model.connects_refused += 1
-            self.model.tell(OpenFailed(peer, WHY))
-            self.real.take(said.ConnectFailed(NAME, peer, WHY))
+            for _ in range(self.rng.choice((1, 1, 4))):
+                self.model.connects_refused += 1
+                self.model.tell(OpenFailed(peer, WHY))
+                self.real.take(said.ConnectFailed(NAME, peer, WHY))
 
     def lose(self) -> None:
         self.link.lost = self.rng.random() < 0.4

@@ -94,9 +94,15 @@ def bench_stream(rng: random.Random) -> None:
     for step in range(STEPS):
         now += rng.choice((0, 0, 0, 0.25, 0.5, RESEND_S))
         kind = rng.random()
-        if step >= large_at and model.session:
+        if step >= large_at:
             large_at = STEPS
+            _settle(stream, model, now)
             _come_large(rng, stream, model, now)
+        elif kind < 0.04:
+            _settle(stream, model, now)
+            for _ in range(ANSWERS):
+                _come(stream, model, _next(model), now)
+                _send(stream, model, now)
         elif kind < 0.25:
             _add(rng, stream, model)
         elif kind < 0.3:
@@ -124,16 +130,22 @@ def _add(rng: random.Random, stream: Stream, model: _Model) -> None:
 
 def _come_large(rng: random.Random, stream: Stream, model: _Model, now: float) -> None:
     """Nothing is due but for its bytes, as many as are answered at once, or one less, or with what came before."""
-    while model.owes or model.untold_frames or model.answered < len(model.bodies):
-        stream.ask()
-        model.asks = True
-        _send(stream, model, now)
-        _come(stream, model, msgspec.structs.replace(_next(model), number=0), now)
     before = bytes(rng.randrange(2))
     if before:
         _come(stream, model, _next(model, before), now)
     _come(stream, model, _next(model, bytes(ANSWER_BYTES - rng.randrange(2))), now)
     _send(stream, model, now)
+
+
+def _settle(stream: Stream, model: _Model, now: float) -> None:
+    """Neither end owes the other anything."""
+    if not model.session:
+        _come(stream, model, Envelope(7, 0, 0), now)
+    while model.owes or model.untold_frames or model.answered < len(model.bodies):
+        stream.ask()
+        model.asks = True
+        _send(stream, model, now)
+        _come(stream, model, msgspec.structs.replace(_next(model), number=0), now)
 
 
 def _nonsense(rng: random.Random, stream: Stream, now: float) -> None:

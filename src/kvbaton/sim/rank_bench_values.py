@@ -62,8 +62,9 @@ def _drawn(rng: random.Random) -> _Spec:
     held = sorted(rng.sample(range(len(layers)), rng.randrange(1, len(layers) + 1)))
     rng.shuffle(held)
     step = _extent(cells, planes, heads, tokens // dcp) if page else size
+    region = partial(rng.choice, (0, 0, 0, 1))
     places = tuple(
-        Place(layer, step * at + rng.choice((0, 0, 0, 9)), len(held) * size + rng.choice((0, 0, 8)), rng.choice((0, 1)))
+        Place(layer, step * at + rng.choice((0, 0, 0, 9)), len(held) * size + rng.choice((0, 0, 8)), region())
         for at, layer in enumerate(held)
     )
     return _Spec(group, Share(head_start, heads, BLOCKS, places, planes), dcp, rng.randrange(1, 3), rng.randrange(dcp))
