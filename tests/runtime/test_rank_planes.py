@@ -80,15 +80,27 @@ def test_news_that_could_not_be_had_are_asked_for_again() -> None:
     assert plane.turn(due) is None and Fenced("fake", D) in plane.take_news()
 
 
-@pytest.mark.parametrize("comes", [Mint("fake", 1, D), Connect("fake", D, b"endpoint")])
-def test_a_peer_that_comes_back_is_not_let_go_afterwards(comes: Command) -> None:
+def test_a_peer_that_is_connected_anew_is_not_let_go_afterwards() -> None:
     plane, transport = hosted("disconnect")
     plane.carry_out(Disconnect("fake", D))
     due = plane.turn(0.0)
     transport.throws = ""
-    plane.carry_out(comes)
+    plane.carry_out(Connect("fake", D, b"endpoint"))
     plane.turn(due or 0.0)
-    assert transport.asked.count("disconnect") == 1
+    assert transport.asked == ["disconnect", "connect"]
+
+
+def test_a_peer_that_was_not_let_go_is_let_go_before_its_next_endpoint() -> None:
+    """Else the old connection and the old secret stay; and after it, the new one would be taken away."""
+    plane, transport = hosted("disconnect")
+    plane.carry_out(Disconnect("fake", D))
+    plane.carry_out(Mint("fake", 1, D))
+    assert transport.asked == ["disconnect"] * 2 and [type(news) for news in plane.take_news()] == [MintFailed]
+    due = plane.turn(0.0)
+    transport.throws = ""
+    plane.carry_out(Mint("fake", 2, D))
+    plane.turn(due or 0.0)
+    assert transport.asked[2:] == ["disconnect", "endpoint"], "and not again"
 
 
 def test_a_fence_that_threw_comes_before_the_next_endpoint() -> None:

@@ -4,7 +4,7 @@ Laws: every `Submit` is answered by one end, also one that the data plane had no
 for room are started in order, and end with their peer: a disconnect, a fence, a cancel or a close does not wait for
 them. No exception of the transport leaves this module. A stop, a fence or a farewell that the transport threw at is
 asked for again, and so is news, as the node does with a plane of its own process: the engine waits for them, and cannot
-know that they threw.
+know that they threw. Those of a peer come before its next endpoint, or there is none.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ class HostedPlane:
         elif isinstance(command, TablePart):
             self._gather(command)
         elif isinstance(command, Mint):
-            self._welcome(command.peer)
-            self._fence_owed(command.peer)
+            self._do_owed(command.peer)
             self._mint(command)
         elif isinstance(command, Connect):
             self._welcome(command.peer)
@@ -173,13 +172,17 @@ class HostedPlane:
         return True
 
     def _welcome(self, peer: PeerId) -> None:
-        """Who is let go and comes back is not let go any more."""
+        """Who is let go and is connected anew is not let go any more: the new connection takes the old one's place."""
         with contextlib.suppress(ValueError):
             self._again.remove(Disconnect(self.name, peer))
 
-    def _fence_owed(self, peer: PeerId) -> None:
-        """A fence that threw and came later would shut out the endpoint that is minted now."""
-        while (owed := Fence(self.name, peer)) in self._again:
+    def _owed_to(self, peer: PeerId) -> Disconnect | Fence | None:
+        """What threw, and would take away the endpoint that is minted now if it came later."""
+        owed = Disconnect(self.name, peer), Fence(self.name, peer)
+        return next((command for command in owed if command in self._again), None)
+
+    def _do_owed(self, peer: PeerId) -> None:
+        while (owed := self._owed_to(peer)) is not None:
             self._again.remove(owed)
             if not self._stop(owed):
                 return
@@ -215,8 +218,8 @@ class HostedPlane:
 
     def _mint(self, command: Mint) -> None:
         try:
-            if Fence(self.name, command.peer) in self._again:
-                raise TimeoutError(f"{command.peer} is not fenced yet")
+            if self._owed_to(command.peer) is not None:
+                raise TimeoutError(f"{command.peer} is not let go or fenced yet")
             endpoint = self.transport.endpoint(command.peer)
             if len(endpoint) > ENDPOINT_BYTES_MAX:
                 raise ValueError(f"an endpoint of {len(endpoint)} bytes; at most {ENDPOINT_BYTES_MAX} can be told")

@@ -3,7 +3,7 @@
 Laws of the model: a submit whose table came whole is put to the plane, after those that wait; at the bound, torn or
 after the close it ends, at rest, with the reason for that. What waits ends with a cancel, a disconnect or a fence that
 concerns it, before the plane hears of that. A stop that threw is asked for again, all of them after `AGAIN_S`, but not
-a disconnect of who came back; a fence that is owed comes before an endpoint, or there is none. Everything else that
+a disconnect of who is connected anew; what is owed to a peer comes before its endpoint, or there is none. What else
 throws is told as failed, or counted. Refusals and mapped bytes are told where they have changed.
 """
 
@@ -233,13 +233,12 @@ class PlaneModel:
             self.again.remove(owed)
 
     def _mint(self, command: said.Mint) -> None:
-        self._welcome(command.peer)
-        owed = said.Fence(self.name, command.peer)
-        while owed in self.again:
-            self.again.remove(owed)
-            if not self._stop(owed):
-                self.news.append(said.MintFailed(self.name, command.ask, ANYTHING))
-                return
+        for owed in (said.Disconnect(self.name, command.peer), said.Fence(self.name, command.peer)):
+            while owed in self.again:
+                self.again.remove(owed)
+                if not self._stop(owed):
+                    self.news.append(said.MintFailed(self.name, command.ask, ANYTHING))
+                    return
         if not self._called("endpoint", command.peer):
             self.news.append(said.MintFailed(self.name, command.ask, self.told_error))
         elif len(self.plane.minted) > said.ENDPOINT_BYTES_MAX:
@@ -322,10 +321,12 @@ def _drive(
 
 
 def _owe_fences(rng: random.Random, hosted: HostedPlane, scripted: Scripted, model: PlaneModel) -> None:
-    """Fences that threw, and then whoever they were of is asked in."""
+    """Fences and farewells that threw, and then whoever they were of is asked in."""
     peer = rng.choice(PEERS)
-    for command in [said.Fence(NAME, peer)] * rng.randrange(1, 4) + [said.Mint(NAME, 1, peer)]:
-        scripted.throws = {"fence"} if isinstance(command, said.Fence) or rng.random() < 0.5 else set()
+    owed = rng.choices((said.Fence(NAME, peer), said.Disconnect(NAME, peer)), k=rng.randrange(1, 4))
+    for command in (*owed, said.Mint(NAME, 1, peer)):
+        throws = {"fence", "disconnect"}
+        scripted.throws = throws if not isinstance(command, said.Mint) or rng.random() < 0.3 else set()
         model.carry_out(command)
         hosted.carry_out(command)
 
