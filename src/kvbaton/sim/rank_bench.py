@@ -26,7 +26,8 @@ from kvbaton.sim.promises import RULE, Broken
 
 SHOWN_CHARS_MAX = 160
 
-PEERS = tuple(PeerId(WorkerId(name), Incarnation(number)) for number, name in enumerate(("p0", "d0", "d1"), 1))
+PEERS = tuple(PeerId(WorkerId(name), Incarnation(number)) for number, name in enumerate(("d0", "d0", "d1"), 1))
+"""Two of them are lives of one worker."""
 
 
 class Raised(msgspec.Struct, frozen=True):

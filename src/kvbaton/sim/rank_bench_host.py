@@ -353,8 +353,14 @@ class _Host:
             else:
                 model.close()
         self._send()
+        journal: list[object] = []
+        for each in (self.shelf, *self.planes.values()):
+            if each is not None:
+                each.journal = journal
         self.loop.finish()
         self.compare()
+        of_shelf = [at for at, whose in enumerate(journal) if whose is self.shelf]
+        same("a shelf that is closed before the planes", of_shelf, list(range(len(of_shelf))))
         same("lines that are closed", self.line.closed, 1)
 
 

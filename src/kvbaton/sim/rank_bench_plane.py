@@ -55,6 +55,7 @@ class Scripted:
         self.turned_away: dict[str, int] = {}
         self.mapped = 0
         self.wakers: list[Callable[[], None]] = []
+        self.journal: list[object] = []  # of all who share it: whose call came when
 
     @property
     def refusals(self) -> Mapping[str, int]:
@@ -89,6 +90,7 @@ class Scripted:
 
     def _called(self, *call: Any) -> None:
         self.calls.append(call)
+        self.journal.append(self)
         self._maybe_throw(call[0])
 
     def _maybe_throw(self, name: str) -> None:

@@ -48,6 +48,7 @@ class ScriptedShelf:
         self.has_room = True
         self.ends: list[OrderEnded] = []
         self.counts: dict[str, int] = {}
+        self.journal: list[object] = []
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -69,6 +70,7 @@ class ScriptedShelf:
 
     def _called(self, *call: Any) -> bool:
         self.calls.append(call)
+        self.journal.append(self)
         self._maybe_throw(call[0])
         return self.has_room
 
