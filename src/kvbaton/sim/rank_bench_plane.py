@@ -303,7 +303,7 @@ def _drive(
             now = max(now, model.again_at)
         script(rng, scripted)
         step = rng.random()
-        if step < 0.03:
+        if step < 0.05:
             _owe_fences(rng, hosted, scripted, model)
         elif step < 0.22:
             expected = model.turn(now)  # before the real one takes the events
@@ -326,8 +326,9 @@ def _owe_fences(rng: random.Random, hosted: HostedPlane, scripted: Scripted, mod
     """Fences and farewells that threw, and then whoever they were of is asked in."""
     peer = rng.choice(PEERS)
     owed = rng.choices((said.Fence(NAME, peer), said.Disconnect(NAME, peer)), k=rng.randrange(1, 4))
-    for command in (*owed, said.Mint(NAME, 1, peer)):
-        throws = {"fence", "disconnect"}
+    last = rng.choice((said.Mint(NAME, 1, peer), said.Cancel(NAME, JobId(1))))
+    for command in (*owed, last):
+        throws = {"fence", "disconnect", "cancel"}
         scripted.throws = throws if not isinstance(command, said.Mint) or rng.random() < 0.3 else set()
         model.carry_out(command)
         hosted.carry_out(command)

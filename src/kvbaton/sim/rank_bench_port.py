@@ -361,7 +361,7 @@ class _Port:
             self.real.take(said.MappedBytes(NAME, number))
             same("mapped bytes that were told", self.real.mapped_bytes, number)
         else:
-            for _ in range(self.rng.choice((1, 1, 4))):
+            for _ in range(self.rng.choice((1, 1, 12))):
                 self.model.connects_refused += 1
                 self.model.tell(OpenFailed(peer, WHY))
                 self.real.take(said.ConnectFailed(NAME, peer, WHY))

@@ -173,6 +173,8 @@ def _frame(rng: random.Random, model: _Model) -> Envelope:
     number = rng.choice((0, 0, 1, 1, 1, 1, -1, 0, 2)) + model.received if rng.random() < 0.7 else 0
     known = (model.answered, model.answered, model.answered, model.sent, (model.answered + model.sent) // 2)
     received = rng.choice((*known, model.answered - 1, model.sent + 3, 0))
+    if not model.session:
+        received = rng.choice((0, 0, 3))
     asks, body = rng.random() < 0.15, rng.randbytes(rng.randrange(4))
     return Envelope(session, max(number, 0), max(received, 0), asks, body)
 
