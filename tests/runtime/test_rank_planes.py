@@ -80,18 +80,27 @@ def test_news_that_could_not_be_had_are_asked_for_again() -> None:
     assert plane.turn(due) is None and Fenced("fake", D) in plane.take_news()
 
 
-@pytest.mark.parametrize("comes", [Mint("fake", 1, D), Connect("fake", D, b"endpoint")])
-def test_a_peer_that_comes_back_is_let_go_before_and_not_afterwards(comes: Command) -> None:
-    """Afterwards it would lose what it was just given; not at all, and it would keep what it had."""
+def test_a_peer_that_is_connected_anew_is_not_let_go_afterwards() -> None:
     plane, transport = hosted("disconnect")
     plane.carry_out(Disconnect("fake", D))
     due = plane.turn(0.0)
-    plane.carry_out(comes)
-    assert transport.asked == ["disconnect"] * 2 and len(plane.take_news()) == 1, "refused: it is not let go yet"
     transport.throws = ""
-    plane.carry_out(comes)
+    plane.carry_out(Connect("fake", D, b"endpoint"))
     plane.turn(due or 0.0)
-    assert transport.asked[2:] == ["disconnect", {Mint: "endpoint", Connect: "connect"}[type(comes)]]
+    assert transport.asked == ["disconnect", "connect"]
+
+
+def test_a_peer_that_was_not_let_go_is_let_go_before_its_next_endpoint() -> None:
+    """Else the old connection and the old secret stay; and after it, the new one would be taken away."""
+    plane, transport = hosted("disconnect")
+    plane.carry_out(Disconnect("fake", D))
+    plane.carry_out(Mint("fake", 1, D))
+    assert transport.asked == ["disconnect"] * 2 and [type(news) for news in plane.take_news()] == [MintFailed]
+    due = plane.turn(0.0)
+    transport.throws = ""
+    plane.carry_out(Mint("fake", 2, D))
+    plane.turn(due or 0.0)
+    assert transport.asked[2:] == ["disconnect", "endpoint"], "and not again"
 
 
 def test_a_fence_that_threw_comes_before_the_next_endpoint() -> None:
@@ -100,15 +109,15 @@ def test_a_fence_that_threw_comes_before_the_next_endpoint() -> None:
     plane.carry_out(Fence("fake", D))
     plane.carry_out(Fence("fake", D))
     plane.carry_out(Mint("fake", 1, D))
-    assert transport.asked == ["fence"] * 4, "still not fenced: nothing is minted"
+    assert transport.asked == ["fence"] * 3, "still not fenced: nothing is minted"
     assert [type(news) for news in plane.take_news()] == [MintFailed]
     transport.throws = ""
     plane.carry_out(Mint("fake", 2, PeerId(WorkerId("other#0"), D.incarnation)))
-    assert transport.asked[4:] == ["endpoint"], "another peer's fence is not waited for"
+    assert transport.asked[3:] == ["endpoint"], "another peer's fence is not waited for"
     plane.carry_out(Mint("fake", 3, D))
-    assert transport.asked[5:] == ["fence", "fence", "endpoint"]
+    assert transport.asked[4:] == ["fence", "fence", "endpoint"]
     plane.turn(0.0)
-    assert plane.turn(99.0) is None and transport.asked.count("fence") == 6, "each once more, and no later one"
+    assert plane.turn(99.0) is None and transport.asked.count("fence") == 5, "each once more, and no later one"
 
 
 def test_a_connection_that_failed_after_it_was_asked_for_is_told() -> None:

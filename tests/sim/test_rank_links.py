@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 from array import array
 from collections import Counter
 
@@ -11,7 +13,9 @@ import pytest
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.progress import whole
-from kvbaton.sim.hunting import hunt
+from kvbaton.sim import run
+from kvbaton.sim.hunting import find, hunt
+from kvbaton.sim.looking import look
 from kvbaton.sim.mutants import MUTANTS
 from kvbaton.sim.mutants_ranks import RANK_MUTANTS
 from kvbaton.sim.plan import draw
@@ -240,6 +244,17 @@ QUICK = ["rank_frame_twice", "rank_asked_to_stop_once", "rank_rest_forgotten", "
 def test_wrong_ideas_about_rank_links_are_seen(name: str) -> None:
     """All of them run in `make mutants`."""
     assert hunt(name, 20).caught
+
+
+def test_a_world_that_is_given_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even an order of the store that goes on when it is collected."""
+    left: list[object] = []
+    monkeypatch.setattr(run, "run_benches", lambda seed: None)
+    monkeypatch.setattr(sys, "unraisablehook", left.append)
+    with find("rank_frame_twice").switch():
+        seen = look(11)
+    gc.collect()
+    assert seen is not None and "carried out twice" in seen.what and not left
 
 
 def test_all_of_them_are_hunted() -> None:

@@ -4,11 +4,12 @@ Laws: every `Submit` is answered by one end, also one that the data plane had no
 for room are started in order, and end with their peer: a disconnect, a fence, a cancel or a close does not wait for
 them. No exception of the transport leaves this module. A stop, a fence or a farewell that the transport threw at is
 asked for again, and so is news, as the node does with a plane of its own process: the engine waits for them, and cannot
-know that they threw.
+know that they threw. Those of a peer come before its next endpoint, or there is none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -83,8 +84,10 @@ class HostedPlane:
         elif isinstance(command, TablePart):
             self._gather(command)
         elif isinstance(command, Mint):
+            self._do_owed(command.peer)
             self._mint(command)
         elif isinstance(command, Connect):
+            self._welcome(command.peer)
             self._connect(command)
         elif isinstance(command, Cancel | Disconnect | Fence):
             self._end_waiting_for(command)
@@ -168,14 +171,21 @@ class HostedPlane:
             return False
         return True
 
-    def _settle(self, peer: PeerId) -> None:
-        """What is owed to `peer` comes before what is new: later it would let go, or shut out, who has just come."""
-        owed = [each for each in self._again if not isinstance(each, Cancel) and each.peer == peer]
-        for command in owed:
-            self._again.remove(command)
-        threw = [command for command in owed if not self._stop(command)]
-        if threw:
-            raise TimeoutError(f"{peer} is not let go yet")
+    def _welcome(self, peer: PeerId) -> None:
+        """Who is let go and is connected anew is not let go any more: the new connection takes the old one's place."""
+        with contextlib.suppress(ValueError):
+            self._again.remove(Disconnect(self.name, peer))
+
+    def _owed_to(self, peer: PeerId) -> Disconnect | Fence | None:
+        """What threw, and would take away the endpoint that is minted now if it came later."""
+        owed = Disconnect(self.name, peer), Fence(self.name, peer)
+        return next((command for command in owed if command in self._again), None)
+
+    def _do_owed(self, peer: PeerId) -> None:
+        while (owed := self._owed_to(peer)) is not None:
+            self._again.remove(owed)
+            if not self._stop(owed):
+                return
 
     def _lend(self, command: Lend) -> None:
         try:
@@ -208,7 +218,8 @@ class HostedPlane:
 
     def _mint(self, command: Mint) -> None:
         try:
-            self._settle(command.peer)
+            if self._owed_to(command.peer) is not None:
+                raise TimeoutError(f"{command.peer} is not let go or fenced yet")
             endpoint = self.transport.endpoint(command.peer)
             if len(endpoint) > ENDPOINT_BYTES_MAX:
                 raise ValueError(f"an endpoint of {len(endpoint)} bytes; at most {ENDPOINT_BYTES_MAX} can be told")
@@ -219,7 +230,6 @@ class HostedPlane:
 
     def _connect(self, command: Connect) -> None:
         try:
-            self._settle(command.peer)
             self.transport.connect(command.peer, command.endpoint)
         except Exception as error:  # noqa: BLE001 - an adapter may throw anything
             self._news.append(ConnectFailed(self.name, command.peer, _told(error)))

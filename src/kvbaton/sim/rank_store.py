@@ -10,6 +10,7 @@ and the store pins nothing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -81,6 +82,8 @@ class SimKept:
 
     def submit(self, order: Order) -> bool:
         check(order, self._settings)
+        if order.order in self.kinds:
+            raise Broken(WRONG, f"{self._carrier.name}: order {order.order} of the store is carried out twice")
         self.kinds[order.order] = type(order)
         self._maybe_throw()
         if self._closed or self._open >= self._settings.orders_max:
@@ -110,6 +113,12 @@ class SimKept:
         self._closed = True
         self._keeper.close(self._clock())
         self._go_on()
+
+    def abandon(self) -> None:
+        """The world ends: what is under way is left where it is, and whoever is in the middle of something leaves."""
+        for task in [task for lane in self._keeper._lanes.values() for task in lane.tasks]:
+            with contextlib.suppress(Exception):  # of a mutant: the world has said what it had to say
+                task.script.close()
 
     @property
     def is_busy(self) -> bool:
@@ -206,6 +215,10 @@ class RankStore:
             return shelf
 
         return make
+
+    def abandon(self) -> None:
+        for kept in self.kept.values():
+            kept.abandon()
 
     def check_at_rest(self, name: str, ranks: Sequence[RemoteShelf], shelf: Shelf) -> None:
         if shelf._open or any(rank.open_orders for rank in ranks):

@@ -2,12 +2,13 @@
 
 Laws: a copy that was accepted ends once, and one that was not never does; a loan likewise. It counts as done only if
 the rank's own data plane has done it, whatever became of the rank since. It is at rest only if that plane moves nothing
-of it any more, and rests once. As many fences end as were begun, and what was let in before them is shut out then.
+of it any more, and rests once. As many fences end as were begun, and what was let in before them is shut out then. No
+more connections fail than were asked for.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -130,6 +131,7 @@ class WatchedPort:
         self._restless: set[JobId] = set()
         self._cancelled: set[JobId] = set()
         self._connected: set[PeerId] = set()
+        self._opening: Counter[PeerId] = Counter()  # how often it was asked for, less what failed
         self._invited: dict[PeerId, set[int]] = {}  # generations of endpoints that were told
         self._condemned: dict[PeerId, deque[set[int]]] = {}  # those that each fence under way shuts out
 
@@ -139,6 +141,7 @@ class WatchedPort:
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         self._inner.connect(peer, endpoint)
         self._connected.add(peer)
+        self._opening[peer] += 1
 
     def disconnect(self, peer: PeerId) -> None:
         self._inner.disconnect(peer)
@@ -180,6 +183,8 @@ class WatchedPort:
                 self._note_rest(event.job)
             elif isinstance(event, FenceEnded):
                 self._note_fence(event.peer)
+            else:
+                self._note_unopened(event.peer)
         return events
 
     def _note_end(self, event: CopyEnded) -> None:
@@ -215,6 +220,11 @@ class WatchedPort:
             raise Broken(
                 WRONG, f"{self._name}: a fence of {peer} has ended, and who was let in before it can still write"
             )
+
+    def _note_unopened(self, peer: PeerId) -> None:
+        self._opening[peer] -= 1
+        if self._opening[peer] < 0:
+            raise Broken(WRONG, f"{self._name}: {peer} could not be reached, and nobody had asked for that")
 
     def _moves(self, job: JobId) -> bool:
         return job in self._plane.inner._jobs

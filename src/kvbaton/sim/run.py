@@ -11,6 +11,7 @@ from kvbaton.sim.cluster import Cluster
 from kvbaton.sim.plan import FAULTY_S, PROBE_S, REST_S, draw
 from kvbaton.sim.promises import Broken
 from kvbaton.sim.quiet import quietly
+from kvbaton.sim.rank_benches import run_benches
 from kvbaton.sim.world import World
 
 
@@ -40,6 +41,7 @@ def run_seed(seed: int) -> Result:
     result = Result(seed, plan.profile, holds=True)
     cluster: Cluster | None = None
     try:
+        run_benches(seed)
         cluster = Cluster(world, plan)
         world.run(FAULTY_S)
         cluster.heal()
@@ -55,12 +57,22 @@ def run_seed(seed: int) -> Result:
         check_excuses(cluster)
     except Broken as broken:
         result.holds, result.promise, result.what = False, broken.promise, broken.what
+    finally:
+        if cluster is not None:
+            _end(cluster)
     result.story = list(world.story)
     if cluster is not None:
         _count(cluster, result)
     result.events, result.sim_seconds = world.events, world.now
     result.faults, result.trace_hash = dict(sorted(world.faults.items())), world.trace_hash()
     return result
+
+
+def _end(cluster: Cluster) -> None:
+    """Nothing of a world goes on after it, not even when it is collected."""
+    for life in cluster.every_life:
+        if life.ranks is not None and life.ranks.store is not None:
+            life.ranks.store.abandon()
 
 
 def _count(cluster: Cluster, result: Result) -> None:
