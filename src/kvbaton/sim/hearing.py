@@ -7,14 +7,16 @@ claim in a few may be said in the oldest version. All else is said in the versio
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import msgspec
 
 from kvbaton.protocol import messages as m
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.versions import Versions
+from kvbaton.sim.accounts import Accounts
 from kvbaton.sim.dialogue import Dialogues
+from kvbaton.sim.due import Dues
 from kvbaton.sim.fences import Fences
 from kvbaton.sim.life import Life
 from kvbaton.sim.network import Network
@@ -40,6 +42,18 @@ class Hearing:
             self._spoken[life.peer.incarnation] = life.character.versions
             self._dialogues.watch(life)
             Fences(life)
+            self._also(life, Accounts(life).after_step, Dues(life).after_step)
+
+    def _also(self, life: Life, *checks: Callable[[], None]) -> None:
+        """After each of its steps, beside what listens already."""
+        listens = life.on_step
+
+        def after_step() -> None:
+            listens()
+            for check in checks:
+                check()
+
+        life.on_step = after_step
 
     def said(self, who: WorkerId, frame: bytes) -> None:
         if who in self.liars:
