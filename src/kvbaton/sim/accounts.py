@@ -211,6 +211,8 @@ class Accounts:
                 keys.add(("pulse", handoff))
             if intake.state is _S.REVOKING and not up:  # it is being fenced
                 may |= {("intake", handoff), ("pulse", handoff)}
+            elif intake.state is _S.GREETING:  # it had claimed, and greets again
+                may.add(("pulse", handoff))
         return keys, may
 
     def _check_owners(self) -> None:

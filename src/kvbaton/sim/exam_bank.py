@@ -1,0 +1,8 @@
+"""All questions, in one order: which world asks which follows from its seed."""
+
+from __future__ import annotations
+
+from kvbaton.sim import exam_books, exam_cards, exam_moves, exam_words
+from kvbaton.sim.exam import Question
+
+BANK: list[Question] = [*exam_books.BANK, *exam_words.BANK, *exam_moves.BANK, *exam_cards.BANK]
