@@ -46,10 +46,21 @@ def timers(rng: random.Random) -> None:
             same("a timer that is due", due.pop(popped) if popped is not None else None, least if least <= now else None)
         same("timers: when the next is due", found.next_at(), min(due.values(), default=None))
         same("timers: how many wait", len(found), len(due))
+    _many_settings(rng)
+
+
+def _many_settings(rng: random.Random) -> None:
+    """What is set again and again takes the place of the former, and nothing else is lost or moved by that."""
+    found: Timers[int] = Timers()
+    due = {key: rng.uniform(0, 50) for key in range(9)}
+    for key, at in due.items():
+        found.set(key, at)
     for _ in range(200):
-        found.set("a", now + 100.0)
-    if len(found._heap) > 150 + 2 * len(found):
-        same("timers: what is set again takes the place of the former", len(found._heap), len(found))
+        due[0] = rng.uniform(50, 60)
+        found.set(0, due[0])
+    same("timers: as many are kept as wait, about", len(found._heap) > 150 + 2 * len(found), False)
+    popped = iter(lambda: found.pop_due(100.0), None)
+    same("timers: all, in the order in which they are due", list(popped), sorted(due, key=lambda key: due[key]))
 
 
 def remembered(rng: random.Random) -> None:
