@@ -10,8 +10,9 @@ changes no world. What must be refused is refused for its reason, and its neighb
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -44,6 +45,17 @@ def taken(what: str, call: Callable[..., T], *arguments: Any) -> T:
         return call(*arguments)
     except ProtocolError as error:
         raise Broken(RULE, f"exam: {what}: is refused: {error.reason} {error.detail}") from None
+
+
+@contextlib.contextmanager
+def lowered(module: Any, name: str, value: int) -> Iterator[None]:
+    """A bound as low as can be met; afterwards it is what it was."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def asked(bank: list[Question], seed: int) -> None:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from kvbaton.sim import exam_books, exam_cards, exam_moves, exam_words
+from kvbaton.sim import exam_books, exam_cards, exam_moves, exam_words, interview_d, interview_p, interview_push
 from kvbaton.sim.exam import Question
 
-BANK: list[Question] = [*exam_books.BANK, *exam_words.BANK, *exam_moves.BANK, *exam_cards.BANK]
+BANK: list[Question] = [
+    *exam_books.BANK,
+    *exam_words.BANK,
+    *exam_moves.BANK,
+    *exam_cards.BANK,
+    *interview_p.BANK,
+    *interview_d.BANK,
+    *interview_push.BANK,
+]

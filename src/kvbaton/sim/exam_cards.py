@@ -20,8 +20,7 @@ from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share
 from kvbaton.protocol.messages import Card
 from kvbaton.protocol.peer import has_fallback, pair_as_source, pair_as_target
-from kvbaton.sim.exam import Question, refused, same, taken
-from kvbaton.sim.exam_moves import lowered
+from kvbaton.sim.exam import Question, lowered, refused, same, taken
 
 _R = Reason
 put = msgspec.structs.replace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -18,24 +17,13 @@ from kvbaton.protocol.quotas import block_bytes, promised_bytes
 from kvbaton.protocol.readiness import complete, covers
 from kvbaton.protocol.spans import BlockLists, segments
 from kvbaton.sim import exam_layouts as drawing
-from kvbaton.sim.exam import Question, refused, same, taken
+from kvbaton.sim.exam import Question, lowered, refused, same, taken
 from kvbaton.sim.exam_layouts import Drawn, needed_from
 
 _R = Reason
 _PEER = PeerId(WorkerId("other"), Incarnation(1))
 BLOCKS = 12
 Lists = list[list[int]]
-
-
-@contextlib.contextmanager
-def lowered(module: Any, name: str, value: int) -> Iterator[None]:
-    """A bound as low as can be met; afterwards it is what it was."""
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 class Handover:

@@ -12,18 +12,8 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.protocol import compat, ids, messages, privileges
-from kvbaton.protocol.codec import (
-    CARD_BYTES_MAX,
-    FRAME_BYTES_MAX,
-    FoldedHello,
-    decode,
-    encode,
-    pack_blocks,
-    read,
-    unfolded,
-    unpack_blocks,
-)
+from kvbaton.protocol import codec, compat, ids, messages, privileges
+from kvbaton.protocol.codec import FoldedHello, decode, encode, pack_blocks, read, unfolded, unpack_blocks
 from kvbaton.protocol.content import Content, digest
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, TransferId, WorkerId, handoff_id
@@ -31,7 +21,8 @@ from kvbaton.protocol.privileges import Act, Role, may, may_say, role_by_name
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.ticket import TICKET_CHARS_MAX, Ticket, seal, unseal
 from kvbaton.protocol.versions import Versions, settle, version_bit, versions_in
-from kvbaton.sim.exam import Question, refused, same, taken
+from kvbaton.sim.exam import Question, lowered, refused, same, taken
+from kvbaton.sim.memory import Shape
 
 _R = Reason
 KEYS = (b"first key of this cluster, 32 by.", b"the key that it had before, 32 b")
@@ -230,11 +221,38 @@ def frames(rng: random.Random) -> None:
     refused("a version that is not spoken", _R.WRONG_VERSION, read, strange)
     refused("a version that is not spoken here", _R.WRONG_VERSION, read, encode(me, to, session, said[0], 1), Versions(2, 2))
     same("a refusal of any version", taken("a refusal", decode, encode(me, to, 0, said[-1], 9))[1], said[-1])
-    if rng.random() < 0.2:
-        refused("a frame that is too large", _R.BAD_MESSAGE, read, bytes(FRAME_BYTES_MAX + 1))
-        card = msgspec.msgpack.encode([0, 0, "h" * (CARD_BYTES_MAX + 1), {}, {}, []])
-        refused("a card that is too large", _R.BAD_MESSAGE, unfolded, FoldedHello(1, msgspec.Raw(card)))
     refused("what is no card", _R.BAD_MESSAGE, unfolded, FoldedHello(1, msgspec.Raw(b"\x90")))
+    for message, items in ((said[0], 4), (said[1], 3), (said[2], 4)):  # each with its tag
+        for version in (1, 2):
+            raw = msgspec.msgpack.decode(encode(me, to, session, message, version))[5]
+            same(f"what version {version} says of {type(message).__name__}", len(raw), items + version - 1)
+    refused("as others read it", _R.WRONG_VERSION, decode, encode(me, to, session, said[0], 1), Versions(2, 2))
+    with lowered(codec, "FRAME_BYTES_MAX", len(frame)):
+        taken("the largest frame", read, frame)
+    with lowered(codec, "FRAME_BYTES_MAX", len(frame) - 1):
+        refused("a frame that is too large", _R.BAD_MESSAGE, read, frame)
+
+
+def greetings(rng: random.Random) -> None:
+    """A card is read when it is asked for, and is what was sent."""
+    me, to = PeerId(WorkerId("p0"), Incarnation(rng.getrandbits(60))), Incarnation(7)
+    shape = Shape(ranks=rng.choice((1, 2)), group_layers=rng.choice(((2,), (1, 2))))
+    card = messages.Card(rng.getrandbits(3), rng.getrandbits(50), "here", {"model": "m"}, shape.layout(), ("tcp", "shm"))
+    hello = messages.Hello(rng.getrandbits(40), card)
+    welcome = messages.Welcome(hello.nonce, card, "tcp", (b"one", b"two"), rng.randint(1, 99))
+    size = len(msgspec.msgpack.encode(card))
+    for greeting in (hello, welcome):
+        for version in (1, 2):
+            frame = encode(me, to, 3, greeting, version)
+            _, folded = taken("a greeting", read, frame)
+            same("a greeting comes folded", type(folded).__name__, f"Folded{type(greeting).__name__}")
+            same("a greeting", taken("a greeting", decode, frame)[1], greeting)
+            with lowered(codec, "CARD_BYTES_MAX", size):
+                same("the largest card", taken("the largest card", unfolded, folded), greeting)
+            with lowered(codec, "CARD_BYTES_MAX", size - 1):
+                refused("a card that is too large", _R.BAD_MESSAGE, unfolded, folded)
+    same("a greeting in a version to come", taken("a greeting", decode, encode(me, to, 3, hello, 7))[1], hello)
+    refused("a welcome in a version to come", _R.WRONG_VERSION, read, encode(me, to, 3, welcome, 7))
 
 
 def _unsaid(message: messages.Message) -> bool:
@@ -242,4 +260,4 @@ def _unsaid(message: messages.Message) -> bool:
     return isinstance(message, messages.Stale | messages.Abandon | messages.Revoke)
 
 
-BANK: list[Question] = [names, tickets, versions, keys, contents, settings, roles, blocks, frames]
+BANK: list[Question] = [names, tickets, versions, keys, contents, settings, roles, blocks, frames, greetings]
