@@ -1,7 +1,7 @@
 """Questions with known answers, put to the production code beside each world: what chance would bring about too rarely.
 
 A bound that is met exactly, a name that is one character too long, a lie in one number of a card, a memory that is just
-full: no world of a few seconds meets them all. Each world asks a third of the bank, with numbers of its own.
+full: no world of a few seconds meets them all. Each world asks a sixth of the bank, with numbers of its own.
 
 Laws: every answer is known here by other means (a model in a few lines, an arithmetic cell by cell, a list of what the
 rules refuse), never by asking the code that is examined. Questions draw from a generator of their own, so what they ask
@@ -20,7 +20,7 @@ from kvbaton.sim.promises import RULE, Broken
 
 T = TypeVar("T")
 Question = Callable[[random.Random], None]
-TURNS = 3
+TURNS = 6
 """In so many worlds every question is asked once."""
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvbaton.sim import exam_books, exam_cards, exam_moves, exam_words, interview_d, interview_p, interview_push
+from kvbaton.sim import exam_books, exam_cards, exam_moves, exam_words
+from kvbaton.sim import interview_d, interview_door, interview_more, interview_node, interview_p, interview_push
 from kvbaton.sim.exam import Question
 
 BANK: list[Question] = [
@@ -13,4 +14,7 @@ BANK: list[Question] = [
     *interview_p.BANK,
     *interview_d.BANK,
     *interview_push.BANK,
+    *interview_more.BANK,
+    *interview_node.BANK,
+    *interview_door.BANK,
 ]

@@ -6,6 +6,7 @@ a refusal, and which bytes a copy is of, are left open here (`exam_moves.py` ask
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvbaton.protocol import messages as m
 from kvbaton.protocol.codec import encode, pack_blocks
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.ids import HandoffId, Incarnation, PeerId, WorkerId
+from kvbaton.protocol.layout import EngineLayout
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.ticket import Ticket, seal
@@ -33,13 +35,23 @@ TOKENS = 5
 DIGEST = b"the prompt's own"
 
 
+@functools.cache
+def _settings(of: tuple[tuple[str, Any], ...]) -> Settings:
+    return Settings(**dict(of))
+
+
+@functools.cache
+def _layout(shape: Shape) -> EngineLayout:
+    return shape.layout()
+
+
 class Booth:
     """One ledger, and the clock; whoever speaks to it is `other`, in `session`."""
 
     def __init__(self, rng: random.Random, name: str, other: str, planes: tuple[str, ...], **settings: Any) -> None:
         self.rng = rng
         self.now = rng.uniform(10, 99)
-        self.settings = Settings(**{**TIMES, **settings})
+        self.settings = _settings(tuple(sorted({**TIMES, **settings}.items())))
         self.shape = Shape(ranks=rng.choice((1, 2)), group_layers=rng.choice(((2,), (1, 2))))
         self.me = PeerId(WorkerId(name), Incarnation(rng.getrandbits(40)))
         self.other = PeerId(WorkerId(other), Incarnation(rng.getrandbits(40)))
@@ -47,7 +59,7 @@ class Booth:
         self.epochs: dict[int, int] = {}
         self.planes = planes
         self.identity = Identity(
-            self.me, "host", {"model": "m"}, self.shape.layout(), tuple(KINDS[each] for each in planes), (KEY,),
+            self.me, "host", {"model": "m"}, _layout(self.shape), tuple(KINDS[each] for each in planes), (KEY,),
             wall_offset_s=1000.0,
         )  # fmt: skip
         self.ledger = Ledger(self.identity, self.settings, lambda ids: [self.epochs.get(each, 0) for each in ids])
@@ -97,7 +109,7 @@ class Booth:
         return self.now + 1000.0
 
     def card(self, who: str = "", **fields: Any) -> m.Card:
-        card = m.Card(0, 7 | 1 << 47, "host", {"model": "m"}, self.shape.layout(), self.planes)
+        card = m.Card(0, 7 | 1 << 47, "host", {"model": "m"}, _layout(self.shape), self.planes)
         return msgspec.structs.replace(card, **fields)
 
 

@@ -200,7 +200,8 @@ def streams(rng: random.Random) -> None:
     d.expect("it is again", d.hear(some))
     d.expect("there may be more", d.later(0.51), d.say(m.Renew(d.lease, 1, ones, False)))
     d.expect("it is read", d.tell(*(ev.CopyEnded(job) for job in d.jobs())))
-    d.expect("all is ready", d.hear(gap), *d.reads())
+    d.expect("all is ready", d.hear(msgspec.structs.replace(gap, final=False)), *d.reads())
+    d.expect("it is all", d.hear(gap))
     d.expect("news of the past", d.hear(some))
     d.expect("nothing else to hear", d.later(0.51), d.say(m.Renew(d.lease, 1, tuple(len(ids) for ids in d.blocks), True)))
     if rng.random() < 0.5:
@@ -265,7 +266,7 @@ def waits(rng: random.Random) -> None:
     d = D(rng)
     state = rng.choice(("greeting", "claiming", "deferred", "granted", "copying", "offered"))
     if state == "greeting":
-        d.tell(d.want())
+        d.tell(d.want(deferred=rng.random() < 0.5))
         for _ in range(7):
             d.later(0.5)
         d.expect("almost", without(d.later(0.49), "say"))

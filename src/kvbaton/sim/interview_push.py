@@ -56,6 +56,7 @@ def written(rng: random.Random) -> None:
     d.expect("there is nothing to say", d.later(0.49))
     d.expect("until the lease must be renewed", d.later(0.52), d.renew())
     d.hear(m.Renewed(d.lease, 1, 3.0, 1))
+    d.expect("which is a while", d.later(0.9))
     ack = d.say(m.Ack(d.lease, 9, ONE))
     d.expect("another attempt is written", d.hear(m.Written(d.lease, 9, ONE, DIGEST)), ack)
     ack = d.say(m.Ack(d.lease, 1, ONE))
@@ -157,6 +158,7 @@ def planes(rng: random.Random) -> None:
         d.expect("in time", d.later(0.98))
         found = d.later(0.04)
     d.expect(how, found, ("given up", "p0", "shm"), gone, *stops, d.hello(("tcp",)))
+    d.expect("what else comes of it", d.tell(*(ev.CopyEnded(job, _R.CANCELLED) for job in d.jobs())))
     d.plane = "tcp"
     welcome = m.Welcome(d.nonce, d.card(transports=("shm", "tcp")), "tcp", d.ends, 0)
     connect = fx.Connect(d.other, "tcp", d.shape.ranks, d.ends, ("link", d.nonce))
