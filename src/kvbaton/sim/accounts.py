@@ -115,7 +115,9 @@ class Accounts:
         waiting = Counter(reader.peer.worker for reader in producer.parked)
         for worker in live.keys() | waiting.keys() | producer.held._seats.keys() | producer.parked._counts.keys():
             if producer.held.seats(worker) != live[worker] or producer.held.bytes(worker) != held[worker]:
-                self._wrong(f"{worker} reads {live[worker]} leases of {held[worker]} bytes, and not as many are counted")
+                self._wrong(
+                    f"{worker} reads {live[worker]} leases of {held[worker]} bytes, and not as many are counted"
+                )
             if producer.parked.of(worker) != waiting[worker]:
                 self._wrong(f"{waiting[worker]} claims of {worker} wait, and not as many are counted")
         for parked in producer.parked.values():
@@ -241,5 +243,8 @@ _WRITING = OutletState.WRITING
 def _block_bytes(life: Life) -> list[int]:
     """What one block of each group holds on all ranks, by the shape's own arithmetic."""
     shape = life.character.shape
-    own = [sum(shape.group_of[layer] == group for layers in shape.own_layers for layer in layers) for group in range(len(shape.group_layers))]
+    own = [
+        sum(shape.group_of[layer] == group for layers in shape.own_layers for layer in layers)
+        for group in range(len(shape.group_layers))
+    ]
     return [count * shape.page_bytes for count in own]

@@ -130,7 +130,7 @@ class Dues:
         if outlet.state is OutletState.STOPPING:
             return now + settings.transfer_timeout + settings.revoke_timeout
         latest = now + min(settings.retry_s, settings.transfer_timeout)
-        return latest if at > latest or outlet.state is OutletState.FLUSHED and at < now else None
+        return latest if at > latest or (outlet.state is OutletState.FLUSHED and at < now) else None
 
     def _intake(self, handoff: Any, at: float, now: float) -> float:
         settings, intake = self._settings, self._ledger.consumer.by_handoff[handoff]
@@ -195,5 +195,3 @@ class Dues:
             reason = _R.DEFER_TIMEOUT
         found = intake.end.reason if intake.end is not None else None
         return None if found is reason else f"{intake.wanted.request} ran out of time, {state.value}, and says {found}"
-
-

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from kvbaton.sim import exam_books, exam_cards, exam_moves, exam_words
-from kvbaton.sim import interview_d, interview_door, interview_more, interview_node, interview_p, interview_push
+from kvbaton.sim import (
+    exam_books,
+    exam_cards,
+    exam_moves,
+    exam_words,
+    interview_d,
+    interview_door,
+    interview_greeting,
+    interview_more,
+    interview_node,
+    interview_p,
+    interview_push,
+    interview_writer,
+)
 from kvbaton.sim.exam import Question
 
 BANK: list[Question] = [
@@ -12,6 +24,8 @@ BANK: list[Question] = [
     *exam_moves.BANK,
     *exam_cards.BANK,
     *interview_p.BANK,
+    *interview_writer.BANK,
+    *interview_greeting.BANK,
     *interview_d.BANK,
     *interview_push.BANK,
     *interview_more.BANK,

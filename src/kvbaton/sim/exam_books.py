@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from typing import Any
 
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.clock import Timers
@@ -43,7 +44,9 @@ def timers(rng: random.Random) -> None:
             soonest = max(soonest, math.nextafter(now, math.inf))
             popped = found.pop_due(now)
             least = min(due.values(), default=math.inf)
-            same("a timer that is due", due.pop(popped) if popped is not None else None, least if least <= now else None)
+            same(
+                "a timer that is due", due.pop(popped) if popped is not None else None, least if least <= now else None
+            )
         same("timers: when the next is due", found.next_at(), min(due.values(), default=None))
         same("timers: how many wait", len(found), len(due))
     _many_settings(rng)
@@ -80,7 +83,8 @@ def remembered(rng: random.Random) -> None:
 def revocations(rng: random.Random) -> None:
     """What was revoked is covered for ever; what was not, only below a number that had to be forgotten (rule 13)."""
     limit = rng.choice((1, 2, 4))
-    memory, kept, floor = Revocations(limit), [], 0
+    memory, floor = Revocations(limit), 0
+    kept: list[int] = []
     for _ in range(ROUNDS):
         number = rng.randrange(1, 30)
         kept = [each for each in kept if each != number] + [number]
@@ -164,7 +168,11 @@ def held(rng: random.Random) -> None:
             kept[key] = size
         for worker in ("d0", "d1"):
             sizes = [size for (_, reader), size in kept.items() if reader.peer.worker == worker]
-            same(f"what {worker} holds", (book.seats(WorkerId(worker)), book.bytes(WorkerId(worker))), (len(sizes), sum(sizes)))
+            same(
+                f"what {worker} holds",
+                (book.seats(WorkerId(worker)), book.bytes(WorkerId(worker))),
+                (len(sizes), sum(sizes)),
+            )
     same("nobody is counted who holds nothing", {w for w, n in book._seats.items() if n == 0}, set())
 
 
@@ -200,19 +208,40 @@ def epochs(rng: random.Random) -> None:
         same(f"epochs of {asked}", table.all_of(asked), known)
         table.are_told = lambda blocks: True
         same(f"epochs of {asked}, all told", table.all_judged(asked), known)
-        table.are_told = lambda blocks: untold.isdisjoint(blocks)
+        table.are_told = untold.isdisjoint
         judged = [UNTOLD if block in untold else epoch for block, epoch in zip(asked, known, strict=True)]
         same(f"epochs of {asked}, some untold", table.all_judged(asked), judged)
     if UNTOLD >= 0:
         same("what stands for an untold reuse is no epoch", UNTOLD, -1)
 
 
+_ROWS = {
+    "lease": "growing extended growing, growing completed complete, growing closed closing, complete closed closing,"
+    " closing rested released",
+    "reader": "live proven committed, live disproven stale, live left gone, gone proven committed,"
+    " gone disproven stale",
+    "outlet": "writing flushed flushed, writing stopped stopping, stopping rested closed, flushed acked closed,"
+    " flushed stopped closed",
+    "intake": "greeting linked claiming, claiming unlinked greeting, claiming granted granted,"
+    " granted pull_begun copying, granted push_begun offered, copying copied committing,"
+    " committing committed settling, offered written settling, greeting failed settling, claiming failed settling,"
+    " granted failed settling, copying failed settling, committing failed settling, offered failed revoking,"
+    " revoking quiesced settling, revoking written settling, settling rested done",
+    "link": "greeting welcomed joining, greeting refused down, greeting lost down, joining linked up,"
+    " joining lost down, up lost down",
+    "put": "putting ended released, putting timed_out cancelling, cancelling ended released",
+}
+"""What takes each from where to where; whatever else happens changes nothing."""
+
+
 def tables(rng: random.Random) -> None:
     """Every pair of a state and an event is a transition, late, or somebody's fault."""
-    each: Table[object, object]
-    for each in (LEASE, READER, OUTLET, INTAKE, LINK, PUT):  # type: ignore[assignment]
-        for state in each.states:  # type: ignore[attr-defined]
-            for event in each.events:  # type: ignore[attr-defined]
+    every: tuple[Table[Any, Any], ...] = (LEASE, READER, OUTLET, INTAKE, LINK, PUT)
+    for each in every:
+        rows = {f"{state.value} {event.value} {after.value}" for (state, event), after in each.next.items()}
+        same(f"transitions of {each.name}", rows, {row.strip() for row in _ROWS[each.name].split(",")})
+        for state in each.states:
+            for event in each.events:
                 late = Verdict.LATE if (state, event) in each.late else Verdict.ILLEGAL
                 same(f"{each.name} {state} {event}", each.step(state, event), each.next.get((state, event), late))
 

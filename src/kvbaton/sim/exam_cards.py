@@ -1,4 +1,4 @@
-"""Cards with one thing wrong in them: each is refused at pairing, for its reason, and its neighbour that is right is not.
+"""Cards with one thing wrong in them: each is refused at pairing, for its reason, and its neighbour that is right not.
 
 Laws: what a layout says of itself and cannot be is `BAD_MESSAGE`; what is sound and cannot be mapped is `INCOMPATIBLE`,
 by the name of what differs; another version's needs are `WRONG_VERSION`; no data plane in common is `NO_TRANSPORT`.
@@ -15,7 +15,7 @@ import msgspec
 from kvbaton.protocol import geometry, layout, peer
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.desk import Identity
-from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share
 from kvbaton.protocol.messages import Card
@@ -49,7 +49,13 @@ def base(shards: int = 2, extra: int = 0) -> EngineLayout:
     ranks = []
     for shard in range(shards):
         shares = tuple(
-            Share(shard * heads, heads, BLOCKS, tuple(Place(k, (n * LAYERS + k) * BLOCKS * page, page) for k in range(LAYERS)), planes)
+            Share(
+                shard * heads,
+                heads,
+                BLOCKS,
+                tuple(Place(k, (n * LAYERS + k) * BLOCKS * page, page) for k in range(LAYERS)),
+                planes,
+            )
             for n in range(2)
         )
         ranks.append(Rank(0, shard, 0, (2 * LAYERS * BLOCKS * page + extra,), shares))
@@ -98,13 +104,23 @@ def _lies_of_groups(good: EngineLayout, n: int) -> Iterator[Lie]:
             yield f"groups[{n}].{field}", _group(good, n, **{field: value}), bad
     yield "two groups of one name", _group(good, n, name=good.groups[1 - n].name), bad
     yield "dcp that does not divide", put(_group(good, n, block_tokens=3), dcp=2), bad
-    for field, value in {"heads": HEADS * 2, "dtype": "f8", "name": "other", "layers": ("a", "b"), "optional": False}.items():
+    for field, value in {
+        "heads": HEADS * 2,
+        "dtype": "f8",
+        "name": "other",
+        "layers": ("a", "b"),
+        "optional": False,
+    }.items():
         yield f"another {field}", _group(good, n, **{field: value}), None if field == "optional" else _R.INCOMPATIBLE
     yield "other cells", _group(good, n, cells=(Cell("k", 2), Cell("w", 2))), _R.INCOMPATIBLE
     yield "one layer less", _fewer_layers(good, n), _R.INCOMPATIBLE
     if n:
         yield "another window", _group(good, n, window=4), _R.INCOMPATIBLE
-    yield "another kind", _group(good, n, kind=Kind.CHUNKED, window=3) if n else _group(good, n, kind=Kind.LATENT), _R.INCOMPATIBLE
+    yield (
+        "another kind",
+        _group(good, n, kind=Kind.CHUNKED, window=3) if n else _group(good, n, kind=Kind.LATENT),
+        _R.INCOMPATIBLE,
+    )
 
 
 def _fewer_layers(good: EngineLayout, n: int) -> EngineLayout:
@@ -119,7 +135,8 @@ def _lies_of_ranks(good: EngineLayout, r: int) -> Iterator[Lie]:
     size = good.ranks[r].region_bytes[0]
     shares = good.ranks[r].shares
     for field, values in {
-        "pp": (256, -1), "tp": (256, -1), "dcp": (1, -1), "region_bytes": ((), (size - 1,), (-1,), (size,) * 65, ((1 << 56) + 1,)),
+        "pp": (256, -1), "tp": (256, -1), "dcp": (1, -1),
+        "region_bytes": ((), (size - 1,), (-1,), (size,) * 65, ((1 << 56) + 1,)),
         "shares": (shares[:1], (*shares, shares[0]), ()),
     }.items():  # fmt: skip
         for value in values:
@@ -172,7 +189,11 @@ def _lies_of_layouts(good: EngineLayout) -> Iterator[Lie]:
         for value in values:
             yield field, put(good, **{field: value}), bad
     yield "the same, dealt out", _dealt(good, 2), _R.INCOMPATIBLE
-    yield "a group less", put(good, groups=good.groups[:1], ranks=tuple(put(r, shares=r.shares[:1]) for r in good.ranks)), _R.INCOMPATIBLE
+    yield (
+        "a group less",
+        put(good, groups=good.groups[:1], ranks=tuple(put(r, shares=r.shares[:1]) for r in good.ranks)),
+        _R.INCOMPATIBLE,
+    )
 
 
 def _dealt(good: EngineLayout, dcp: int) -> EngineLayout:
@@ -253,7 +274,12 @@ def opaque(rng: random.Random) -> None:
             continue
         smaller = _group(_group(there, 0, block_tokens=1), 1, block_tokens=1)
         _judged(f"cells of a {per} in other blocks", identity(here), smaller, _R.INCOMPATIBLE)
-    taken("blocks of another size", pair_as_source, identity(one), Card(0, 7, "here", identity(one).compat, _halved(one), ("tcp",)))
+    taken(
+        "blocks of another size",
+        pair_as_source,
+        identity(one),
+        Card(0, 7, "here", identity(one).compat, _halved(one), ("tcp",)),
+    )
     optional = _group(one, 1, optional=True)
     less = put(one, groups=one.groups[:1], ranks=tuple(put(rank, shares=rank.shares[:1]) for rank in one.ranks))
     same("a group that need not be", geometry.compare(optional, less), (0, None))
@@ -322,17 +348,17 @@ def _is_mapped(name: str, bound: int, one: EngineLayout, other: EngineLayout) ->
     defaults = effort.__init__.__defaults__
     assert defaults is not None
     changed = (bound, defaults[1]) if name == "EFFORT_MAX" else (defaults[0], bound)
-    effort.__init__.__defaults__ = changed  # type: ignore[attr-defined]
+    effort.__init__.__defaults__ = changed
     try:
         return _plans(one, other)
     finally:
-        effort.__init__.__defaults__ = defaults  # type: ignore[attr-defined]
+        effort.__init__.__defaults__ = defaults
 
 
 def _plans(one: EngineLayout, other: EngineLayout) -> bool:
     try:
         geometry.plan(one, other)
-    except geometry.ProtocolError as error:
+    except ProtocolError as error:
         same("why it is not mapped", error.reason, _R.INCOMPATIBLE)
         return False
     return True

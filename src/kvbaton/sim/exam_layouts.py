@@ -61,12 +61,13 @@ def side(rng: random.Random, drawn: Drawn, blocks: int) -> Side:
     """One engine with these groups; its block sizes, ranks, stages, orders, gaps and regions are its own."""
     whole = drawn.opaque or drawn.dcp > 1
     groups = tuple(
-        group if whole or group.kind is Kind.STATE else _sized(group, rng.choice((1, 2, 3, 4))) for group in drawn.groups
+        group if whole or group.kind is Kind.STATE else _sized(group, rng.choice((1, 2, 3, 4)))
+        for group in drawn.groups
     )
     shards = drawn.ranks_of_heads if drawn.opaque else rng.choice((1, 2, 4))
     stages = rng.choice((1, 1, 2))
     found = Side(EngineLayout(groups, (), drawn.dcp, drawn.interleave))
-    ranks = []
+    ranks: list[Rank] = []
     for stage, shard, dcp in itertools.product(range(stages), range(shards), range(drawn.dcp)):
         ranks.append(_rank(rng, found, groups, (stage, stages), (shard, shards), dcp, blocks, len(ranks)))
     found.layout = EngineLayout(groups, tuple(ranks), drawn.dcp, drawn.interleave)
@@ -122,7 +123,11 @@ def _share(
     sizes[region] += span
     for (layer, at), block in itertools.product(placed, range(blocks)):
         for (plane, head, token), (offset, size) in inside.items():
-            where = offset if not outside or heads == 1 else strides[plane].offset + head * strides[plane].head_stride + token * strides[plane].token_stride
+            where = (
+                offset
+                if not outside or heads == 1
+                else strides[plane].offset + head * strides[plane].head_stride + token * strides[plane].token_stride
+            )
             found.cells[(*who, layer, block, plane, start + head, token)] = region, at + block * far + where, size
     places = tuple(Place(layer, at, far, region) for layer, at in placed)
     return Share(start, heads, blocks, places, tuple(strides))
@@ -143,9 +148,7 @@ def _page(order: str, group: Group, heads: int, tokens: int) -> dict[tuple[int, 
     return found
 
 
-def _strides(
-    inside: dict[tuple[int, int, int], tuple[int, int]], group: Group, heads: int, tokens: int
-) -> list[Plane]:
+def _strides(inside: dict[tuple[int, int, int], tuple[int, int]], group: Group, heads: int, tokens: int) -> list[Plane]:
     def apart(plane: int, head: int, token: int) -> int:
         there = inside.get((plane, head, token))
         return there[0] - inside[plane, 0, 0][0] if there is not None else 0

@@ -1,4 +1,4 @@
-"""What moves between two drawn engines, applied to their memories: every needed cell arrives, once, and nothing else."""
+"""What moves between two drawn engines, applied to their memories: every needed cell arrives once, and nothing else."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Handover:
 
 
 def handovers(rng: random.Random) -> None:
-    """Every cell that the target needs comes from the source's of the same name; what else comes is of listed blocks."""
+    """Every cell that the target needs comes from the source's of that name; what else comes is of listed blocks."""
     case = Handover(rng)
     for route, side in case.routes():
         found = case.moved(route, side)
@@ -151,7 +151,10 @@ def _check_needed(case: Handover, found: dict[Any, Any]) -> None:
 
 def _check_places(case: Handover, found: dict[Any, Any]) -> None:
     """Nothing lands but in cells of listed blocks, and what lands there is of listed blocks."""
-    for cells, lists, where in ((case.target.cells, case.to, found.keys()), (case.source.cells, case.at, found.values())):
+    for cells, lists, where in (
+        (case.target.cells, case.to, found.keys()),
+        (case.source.cells, case.at, found.values()),
+    ):
         allowed = {
             (key[0], region, at + n)
             for key, (region, at, size) in cells.items()
@@ -178,7 +181,15 @@ def bad_lists(rng: random.Random) -> None:
             ids[group] = bad
             if bad[-1:] == [NULL_BLOCK] and (last == NULL_BLOCK or ids is case.to):
                 continue  # nobody reads it, or D has no block to write it to
-            refused(f"a list that ends in {bad[-2:]} for {kept[-2:]}", _R.BAD_SPAN, moves, route, case.cargo(), before, after)
+            refused(
+                f"a list that ends in {bad[-2:]} for {kept[-2:]}",
+                _R.BAD_SPAN,
+                moves,
+                route,
+                case.cargo(),
+                before,
+                after,
+            )
         ids[group] = [*kept[:-1], last]
     case.first += 1
     sizes = [each.block_tokens for each in case.target.layout.groups if each.kind is not Kind.STATE]
@@ -190,8 +201,11 @@ def bad_lists(rng: random.Random) -> None:
             refused("more spans than may be", _R.BAD_SPAN, moves, route, case.cargo(), before, after)
     lists = BlockLists(case.at[0], case.to[0], case.tokens, case.first)
     layers = len(case.drawn.groups[0].layers)
-    for rect in (Rect(-1, 0, 1, 0, 1), Rect(len(case.at), 0, 1, 0, 1), Rect(0, -1, 1, 0, 1), Rect(0, 0, layers + 1, 0, 1),
-                 Rect(0, 1, 0, 0, 1), Rect(0, 0, 1, -1, 1), Rect(0, 0, 1, 1, 0)):  # fmt: skip
+    strange = (
+        Rect(-1, 0, 1, 0, 1), Rect(len(case.at), 0, 1, 0, 1), Rect(0, -1, 1, 0, 1),
+        Rect(0, 0, layers + 1, 0, 1), Rect(0, 1, 0, 0, 1), Rect(0, 0, 1, -1, 1), Rect(0, 0, 1, 1, 0),
+    )  # fmt: skip
+    for rect in strange:
         refused(f"{rect}", _R.BAD_SPAN, segments, case.plan, side, 0, rect, lists)
     with lowered(spans, "SPANS_MAX", 1):
         if len(case.at[0]) > 1 and segments(case.plan, side, 0, Rect(0, 0, layers, 0, 1), lists):
@@ -210,11 +224,17 @@ def lent_pages(rng: random.Random) -> None:
             starts = [band.start for band in table.bands]
             same("bands in order", starts, sorted(starts))
             for band, after in zip(table.bands, table.bands[1:], strict=False):
-                same("a band reaches into the next", band.start + (table.blocks - 1) * band.stride + band.extent > after.start, False)
+                same(
+                    "a band reaches into the next",
+                    band.start + (table.blocks - 1) * band.stride + band.extent > after.start,
+                    False,
+                )
             for band in table.bands:
                 for block in range(table.blocks):
                     start = band.start + block * band.stride
-                    lent.setdefault((table.group, block), set()).update((table.region, start + n) for n in range(band.extent))
+                    lent.setdefault((table.group, block), set()).update(
+                        (table.region, start + n) for n in range(band.extent)
+                    )
         for group, share in enumerate(shares):
             owned = {
                 block: {(region, at + n) for region, at, size in one.of_block(rank, group, block) for n in range(size)}
@@ -241,7 +261,11 @@ def sizes(rng: random.Random) -> None:
     for group, size in zip(one.layout.groups, counted, strict=True):
         needed = range(needed_from(group, case.tokens) // group.block_tokens, -(-case.tokens // group.block_tokens))
         count = 1 if group.kind is Kind.STATE else len(needed)
-        same(f"blocks that {group.kind} needs of {case.tokens}", group.needed(case.tokens)[1] - group.needed(case.tokens)[0], count)
+        same(
+            f"blocks that {group.kind} needs of {case.tokens}",
+            group.needed(case.tokens)[1] - group.needed(case.tokens)[0],
+            count,
+        )
         total += size * count
     same("bytes of a prompt", promised_bytes(one.layout, counted, case.tokens), total)
     window, size = rng.randint(1, 6), rng.randint(1, 4)
@@ -249,7 +273,11 @@ def sizes(rng: random.Random) -> None:
     lo = (reads[0] if reads else case.tokens) // size
     same("blocks of a window", layout.window_blocks(case.tokens, size, window), (lo, -(-case.tokens // size)))
     placed = layout.places(range(2, 4), 10, 5, 3, 1)
-    same("evenly spaced layers", [(p.layer, p.offset, p.block_stride, p.region) for p in placed], [(2, 10, 3, 1), (3, 15, 3, 1)])
+    same(
+        "evenly spaced layers",
+        [(p.layer, p.offset, p.block_stride, p.region) for p in placed],
+        [(2, 10, 3, 1), (3, 15, 3, 1)],
+    )
 
 
 def _ready(progress: GroupProgress, layers: int) -> set[tuple[int, int]]:
@@ -274,7 +302,9 @@ def progresses(rng: random.Random) -> None:
         same(f"{new} covers {old}", covers((new,), (old,)), _covers(new, old, layers))
         if had <= has:
             rects = taken("progress", advance, (GroupProgress(), old), (GroupProgress(), new), (1, layers))
-            cells = [(y, x) for r in rects for y in range(r.layer_lo, r.layer_hi) for x in range(r.block_lo, r.block_hi)]
+            cells = [
+                (y, x) for r in rects for y in range(r.layer_lo, r.layer_hi) for x in range(r.block_lo, r.block_hi)
+            ]
             same(f"what grew from {old} to {new}", sorted(cells), sorted(has - had))
             same("whose progress it is", {rect.group for rect in rects} <= {1}, True)
             same("rectangles that could be one", len(rects), len({(r.block_lo, r.block_hi, r.layer_lo) for r in rects}))
@@ -288,7 +318,13 @@ def progresses(rng: random.Random) -> None:
             same(f"what {ranks} has ready", together, every)
         count = rng.randint(0, 3)
         same("complete", complete((old,), (count,)), old.blocks_done >= count)
-    for bad in (GroupProgress(-1), GroupProgress(0, -1, 1), GroupProgress(0, 0, layers + 1), GroupProgress(0, 0, -1), GroupProgress(2, 1, 1)):
+    for bad in (
+        GroupProgress(-1),
+        GroupProgress(0, -1, 1),
+        GroupProgress(0, 0, layers + 1),
+        GroupProgress(0, 0, -1),
+        GroupProgress(2, 1, 1),
+    ):
         refused(f"{bad}", _R.BAD_MESSAGE, advance, (GroupProgress(),), (bad,), (layers,))
     for old_, new_, counts in (((), (GroupProgress(),), (1,)), ((GroupProgress(),), (), (1,)), ((), (), (1,))):
         refused("progress of other groups", _R.BAD_MESSAGE, advance, old_, new_, counts)

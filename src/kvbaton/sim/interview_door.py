@@ -11,7 +11,13 @@ from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, PutId,
 from kvbaton.protocol.progress import GroupProgress, whole
 from kvbaton.protocol.ticket import Ticket, seal, unseal
 from kvbaton.runtime.doorway import (
-    Doorway, DoorwayConfig, DropBlocks, LoadReport, Match, MatchState, UnpinBlocks,
+    Doorway,
+    DoorwayConfig,
+    DropBlocks,
+    LoadReport,
+    Match,
+    MatchState,
+    UnpinBlocks,
 )  # fmt: skip
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.sim.exam import Question, refused, same
@@ -52,15 +58,21 @@ def leases(rng: random.Random) -> None:
     door = Door(ranks := rng.choice((1, 2, 3)))
     for block in (3, 3, 6):
         door.epochs.raise_epoch(block)
-    fields = {"max_readers": 2, "deferred": False, "target": WorkerId("d9"), "request": R, "trace": "t"}
+    fields: dict[str, Any] = {"max_readers": 2, "deferred": False, "target": WorkerId("d9"), "request": R, "trace": "t"}
     lease = door.begin(handoff(1), DIGEST, 4, **fields)
     begun = ev.LeaseBegun(lease, handoff(1), DIGEST, 4, 2, 2, WorkerId("d9"), False, R, "t")
     door.noted("begun", begun)
-    same("a lease begins deferred", (door.begin(handoff(2), DIGEST, 4), door.take_events()[0].deferred), (lease + 1, True))
+    same("the next lease", door.begin(handoff(2), DIGEST, 4), lease + 1)
+    begun = ev.LeaseBegun(LeaseId(lease + 1), handoff(2), DIGEST, 4, 2, deferred=True)
+    same("begins deferred", list(door.take_events()), [begun])
     door.woken.clear()
     same("what the engine must touch", door.pin(lease, GROUPS), REAL)
     door.noted("pinned", ev.LeaseExtended(lease, GROUPS, ((2, 0), (0, 1))))
-    same("blocks that are pinned", (door.pinned_blocks, door.is_leased(lease), door.is_leased(LeaseId(9))), (3, True, False))
+    same(
+        "blocks that are pinned",
+        (door.pinned_blocks, door.is_leased(lease), door.is_leased(LeaseId(9))),
+        (3, True, False),
+    )
     progress = (GroupProgress(1), GroupProgress(2))
     door.progressed(lease, progress)
     door.noted("on all ranks", *(ev.LeaseProgressed(lease, rank, progress) for rank in range(ranks)))
@@ -152,31 +164,49 @@ def wants(rng: random.Random) -> None:
 def turned_away(rng: random.Random) -> None:
     """A ticket that is not for this request is refused at the door, and its P hears of it where it has one."""
     for what, text, reason, known in (
-        ("forged", "rubbish", _R.TICKET_FORGED, False), ("over", _ticket(expires_unix_s=WALL - 1), _R.TICKET_EXPIRED, False),
+        ("forged", "rubbish", _R.TICKET_FORGED, False),
+        ("over", _ticket(expires_unix_s=WALL - 1), _R.TICKET_EXPIRED, False),
         ("another prompt", _ticket(digest=b"other"), _R.CONTENT_MISMATCH, True),
         ("another D", _ticket(target=WorkerId("d7")), _R.TICKET_FORGED, False),
     ):  # fmt: skip
         door = Door(1)
         door.want(R, text, DIGEST, 4, trace="t")
-        away, *rest = door.take_events()
+        noted: list[Any] = list(door.take_events())
+        away, rest = noted[0], noted[1:]
         readable = what in ("another prompt", "another D")
-        same(what, (away.request, away.reason, away.trace, away.handoff), (R, reason, "t", handoff(1) if readable else ""))
+        same(
+            what,
+            (away.request, away.reason, away.trace, away.handoff),
+            (R, reason, "t", handoff(1) if readable else ""),
+        )
         disowned = ev.Disowned(handoff(1), WorkerId("p0"), text, b"other", False, reason)
         same(f"{what}: its P", rest, [disowned] if known else [])
         found = door.match(R)
-        same("how it stands", (found.state, found.end.reason if found.end else None, found.asked), (MatchState.FAILED, reason, False))
+        same(
+            "how it stands",
+            (found.state, found.end.reason if found.end else None, found.asked),
+            (MatchState.FAILED, reason, False),
+        )
         same("the node never knew", (list(door.take_events()), door.match(R).state), ([], MatchState.UNKNOWN))
     door = Door(1)
     refused("not a text", _R.TICKET_FORGED, door.open_ticket, 5)
     door.disown(_ticket(lease=0), _R.BUSY)
-    same("disowned", list(door.take_events()), [ev.Disowned(handoff(1), WorkerId("p0"), _ticket(lease=0), b"", True, _R.BUSY)])
+    same(
+        "disowned",
+        list(door.take_events()),
+        [ev.Disowned(handoff(1), WorkerId("p0"), _ticket(lease=0), b"", True, _R.BUSY)],
+    )
     door.disown(_ticket(target=WorkerId("d7")), _R.BUSY)
     door.disown(None, _R.BUSY)
     same("what is another's is not ours to disown", list(door.take_events()), [])
     door.allocated(R, GROUPS, 0)
     door.want(R, _ticket(), DIGEST, 4)
     found = door.match(R)
-    same("its blocks are not at rest", (found.state, found.end.reason if found.end else None), (MatchState.FAILED, _R.DUPLICATE))
+    same(
+        "its blocks are not at rest",
+        (found.state, found.end.reason if found.end else None),
+        (MatchState.FAILED, _R.DUPLICATE),
+    )
 
 
 BANK: list[Question] = [leases, grants, wants, wants, turned_away]

@@ -14,8 +14,9 @@ from kvbaton.protocol.progress import GroupProgress, whole
 from kvbaton.sim.exam import Question, same
 from kvbaton.sim.interview import DIGEST, ev, fx, handoff, m
 from kvbaton.sim.interview_d import READ, D, drop, failed, report
-from kvbaton.sim.interview_p import P, _stops, _writes
+from kvbaton.sim.interview_p import P
 from kvbaton.sim.interview_push import Offering
+from kvbaton.sim.interview_writer import stops_of, writes
 
 _R = Reason
 
@@ -56,7 +57,11 @@ def readers(rng: random.Random) -> None:
     p.hear(m.Commit(LeaseId(4), 1))
     p.lease(5)
     p.later(3.01)
-    same("how these ended", ends(p, Step.CLOSED), [(2, _R.ABORTED), (3, _R.PEER_GONE), (4, _R.STALE), (5, _R.LEASE_EXPIRED)])
+    same(
+        "how these ended",
+        ends(p, Step.CLOSED),
+        [(2, _R.ABORTED), (3, _R.PEER_GONE), (4, _R.STALE), (5, _R.LEASE_EXPIRED)],
+    )
 
 
 def names(rng: random.Random) -> None:
@@ -93,7 +98,7 @@ def growing(rng: random.Random) -> None:
     p.hear(p.claim())
     accepted = p.say(m.Accepted(ReservationId(1)))
     p.expect("offered", p.hear(m.Offer(id, 1, ReservationId(1), 0, p.packed, DIGEST)), accepted)
-    p.expect("computed", p.grow(id, done=False), *_writes(p))
+    p.expect("computed", p.grow(id, done=False), *writes(p))
     p.expect("written, and not all", p.tell(*(ev.CopyEnded(job) for job in list(p.ledger.desk.owners))))
     written = p.say(m.Written(id, 1, ReservationId(1), DIGEST))
     p.expect("all", p.tell(ev.LeaseCompleted(id)), written)
@@ -120,16 +125,17 @@ def stopping(rng: random.Random) -> None:
     how = rng.choice(("replaced", "hold", "left", "goodbye", "departed"))
     quiet: list[Any] = [p.say(m.Quiesced(ReservationId(1), _R.UNKNOWN_LEASE if how == "replaced" else None))]
     gone = fx.Disconnect(p.other, p.plane, p.shape.ranks, ("session", p.session))
+    more: list[Any] = []
     if how == "replaced":
-        found, more = p.tell(ev.CacheReplaced()), []
+        found = p.tell(ev.CacheReplaced())
     elif how == "hold":
-        found, more, quiet = p.later(3.01), [], [p.say(m.Quiesced(ReservationId(1), _R.LEASE_EXPIRED))]
+        found, quiet = p.later(3.01), [p.say(m.Quiesced(ReservationId(1), _R.LEASE_EXPIRED))]
     elif how == "left":
-        found, more = p.hear(m.Abandon(handoff(1), 1, "aborted")), []
+        found = p.hear(m.Abandon(handoff(1), 1, "aborted"))
     else:
         found = p.hear(m.Goodbye()) if how == "goodbye" else p.tell(ev.Departed(p.other.worker))
         more, quiet = [gone], []
-    p.expect(how, found, *_stops(p), *more)
+    p.expect(how, found, *stops_of(p), *more)
     open_ = p.ledger.producer.by_handoff
     rest: list[Any] = [] if open_ else [fx.Unpin(id)]
     p.expect("it rests", p.tell(*(ev.CopyEnded(job, _R.CANCELLED) for job in jobs)), *quiet, *rest)
@@ -149,7 +155,7 @@ def full(rng: random.Random) -> None:
     p.expect("no room", p.hear(offer), p.say(m.Quiesced(ReservationId(2), _R.QUARANTINE_FULL)))
     p.tell(*(ev.CopyEnded(job, _R.CANCELLED) for job in list(p.ledger.desk.owners)))
     offer = msgspec.structs.replace(offer, reservation=ReservationId(3))
-    p.expect("there is", p.hear(offer), p.say(m.Accepted(ReservationId(3))), *_writes(p))
+    p.expect("there is", p.hear(offer), p.say(m.Accepted(ReservationId(3))), *writes(p))
     q = P(rng, "cma")
     q.join()
     q.lease()
@@ -187,7 +193,11 @@ def restless_loans(rng: random.Random) -> None:
     p.tell(ev.LeaseExtended(id, p.blocks, epochs))
     found = p.tell(*(ev.LeaseProgressed(id, rank, ahead) for rank in range(p.shape.ranks)))
     fresh = tuple(ids[:2] for ids in p.blocks)
-    same("a block that streams by layers is lent", [each[5] for each in found if each[0] == "lend"], [fresh] * p.shape.ranks)
+    same(
+        "a block that streams by layers is lent",
+        [each[5] for each in found if each[0] == "lend"],
+        [fresh] * p.shape.ranks,
+    )
 
 
 def two_wanted(rng: random.Random) -> None:
@@ -292,7 +302,20 @@ def held_up(rng: random.Random) -> None:
     d.expect("a word of now", d.hear(m.Welcome(d.nonce, d.card(), d.plane, d.ends, number)), connect, d.confirms())
 
 
-BANK: list[Question] = [
+def leaves(rng: random.Random) -> None:
+    """Who leaves gives everything back, and says so."""
+    d = D(rng)
+    d.up()
+    d.to_blocks()
+    d.ledger.leave(d.now)
+    gone = fx.Disconnect(d.other, d.plane, d.shape.ranks, ("link", d.nonce))
+    d.expect("leaves", d._told(), report(_R.ABORTED), d.abandons(_R.ABORTED), *d.stops(), d.say(m.Goodbye()), gone)
+    same("is idle", d.ledger.is_idle(), False)
+    d.expect("all is at rest", d.tell(*(ev.CopyEnded(job, _R.CANCELLED) for job in d.jobs())), drop())
+    same("is idle then", d.ledger.is_idle(), True)
+
+
+BANK: list[Question] = [leaves,
     readers, names, untold, growing, stopping, full, restless_loans, two_wanted, two_offered, worn, passed_over, paired,
     held_up,
 ]  # fmt: skip

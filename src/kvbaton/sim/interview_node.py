@@ -1,4 +1,4 @@
-"""A node between a ledger that says what is written here and ports that note what they are asked, and throw when told."""
+"""A node between a ledger that says what is written here, and ports that note what they are asked and throw if told."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ LINK, SESSION = ("link", 1), ("session", 2)
 class Port:
     """Notes every call; `room` copies are taken; what is in `throws` raises, once or `always`."""
 
+    send: Any
+    receive: Any
+
     def __init__(self, name: str, calls: list[Any], enforces: bool = False) -> None:
-        self.name, self.calls, self.news, self.room = name, calls, [], 99
+        self.name, self.calls, self.room = name, calls, 99
+        self.news: list[Any] = []
         self.throws: dict[str, Exception] = {}
         self.capabilities = SimpleNamespace(enforces=enforces)
 
@@ -93,7 +97,9 @@ class Stage:
         self.now = float(rng.randint(1, 50))
         self.calls: list[Any] = []
         self.script = Script()
-        self.ranks = [{name: Port(f"{name}{n}", self.calls, name == "tcp") for name in ("shm", "tcp")} for n in range(2)]
+        self.ranks = [
+            {name: Port(f"{name}{n}", self.calls, name == "tcp") for name in ("shm", "tcp")} for n in range(2)
+        ]
         self.control, self.store = Port("control", self.calls), Port("store", self.calls)
         self.frames: list[Any] = []
         self.sends = True
@@ -191,7 +197,11 @@ def effects(rng: random.Random) -> None:
     s.step(fx.GivenUp(PEER.worker, "shm", "words"))
     same("who looks after it is told", len(s.said), 1)
     s.node.close(s.now)
-    same("who leaves shuts its planes", [call[:2] for call in s.calls if call[1] == "close"], [(f"{name}{n}", "close") for n in range(2) for name in ("shm", "tcp")])
+    same(
+        "who leaves shuts its planes",
+        [call[:2] for call in s.calls if call[1] == "close"],
+        [(f"{name}{n}", "close") for n in range(2) for name in ("shm", "tcp")],
+    )
     same("and says so", "leaves" in s.script.heard, True)
     s.node.store = None
     s.step(fx.StorePut(PutId(6), ((1,),), (b"k",)), fx.CancelPut(PutId(6)))
@@ -246,17 +256,27 @@ def connections(rng: random.Random) -> None:
     s = Stage(rng)
     ends = tuple(b"%d" % n for n in range(6))
     found = s.step(fx.Connect(PEER, "shm", 3, ends, LINK))
-    pairs = [(f"shm{n}", "connect", rank_peer(PEER, remote), ends[remote * 2 + n]) for remote in range(3) for n in range(2)]
+    pairs = [
+        (f"shm{n}", "connect", rank_peer(PEER, remote), ends[remote * 2 + n]) for remote in range(3) for n in range(2)
+    ]
     same("who is connected how", found, pairs)
     s.step(fx.Connect(PEER, "shm", 3, ends, SESSION))
     same("one lets go", s.step(fx.Disconnect(PEER, "shm", 3, LINK)), [])
     parts = [(f"shm{n}", "disconnect", rank_peer(PEER, remote)) for n in range(2) for remote in range(3)]
     same("the last lets go", s.step(fx.Disconnect(PEER, "shm", 3, SESSION)), parts)
     same("nobody is held", s.node._holders, {})
-    s.step(fx.Connect(PEER, "shm", 1, ends, LINK), fx.Connect(PEER, "shm", 1, ends, SESSION), fx.Connect(OTHER, "shm", 1, ends, LINK))
+    s.step(
+        fx.Connect(PEER, "shm", 1, ends, LINK),
+        fx.Connect(PEER, "shm", 1, ends, SESSION),
+        fx.Connect(OTHER, "shm", 1, ends, LINK),
+    )
     s.ranks[1]["shm"].news = [OpenFailed(rank_peer(PEER, 0), "late")]
     s.step()
-    same("a plane that could not be opened", s.heard, [ev.PlaneFailed(PEER, holder, "late") for holder in (LINK, SESSION)])
+    same(
+        "a plane that could not be opened",
+        s.heard,
+        [ev.PlaneFailed(PEER, holder, "late") for holder in (LINK, SESSION)],
+    )
     s.step(fx.Disconnect(PEER, "shm", 1, LINK))
     s.ranks[0]["shm"].throws["disconnect"] = OSError()
     same("a farewell that throws", len(s.step(fx.Disconnect(PEER, "shm", 1, SESSION))), 2)
@@ -289,7 +309,11 @@ def invitations(rng: random.Random) -> None:
     fence = fx.StartFence(0, "shm", rank_peer(PEER, 1))
     s.ranks[0]["shm"].throws["fence"] = OSError()
     s.step(fence)
-    same("a fence that is owed comes first", s.step(send), [("shm0", "fence", rank_peer(PEER, 1)), *asked, ("control", "send", "d0")])
+    same(
+        "a fence that is owed comes first",
+        s.step(send),
+        [("shm0", "fence", rank_peer(PEER, 1)), *asked, ("control", "send", "d0")],
+    )
     same("and once", s.step(after=1.0), [])
     s.ranks[0]["shm"].throws["fence"] = OSError()
     s.step(fence)
@@ -305,7 +329,15 @@ def laid_out(rng: random.Random) -> None:
     s.node._lay_out()
     same("who is told", [call[:2] for call in s.calls], [("tcp0", "lay_out")] * 2 + [("tcp1", "lay_out")] * 2)
     same("first nothing, then all", [bool(call[2]) for call in s.calls], [False, True] * 2)
-    s.step(fx.Send(PEER.worker, PEER.incarnation, 0, m.Welcome(1, s.script.desk.identity.card(), "shm", ()), fx.Invitation(PEER, "shm", 1, SESSION)))
+    s.step(
+        fx.Send(
+            PEER.worker,
+            PEER.incarnation,
+            0,
+            m.Welcome(1, s.script.desk.identity.card(), "shm", ()),
+            fx.Invitation(PEER, "shm", 1, SESSION),
+        )
+    )
     same("a welcome holds as well", s.node._holders, {(PEER, "shm"): {SESSION}})
 
 
