@@ -125,12 +125,11 @@ class Dues:
             due = min(due, probed[1] + min(settings.probe_timeout, share_s))
         return max(due, now)
 
-    def _outlet(self, key: Any, at: float, now: float) -> float | None:
+    def _outlet(self, key: Any, at: float, now: float) -> float:
         settings, outlet = self._settings, self._ledger.producer.writer.outlets[key]
         if outlet.state is OutletState.STOPPING:
             return now + settings.transfer_timeout + settings.revoke_timeout
-        latest = now + min(settings.retry_s, settings.transfer_timeout)
-        return latest if at > latest or (outlet.state is OutletState.FLUSHED and at < now) else None
+        return max(min(now + settings.retry_s, outlet.deadline), now)
 
     def _intake(self, handoff: Any, at: float, now: float) -> float:
         settings, intake = self._settings, self._ledger.consumer.by_handoff[handoff]

@@ -100,6 +100,18 @@ class Booth:
         """These, in any order, and nothing else."""
         same(f"{self.me.worker}: {what}", sorted(map(repr, found)), sorted(map(repr, expected)))
 
+    def over(self) -> None:
+        """Nothing moves, waits, or is remembered that could."""
+        ledger = self.ledger
+        writer, consumer = ledger.producer.writer, ledger.consumer
+        left = (
+            ledger.producer.leases, ledger.producer.by_handoff, ledger.producer.parked, writer.outlets,
+            writer.by_reader, ledger.desk.owners, consumer.by_handoff, consumer.by_attempt, consumer.by_reservation, ledger.puts.states,
+            consumer.links.fencing, ledger.desk.timers._at, ledger.producer.held._seats,
+        )  # fmt: skip
+        same(f"{self.me.worker}: what is left", [list(each) for each in left if each], [])
+        same(f"{self.me.worker}: is idle", ledger.is_idle(), True)
+
     def ticket(self, number: int = 1, **fields: Any) -> str:
         default = {"source": self.me.worker, "expires_unix_s": self.wall + 60.0, "lease": 1, "digest": DIGEST}
         return seal(Ticket(**{"handoff": handoff(number), **default, **fields}), fields.pop("key", KEY))

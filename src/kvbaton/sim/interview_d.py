@@ -155,6 +155,8 @@ def refusals(rng: random.Random) -> None:
     d.expect("another handoff is granted", d.hear(d.grant(2)))
     stray = d.grant(1, 9)
     d.expect("what nobody asked for is granted", d.hear(stray), d.abandons(_R.ABORTED, 1, 9))
+    stranger = PeerId(d.other.worker, Incarnation(12))
+    d.expect("by another life", d.hear(m.ClaimRefused(handoff(1), 1, "busy", ""), who=stranger))
     d.expect("in another session", d.hear(m.ClaimRefused(handoff(1), 1, "busy", ""), session=8))
     d.expect("to another life", d.hear(m.ClaimRefused(handoff(1), 1, "busy", ""), to=Incarnation(1)))
     reason = rng.choice(("busy", "ticket_spent", "something that is not known yet"))

@@ -88,6 +88,7 @@ def untold(rng: random.Random) -> None:
     p.later(2.0)
     p.expect("its term is over", p.later(1.01), fx.Unpin(id))
     p.expect("after it is released", p.hear(m.Commit(id, 2)), p.say(m.Stale(id, 2, (), _R.LEASE_EXPIRED)))
+    p.over()
 
 
 def growing(rng: random.Random) -> None:
@@ -109,6 +110,7 @@ def growing(rng: random.Random) -> None:
             p.later(1.0)
         p.hear(m.Renew(id, 1, (), True))
         p.expect("for too long", p.later(0.7), fx.Unpin(id))
+        p.over()
     else:
         quiet = p.say(m.Quiesced(ReservationId(1), None))
         p.expect("revoked after that", p.hear(m.Revoke(id, 1, ReservationId(1), "aborted")), quiet, fx.Unpin(id))
@@ -139,6 +141,8 @@ def stopping(rng: random.Random) -> None:
     open_ = p.ledger.producer.by_handoff
     rest: list[Any] = [] if open_ else [fx.Unpin(id)]
     p.expect("it rests", p.tell(*(ev.CopyEnded(job, _R.CANCELLED) for job in jobs)), *quiet, *rest)
+    p.expect("its place is for another", p.later(9.0), *[fx.Unpin(id)] * (not rest))
+    p.over()
 
 
 def full(rng: random.Random) -> None:
@@ -156,6 +160,16 @@ def full(rng: random.Random) -> None:
     p.tell(*(ev.CopyEnded(job, _R.CANCELLED) for job in list(p.ledger.desk.owners)))
     offer = msgspec.structs.replace(offer, reservation=ReservationId(3))
     p.expect("there is", p.hear(offer), p.say(m.Accepted(ReservationId(3))), *writes(p))
+    lender = P(rng, "tcp", quarantine_blocks_max=3)
+    lender.join()
+    lender.lease(1)
+    lender.hear(lender.claim(1))
+    lender.tell(ev.CacheReplaced())
+    lender.lease(2)
+    lender.hear(lender.claim(2))
+    accepted = lender.say(m.Accepted(ReservationId(2)))
+    offer = m.Offer(LeaseId(2), 1, ReservationId(2), 0, lender.packed, DIGEST)
+    lender.expect("what is only lent is not written", lender.hear(offer), accepted, *writes(lender))
     q = P(rng, "cma")
     q.join()
     q.lease()
@@ -227,6 +241,18 @@ def two_offered(rng: random.Random) -> None:
     ranks = range(d.shape.ranks)
     found = d.tell(*(ev.RankFenced(rank, rank_peer(d.other, remote)) for rank in ranks for remote in ranks))
     d.expect("shut out", found, drop(1), drop(2))
+    d.over()
+
+
+def sources(rng: random.Random) -> None:
+    """Of several sources none that is in use makes room for another."""
+    d = D(rng, sessions_max=2)
+    d.expect("one", d.tell(d.want(1)), d.hello())
+    d.expect("two", d.tell(d.want(2, "p1")), d.hello(source="p1"))
+    d.expect("three", d.tell(d.want(3, "p2")), failed(_R.BUSY, 3))
+    d.tell(ev.GaveUp(RequestId("r1")))
+    d.expect("one is left", d.tell(d.want(4, "p2")), d.hello(source="p2"))
+    d.expect("and the other goes on", d.tell(d.want(5, "p1")))
 
 
 def worn(rng: random.Random) -> None:
@@ -315,7 +341,7 @@ def leaves(rng: random.Random) -> None:
     same("is idle then", d.ledger.is_idle(), True)
 
 
-BANK: list[Question] = [leaves,
+BANK: list[Question] = [leaves, sources,
     readers, names, untold, growing, stopping, full, restless_loans, two_wanted, two_offered, worn, passed_over, paired,
     held_up,
 ]  # fmt: skip

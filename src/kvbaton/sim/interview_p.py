@@ -95,6 +95,8 @@ def pulls(rng: random.Random) -> None:
     p.join()
     second = PeerId(WorkerId("d1"), Incarnation(5))
     other = p.join(second)
+    more = ev.LeaseExtended(id, p.blocks, p.blocks)
+    p.expect("more blocks than all", p.tell(more, ev.LeaseCompleted(id)))
     p.expect("a claim", p.hear(p.claim()), p.granted())
     p.expect("it again", p.hear(p.claim()), p.granted())
     p.refuses("another of a third", p.claim(ticket="x"), _R.TICKET_FORGED)
@@ -126,6 +128,7 @@ def pulls(rng: random.Random) -> None:
     over = m.RenewRefused(id, 1, _R.LEASE_EXPIRED)
     p.expect("a renewal of what is over", p.hear(m.Renew(id, 1, (), True)), p.say(over))
     p.refuses("a claim of what is over", p.claim(attempt=4), _R.TICKET_SPENT)
+    p.over()
 
 
 def streams(rng: random.Random) -> None:
@@ -164,6 +167,7 @@ def streams(rng: random.Random) -> None:
     p.hear(p.claim(4, ticket=p.ticket(4, lease=0), deferred=True))
     p.expect("one that is taken back", p.hear(m.Abandon(handoff(4), 1, "aborted")))
     p.expect("is waited for by nobody", p.later(8.0))
+    p.over()
 
 
 def source_ends(rng: random.Random) -> None:

@@ -85,6 +85,7 @@ def stopped(rng: random.Random) -> None:
     acks = [d.say(m.Ack(d.lease, 1, ONE))] * isinstance(word, m.Written)
     d.expect("P has stopped", d.hear(word), drop(), *acks)
     d.expect("nothing is left to say", d.later(20.0))
+    d.over()
 
 
 def fenced(rng: random.Random) -> None:
@@ -124,6 +125,7 @@ def lent(rng: random.Random) -> None:
     for job in jobs[:-1]:
         d.expect("some are back", d.tell(ev.CopyEnded(job)))
     d.expect("all are back", d.tell(ev.CopyEnded(jobs[-1])), drop())
+    d.over()
 
 
 def unfenced(rng: random.Random) -> None:

@@ -49,6 +49,7 @@ def pushes(rng: random.Random) -> None:
     p.expect("it is again", p.hear(ack))
     p.expect("and offered again", p.hear(offer), p.say(m.Quiesced(ReservationId(1), None)))
     p.expect("nothing is left to say", p.later(20.0))
+    p.over()
 
 
 def writes(p: P) -> list[Any]:
