@@ -157,7 +157,8 @@ class Dues:
             wait_s = min(source.ttl_s, settings.lease_s) / 3
             if not source.final or (intake.state is _S.OFFERED and not intake.accepted):
                 wait_s = min(wait_s, settings.retry_s)
-        return now + max(wait_s, _SHORTEST_S)
+        due, before = now + max(wait_s, _SHORTEST_S), self._ledger.desk.timers._at.get(("pulse", handoff))
+        return before if before is not None and before == at < due else due  # what is due sooner may stay so
 
     # --- what ran out
 

@@ -143,6 +143,7 @@ def _lies_of_ranks(good: EngineLayout, r: int) -> Iterator[Lie]:
             yield f"ranks[{r}].{field}", _rank(good, r, **{field: value}), bad
     yield "coordinates of another", _rank(good, r, tp=1 - r), bad
     yield "another stage's number, as large as may be", _rank(good, r, pp=255), None
+    yield "another shard's number, as large as may be", _rank(good, r, tp=255), None
     yield "as many regions as may be", _rank(good, r, region_bytes=(size,) * 64), None
     yield "a region more, of nothing", _rank(good, r, region_bytes=(size, 0)), None
 

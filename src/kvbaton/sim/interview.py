@@ -106,8 +106,8 @@ class Booth:
         writer, consumer = ledger.producer.writer, ledger.consumer
         left = (
             ledger.producer.leases, ledger.producer.by_handoff, ledger.producer.parked, writer.outlets,
-            writer.by_reader, ledger.desk.owners, consumer.by_handoff, consumer.by_attempt, consumer.by_reservation, ledger.puts.states,
-            consumer.links.fencing, ledger.desk.timers._at, ledger.producer.held._seats,
+            writer.by_reader, ledger.desk.owners, consumer.by_handoff, consumer.by_attempt, consumer.by_reservation,
+            ledger.puts.states, consumer.links.fencing, ledger.desk.timers._at, ledger.producer.held._seats,
         )  # fmt: skip
         same(f"{self.me.worker}: what is left", [list(each) for each in left if each], [])
         same(f"{self.me.worker}: is idle", ledger.is_idle(), True)

@@ -74,7 +74,13 @@ def stopped(rng: random.Random) -> None:
     d = Offering(rng)
     d.offered()
     d.expect("another is quiet", d.hear(m.Quiesced(ReservationId(7), None)))
-    if rng.random() < 0.5:
+    how = rng.random()
+    if how < 0.3:
+        other = d.hear(m.Written(d.lease, 1, ONE, b"another prompt"))
+        mismatch = _R.CONTENT_MISMATCH
+        d.expect("another prompt", other, d.say(m.Ack(d.lease, 1, ONE)), report(mismatch), d.revoke(mismatch), drop())
+        return
+    if how < 0.6:
         reason = rng.choice((None, "stale", "transfer_failed"))
         why = _R.SOURCE_ABORTED if reason is None else Reason(reason)
         d.expect("P stops", d.hear(m.Quiesced(ONE, reason)), report(why), d.revoke(why), drop())
