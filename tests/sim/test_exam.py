@@ -70,7 +70,7 @@ def test_a_bound_that_was_lowered_is_what_it_was_whatever_happens() -> None:
 )
 def test_what_no_world_meets_a_question_does(name: str, question: str) -> None:
     asked = [each for each in BANK if each.__name__ == question]
-    with mutating.switched(name), pytest.raises((Broken, Exception)):  # noqa: PT012 - one of several, by chance
+    with mutating.switched(name), pytest.raises((Broken, Exception)):
         for seed in range(16):
             for each in asked:
                 each(random.Random(seed))

@@ -178,6 +178,8 @@ def _lies_of_shares(good: EngineLayout, r: int, n: int) -> Iterator[Lie]:
         yield "tokens that overlap", _planes(good, r, n, at, token_stride=1), bad
         yield "heads far apart", _planes(good, r, n, at, head_stride=1 << 50), bad
     yield "heads on no rank", _share(good, r, n, head_count=share.head_count - 1), _R.INCOMPATIBLE
+    if share.head_start == 0:
+        yield "the first head on no rank", _share(good, r, n, head_start=1, head_count=1), _R.INCOMPATIBLE
     yield "a layer on no rank", _share(good, r, n, places=share.places[:1]), _R.INCOMPATIBLE
     yield "nothing on one rank", _share(good, r, n, places=(), planes=()), _R.INCOMPATIBLE
 
@@ -320,6 +322,7 @@ def bounds(rng: random.Random) -> None:
     with lowered(layout, "INNER_STRIDES_MAX", 1):
         taken("heads outside of blocks", layout.validate, wide)
     with lowered(layout, "INNER_STRIDES_MAX", 0):
+        taken("heads inside of blocks", layout.validate, good)
         refused("too many distances of blocks", _R.BAD_MESSAGE, layout.validate, wide)
     one, other = base(1), _turned(base(1))
     least, most = _budget("EFFORT_MAX", one, other), _budget("BLOCK_SPANS_MAX", one, other)

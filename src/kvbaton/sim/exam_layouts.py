@@ -65,11 +65,11 @@ def side(rng: random.Random, drawn: Drawn, blocks: int) -> Side:
         for group in drawn.groups
     )
     shards = drawn.ranks_of_heads if drawn.opaque else rng.choice((1, 2, 4))
-    stages = rng.choice((1, 1, 2))
+    stages, wide = rng.choice((1, 1, 2)), not drawn.opaque and rng.random() < 0.3
     found = Side(EngineLayout(groups, (), drawn.dcp, drawn.interleave))
     ranks: list[Rank] = []
     for stage, shard, dcp in itertools.product(range(stages), range(shards), range(drawn.dcp)):
-        ranks.append(_rank(rng, found, groups, (stage, stages), (shard, shards), dcp, blocks, len(ranks)))
+        ranks.append(_rank(rng, found, groups, (stage, stages), (shard, shards), dcp, blocks, len(ranks), wide))
     found.layout = EngineLayout(groups, tuple(ranks), drawn.dcp, drawn.interleave)
     return found
 
@@ -82,13 +82,15 @@ def _sized(group: Group, block_tokens: int) -> Group:
 
 def _rank(
     rng: random.Random, found: Side, groups: tuple[Group, ...], stage: tuple[int, int], shard: tuple[int, int],
-    dcp: int, blocks: int, index: int,
+    dcp: int, blocks: int, index: int, wide: bool,
 ) -> Rank:  # fmt: skip
     sizes = [rng.randint(0, 3)] * rng.choice((1, 2))
     shares = []
     for number, group in enumerate(groups):
         heads = max(1, group.heads // shard[1])
         start = shard[0] * heads % group.heads
+        if wide and shard[0] == shard[1] - 1:  # the last of a stage has all heads, whoever else has some
+            start, heads = 0, group.heads
         layers = [n for n in range(len(group.layers)) if n * stage[1] // len(group.layers) == stage[0]]
         if not layers:
             shares.append(Share())

@@ -220,10 +220,11 @@ def two_wanted(rng: random.Random) -> None:
     d.expect("one", d.tell(d.want(1)), d.hello())
     d.expect("another", d.tell(d.want(2)))
     d.expect("and one given up before", d.tell(d.want(3)) + d.tell(ev.GaveUp(RequestId("r3"))), failed(_R.ABORTED, 3))
+    d.expect("and another", d.tell(d.want(4)) + d.tell(ev.GaveUp(RequestId("r4"))), failed(_R.ABORTED, 4))
     d.joined()
     found = d.hear(m.Linked())
-    d.expect("linked", found, d.claims(3, 4), d.claims(1, 1), d.claims(2, 2))
-    d.expect("the third was granted", d.hear(d.grant(3, 4)), d.abandons(_R.ABORTED, 3, 4))
+    d.expect("linked", found, d.claims(3, 5), d.claims(4, 6), d.claims(1, 1), d.claims(2, 2))
+    d.expect("the third was granted", d.hear(d.grant(3, 5)), d.abandons(_R.ABORTED, 3, 5))
     gone = fx.Disconnect(d.other, d.plane, d.shape.ranks, ("link", d.nonce))
     d.expect("lost", d.hear(m.Goodbye()), failed(_R.PEER_GONE, 1), failed(_R.PEER_GONE, 2), gone)
 
@@ -333,15 +334,30 @@ def leaves(rng: random.Random) -> None:
     d = D(rng)
     d.up()
     d.to_blocks()
-    d.ledger.leave(d.now)
+    d.tell(ev.TurnedAway(RequestId("r7"), _R.TICKET_FORGED, "words", "t", handoff(7)))
+    keys = [mark.key for mark in d.ledger.take_marks() if mark.step is Step.ASKED]
+    same("each attempt has its own record", len(keys), len(set(keys)))
     gone = fx.Disconnect(d.other, d.plane, d.shape.ranks, ("link", d.nonce))
+    d.ledger.leave(d.now)
     d.expect("leaves", d._told(), report(_R.ABORTED), d.abandons(_R.ABORTED), *d.stops(), d.say(m.Goodbye()), gone)
     same("is idle", d.ledger.is_idle(), False)
     d.expect("all is at rest", d.tell(*(ev.CopyEnded(job, _R.CANCELLED) for job in d.jobs())), drop())
     same("is idle then", d.ledger.is_idle(), True)
 
 
-BANK: list[Question] = [leaves, sources,
+def source_leaves(rng: random.Random) -> None:
+    """A P that leaves waits for nobody whom it lent to: its data planes go with it."""
+    p = P(rng, "tcp")
+    p.join()
+    id = p.lease()
+    p.hear(p.claim())
+    stops = [("stop", rank, "tcp") for rank in range(p.shape.ranks)]
+    p.ledger.leave(p.now)
+    gone = fx.Disconnect(p.other, "tcp", p.shape.ranks, ("session", p.session))
+    p.expect("leaves", p._told(), *stops, fx.Unpin(id), p.say(m.Goodbye()), gone)
+
+
+BANK: list[Question] = [leaves, source_leaves, sources,
     readers, names, untold, growing, stopping, full, restless_loans, two_wanted, two_offered, worn, passed_over, paired,
     held_up,
 ]  # fmt: skip
