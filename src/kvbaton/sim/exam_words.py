@@ -122,6 +122,7 @@ def keys(rng: random.Random) -> None:
     ours = {**facts, "info.version": "1"}
     same("the same facts", compat.difference(ours, {**facts, "info.version": "2", "info.more": ""}), None)
     same("the same facts, in another order", compat.digest(ours), compat.digest(dict(reversed(facts.items()))))
+    same("a digest's length", len(compat.digest(ours)), 32)
     for name in facts:
         rest = {key: value for key, value in facts.items() if key != name}
         for theirs in (rest, {**facts, name: "other"}, {**facts, f"more.{name}": "x"}):
