@@ -50,7 +50,7 @@ def draw(rng: random.Random) -> Drawn:
         kind = rng.choice(KINDS)
         heads = 1 if kind is Kind.LATENT else rng.choice((1, 2, 4))
         pers = (Per.TOKEN, Per.HEAD, Per.PAGE) if opaque else (Per.TOKEN,)
-        cells = tuple(Cell(f"c{n}", rng.randint(1, 3), rng.choice(pers)) for n in range(rng.choice((1, 2, 2))))
+        cells = tuple(Cell(f"c{n}", rng.randint(1, 3), rng.choice(pers)) for n in range(rng.choice((1, 1, 2))))
         window = rng.randint(1, 6) if kind in (Kind.SLIDING, Kind.CHUNKED) else 0
         layers = tuple(f"g{number}.{n}" for n in range(rng.randint(1, 3)))
         groups.append(Group(f"g{number}", kind, dcp * rng.choice((1, 2, 3)), layers, heads, cells, "u8", window))

@@ -32,7 +32,9 @@ class Handover:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.drawn: Drawn = drawing.draw(rng)
-        self.source, self.target = drawing.side(rng, self.drawn, BLOCKS), drawing.side(rng, self.drawn, BLOCKS)
+        twins = rng.random() < 0.4  # the same engine on both sides
+        first, other = random.Random(seed := rng.random()), random.Random(seed if twins else rng.random())
+        self.source, self.target = drawing.side(first, self.drawn, BLOCKS), drawing.side(other, self.drawn, BLOCKS)
         for each in (self.source, self.target):
             same("a drawn layout", taken("a drawn layout", layout.validate, each.layout), each.layout)
         self.plan = taken("a plan", geometry.plan, self.source.layout, self.target.layout)
@@ -41,10 +43,12 @@ class Handover:
         self.first = next((n for n in (rng.choice((0, 0, 2, 4, 6)),) if all(n % size == 0 for size in sizes)), 0)
         if self.first >= self.tokens or any(group.kind is Kind.STATE for group in self.drawn.groups):
             self.first = 0
-        self.at, self.to = self._lists(self.source.layout, 0), self._lists(self.target.layout, self.first)
+        self.in_runs = rng.random() < 0.4  # blocks follow each other, on both sides
+        self.at = self._lists(self.source.layout, 0, rng.random() < 0.5)
+        self.to = self._lists(self.target.layout, self.first, True)
 
-    def _lists(self, of: EngineLayout, first: int) -> Lists:
-        """Block ids in any order, none where nobody reads any more."""
+    def _lists(self, of: EngineLayout, first: int, drops: bool) -> Lists:
+        """Block ids in any order, none where nobody reads any more and the engine `drops` it."""
         found: Lists = []
         for group in of.groups:
             if group.kind is Kind.STATE:
@@ -52,9 +56,9 @@ class Handover:
                 continue
             count = -(-self.tokens // group.block_tokens) - first // group.block_tokens
             ids = self.rng.sample(range(BLOCKS), count)
-            if self.rng.random() < 0.3:
+            if self.in_runs:
                 ids = list(range(self.rng.randint(0, BLOCKS - count), BLOCKS))[:count]
-            dropped = needed_from(group, self.tokens) // group.block_tokens - first // group.block_tokens
+            dropped = drops * needed_from(group, self.tokens) // group.block_tokens - first // group.block_tokens
             found.append([NULL_BLOCK if n < dropped else block for n, block in enumerate(ids)])
         return found
 
@@ -102,6 +106,7 @@ class Handover:
             ]
             same("rows of a weave", (move.weave.rows, move.weave.bytes), (len(product), sum(row[2] for row in product)))
             rows += product
+        same("a move of nothing", bool(rows), True)
         long = [number for row in rows for number in row]
         same("spans in their long form", list(move.spans), long)
         same("bytes of a move", move.bytes, sum(row[2] for row in rows))
