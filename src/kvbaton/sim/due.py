@@ -92,7 +92,7 @@ class Dues:
         now = self._life.clock()
         kind, name = key
         due = self._expected[kind](name, at, now)
-        if due is not None and abs(max(at, now) - due) > _EXACT_S:  # what is late is due at once
+        if due is not None and abs(max(at, now) - max(due, now)) > _EXACT_S:  # what is late is due at once
             raise Broken(RULE, f"{self._name}: {kind} {name} is due in {at - now:.4f} s, not in {due - now:.4f}")
 
     def _lease(self, id: Any, at: float, now: float) -> float:

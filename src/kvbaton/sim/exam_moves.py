@@ -57,7 +57,7 @@ class Handover:
             count = -(-self.tokens // group.block_tokens) - first // group.block_tokens
             ids = self.rng.sample(range(BLOCKS), count)
             if self.in_runs:
-                ids = list(range(self.rng.randint(0, BLOCKS - count), BLOCKS))[:count]
+                ids.sort()
             dropped = drops * needed_from(group, self.tokens) // group.block_tokens - first // group.block_tokens
             found.append([NULL_BLOCK if n < dropped else block for n, block in enumerate(ids)])
         return found

@@ -145,6 +145,25 @@ def stopping(rng: random.Random) -> None:
     p.over()
 
 
+def two_written(rng: random.Random) -> None:
+    """A lease that two are written from is released when both have come to rest."""
+    p = P(rng)
+    p.join()
+    id = p.lease(readers=2)
+    jobs: list[list[Any]] = []
+    for attempt in (1, 2):
+        p.hear(p.claim(attempt=attempt))
+        before = set(p.ledger.desk.owners)
+        p.hear(m.Offer(id, attempt, ReservationId(attempt), 0, p.packed, DIGEST))
+        jobs.append([job for job in p.ledger.desk.owners if job not in before])
+    p.expect("over", p.tell(ev.CacheReplaced()), *stops_of(p), *stops_of(p))
+    for number in rng.sample((0, 1), 2):
+        found = p.tell(*(ev.CopyEnded(job, _R.CANCELLED) for job in jobs[number]))
+        quiet = p.say(m.Quiesced(ReservationId(number + 1), _R.UNKNOWN_LEASE))
+        p.expect("one rests", found, quiet, *[fx.Unpin(id)] * (not p.ledger.desk.owners))
+    p.over()
+
+
 def full(rng: random.Random) -> None:
     """P begins no write while too much of what it wrote has not come to rest; nor over a plane that takes none."""
     p = P(rng, quarantine_blocks_max=3)
@@ -358,6 +377,6 @@ def source_leaves(rng: random.Random) -> None:
 
 
 BANK: list[Question] = [leaves, source_leaves, sources,
-    readers, names, untold, growing, stopping, full, restless_loans, two_wanted, two_offered, worn, passed_over, paired,
+    readers, two_written, names, untold, growing, stopping, full, restless_loans, two_wanted, two_offered, worn, passed_over, paired,
     held_up,
 ]  # fmt: skip
