@@ -376,7 +376,7 @@ def source_leaves(rng: random.Random) -> None:
     p.expect("leaves", p._told(), *stops, fx.Unpin(id), p.say(m.Goodbye()), gone)
 
 
-BANK: list[Question] = [leaves, source_leaves, sources,
-    readers, two_written, names, untold, growing, stopping, full, restless_loans, two_wanted, two_offered, worn, passed_over, paired,
-    held_up,
+BANK: list[Question] = [
+    leaves, source_leaves, sources, readers, two_written, names, untold, growing, stopping, full, restless_loans,
+    two_wanted, two_offered, worn, passed_over, paired, held_up,
 ]  # fmt: skip
