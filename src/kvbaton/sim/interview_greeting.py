@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
+
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, WorkerId
 from kvbaton.protocol.privileges import Role
@@ -86,6 +88,37 @@ def _refusals(p: P) -> None:
     same("and again later", bool(p.hear(m.Hello(100, p.card()), **asks, version=1)), True)
 
 
+def quota(rng: random.Random) -> None:
+    """A greeting counts as one, and one more for each KiB of its card; what is over the quota is passed over."""
+    burst = rng.choice((5.0, 9.0, 10.0))
+    p = P(rng, greetings_per_s_max=2.0, greetings_burst_max=burst)
+    card = p.card(host="h" * rng.choice((4, 128)))
+    cost = 1 + len(msgspec.msgpack.encode(card)) // 1024
+    asks = {"to": Incarnation(0), "session": 0, "version": 1}
+    answers = sum(bool(p.hear(m.Hello(1, card), **asks)) for _ in range(15))
+    same("greetings that are answered at once", answers, int(burst // cost))
+    p.later(cost / 2 + 0.01)
+    second = PeerId(WorkerId("d1"), Incarnation(5))
+    same("another's greeting", bool(p.hear(m.Hello(1, card), who=second, **asks)), True)
+    answers = sum(bool(p.hear(m.Hello(1, card), **asks)) for _ in range(5))
+    same("and after so many seconds", answers, int((burst % cost + cost) // cost))
+
+
+def unconfirmed(rng: random.Random) -> None:
+    """Who greets anew and confirms nothing pushes out its own oldest session, and no other's."""
+    p = P(rng, unconfirmed_per_peer_max=2)
+    second = PeerId(WorkerId("d1"), Incarnation(5))
+    asks = {"to": Incarnation(0), "session": 0, "version": 1}
+    p.hear(m.Hello(1, p.card()), who=second, **asks)
+    numbers = []
+    for nonce in (1, 2, 3):
+        p.hear(m.Hello(nonce, p.card()), **asks)
+        numbers.append(max(p.ledger.sessions.by_number))
+    left = {number for number, each in p.ledger.sessions.by_number.items() if each.peer == p.other}
+    same("its sessions", left, set(numbers[1:]))
+    same("the other's", len(p.ledger.sessions.by_number), 3)
+
+
 def restarts(rng: random.Random) -> None:
     """A new life of a worker ends what the old one had, in this order: told to stop, connected, let go."""
     p = P(rng)
@@ -118,4 +151,4 @@ def restarts(rng: random.Random) -> None:
     )
 
 
-BANK: list[Question] = [sessions, restarts]
+BANK: list[Question] = [sessions, quota, unconfirmed, restarts]

@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.protocol import disowned
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, RequestId, ReservationId, WorkerId, rank_peer
 from kvbaton.protocol.marks import Ended, Step
 from kvbaton.protocol.progress import GroupProgress, whole
-from kvbaton.sim.exam import Question, same
+from kvbaton.sim.exam import Question, lowered, same
 from kvbaton.sim.interview import DIGEST, ev, fx, handoff, m
 from kvbaton.sim.interview_d import READ, D, drop, failed, report
 from kvbaton.sim.interview_p import P
@@ -264,6 +265,19 @@ def two_offered(rng: random.Random) -> None:
     d.over()
 
 
+def given_back(rng: random.Random) -> None:
+    """Tickets that wait for their source to be greeted are bounded, and said once."""
+    d = D(rng)
+    tickets = [ev.Disowned(handoff(n), WorkerId("p0"), "ticket", DIGEST, False, _R.BUSY) for n in (1, 2, 3)]
+    with lowered(disowned, "WAITING_MAX", 2):
+        d.expect("one", d.tell(tickets[0]), d.hello())
+        d.expect("it again, and another, and one too many", d.tell(tickets[0], *tickets[1:]))
+    d.joined()
+    d.expect("linked", d.hear(m.Linked()), d.claims(1, 1), d.claims(2, 2))
+    d.expect("what was too many can be said later", d.tell(tickets[2]), d.claims(3, 3))
+    d.expect("granted", d.hear(d.grant(2, 2)), d.abandons(_R.BUSY, 2, 2))
+
+
 def sources(rng: random.Random) -> None:
     """Of several sources none that is in use makes room for another."""
     d = D(rng, sessions_max=2)
@@ -377,6 +391,6 @@ def source_leaves(rng: random.Random) -> None:
 
 
 BANK: list[Question] = [
-    leaves, source_leaves, sources, readers, two_written, names, untold, growing, stopping, full, restless_loans,
-    two_wanted, two_offered, worn, passed_over, paired, held_up,
+    leaves, given_back, source_leaves, sources, readers, two_written, names, untold, growing, stopping, full,
+    restless_loans, two_wanted, two_offered, worn, passed_over, paired, held_up,
 ]  # fmt: skip
