@@ -7,7 +7,7 @@ claim in a few may be said in the oldest version. All else is said in the versio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import msgspec
 
@@ -42,16 +42,16 @@ class Hearing:
             self._spoken[life.peer.incarnation] = life.character.versions
             self._dialogues.watch(life)
             Fences(life)
-            self._also(life, Accounts(life).after_step, Dues(life).after_step)
+            self._keep_books(life)
 
-    def _also(self, life: Life, *checks: Callable[[], None]) -> None:
+    def _keep_books(self, life: Life) -> None:
         """After each of its steps, beside what listens already."""
-        listens = life.on_step
+        listens, accounts, dues = life.on_step, Accounts(life), Dues(life)
 
         def after_step() -> None:
             listens()
-            for check in checks:
-                check()
+            accounts.after_step()
+            dues.after_step()
 
         life.on_step = after_step
 
