@@ -27,6 +27,8 @@ _ASKS = (_S.CLAIMING, _S.GRANTED, _S.COPYING, _S.OFFERED, _S.COMMITTING)
 """In which D has something to say again."""
 _BEFORE_BLOCKS = (_S.GREETING, _S.CLAIMING, _S.GRANTED)
 Key = tuple[str, Any]
+EVERY = 2
+"""Steps: what is wrong on the books stays wrong, and to look costs as much as a step."""
 _SOURCED = (_S.GRANTED, _S.COPYING, _S.OFFERED, _S.COMMITTING)
 
 
@@ -39,8 +41,12 @@ class Accounts:
         self._name = life.character.name
         self._settings = life.character.settings
         self._page_bytes = _block_bytes(life)
+        self._steps = 0
 
     def after_step(self) -> None:
+        self._steps += 1
+        if self._steps % EVERY:
+            return
         consumer, producer = self._ledger.consumer, self._ledger.producer
         if consumer.by_handoff or consumer.by_attempt or consumer.by_request or consumer.by_reservation:
             self._check_intakes(consumer)

@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.protocol import consumer
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, RequestId, ReservationId, WorkerId, rank_peer
 from kvbaton.protocol.privileges import Role
 from kvbaton.protocol.progress import GroupProgress, whole
-from kvbaton.sim.exam import Question, same
+from kvbaton.sim.exam import Question, lowered, same
 from kvbaton.sim.interview import DIGEST, TOKENS, Booth, ev, fx, handoff, m
 
 _R = Reason
@@ -380,9 +381,13 @@ def early_blocks(rng: random.Random) -> None:
 
 def again(rng: random.Random) -> None:
     """A P that has restarted is greeted anew while nothing was granted, and not for ever."""
-    d = D(rng)
+    with lowered(consumer, "GREETINGS_MAX", rng.randint(1, 3)):
+        _again(D(rng))
+
+
+def _again(d: D) -> None:
     d.up()
-    for life in range(8):
+    for life in range(consumer.GREETINGS_MAX):
         gone = fx.Disconnect(d.other, d.plane, d.shape.ranks, ("link", d.nonce))
         reset = m.Reset(d.other.incarnation)
         d.expect("a Reset of another session", d.hear(reset, session=77))
