@@ -264,7 +264,6 @@ def connections(rng: random.Random) -> None:
     same("one lets go", s.step(fx.Disconnect(PEER, "shm", 3, LINK)), [])
     parts = [(f"shm{n}", "disconnect", rank_peer(PEER, remote)) for n in range(2) for remote in range(3)]
     same("the last lets go", s.step(fx.Disconnect(PEER, "shm", 3, SESSION)), parts)
-    same("nobody is held", s.node._holders, {})
     s.step(
         fx.Connect(PEER, "shm", 1, ends, LINK),
         fx.Connect(PEER, "shm", 1, ends, SESSION),
@@ -300,7 +299,9 @@ def invitations(rng: random.Random) -> None:
     send = fx.Send(PEER.worker, PEER.incarnation, 4, m.Joined(()), invited)
     asked = [(f"shm{n}", "endpoint", rank_peer(PEER, remote)) for n in range(2) for remote in range(2)]
     same("endpoints", s.step(send), [*asked, ("control", "send", "d0")])
-    same("held", s.node._holders, {(PEER, "shm"): {LINK}})
+    let_go = [(f"shm{n}", "disconnect", rank_peer(PEER, remote)) for n in range(2) for remote in range(2)]
+    same("who was invited is held", s.step(fx.Disconnect(PEER, "shm", 2, SESSION)), [])
+    same("until it is let go", s.step(fx.Disconnect(PEER, "shm", 2, LINK)), let_go)
     for error, news in ((TimeoutError(), []), (OSError("words"), [ev.PlaneFailed(PEER, LINK, "words")])):
         s.ranks[0]["shm"].throws["endpoint"] = error
         same("a rank that cannot say", s.step(send)[-1][1], "endpoint")
@@ -338,7 +339,7 @@ def laid_out(rng: random.Random) -> None:
             fx.Invitation(PEER, "shm", 1, SESSION),
         )
     )
-    same("a welcome holds as well", s.node._holders, {(PEER, "shm"): {SESSION}})
+    same("a welcome holds as well", s.step(fx.Disconnect(PEER, "shm", 1, LINK)), [])
 
 
 BANK: list[Question] = [order, effects, backlog, throws, connections, invitations, laid_out]
