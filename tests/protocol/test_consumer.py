@@ -11,9 +11,10 @@ from party import Load, transfer
 
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.codec import pack_blocks
+from kvbaton.protocol.desk import Moving
 from kvbaton.protocol.effects import CancelCopy, DropHold, MatchFailed, MatchFound, Report, StartCopy
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import LeaseId, RequestId, ReservationId, WorkerId
+from kvbaton.protocol.ids import JobId, LeaseId, RequestId, ReservationId, WorkerId
 from kvbaton.protocol.intake import IntakeState
 from kvbaton.protocol.messages import (
     Abandon,
@@ -780,6 +781,23 @@ class TestPush:
         pair.p.finish()
         pair.inject("p", "d", Written(LeaseId(1), 1, ReservationId(1), b"another"))
         assert why(load) is Reason.CONTENT_MISMATCH and load.drops == 1
+
+    @pytest.mark.parametrize("digest", [b"another", None])
+    def test_a_written_that_crosses_a_revoke_leaves_nothing_to_wait_for(self, pair: Pair, digest: bytes | None) -> None:
+        """Only D's own ranks, which take back what was lent: no time-out of the source's is due any more."""
+        load = at(pair, IntakeState.OFFERED)
+        (intake,) = pair.d.ledger.consumer.by_handoff.values()
+        intake.parts.moving[JobId(99)] = Moving(0, "rdma", 0)  # a loan that is slow to come back
+        pair.d.ledger.desk.owners[JobId(99)] = intake.parts
+        pair.lose(Written, times=99)
+        pair.lose(Revoke, times=99)
+        pair.p.finish()
+        if digest is None:
+            pair.d.give_up(load.request)
+        pair.inject("p", "d", Written(LeaseId(1), 1, ReservationId(1), digest or intake.wanted.digest))
+        assert intake.state is IntakeState.SETTLING and not len(pair.d.ledger.desk.timers)
+        pair.d.tell(ev.CopyEnded(JobId(99)))
+        assert load.drops == 1
 
     @pytest.mark.parametrize(("attempt", "reservation"), [(9, 1), (1, 9)])
     def test_a_written_that_nobody_waits_for_is_acknowledged_and_late(

@@ -42,6 +42,7 @@ def test_every_mutant_of_a_checker_says_how_it_is_seen():
     assert set(SEEN) == {mutant.name for mutant in CHECKER_MUTANTS}
 
 
+@pytest.mark.usefixtures("worlds_alone")
 @pytest.mark.parametrize("name", QUICK)
 def test_it_is_seen_by_the_checker_that_is_for_it(name):
     catch = hunt(name, 60)

@@ -23,6 +23,7 @@ def test_every_mutant_says_how_it_is_seen():
     assert set(SEEN) == {mutant.name for mutant in DIALOGUE_MUTANTS}
 
 
+@pytest.mark.usefixtures("worlds_alone")
 @pytest.mark.parametrize("name", SEEN)
 def test_it_is_heard(name: str):
     catch = hunt(name, 60)
@@ -30,6 +31,7 @@ def test_it_is_heard(name: str):
     assert SEEN[name][1] in catch.what
 
 
+@pytest.mark.usefixtures("worlds_alone")
 def test_the_end_of_an_earlier_fence_is_not_taken_for_a_later_one():
     """Rule 14: fences are counted beside the ledger."""
     catch = hunt("any_fence_counts", 60)

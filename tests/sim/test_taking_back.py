@@ -148,6 +148,7 @@ QUICK = {
 """The one that is left takes some seventy seeds; `make mutants` runs it too."""
 
 
+@pytest.mark.usefixtures("worlds_alone")
 @pytest.mark.parametrize("name", QUICK)
 def test_wrong_ideas_about_discards_are_seen(name: str) -> None:
     catch = hunt(name, 40)

@@ -272,6 +272,8 @@ class Consumer:
         if intake.end is None:
             self._mark(intake.attempt, Step.COPIED, now)
             self._finish(intake, End(), now)
+        else:  # it crossed our Revoke, or wrote another prompt: only our own ranks are waited for now
+            self._clear_timers(intake)
         self._rest(intake, now)
 
     def on_quiesced(self, link: Link, message: Quiesced, now: float) -> None:
@@ -577,9 +579,12 @@ class Consumer:
 
     def _quiesced(self, intake: Intake, now: float) -> None:
         self._step(intake, _E.QUIESCED)
-        self.desk.timers.clear(("intake", intake.wanted.handoff))  # only our own ranks are waited for now
-        self.desk.timers.clear(("pulse", intake.wanted.handoff))
+        self._clear_timers(intake)  # only our own ranks are waited for now
         self._rest(intake, now)
+
+    def _clear_timers(self, intake: Intake) -> None:
+        self.desk.timers.clear(("intake", intake.wanted.handoff))
+        self.desk.timers.clear(("pulse", intake.wanted.handoff))
 
     def _finish(self, intake: Intake, end: End, now: float) -> None:
         intake.end = end
@@ -592,8 +597,7 @@ class Consumer:
         assert end is not None
         self.desk.count(f"ends.{end.reason or 'delivered'}")
         self._mark(intake.attempt, Step.ENDED, now, intake.ended(end))
-        self.desk.timers.clear(("intake", intake.wanted.handoff))
-        self.desk.timers.clear(("pulse", intake.wanted.handoff))
+        self._clear_timers(intake)
         if intake.target is not None:
             self.desk.emit(Report(intake.wanted.request, end))
             self.by_request.pop(intake.wanted.request, None)
@@ -608,8 +612,7 @@ class Consumer:
         handoff = intake.wanted.handoff
         del self.by_handoff[handoff], self.by_attempt[intake.attempt]
         self.by_reservation.pop(intake.reservation, None)
-        self.desk.timers.clear(("intake", handoff))
-        self.desk.timers.clear(("pulse", handoff))
+        self._clear_timers(intake)
         if intake.target is not None:
             self.desk.emit(DropHold(intake.wanted.request, handoff))
         self._let_go(intake.link, now)

@@ -14,7 +14,9 @@ import msgspec
 from kvbaton.protocol import messages as m
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.versions import Versions
+from kvbaton.sim.accounts import Accounts
 from kvbaton.sim.dialogue import Dialogues
+from kvbaton.sim.due import Dues
 from kvbaton.sim.fences import Fences
 from kvbaton.sim.life import Life
 from kvbaton.sim.network import Network
@@ -40,6 +42,18 @@ class Hearing:
             self._spoken[life.peer.incarnation] = life.character.versions
             self._dialogues.watch(life)
             Fences(life)
+            self._keep_books(life)
+
+    def _keep_books(self, life: Life) -> None:
+        """After each of its steps, beside what listens already."""
+        listens, accounts, dues = life.on_step, Accounts(life), Dues(life)
+
+        def after_step() -> None:
+            listens()
+            accounts.after_step()
+            dues.after_step()
+
+        life.on_step = after_step
 
     def said(self, who: WorkerId, frame: bytes) -> None:
         if who in self.liars:

@@ -8,6 +8,8 @@ import msgspec
 
 from kvbaton.sim.checkers import check_at_rest, check_excuses, check_healthy, check_planes, check_recovery
 from kvbaton.sim.cluster import Cluster
+from kvbaton.sim.exam import asked
+from kvbaton.sim.exam_bank import BANK
 from kvbaton.sim.plan import FAULTY_S, PROBE_S, REST_S, draw
 from kvbaton.sim.promises import Broken
 from kvbaton.sim.quiet import quietly
@@ -42,6 +44,7 @@ def run_seed(seed: int) -> Result:
     cluster: Cluster | None = None
     try:
         run_benches(seed)
+        asked(BANK, seed)
         cluster = Cluster(world, plan)
         world.run(FAULTY_S)
         cluster.heal()
