@@ -42,7 +42,7 @@ def _check_loss(ranks: LinkedRanks, rank: Rank) -> None:
     is_excused = traits.garble > 0 or troubled_s > traits.lost_s - 2 * traits.ping_s - 0.1
     if ranks.links._links[rank.number].counters["losses"] and rank.dead_since == NEVER and not is_excused:
         raise Broken(NEEDLESS, f"{name} was taken for lost, and was there")
-    gone_s = ranks.world.now - rank.dead_since
+    gone_s = ranks.world.now - rank.dead_since - channel.down_s  # its last words may be heard when the link is back
     if gone_s > 1.1 * (traits.lost_s + 2 * traits.ping_s) and not ranks.links.is_lost(rank.number):
         raise Broken(HANG, f"{name} is gone, and its end is still waited for")
 
