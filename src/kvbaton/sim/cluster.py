@@ -24,7 +24,7 @@ from kvbaton.sim.promises import WRONG, Broken
 from kvbaton.sim.rank_faults import RankTroubles
 from kvbaton.sim.request import SimRequest, digest_for
 from kvbaton.sim.router import Errand, Router
-from kvbaton.sim.transport import Fabric, TransportFaults
+from kvbaton.sim.transport import Fabric, TransportFaults, astray
 from kvbaton.sim.witness import Witness
 from kvbaton.sim.world import World
 
@@ -56,6 +56,7 @@ class Cluster:
         self.plan = self.drawn = plan  # the former heals
         self.network = Network(world, plan.network)
         self.fabric = Fabric(world, plan.copies)
+        self.fabric.on_astray = astray
         self.network.deliver = self._deliver
         self.witness = Witness(self.fabric)
         self.hearing = Hearing(self.network, plan.liars)

@@ -24,6 +24,7 @@ from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.ticket import Ticket, seal
 from kvbaton.sim.exam import same
 from kvbaton.sim.memory import Shape
+from kvbaton.sim.timers import BoundedTimers
 from kvbaton.sim.transport import KINDS
 
 KEY = b"the key of a cluster in which all is known"
@@ -63,6 +64,7 @@ class Booth:
             wall_offset_s=1000.0,
         )  # fmt: skip
         self.ledger = Ledger(self.identity, self.settings, lambda ids: [self.epochs.get(each, 0) for each in ids])
+        self.ledger.desk.timers = BoundedTimers()
         self.blocks = tuple(tuple(range(10 * n + 1, 10 * n + 4)) for n in range(len(self.shape.group_layers)))
         self.packed = tuple(pack_blocks(ids) for ids in self.blocks)
 

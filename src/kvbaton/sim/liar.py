@@ -67,14 +67,14 @@ def role_in(name: WorkerId) -> Role:
 
 def temper_of(rng: random.Random, role: Role) -> Temper:
     kind = rng.random()
+    said = {kind.__name__ for kind in KINDS if may_say(role, kind)} | {"Envelope"}
     if kind < 0.55:  # right in all but a few fields, of greetings or of the messages that handoffs are made of
-        said = {kind.__name__ for kind in KINDS if may_say(role, kind)} | {"Envelope"}
         said = said & _GREETING if kind < 0.1 else said - _GREETING
         places = [place for place in all_places() if place[0] in said]
         few = frozenset(rng.sample(places, min(len(places), rng.randint(1, 4))))
         return Temper(few, rng.choice((0.3, 0.7)), 0.0, 0.0, 0.0, 0.0, rng.choice((0.0, 0.3)))
     if kind > 0.85:  # right in all but which blocks a handoff is made of: met where copies are planned
-        named = frozenset(place for place in all_places() if place[1] in _OF_BLOCKS)
+        named = frozenset(place for place in all_places() if place[0] in said and place[1] in _OF_BLOCKS)
         return Temper(named, rng.choice((0.3, 0.7)), 0.0, 0.0, 0.0, 0.0, 0.0)
     return Temper(
         frozenset(),

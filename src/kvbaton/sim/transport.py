@@ -90,7 +90,7 @@ class Fabric:
         self.on_landing: Callable[[SimTransport, SimTransport, Copy, int, int], None] | None = None
         self.on_leaving: Callable[[SimTransport, int], None] | None = None
         self.on_lending: Callable[[SimTransport, Loan], None] | None = None
-        self.on_astray: Callable[[SimTransport, SimTransport], None] = astray
+        self.on_astray: Callable[[SimTransport, SimTransport], None] | None = None
 
     def add(self, transport: SimTransport) -> int:
         self.by_address[len(self.by_address) + 1] = transport
@@ -210,7 +210,9 @@ class SimTransport:
         spans = [tuple(numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
         job = _Job(copy, remote, link[1], spans)  # type: ignore[arg-type]
         if not self._in_range(job) or (copy.direction is Direction.WRITE and not self.kind.can_write):
-            if remote.me == copy.peer:  # else a liar has given another's endpoint for its own
+            if (
+                self.fabric.on_astray is not None and remote.me == copy.peer
+            ):  # else a liar has given another's endpoint for its own
                 self.fabric.on_astray(self, remote)
             self._note(CopyEnded(copy.job, Reason.BAD_SPAN, detail="outside registered memory"))
             return True
