@@ -13,6 +13,7 @@ from kvbaton.protocol.ids import (
     handoff_id,
     is_handoff_id,
     is_worker_id,
+    owner_of,
     rank_peer,
 )
 
@@ -60,3 +61,8 @@ def test_a_rank_of_a_peer_cannot_be_taken_for_a_worker() -> None:
 
 def test_a_peer_prints_with_its_life() -> None:
     assert str(PeerId(WorkerId("p"), Incarnation(10))) == "p@000000000000000a"
+
+
+def test_a_rank_leads_to_the_peer_that_it_is_one_of() -> None:
+    peer = PeerId(WorkerId("p-1"), Incarnation(3))
+    assert [owner_of(rank_peer(peer, rank)) for rank in (0, 12)] == [peer, peer]
