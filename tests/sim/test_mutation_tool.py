@@ -309,9 +309,10 @@ def test_what_survives_worlds_can_be_seen_by_tests():
     assert verdict.caught and verdict.test.startswith("tests/protocol/test_lease.py::")
 
 
-@pytest.mark.parametrize("line", [line for line in kept.read() if line.seed is None], ids=lambda line: line.name)
-def test_what_is_left_to_tests_is_caught_by_the_one_that_is_named(line: kept.Kept):
-    assert under_test.judged(line.name, [line.test]).caught
+def test_what_is_left_to_tests_is_caught_by_the_one_that_is_named():
+    """None is, as long as the simulator sees every kept mutant; who leaves one to a test names it."""
+    left = [line for line in kept.read() if line.seed is None]
+    assert [line.name for line in left if not under_test.judged(line.name, [line.test]).caught] == []
 
 
 def test_the_clean_tree_is_as_before():
