@@ -68,7 +68,9 @@ def test_inside_it_looks_no_further(monkeypatch: pytest.MonkeyPatch, gone: list[
     monkeypatch.setattr(conformance.importlib, "import_module", lambda name: Suite)
     args = cli.build_parser("conformance", conformance).parse_args(["conformance", "vllm", "--seeds", "3..4"])
     assert conformance.run(args) == 1
-    assert asked == [{"cases": None, "seeds": range(3, 5), "as_json": False, "listed": False, "processes": 3}]
+    assert asked == [
+        {"cases": None, "seeds": range(3, 5), "as_json": False, "listed": False, "processes": 3, "pairwise": False}
+    ]
     assert gone == []
 
 
