@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from kvbaton.protocol.lease import Lease
+from kvbaton.protocol.producer import Producer
 from kvbaton.sim import run
 from kvbaton.sim.hearing import Hearing
+from kvbaton.sim.run import run_seed
+
+from .seen_seeds import SeenSeeds
+
+SEEDS = range(70)
 
 
 @pytest.fixture
@@ -13,3 +22,22 @@ def worlds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the questions beside each world and the books of its ledgers, which see most of what others are for."""
     monkeypatch.setattr(run, "asked", lambda bank, seed: None)
     monkeypatch.setattr(Hearing, "_keep_books", lambda self, life: None)
+
+
+@pytest.fixture(scope="session")
+def seen() -> Iterator[SeenSeeds]:
+    found, judge = SeenSeeds(), Producer._judge
+
+    def watched(self: Producer, lease: Lease) -> tuple[bool, tuple[int, ...]]:
+        proven, good = judge(self, lease)
+        if not proven and good:
+            found.judge(lease, good)
+        return proven, good
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Producer, "_judge", watched)
+        for seed in SEEDS:
+            found.results.append(run_seed(seed))
+            found.faults.update(found.results[-1].faults)
+            found.ends.update(found.results[-1].ends)
+    yield found

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
 from kvbaton.protocol.ids import PutId
 from kvbaton.protocol.layout import Kind, Per
-from kvbaton.protocol.lease import Lease
-from kvbaton.protocol.producer import Producer
 from kvbaton.sim import hardships
 from kvbaton.sim.hunting import hunt
 from kvbaton.sim.memory import Shape, page_stamp, same_tokens
 from kvbaton.sim.mutants_worlds import WORLD_MUTANTS
 from kvbaton.sim.plan import Plan, draw
 from kvbaton.sim.pool import Pool
-from kvbaton.sim.run import Result, run_seed
 from kvbaton.sim.store import SimStore
 from kvbaton.sim.world import World
 
-SEEDS = range(70)
+from .seen_seeds import SeenSeeds
+
 PLANS = range(400)
 
 
@@ -31,46 +27,12 @@ def plans() -> list[Plan]:
     return [draw(World(seed).rng) for seed in PLANS]
 
 
-class Seen:
-    """Some seeds as they went, and how partly stale commits were."""
-
-    def __init__(self) -> None:
-        self.stale: Counter[str] = Counter()
-        self.faults: Counter[str] = Counter()
-        self.results: list[Result] = []
-
-    def judge(self, lease: Lease, good: tuple[int, ...]) -> None:
-        counts = [len(ids) for ids in lease.blocks]
-        whole = [n == count for n, count in zip(good, counts, strict=True)]
-        self.stale["with a good first block"] += all(good)
-        self.stale["with one group good and one not"] += any(whole)
-        self.stale["partly, in one group"] += len(counts) == 1 and 0 < good[0] < counts[0]
-
-
-@pytest.fixture(scope="module")
-def seen() -> Iterator[Seen]:
-    found, judge = Seen(), Producer._judge
-
-    def watched(self: Producer, lease: Lease) -> tuple[bool, tuple[int, ...]]:
-        proven, good = judge(self, lease)
-        if not proven and good:
-            found.judge(lease, good)
-        return proven, good
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Producer, "_judge", watched)
-        for seed in SEEDS:
-            found.results.append(run_seed(seed))
-            found.faults.update(found.results[-1].faults)
-        yield found
-
-
-def test_they_hold(seen: Seen) -> None:
+def test_they_hold(seen: SeenSeeds) -> None:
     assert [(result.seed, result.what) for result in seen.results if not result.holds] == []
 
 
 @pytest.mark.parametrize("how", ["with a good first block", "with one group good and one not", "partly, in one group"])
-def test_commits_are_partly_stale(seen: Seen, how: str) -> None:
+def test_commits_are_partly_stale(seen: SeenSeeds, how: str) -> None:
     assert seen.stale[how] > 0
 
 
@@ -79,17 +41,17 @@ def test_commits_are_partly_stale(seen: Seen, how: str) -> None:
     ["nibbled", "early_blocks", "store_read_on", "cache_replaced", "port_threw_late", "store_threw_late",
      "receive_threw", "ticket_of_nobody", "plane_shut", "lost"],
 )  # fmt: skip
-def test_it_is_met(seen: Seen, fault: str) -> None:
+def test_it_is_met(seen: SeenSeeds, fault: str) -> None:
     assert seen.faults[fault] > 0
 
 
-def test_frames_are_lost_where_every_handoff_is_demanded(seen: Seen) -> None:
+def test_frames_are_lost_where_every_handoff_is_demanded(seen: SeenSeeds) -> None:
     lossy = [each for each in seen.results if each.profile == "healthy" and each.faults.get("lost")]
     assert lossy and all(each.delivered == each.handoffs for each in lossy)
 
 
 @pytest.mark.parametrize("reason", ["busy", "quarantine_full", "stale", "peer_unknown", "unreachable"])
-def test_ends_that_bounds_and_hardships_bring(seen: Seen, reason: str) -> None:
+def test_ends_that_bounds_and_hardships_bring(seen: SeenSeeds, reason: str) -> None:
     assert any(result.ends.get(reason) for result in seen.results)
 
 

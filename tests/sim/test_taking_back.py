@@ -10,7 +10,6 @@ from kvbaton.protocol.effects import Unpin
 from kvbaton.protocol.ids import LeaseId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.ticket import Ticket, seal
-from kvbaton.sim.campaign import run_seeds
 from kvbaton.sim.hunting import hunt
 from kvbaton.sim.life import TICKET_KEY, Character, Life
 from kvbaton.sim.memory import Shape
@@ -20,6 +19,8 @@ from kvbaton.sim.promises import LEAK, Broken
 from kvbaton.sim.router import STRAYS, Errand, Router
 from kvbaton.sim.transport import Fabric, TransportFaults
 from kvbaton.sim.world import World
+
+from .seen_seeds import SeenSeeds
 
 P, Q = WorkerId("p"), WorkerId("q")
 HANDOFF = handoff_id(TransferId("0" * 32))
@@ -130,11 +131,9 @@ def test_a_second_release_of_a_lease_is_seen() -> None:
     assert seen.value.promise == LEAK
 
 
-def test_every_kind_of_word_is_drawn_and_some_come_too_soon_for_a_reader() -> None:
-    total = run_seeds(range(30), 1, lambda line: None)
-    assert total.holds, total.broken
-    assert {f"discard_{kind}" for kind in STRAYS} | {"client_left", "discards", "retired"} <= set(total.faults)
-    assert total.ends["discarded"] > 0
+def test_every_kind_of_word_is_drawn_and_some_come_too_soon_for_a_reader(seen: SeenSeeds) -> None:
+    assert {f"discard_{kind}" for kind in STRAYS} | {"client_left", "discards", "retired"} <= set(seen.faults)
+    assert seen.ends["discarded"] > 0
 
 
 QUICK = {

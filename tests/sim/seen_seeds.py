@@ -1,0 +1,25 @@
+"""The first seeds, run once for all tests that ask what is met in them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvbaton.protocol.lease import Lease
+from kvbaton.sim.run import Result
+
+
+class SeenSeeds:
+    """Some seeds as they went, run once for all tests, and how partly stale commits were."""
+
+    def __init__(self) -> None:
+        self.stale: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self.ends: Counter[str] = Counter()
+        self.results: list[Result] = []
+
+    def judge(self, lease: Lease, good: tuple[int, ...]) -> None:
+        counts = [len(ids) for ids in lease.blocks]
+        whole = [n == count for n, count in zip(good, counts, strict=True)]
+        self.stale["with a good first block"] += all(good)
+        self.stale["with one group good and one not"] += any(whole)
+        self.stale["partly, in one group"] += len(counts) == 1 and 0 < good[0] < counts[0]
