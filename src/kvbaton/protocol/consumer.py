@@ -549,7 +549,9 @@ class Consumer:
             self._lend(intake)
             self._send_offer(intake)
             # It may be lost, and is made again with the next renewal, which nobody puts off: the lease runs on.
-            self.desk.timers.hasten(("pulse", intake.wanted.handoff), now + self.desk.settings.retry_s)
+            assert intake.source is not None
+            soon_s = max(min(self.desk.settings.retry_s, intake.source.ttl_s / 3), DURATION_S_MIN)
+            self.desk.timers.hasten(("pulse", intake.wanted.handoff), now + soon_s)
 
     def _lend(self, intake: Intake) -> None:
         """Before the source is told of these blocks; taken back when the handoff ends, whatever the source says."""

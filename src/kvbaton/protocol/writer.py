@@ -151,7 +151,8 @@ class Writer:
             if not lease.moved:
                 self.desk.mark(Seen.PREFILL, lease.id, Step.FIRST_BYTE, now)
             lease.moved += size
-            outlet.deadline = now + self.desk.settings.transfer_timeout
+            if outlet.state is OutletState.WRITING:  # what is being stopped ends by when it was to, whatever arrives
+                outlet.deadline = now + self.desk.settings.transfer_timeout
             self._flush_if_done(key, outlet, lease, now)
         elif outlet.state is OutletState.WRITING:
             self._stop(key, outlet, event.reason, now)

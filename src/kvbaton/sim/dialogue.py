@@ -100,6 +100,7 @@ class Dialogue:
         self._abandoned: set[tuple[int, int]] = set()  # (P's life, attempt)
         self._last: dict[Key, float] = {}
         self._stale: set[Key] = set()
+        self._judged: set[tuple[int, int, int]] = set()  # (D's life, session, attempt): its verdict was said
         self._told: dict[tuple[int, int, int], tuple[Any, bool]] = {}  # (D's life, lease, attempt): what is ready
         self._owed: list[tuple[Key, PeerId]] = []
         self._said: set[Key] = set()  # in this step
@@ -127,6 +128,8 @@ class Dialogue:
         message = _BODIES[kind].decode(body)
         key = (kind, listener, session, _number(kind, message))
         self._said.add(key)
+        if kind in _ANSWERS[m.Commit]:
+            self._judged.add(key[1:])
         if kind in _ANSWERS:
             self._check_asking(key, message)
             self._last[key] = self._life.world.now
@@ -226,8 +229,8 @@ class Dialogue:
         if kind in (m.Claim, m.Offer, m.Revoke) and self._ledger.sessions.joined(session, peer) is None:
             return True  # it waited, and who asked said goodbye in the same step
         if kind is m.Claim:
-            if number in self._left:
-                return True  # it waited, and was taken back in the same step
+            if number in self._left or (int(peer.incarnation), session, number) in self._judged:
+                return True  # it waited, and was taken back in the same step; or comes again, after its verdict
             reader = Reader(peer, number)
             seats = (lease.seats.get(reader) for lease in producer.leases.values())
             return reader in producer.parked or any(seat and seat.state is not ReaderState.LIVE for seat in seats)
