@@ -28,6 +28,7 @@ from kvbaton.protocol.messages import (
     Revoke,
     Written,
 )
+from kvbaton.protocol.outlet import OutletState
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.writer import Revocations
 from kvbaton.sim.memory import Shape
@@ -450,6 +451,34 @@ class TestRevoking:
         pair.settle()
         pair.inject("d", "p", Revoke(LeaseId(77), 1, ReservationId(1)))
         assert quiet(pair) == [(1, None)] and len(pair.p.ledger.producer.writer.outlets) == 1
+
+    def test_a_write_that_arrives_while_stopping_does_not_move_the_limit(self, make_pair: Make) -> None:
+        """Seed 107321: its time-out was then later, or sooner, than the limit that was kept for it."""
+        pair = make_pair(shape=Shape(ranks=2))
+        offered(pair)
+        pair.d.give_up("r")
+        pair.settle()
+        (outlet,) = pair.p.ledger.producer.writer.outlets.values()
+        limit, moving = outlet.deadline, list(pair.p.copies)
+        assert len(moving) == 2
+        pair.run(0.1)
+        pair.p.finish(moving[0])
+        assert outlet.deadline == limit
+        pair.p.finish()
+        pair.settle()
+
+    def test_who_commits_what_it_offered_blocks_for_is_written_to_no_more(self, pair: Pair) -> None:
+        """Seed 108305: only a liar does; its seat was over, and P wrote on."""
+        pair.p.habits.copies = False
+        pair.d.want("r", pair.router_ticket(max_readers=2), push=True)
+        pair.p.stream(1, max_readers=2)
+        pair.settle()
+        (outlet,) = pair.p.ledger.producer.writer.outlets.values()
+        pair.inject("d", "p", Commit(LeaseId(1), outlet.reader.attempt))
+        assert outlet.state is OutletState.STOPPING
+        pair.p.finish()
+        pair.settle()
+        assert not pair.p.ledger.producer.writer.outlets
 
 
 class TestRevocations:

@@ -283,8 +283,7 @@ class Producer:
         if lease.state is not LeaseState.RELEASED:  # of which nothing more is said
             why = f": {reason_of(seat.why)}" if seat.why else ""
             self._mark(lease.id, _SEEN[event], now, who=f"{reader.peer.worker}{why}")
-        if event is ReaderEvent.LEFT:
-            self.writer.stop(lease, reader, None, now)
+        self.writer.stop(lease, reader, None, now)  # also for who commits what it had offered blocks for, and lies
         if lease.used_up:
             self.close(lease, Reason.TICKET_SPENT, now)
 
