@@ -459,10 +459,10 @@ class TestRevoking:
         pair.d.give_up("r")
         pair.settle()
         (outlet,) = pair.p.ledger.producer.writer.outlets.values()
-        limit, moving = outlet.deadline, list(pair.p.copies)
-        assert len(moving) == 2
+        limit, (first, _) = outlet.deadline, list(pair.p.copies)
         pair.run(0.1)
-        pair.p.finish(moving[0])
+        del pair.p.copies[first]
+        pair.p.ledger.on_event(ev.CopyEnded(first), pair.now)  # it had arrived before it could be cancelled
         assert outlet.deadline == limit
         pair.p.finish()
         pair.settle()
@@ -479,6 +479,18 @@ class TestRevoking:
         pair.p.finish()
         pair.settle()
         assert not pair.p.ledger.producer.writer.outlets
+
+    def test_a_writing_ends_with_the_session_that_it_was_offered_in(self, pair: Pair) -> None:
+        """Whatever session its reader had claimed in."""
+        offered(pair)
+        producer = pair.p.ledger.producer
+        (outlet,) = producer.writer.outlets.values()
+        (session,) = pair.p.ledger.sessions.by_number.values()
+        producer.leases[outlet.lease].seats[outlet.reader].session = session.number + 1
+        pair.p.ledger.sessions.end(session, pair.now)
+        assert outlet.state is OutletState.STOPPING
+        pair.p.finish()
+        pair.settle()
 
 
 class TestRevocations:
