@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml setup.py src/kvbaton/transports/_mover.c
+SOURCES := pyproject.toml setup.py src/kvbaton/transports/core/_mover.c
 
 # vLLM lives in an environment of its own: .venv stays small. Another release beside it, with its own PyTorch:
 #   make vllm VLLM=0.31.0 VLLM_VENV=.venv-vllm-0.31      (and TORCH=… where that release needs another one)
@@ -226,8 +226,8 @@ $(VLLM_VENV)/.engine: $(VLLM_VENV)/bin/pip
 
 $(VLLM_VENV)/.ready: $(VLLM_VENV)/.engine $(SOURCES)
 	@echo "vllm: 3 of 3, kvbaton itself"
-	@for mover in src/kvbaton/transports/_mover*.so; do \
-		if [ "$$mover" -nt src/kvbaton/transports/_mover.c ]; then export KVBATON_MOVER=built; fi; \
+	@for mover in src/kvbaton/transports/core/_mover*.so; do \
+		if [ "$$mover" -nt src/kvbaton/transports/core/_mover.c ]; then export KVBATON_MOVER=built; fi; \
 	done; $(VLLM_PIP) -e '.[serve]' pytest pytest-timeout openai
 	@touch $@
 

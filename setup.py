@@ -14,8 +14,8 @@ setup(
     if os.environ.get("KVBATON_MOVER") == "built"
     else [
         Extension(
-            "kvbaton.transports._mover",
-            sources=["src/kvbaton/transports/_mover.c"],
+            "kvbaton.transports.core._mover",
+            sources=["src/kvbaton/transports/core/_mover.c"],
             extra_compile_args=["-O3"],
             optional=True,
         )

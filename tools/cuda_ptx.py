@@ -18,7 +18,7 @@ import hashlib
 from pathlib import Path
 
 ARCHITECTURE = "compute_70"
-FOLDER = Path(__file__).parent.parent / "src" / "kvbaton" / "transports"
+FOLDER = Path(__file__).parent.parent / "src" / "kvbaton" / "transports" / "cuda"
 HEAD = '''"""`cuda_move.cu` as PTX, for {architecture} and later: written by tools/cuda_ptx.py, never by hand."""
 
 SOURCE_SHA256 = "{digest}"

@@ -1,7 +1,7 @@
 """Runs workers of an old release beside workers of this tree, behind this tree's router, and compares every answer.
 
     git archive <commit> | tar -x -C /tmp/release
-    cp src/kvbaton/transports/_mover*.so /tmp/release/src/kvbaton/transports/
+    cp src/kvbaton/transports/core/_mover*.so /tmp/release/src/kvbaton/transports/core/
     .venv/bin/python tools/mixed_releases.py --old /tmp/release
 
 Real processes and sockets. The exit status is 0 if every answer is a single engine's, every prompt that is long enough

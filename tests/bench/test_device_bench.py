@@ -27,8 +27,8 @@ from kvbaton.bench.device_world import (
 )
 from kvbaton.cli.main import main
 from kvbaton.control import keys
-from kvbaton.transports import cuda_driver
-from kvbaton.transports.device import DeviceMemory
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.cuda import cuda_driver
 
 from ..transports.fake_gpu import FakeGpu
 

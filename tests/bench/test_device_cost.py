@@ -13,8 +13,8 @@ from kvbaton.bench import device_share, device_sums
 from kvbaton.bench.device_share import Mover, Row
 from kvbaton.bench.device_sums import Cost
 from kvbaton.protocol.weave import Weave
-from kvbaton.transports import cuda_launch
-from kvbaton.transports.cuda_driver import CudaError
+from kvbaton.transports.cuda import cuda_launch
+from kvbaton.transports.cuda.cuda_driver import CudaError
 
 from ..transports.fake_gpu import FakeGpu
 

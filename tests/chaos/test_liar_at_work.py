@@ -37,8 +37,8 @@ from kvbaton.protocol.ids import (
     handoff_id,
 )
 from kvbaton.router.dialects import handover
-from kvbaton.transports.base import Copy, CopyEnded, Direction
-from kvbaton.transports.tcp import TcpEndpoint
+from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
+from kvbaton.transports.tcp.tcp_transport import TcpEndpoint
 from tests.e2e.cluster import some_prompts
 from tests.e2e.pair import Pair
 

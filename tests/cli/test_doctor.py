@@ -14,7 +14,7 @@ import pytest
 
 from kvbaton.cli import doctor_cluster
 from kvbaton.cli.main import main
-from kvbaton.transports import planes
+from kvbaton.transports import catalogue
 
 Pages = dict[str, tuple[int, str]]
 WORKERS = "/workers"
@@ -67,8 +67,8 @@ def found(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[st
 def test_this_machine_as_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     status, told = found(capsys)
     assert status == 0 and told["well"] is True
-    assert [each["name"] for each in told["planes"]] == list(planes.ORDER)
-    assert told["offered"] == list(planes.offered("auto"))
+    assert [each["name"] for each in told["planes"]] == list(catalogue.ORDER)
+    assert told["offered"] == list(catalogue.offered("auto"))
     assert "tcp" in told["offered"]
 
 
@@ -81,9 +81,9 @@ def test_this_machine_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_choice_that_this_machine_cannot_serve(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = planes.PLANES["mori"]
+    told = catalogue.PLANES["mori"]
     monkeypatch.setitem(
-        planes.PLANES, "mori", planes.Plane("mori", told.what, "amd_mori", lambda: "gone", lambda: True)
+        catalogue.PLANES, "mori", catalogue.Plane("mori", told.what, "amd_mori", lambda: "gone", lambda: True)
     )
     assert main(["doctor", "--transport", "mori"]) == 1
     text = capsys.readouterr().out

@@ -22,7 +22,8 @@ from kvbaton.codes.entry import Severity
 from kvbaton.codes.findings import SEVERITY
 from kvbaton.control import key_rotation, keys
 from kvbaton.integrations.vllm.launching import CONNECTOR, PYTHON_VARIABLE, free_ports
-from kvbaton.transports import mover, planes
+from kvbaton.transports import catalogue
+from kvbaton.transports.core import mover
 
 Found = list[dict[str, str]]
 HERE = "127.0.0.1"
@@ -542,9 +543,9 @@ def test_planes_that_cannot_be_used_or_are_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: Place
 ) -> None:
     for name, problem in (("mori", "gone"), ("nixl", "")):
-        had = planes.PLANES[name]
-        made = planes.Plane(name, had.what, had.needs, lambda problem=problem: problem, lambda: True, encrypts=False)  # type: ignore[misc]
-        monkeypatch.setitem(planes.PLANES, name, made)
+        had = catalogue.PLANES[name]
+        made = catalogue.Plane(name, had.what, had.needs, lambda problem=problem: problem, lambda: True, encrypts=False)  # type: ignore[misc]
+        monkeypatch.setitem(catalogue.PLANES, name, made)
     place.extra("p")["transport"] = "mori"
     place.more = ["--transport", "nixl"]
     status, found = told(capsys, place.words())

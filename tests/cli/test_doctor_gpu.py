@@ -14,7 +14,7 @@ from kvbaton.cli.doctor_config import examine
 from kvbaton.cli.doctor_read import parse
 from kvbaton.cli.main import main
 from kvbaton.integrations.vllm.launching import CONNECTOR
-from kvbaton.transports import planes
+from kvbaton.transports import catalogue
 
 
 class Machine:
@@ -39,7 +39,7 @@ class Machine:
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Neither a container nor a limit."""
-    monkeypatch.setattr(planes, "RDMA_DEVICES", tmp_path / "none")
+    monkeypatch.setattr(catalogue, "RDMA_DEVICES", tmp_path / "none")
     monkeypatch.setattr(doctor_gpu, "_inode", lambda path: doctor_gpu.NAMESPACES[path.name])
 
 
@@ -78,7 +78,7 @@ def test_rdma_needs_memory_that_may_be_locked(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (limit[0], limit[0]))
     assert codes(Machine()) == [], "nobody has asked for it"
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
-    monkeypatch.setattr(planes, "RDMA_DEVICES", tmp_path / "infiniband")
+    monkeypatch.setattr(catalogue, "RDMA_DEVICES", tmp_path / "infiniband")
     assert codes(Machine()) == ["memlock-small"]
     limit[0] = resource.RLIM_INFINITY
     assert codes(Machine()) == []

@@ -10,17 +10,17 @@ import sys
 from kvbaton.cli.main import main
 from kvbaton.protocol.ids import PeerId
 from kvbaton.testing.corrupting import CorruptingTransport, some_byte
-from kvbaton.transports import planes
-from kvbaton.transports.base import HostTransport
+from kvbaton.transports import catalogue
+from kvbaton.transports.core.transport import HostTransport
 
 
 def corrupt(one_in: int) -> None:
-    plain, strike = planes._plain, some_byte(7, one_in)
+    plain, strike = catalogue._plain, some_byte(7, one_in)
 
-    def damaged(name: str, me: PeerId, settings: planes.PlaneSettings) -> HostTransport:
+    def damaged(name: str, me: PeerId, settings: catalogue.PlaneSettings) -> HostTransport:
         return CorruptingTransport(plain(name, me, settings), strike)
 
-    planes._plain = damaged
+    catalogue._plain = damaged
 
 
 if __name__ == "__main__":

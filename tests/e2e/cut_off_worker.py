@@ -13,7 +13,8 @@ import socket
 import sys
 
 from kvbaton.cli.main import main
-from kvbaton.transports import shm, shm_attach
+from kvbaton.transports.local import region_client
+from kvbaton.transports.shm import shm_transport
 
 
 def _another_namespace() -> str:
@@ -30,11 +31,11 @@ def _no_socket(self: object, peer: object) -> bytes:
 
 def cut_off(how: str) -> None:
     if how == "namespace":
-        setattr(shm, "host_identity", _another_namespace)  # noqa: B010 - the name that shm itself has for it
+        setattr(shm_transport, "host_identity", _another_namespace)  # noqa: B010 - the name that shm itself has for it
     elif how == "door":
-        shm_attach.dial = _nobody_there
+        region_client.dial = _nobody_there
     elif how == "mint":
-        setattr(shm.ShmTransport, "endpoint", _no_socket)  # noqa: B010 - a method, replaced in this process only
+        setattr(shm_transport.ShmTransport, "endpoint", _no_socket)  # noqa: B010 - a method, replaced in this process only
     else:
         raise SystemExit(f"got {how!r}, expected namespace, door or mint")
 

@@ -3,7 +3,7 @@
 Run as `python late_peer.py KEYS PLANE` it is the source: a whole node with leased blocks, which carries out calls from
 standard input, one JSON line each. The reader runs in the test's process, where its memory can be looked at.
 
-Law: a source that was stopped goes on before anything of its reader is closed (see the hazard in `transports/nixl.py`).
+Law: a source that was stopped goes on before anything of its reader is closed (see the hazard in `transports/nixl/nixl_transport.py`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from kvbaton.runtime.doorway import Doorway, DoorwayConfig, DropBlocks, LoadRepo
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.loop import NodeLoop
 from kvbaton.runtime.node import Node
-from kvbaton.transports.memory import allocate
-from kvbaton.transports.planes import PlaneSettings, make
+from kvbaton.transports.catalogue import PlaneSettings, make
+from kvbaton.transports.core.shared_memory import allocate
 
 BLOCKS = 1152
 BLOCK_TOKENS = 16

@@ -11,7 +11,7 @@ from kvbaton.engine.server import RefusedError
 from kvbaton.engine.worker import reference_answers
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.ticket import Ticket, seal
-from kvbaton.transports.base import CopyEnded
+from kvbaton.transports.core.transport import CopyEnded
 from tests.e2e.pair import Pair, generate, pair
 
 LENGTHS = (1, 14, 15, 16, 17, 30, 31, 32, 33, 100, 250, 400)

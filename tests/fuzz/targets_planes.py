@@ -25,21 +25,18 @@ from kvbaton.runtime import rank_store_messages as sm
 from kvbaton.runtime.rank_stream import WINDOW_FRAMES_MAX, Envelope, Stream
 from kvbaton.store import frames, lines, wire
 from kvbaton.store.keys import HASH_BYTES
-from kvbaton.transports import (
-    auth,
-    cuda_door,
-    mooncake_endpoint,
-    mori_endpoint,
-    nixl_endpoint,
-    shm,
-    staged_door,
-    sums_endpoint,
-    tcp,
-    tcp_frames,
-)
-from kvbaton.transports.auth import SECRET_BYTES
-from kvbaton.transports.nixl_lists import Place as NixlPlace
-from kvbaton.transports.shm_door import ShmEndpoint, host_identity
+from kvbaton.transports.checksum import checksum_endpoint
+from kvbaton.transports.cuda import cuda_listener
+from kvbaton.transports.local.region_listener import ShmEndpoint, host_identity
+from kvbaton.transports.mooncake import mooncake_endpoint
+from kvbaton.transports.mori import mori_endpoint
+from kvbaton.transports.net import handshake, transfer_frames
+from kvbaton.transports.net.handshake import SECRET_BYTES
+from kvbaton.transports.nixl import nixl_endpoint
+from kvbaton.transports.nixl.nixl_lists import Place as NixlPlace
+from kvbaton.transports.shm import shm_transport
+from kvbaton.transports.staged import staged_listener
+from kvbaton.transports.tcp import tcp_transport
 
 PEER, ME = PeerId(WorkerId("p#0"), Incarnation(0xA1)), PeerId(WorkerId("d#0"), Incarnation(0xD1))
 SECRET = bytes(range(SECRET_BYTES))
@@ -62,16 +59,16 @@ def _mori(data: bytes) -> PeerId:
 
 
 def _summed(data: bytes) -> PeerId:
-    assert len(sums_endpoint.parse(PEER, sums_endpoint.VERSION + data).secret) == SECRET_BYTES
+    assert len(checksum_endpoint.parse(PEER, checksum_endpoint.VERSION + data).secret) == SECRET_BYTES
     return PEER
 
 
 ENDPOINTS: dict[str, Callable[[bytes], PeerId]] = {
-    "tcp": lambda data: tcp._parse(PEER, data).owner,
-    "shm": lambda data: shm._parse(PEER, data).owner,
-    "cuda": lambda data: cuda_door.parse_endpoint(PEER, data).owner,
-    "staged-tcp": lambda data: staged_door.parse_endpoint(PEER, "tcp", data).owner,
-    "staged-shm": lambda data: staged_door.parse_endpoint(PEER, "shm", data).owner,
+    "tcp": lambda data: tcp_transport._parse(PEER, data).owner,
+    "shm": lambda data: shm_transport._parse(PEER, data).owner,
+    "cuda": lambda data: cuda_listener.parse_endpoint(PEER, data).owner,
+    "staged-tcp": lambda data: staged_listener.parse_endpoint(PEER, "tcp", data).owner,
+    "staged-shm": lambda data: staged_listener.parse_endpoint(PEER, "shm", data).owner,
     "mooncake": lambda data: mooncake_endpoint.parse(PEER, data).owner,
     "nixl": _nixl,
     "mori": _mori,
@@ -97,14 +94,14 @@ def endpoint_seeds() -> list[bytes]:
     host = host_identity()
     life = nixl_endpoint.Life(host, 1, 1)
     plain = [
-        tcp.TcpEndpoint(PEER, "10.0.0.1", 5000, SECRET, {0: 4096}),
+        tcp_transport.TcpEndpoint(PEER, "10.0.0.1", 5000, SECRET, {0: 4096}),
         ShmEndpoint(PEER, host, "name", SECRET),
-        cuda_door.CudaEndpoint(PEER, host, "name", SECRET),
-        staged_door.StagedEndpoint(PEER, "tcp", host, "10.0.0.1", 5000, SECRET),
-        staged_door.StagedEndpoint(PEER, "shm", host, "name", 0, SECRET),
+        cuda_listener.CudaEndpoint(PEER, host, "name", SECRET),
+        staged_listener.StagedEndpoint(PEER, "tcp", host, "10.0.0.1", 5000, SECRET),
+        staged_listener.StagedEndpoint(PEER, "shm", host, "name", 0, SECRET),
         mooncake_endpoint.MooncakeEndpoint(PEER, "10.0.0.1", 5000, 4096, b"m" * 16, {0: region}),
         nixl_endpoint.NixlEndpoint(PEER, agent, life, places, head),
-        sums_endpoint.SumEndpoint("10.0.0.1", 5000, SECRET, b"inner"),
+        checksum_endpoint.SumEndpoint("10.0.0.1", 5000, SECRET, b"inner"),
     ]
     mori = mori_endpoint.MoriEndpoint(PEER, b"engine", {0: PACK([1, b"a", "x"]), 1: PACK([1, b"b", "x"])})
     told = zlib.decompress(mori_endpoint.pack(mori)[len(mori_endpoint.VERSION) :])
@@ -116,19 +113,19 @@ def endpoint_seeds() -> list[bytes]:
 
 def tcp_frame(data: bytes) -> None:
     """Within all bounds, or `ProtocolError`; and packed again it is the same head."""
-    head = data[: tcp_frames.FRAME_BYTES].ljust(tcp_frames.FRAME_BYTES, b"\0")
-    for kinds in ((tcp_frames.Kind.READ, tcp_frames.Kind.WRITE), tuple(tcp_frames.Kind)):
+    head = data[: transfer_frames.FRAME_BYTES].ljust(transfer_frames.FRAME_BYTES, b"\0")
+    for kinds in ((transfer_frames.Kind.READ, transfer_frames.Kind.WRITE), tuple(transfer_frames.Kind)):
         try:
-            found = tcp_frames.parse(head, *kinds)
+            found = transfer_frames.parse(head, *kinds)
         except ProtocolError as error:
             assert error.detail
         else:
-            assert found.kind in kinds and found.payload_bytes <= tcp_frames.PAYLOAD_BYTES_MAX
+            assert found.kind in kinds and found.payload_bytes <= transfer_frames.PAYLOAD_BYTES_MAX
             assert found.pack() == head
 
 
 def tcp_seeds() -> list[bytes]:
-    return [tcp_frames.Frame(kind, 7, 64, table_bytes=32).pack() for kind in tcp_frames.Kind]
+    return [transfer_frames.Frame(kind, 7, 64, table_bytes=32).pack() for kind in transfer_frames.Kind]
 
 
 def scripted(script: Generator[Any, None, Any], data: bytes) -> tuple[Any, int]:
@@ -151,13 +148,13 @@ def scripted(script: Generator[Any, None, Any], data: bytes) -> tuple[Any, int]:
 
 def greeting(data: bytes) -> None:
     """No bytes of a stranger's let it in, at a server or at a client; it gets one answer of one size at most."""
-    known = auth.Keyring()
+    known = handshake.Keyring()
     known.mint(PEER)
     for script in (
-        lambda line: auth.admit(line, known, ME),
-        lambda line: auth.admit(line, known, ME, True),
-        lambda line: auth.greet(line, SECRET, ME, PEER, 0),
-        lambda line: auth.greet(line, SECRET, ME, PEER, 0, True),
+        lambda line: handshake.admit(line, known, ME),
+        lambda line: handshake.admit(line, known, ME, True),
+        lambda line: handshake.greet(line, SECRET, ME, PEER, 0),
+        lambda line: handshake.greet(line, SECRET, ME, PEER, 0, True),
     ):
         line = SimpleNamespace(out=[])
         with contextlib.suppress(ProtocolError, EOFError):
@@ -168,7 +165,7 @@ def greeting(data: bytes) -> None:
 
 def greeting_seeds() -> list[bytes]:
     name = PEER.worker.encode()
-    said = auth._HELLO.pack(auth._MAGIC, 1, 1, len(name), PEER.incarnation, bytes(32)) + name
+    said = handshake._HELLO.pack(handshake._MAGIC, 1, 1, len(name), PEER.incarnation, bytes(32)) + name
     return [said + bytes(32), said, bytes(64)]
 
 

@@ -24,8 +24,8 @@ from kvbaton.metrics.worker import NOT_METRICS, RENAMED, render_worker
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.router.stats import RouterStats, count
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.refusals import Cause, refusals_of
-from kvbaton.transports.tcp import TcpEndpoint
+from kvbaton.transports.core.refusals import Cause, refusals_of
+from kvbaton.transports.tcp.tcp_transport import TcpEndpoint
 
 D = PeerId(WorkerId("d0"), Incarnation(1))
 

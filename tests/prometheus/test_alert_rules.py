@@ -14,7 +14,7 @@ import pytest
 from kvbaton.flight.records import DELIVERED, QUIET
 from kvbaton.metrics.names import BY_NAME, METRICS
 from kvbaton.protocol.errors import Reason
-from kvbaton.transports.refusals import Cause
+from kvbaton.transports.core.refusals import Cause
 from tests.prometheus.server import CONFIG, ROOT, RULES, alerts, promtool
 
 AT = "20m"

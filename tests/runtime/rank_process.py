@@ -13,10 +13,10 @@ import sys
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, WorkerId
 from kvbaton.protocol.progress import whole
 from kvbaton.runtime.rank_host import RankHost
-from kvbaton.transports.base import Transport
-from kvbaton.transports.memory import Region
-from kvbaton.transports.shm import ShmTransport
-from kvbaton.transports.tcp import TcpTransport
+from kvbaton.transports.core.shared_memory import Region
+from kvbaton.transports.core.transport import Transport
+from kvbaton.transports.shm.shm_transport import ShmTransport
+from kvbaton.transports.tcp.tcp_transport import TcpTransport
 
 
 def main(kind: str, worker: str, incarnation: str, path: str, size: str) -> None:

@@ -21,17 +21,18 @@ from kvbaton.runtime.rank_link import RankLinks
 from kvbaton.runtime.rank_messages import RankInvitation
 from kvbaton.testing import InProcessHarness, Log, Pair, Side
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports import shm, tcp
-from kvbaton.transports.base import Transport
-from kvbaton.transports.loans import lend_everything
-from kvbaton.transports.memory import Region, allocate
-from kvbaton.transports.shm import ShmTransport
-from kvbaton.transports.tcp import TcpTransport
+from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.core.transport import Transport
+from kvbaton.transports.shm import shm_transport
+from kvbaton.transports.shm.shm_transport import ShmTransport
+from kvbaton.transports.tcp import tcp_transport
+from kvbaton.transports.tcp.tcp_transport import TcpTransport
 
 from ..transports.process_harness import ProcessHarness
 
 MAKE: dict[str, Callable[[PeerId], Transport]] = {"shm": ShmTransport, "tcp": TcpTransport}
-CAPABILITIES = {"shm": shm.CAPABILITIES, "tcp": tcp.CAPABILITIES}
+CAPABILITIES = {"shm": shm_transport.CAPABILITIES, "tcp": tcp_transport.CAPABILITIES}
 NEAR, FAR = (PeerId(WorkerId(name), Incarnation(1)) for name in ("near", "far"))
 
 

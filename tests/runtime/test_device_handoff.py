@@ -22,9 +22,9 @@ from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.node import Node
 from kvbaton.sim.memory import Shape
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.device import DeviceMemory
-from kvbaton.transports.staged import StagedConfig, StagedTransport
-from kvbaton.transports.staged_door import Carrier
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.staged.staged_listener import Carrier
+from kvbaton.transports.staged.staged_transport import StagedConfig, StagedTransport
 from tests.runtime.test_node import FakeControl
 from tests.transports.fake_gpu import FakeGpu
 

@@ -23,10 +23,10 @@ from kvbaton.store.keys import Space, chain
 from kvbaton.store.memory import MemoryBackend
 from kvbaton.testing.store_harness import FaultyBackend
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.cuda_driver import CudaError
-from kvbaton.transports.cuda_table import PIECE_BYTES, ROW_BYTES_MAX, ROWS_MAX
-from kvbaton.transports.device import DeviceMemory
-from kvbaton.transports.staged_slots import SLOT_BYTES
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.cuda.cuda_driver import CudaError
+from kvbaton.transports.cuda.cuda_table import PIECE_BYTES, ROW_BYTES_MAX, ROWS_MAX
+from kvbaton.transports.staged.staged_slots import SLOT_BYTES
 from tests.store.test_store_served import ServedHarness
 from tests.transports.fake_gpu import FakeGpu
 

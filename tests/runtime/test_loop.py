@@ -29,7 +29,7 @@ from kvbaton.runtime.doorway import Doorway, DoorwayConfig, LoadReport, Match, M
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.loop import QUEUED_MAX, NodeLoop
 from kvbaton.runtime.node import Node
-from kvbaton.transports.base import TransportEvent
+from kvbaton.transports.core.transport import TransportEvent
 
 TOKENS, BLOCKS = 8, ((1, 2),)
 CELLS = (Cell("kv", 2),)

@@ -37,7 +37,7 @@ from kvbaton.runtime.doorway import Doorway, DoorwayConfig, DropBlocks, LoadRepo
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.node import AGAIN_S, FAULTS_LOGGED_MAX, Node, log_fault
 from kvbaton.sim.memory import Shape
-from kvbaton.transports.base import FenceEnded, OpenFailed, TransportEvent
+from kvbaton.transports.core.transport import FenceEnded, OpenFailed, TransportEvent
 
 KEY, DIGEST, TOKENS = b"key of the cluster", b"digest", 5
 TCP = Capabilities("tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False)

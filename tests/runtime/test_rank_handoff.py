@@ -12,8 +12,8 @@ from kvbaton.engine.worker import Worker, reference_answers
 from kvbaton.runtime import rank_link
 from kvbaton.runtime.rank_host import RankHost
 from kvbaton.runtime.rank_link import RankLinks
-from kvbaton.transports.base import Transport
-from kvbaton.transports.memory import Region
+from kvbaton.transports.core.shared_memory import Region
+from kvbaton.transports.core.transport import Transport
 
 from ..e2e.pair import pair
 

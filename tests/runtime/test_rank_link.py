@@ -41,10 +41,10 @@ from kvbaton.runtime.rank_stream import Stream
 from kvbaton.runtime.rank_transport import COPIES_MAX, RemoteTransport
 from kvbaton.testing import Side
 from kvbaton.testing.transport_case import READ, WRITE, copy, flat
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested, FenceEnded, OpenFailed, TransportEvent
-from kvbaton.transports.shm_door import ShmEndpoint
-from kvbaton.transports.tcp import CAPABILITIES as TCP
-from kvbaton.transports.tcp import SealedTcpEndpoint, TcpEndpoint
+from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, FenceEnded, OpenFailed, TransportEvent
+from kvbaton.transports.local.region_listener import ShmEndpoint
+from kvbaton.transports.tcp.tcp_transport import CAPABILITIES as TCP
+from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpEndpoint
 
 from .rank_rig import FAR, NEAR, Rig, endpoint, join, log_of, until
 

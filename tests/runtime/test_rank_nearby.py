@@ -19,10 +19,10 @@ from kvbaton.runtime.rank_host import RankHost, host_of
 from kvbaton.runtime.rank_transport import RemoteTransport
 from kvbaton.store.base import OrderId
 from kvbaton.testing import Side
-from kvbaton.transports import tcp
-from kvbaton.transports.base import CopyEnded
-from kvbaton.transports.tcp import TcpTransport
-from kvbaton.transports.unnamed import UnnamedTransport
+from kvbaton.transports.core.late_identity import UnnamedTransport
+from kvbaton.transports.core.transport import CopyEnded
+from kvbaton.transports.tcp import tcp_transport
+from kvbaton.transports.tcp.tcp_transport import TcpTransport
 
 from .rank_rig import FAR, NEAR, Rig, endpoint, until
 from .test_rank_link import FakePlane, a_copy
@@ -69,7 +69,7 @@ def test_planes_are_told_whose_they_are_before_anything_else(rig: Rig) -> None:
         names.append(me)
         return TcpTransport(me)  # type: ignore[arg-type]
 
-    unnamed = UnnamedTransport(tcp.CAPABILITIES, make)
+    unnamed = UnnamedTransport(tcp_transport.CAPABILITIES, make)
     host = rig.host(("tcp", unnamed), ("named", FakePlane()))
     links = rig.link(host.invitation, me=NEAR)
     assert names == [rank_peer(NEAR, 0)] and links.transports(0)["tcp"] is unnamed

@@ -21,7 +21,7 @@ from kvbaton.runtime.rank_messages import (
     MintFailed,
 )
 from kvbaton.runtime.rank_planes import AGAIN_MAX, AGAIN_S, HostedPlane
-from kvbaton.transports.base import CopyEnded, FenceEnded, OpenFailed, Transport, TransportEvent
+from kvbaton.transports.core.transport import CopyEnded, FenceEnded, OpenFailed, Transport, TransportEvent
 
 D = PeerId(WorkerId("d#0"), Incarnation(7))
 STOPS: list[Command] = [Cancel("fake", JobId(1)), Disconnect("fake", D), Fence("fake", D)]

@@ -329,9 +329,11 @@ def test_a_frame_that_cannot_be_read_has_the_rank_asked_what_is_open() -> None:
 
 
 def invitation() -> RankInvitation:
-    from kvbaton.transports import tcp
+    from kvbaton.transports.tcp import tcp_transport
 
-    return RankInvitation(0, "tcp://127.0.0.1:1", "a" * 40, "b" * 40, "c" * 40, {"tcp": tcp.CAPABILITIES}, True)
+    return RankInvitation(
+        0, "tcp://127.0.0.1:1", "a" * 40, "b" * 40, "c" * 40, {"tcp": tcp_transport.CAPABILITIES}, True
+    )
 
 
 def framed(link: RankLink, number: int, body: bytes) -> bytes:

@@ -12,12 +12,12 @@ import pytest
 from kvbaton.control import zmq
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.integrations.vllm.settings import ConnectorSettings
-from kvbaton.transports.mooncake import MooncakeConfig
-from kvbaton.transports.mori import MoriConfig
-from kvbaton.transports.planes import PlaneSettings
-from kvbaton.transports.staged import StagedConfig
-from kvbaton.transports.summed import SumConfig
-from kvbaton.transports.tcp import TcpConfig
+from kvbaton.transports.catalogue import PlaneSettings
+from kvbaton.transports.checksum.checksum_transport import SumConfig
+from kvbaton.transports.mooncake.mooncake_transport import MooncakeConfig
+from kvbaton.transports.mori.mori_transport import MoriConfig
+from kvbaton.transports.staged.staged_transport import StagedConfig
+from kvbaton.transports.tcp.tcp_transport import TcpConfig
 
 CONFIGS = (
     WorkerOptions, ConnectorSettings, MooncakeConfig, MoriConfig, PlaneSettings, StagedConfig, SumConfig, TcpConfig

@@ -13,17 +13,15 @@ from kvbaton.protocol import v1
 from kvbaton.protocol.codec import Envelope, FoldedHello, FoldedWelcome
 from kvbaton.protocol.ticket import Ticket
 from kvbaton.store import lines, wire
-from kvbaton.transports import (
-    cuda_door,
-    mooncake_endpoint,
-    mori_endpoint,
-    nixl_endpoint,
-    shm,
-    shm_door,
-    staged_door,
-    sums_endpoint,
-    tcp,
-)
+from kvbaton.transports.checksum import checksum_endpoint
+from kvbaton.transports.cuda import cuda_listener
+from kvbaton.transports.local import region_listener
+from kvbaton.transports.mooncake import mooncake_endpoint
+from kvbaton.transports.mori import mori_endpoint
+from kvbaton.transports.nixl import nixl_endpoint
+from kvbaton.transports.shm import shm_transport
+from kvbaton.transports.staged import staged_listener
+from kvbaton.transports.tcp import tcp_transport
 from tests.wire_numbers import numbers_in, put
 
 ROOTS: dict[str, Any] = {
@@ -39,17 +37,17 @@ ROOTS: dict[str, Any] = {
     "a request to a store": wire.Request,
     "a reply of a store": wire.Reply,
     "an item on a store's line": lines.Item,
-    "an endpoint of tcp": tcp.TcpEndpoint,
-    "an endpoint of staged": staged_door.StagedEndpoint,
-    "slots of staged": staged_door.Hello,
-    "an endpoint of shm": shm.ShmEndpoint,
-    "a region of shm": shm_door.Place,
-    "an endpoint of cuda": cuda_door.CudaEndpoint,
-    "regions of cuda": cuda_door.Shared,
+    "an endpoint of tcp": tcp_transport.TcpEndpoint,
+    "an endpoint of staged": staged_listener.StagedEndpoint,
+    "slots of staged": staged_listener.Hello,
+    "an endpoint of shm": shm_transport.ShmEndpoint,
+    "a region of shm": region_listener.Place,
+    "an endpoint of cuda": cuda_listener.CudaEndpoint,
+    "regions of cuda": cuda_listener.Shared,
     "an endpoint of mooncake": mooncake_endpoint.MooncakeEndpoint,
     "an endpoint of mori": mori_endpoint._Told,
     "an endpoint of nixl": nixl_endpoint.NixlEndpoint,
-    "an endpoint of sums": sums_endpoint.SumEndpoint,
+    "an endpoint of sums": checksum_endpoint.SumEndpoint,
 }
 
 
@@ -68,7 +66,7 @@ def test_the_walk_finds_numbers_wherever_they_are() -> None:
         ("Hello", "card", "layout", "groups", 0, "cells", 0, "bytes"),
     } <= paths
     assert len(paths) > 90
-    assert {number.path for number in numbers_in(tcp.TcpEndpoint)} >= {("regions", -1), ("regions", 0)}
+    assert {number.path for number in numbers_in(tcp_transport.TcpEndpoint)} >= {("regions", -1), ("regions", 0)}
 
 
 def test_a_number_is_put_where_it_is_said() -> None:

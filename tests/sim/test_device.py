@@ -21,7 +21,7 @@ from kvbaton.sim.request import Phase, SimRequest
 from kvbaton.sim.transport import Fabric, TransportFaults
 from kvbaton.sim.witness import Witness
 from kvbaton.sim.world import World
-from kvbaton.transports.base import Loan
+from kvbaton.transports.core.transport import Loan
 
 SHAPE = Shape(ranks=2, group_layers=(2, 1), block_tokens=4)
 READER = PeerId(WorkerId("d"), Incarnation(7))

@@ -24,7 +24,7 @@ from kvbaton.sim.rank_faults import RankLot
 from kvbaton.sim.rank_links import LinkedRanks, RankTraits
 from kvbaton.sim.transport import KINDS, Fabric, SimTransport, TransportFaults
 from kvbaton.sim.world import World
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Direction, FenceEnded, TransportEvent
+from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction, FenceEnded, TransportEvent
 
 from .seen_seeds import SeenSeeds
 

@@ -12,7 +12,7 @@ from kvbaton.sim.transport import CMA, LENT_TCP, RDMA, SHM, TCP, Fabric, SimTran
 from kvbaton.sim.world import World
 from kvbaton.testing import Case, Pair, Side, check_transport
 from kvbaton.testing.transport_case import offered
-from kvbaton.transports.loans import lend_everything
+from kvbaton.transports.core.loans import lend_everything
 
 STEP_S = 0.01
 

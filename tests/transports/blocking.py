@@ -11,12 +11,12 @@ from typing import TypeVar, cast
 import msgspec
 
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.transports.auth import greet
-from kvbaton.transports.mover import NO_WAIT
-from kvbaton.transports.spans import to_wire
-from kvbaton.transports.tcp import TcpEndpoint
-from kvbaton.transports.tcp_frames import FRAME_BYTES, Frame, Kind, parse
-from kvbaton.transports.wire import Sink, Source, Wire
+from kvbaton.transports.core.mover import NO_WAIT
+from kvbaton.transports.core.span_tables import to_wire
+from kvbaton.transports.net.handshake import greet
+from kvbaton.transports.net.stream_socket import Sink, Source, Wire
+from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, parse
+from kvbaton.transports.tcp.tcp_transport import TcpEndpoint
 
 DEADLINE_S = 20.0
 P, D = PeerId(WorkerId("p"), Incarnation(1)), PeerId(WorkerId("d"), Incarnation(2))

@@ -25,11 +25,11 @@ from kvbaton.store.memory import MemoryBackend
 from kvbaton.testing import Log, TransportHarness, check_transport
 from kvbaton.testing.transport_case import READ, SMALL_BYTES, Case, Cases, copy, fill, moved
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports import planes
-from kvbaton.transports.base import Copy
-from kvbaton.transports.cuda import CudaConfig, CudaTransport
-from kvbaton.transports.device import DeviceMemory
-from kvbaton.transports.planes import SUMS
+from kvbaton.transports import catalogue
+from kvbaton.transports.catalogue import SUMS
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.transport import Copy
+from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
 
 from . import device_death
 from .device_harness import DeviceHarness, DeviceProcess, DeviceView, FarDevice
@@ -187,7 +187,10 @@ def run(case: Case, harness: DeviceHarness) -> str:
 
 
 def main() -> int:
-    wanted = sys.argv[1:] or [KERNEL, *(name for name in PLANES if not planes.PLANES[name.removesuffix(SUMS)].usable())]
+    wanted = sys.argv[1:] or [
+        KERNEL,
+        *(name for name in PLANES if not catalogue.PLANES[name.removesuffix(SUMS)].usable()),
+    ]
     failed = check_kernels() if KERNEL in wanted else 0
     for plane in (name for name in wanted if name != KERNEL):
         for together in (False, True):

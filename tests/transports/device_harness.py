@@ -17,20 +17,22 @@ from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
 from kvbaton.testing.transport_harness import Drives, poll
-from kvbaton.transports import cuda, nixl, staged
-from kvbaton.transports.cuda_driver import Gpu
-from kvbaton.transports.device import DeviceMemory
-from kvbaton.transports.loans import lend_everything
-from kvbaton.transports.summed import summed
+from kvbaton.transports.checksum.checksum_transport import summed
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.cuda import cuda_transport
+from kvbaton.transports.cuda.cuda_driver import Gpu
+from kvbaton.transports.nixl import nixl_transport
+from kvbaton.transports.staged import staged_transport
 
 from .device_peer import OpenDevice, Ruin, make_gpu, make_plane
 from .process_harness import FarTransport, PeerProcess
 
 PLAIN = {
-    "cuda": cuda.CAPABILITIES,
-    "nixl": nixl.CAPABILITIES,
-    "staged-shm": staged.CAPABILITIES["shm"],
-    "staged-tcp": staged.CAPABILITIES["tcp"],
+    "cuda": cuda_transport.CAPABILITIES,
+    "nixl": nixl_transport.CAPABILITIES,
+    "staged-shm": staged_transport.CAPABILITIES["shm"],
+    "staged-tcp": staged_transport.CAPABILITIES["tcp"],
 }
 CAPABILITIES = {**PLAIN, **{able.name: able for able in map(summed, PLAIN.values())}}
 

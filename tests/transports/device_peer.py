@@ -15,16 +15,16 @@ from unittest import mock
 import msgspec
 
 from kvbaton.protocol.ids import PeerId
-from kvbaton.transports import nixl_agent
-from kvbaton.transports.base import DeviceTransport, Transport
-from kvbaton.transports.cuda import CudaConfig, CudaTransport
-from kvbaton.transports.cuda_driver import CudaError, CudaGpu, Gpu
-from kvbaton.transports.device import DeviceMemory
-from kvbaton.transports.nixl import NixlConfig, NixlTransport, device_config
-from kvbaton.transports.planes import SUMS
-from kvbaton.transports.staged import StagedConfig, StagedTransport
-from kvbaton.transports.summed import SumConfig, SummedTransport
-from kvbaton.transports.sums_device import DeviceSums
+from kvbaton.transports.catalogue import SUMS
+from kvbaton.transports.checksum.checksum_device import DeviceSums
+from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.transport import DeviceTransport, Transport
+from kvbaton.transports.cuda.cuda_driver import CudaError, CudaGpu, Gpu
+from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
+from kvbaton.transports.nixl import nixl_agent
+from kvbaton.transports.nixl.nixl_transport import NixlConfig, NixlTransport, device_config
+from kvbaton.transports.staged.staged_transport import StagedConfig, StagedTransport
 from tests.transports.fake_gpu import FakeGpu
 from tests.transports.peer_process import Answer, Call, Calls, carry_out
 

@@ -22,11 +22,11 @@ from array import array
 from multiprocessing.connection import Connection
 
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.transports.base import Copy, CopyEnded, DeviceTransport, Direction
-from kvbaton.transports.device import DeviceMemory
-from kvbaton.transports.loans import lend_everything
-from kvbaton.transports.staged import StagedConfig, StagedTransport
-from kvbaton.transports.staged_door import Carrier
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceTransport, Direction
+from kvbaton.transports.staged.staged_listener import Carrier
+from kvbaton.transports.staged.staged_transport import StagedConfig, StagedTransport
 
 from .device_peer import make_gpu, make_plane
 

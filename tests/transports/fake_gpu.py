@@ -12,10 +12,10 @@ import os
 import struct
 from collections.abc import Iterator
 
-from kvbaton.transports.cuda_digest import digest_of
-from kvbaton.transports.cuda_driver import HANDLE_BYTES, CudaError
-from kvbaton.transports.cuda_table import TABLE_NUMBERS_MAX
-from kvbaton.transports.memory import Region, allocate
+from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.cuda.cuda_digest import digest_of
+from kvbaton.transports.cuda.cuda_driver import HANDLE_BYTES, CudaError
+from kvbaton.transports.cuda.cuda_table import TABLE_NUMBERS_MAX
 
 _HANDLE = struct.Struct("<qqq")
 

@@ -11,11 +11,11 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.weave import Weave
 from kvbaton.testing import Log, TransportHarness
 from kvbaton.testing.transport_case import READ, SMALL_BYTES, copy, fill
-from kvbaton.transports import cuda_launch
-from kvbaton.transports.cuda_digest import digest_of
-from kvbaton.transports.cuda_driver import CudaGpu, Gpu
-from kvbaton.transports.cuda_launch import Tables
-from kvbaton.transports.cuda_table import Group
+from kvbaton.transports.cuda import cuda_launch
+from kvbaton.transports.cuda.cuda_digest import digest_of
+from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
+from kvbaton.transports.cuda.cuda_launch import Tables
+from kvbaton.transports.cuda.cuda_table import Group
 
 from .device_harness import DeviceHarness, DeviceView
 

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from kvbaton.protocol.weave import Weave
-from kvbaton.transports import cuda_ptx
-from kvbaton.transports.cuda_digest import digest_of
-from kvbaton.transports.cuda_table import Group, write_table
-from kvbaton.transports.spans import Rows
+from kvbaton.transports.core.span_tables import Rows
+from kvbaton.transports.cuda import cuda_ptx
+from kvbaton.transports.cuda.cuda_digest import digest_of
+from kvbaton.transports.cuda.cuda_table import Group, write_table
 
 DEFINITIONS = r"""
 #include <pthread.h>

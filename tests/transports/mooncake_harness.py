@@ -9,8 +9,8 @@ from pathlib import Path
 
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
-from kvbaton.transports.memory import allocate
-from kvbaton.transports.mooncake import CAPABILITIES, MooncakeConfig, MooncakeTransport
+from kvbaton.transports.core.shared_memory import allocate
+from kvbaton.transports.mooncake.mooncake_transport import CAPABILITIES, MooncakeConfig, MooncakeTransport
 
 from .process_harness import FarTransport, PeerProcess, ProcessHarness
 

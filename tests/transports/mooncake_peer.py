@@ -5,7 +5,7 @@ from __future__ import annotations
 import peer_process  # type: ignore[import-not-found]
 
 from kvbaton.protocol.ids import PeerId
-from kvbaton.transports.mooncake import MooncakeTransport
+from kvbaton.transports.mooncake.mooncake_transport import MooncakeTransport
 
 
 def make(_kind: str, peer: PeerId) -> MooncakeTransport:

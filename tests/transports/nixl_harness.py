@@ -9,8 +9,8 @@ from pathlib import Path
 
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
-from kvbaton.transports.memory import allocate
-from kvbaton.transports.nixl import CAPABILITIES, UCX, NixlConfig, NixlTransport
+from kvbaton.transports.core.shared_memory import allocate
+from kvbaton.transports.nixl.nixl_transport import CAPABILITIES, UCX, NixlConfig, NixlTransport
 
 from .peer_process import Kind
 from .process_harness import FarTransport, PeerProcess, ProcessHarness

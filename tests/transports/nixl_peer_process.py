@@ -8,8 +8,8 @@ from __future__ import annotations
 import peer_process
 
 from kvbaton.protocol.ids import PeerId
-from kvbaton.transports.base import Transport
-from kvbaton.transports.nixl import UCX, NixlConfig, NixlTransport
+from kvbaton.transports.core.transport import Transport
+from kvbaton.transports.nixl.nixl_transport import UCX, NixlConfig, NixlTransport
 
 WAYS = {"shm": UCX, "tcp": {**UCX, "TLS": "tcp"}}
 """Left alone, UCX copies from process to process on one host; over TCP the peer's own process takes part."""

@@ -14,7 +14,8 @@ import msgspec
 
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.sealed.policy import Encrypt
-from kvbaton.transports.base import (
+from kvbaton.transports.core.shared_memory import Region
+from kvbaton.transports.core.transport import (
     Copy,
     CopyEnded,
     CopyRested,
@@ -24,9 +25,8 @@ from kvbaton.transports.base import (
     Transport,
     TransportEvent,
 )
-from kvbaton.transports.memory import Region
-from kvbaton.transports.shm import ShmConfig, ShmTransport
-from kvbaton.transports.tcp import TcpConfig, TcpTransport
+from kvbaton.transports.shm.shm_transport import ShmConfig, ShmTransport
+from kvbaton.transports.tcp.tcp_transport import TcpConfig, TcpTransport
 
 Kind = Literal["shm", "tcp", "tcp_encrypted"]
 

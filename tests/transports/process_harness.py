@@ -20,10 +20,11 @@ import msgspec
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
 from kvbaton.testing.transport_harness import DEADLINE_S, poll
-from kvbaton.transports import shm, tcp
-from kvbaton.transports.base import Copy, FenceEnded, Loan, Transport, TransportEvent
-from kvbaton.transports.loans import lend_everything
-from kvbaton.transports.memory import Region, allocate
+from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.core.transport import Copy, FenceEnded, Loan, Transport, TransportEvent
+from kvbaton.transports.shm import shm_transport
+from kvbaton.transports.tcp import tcp_transport
 
 from .peer_process import (
     Answer,
@@ -42,7 +43,11 @@ from .peer_process import (
     make,
 )
 
-CAPABILITIES = {"shm": shm.CAPABILITIES, "tcp": tcp.CAPABILITIES, "tcp_encrypted": tcp.CAPABILITIES}
+CAPABILITIES = {
+    "shm": shm_transport.CAPABILITIES,
+    "tcp": tcp_transport.CAPABILITIES,
+    "tcp_encrypted": tcp_transport.CAPABILITIES,
+}
 
 
 class PeerProcess:

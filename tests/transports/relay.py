@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from kvbaton.sealed.records import HEAD, OVERHEAD_BYTES
-from kvbaton.transports.auth import _HELLO, NONCE_BYTES, PROOF_BYTES
+from kvbaton.transports.net.handshake import _HELLO, NONCE_BYTES, PROOF_BYTES
 
 Edit = Callable[[str, int, bytes], list[bytes] | None]
 """(to "server" or "client", number of the record, the record): what is passed on instead; None hangs up."""

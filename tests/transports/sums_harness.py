@@ -11,10 +11,10 @@ from pathlib import Path
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
-from kvbaton.transports.loans import lend_everything
-from kvbaton.transports.memory import allocate
-from kvbaton.transports.summed import SummedTransport
-from kvbaton.transports.sums_pool import Digesters
+from kvbaton.transports.checksum.checksum_pool import Digesters
+from kvbaton.transports.checksum.checksum_transport import SummedTransport
+from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.shared_memory import allocate
 
 from .process_harness import FarTransport, PeerProcess, ProcessHarness
 from .sums_peer_process import PLANE, plane

@@ -8,17 +8,17 @@ from __future__ import annotations
 import os
 
 from kvbaton.protocol.ids import PeerId
-from kvbaton.transports.base import HostTransport
-from kvbaton.transports.shm import ShmTransport
-from kvbaton.transports.summed import SummedTransport
-from kvbaton.transports.tcp import TcpTransport
+from kvbaton.transports.checksum.checksum_transport import SummedTransport
+from kvbaton.transports.core.transport import HostTransport
+from kvbaton.transports.shm.shm_transport import ShmTransport
+from kvbaton.transports.tcp.tcp_transport import TcpTransport
 
 PLANE = "KVBATON_TEST_PLANE"
 
 
 def plane(name: str, peer: PeerId) -> HostTransport:
     if name == "nixl":
-        from kvbaton.transports.nixl import NixlTransport
+        from kvbaton.transports.nixl.nixl_transport import NixlTransport
 
         return NixlTransport(peer)
     return ShmTransport(peer) if name == "shm" else TcpTransport(peer)

@@ -10,11 +10,12 @@ import pytest
 from kvbaton.protocol.ids import PeerId
 from kvbaton.testing import Case, InProcessHarness, check_transport
 from kvbaton.testing.transport_case import offered
-from kvbaton.transports import shm, tcp
-from kvbaton.transports.base import Transport
-from kvbaton.transports.memory import Region, allocate
-from kvbaton.transports.shm import ShmConfig, ShmTransport
-from kvbaton.transports.tcp import TcpConfig, TcpTransport
+from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.core.transport import Transport
+from kvbaton.transports.shm import shm_transport
+from kvbaton.transports.shm.shm_transport import ShmConfig, ShmTransport
+from kvbaton.transports.tcp import tcp_transport
+from kvbaton.transports.tcp.tcp_transport import TcpConfig, TcpTransport
 
 from .process_harness import ProcessHarness
 
@@ -37,7 +38,7 @@ def harness_of(name: str, regions: list[Region]) -> InProcessHarness:
         regions.append(allocate(size))
         return regions[-1].view
 
-    capabilities = shm.CAPABILITIES if name.startswith("shm") else tcp.CAPABILITIES
+    capabilities = shm_transport.CAPABILITIES if name.startswith("shm") else tcp_transport.CAPABILITIES
     harness = InProcessHarness(MAKE[name], allocated, capabilities)
     if name not in {"shm", "tcp", "tcp_encrypted"}:
         harness.offers = frozenset()  # a second each; their idling is the same code
@@ -95,4 +96,4 @@ def test_the_suite_runs_as_a_whole_and_says_what_it_skipped(shm_processes: Proce
 def test_a_case_that_needs_more_than_is_offered_is_skipped() -> None:
     case = next(case for case in check_transport.cases if "kill" in case.needs)
     with pytest.raises(unittest.SkipTest, match="kill"):
-        case(InProcessHarness(TcpTransport, lambda size: memoryview(bytearray(size)), tcp.CAPABILITIES))
+        case(InProcessHarness(TcpTransport, lambda size: memoryview(bytearray(size)), tcp_transport.CAPABILITIES))

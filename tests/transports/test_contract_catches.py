@@ -12,10 +12,10 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.testing import Case, InProcessHarness, check_transport, transport_harness
 from kvbaton.testing import transport_ending as ending
-from kvbaton.transports import tcp
-from kvbaton.transports.base import Copy, CopyEnded, Direction, FenceEnded, TransportEvent
-from kvbaton.transports.memory import Region, allocate
-from kvbaton.transports.tcp import TcpTransport
+from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.core.transport import Copy, CopyEnded, Direction, FenceEnded, TransportEvent
+from kvbaton.transports.tcp import tcp_transport
+from kvbaton.transports.tcp.tcp_transport import TcpTransport
 
 CASES = {case.name: case for case in check_transport.cases}
 
@@ -119,6 +119,6 @@ def test_a_broken_transport_is_caught(
 
     case: Case = CASES[name]
     with pytest.raises(AssertionError):
-        case(InProcessHarness(liar, allocated, tcp.CAPABILITIES))
+        case(InProcessHarness(liar, allocated, tcp_transport.CAPABILITIES))
     for region in regions:
         region.close()

@@ -17,14 +17,14 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Case, Log, Pair
 from kvbaton.testing.transport_case import READ, SMALL_BYTES, copy, fill
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports import cuda_attach, cuda_door, cuda_table
-from kvbaton.transports.base import Copy, CopyEnded
-from kvbaton.transports.cuda import CudaConfig, CudaTransport
-from kvbaton.transports.cuda_door import EXPORTED, Allocation, CudaPlace, Exported, Shared
-from kvbaton.transports.cuda_driver import CudaError
-from kvbaton.transports.cuda_runner import UNDER_WAY_MAX
-from kvbaton.transports.device import DeviceMemory
-from kvbaton.transports.refusals import Cause
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.refusals import Cause
+from kvbaton.transports.core.transport import Copy, CopyEnded
+from kvbaton.transports.cuda import cuda_client, cuda_listener, cuda_table
+from kvbaton.transports.cuda.cuda_driver import CudaError
+from kvbaton.transports.cuda.cuda_listener import EXPORTED, Allocation, CudaPlace, Exported, Shared
+from kvbaton.transports.cuda.cuda_runner import UNDER_WAY_MAX
+from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
 
 from . import device_death
 from .device_harness import DeviceHarness
@@ -109,7 +109,7 @@ class Rig:
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(cuda_attach, "EXPORTED", Exported())  # what this process knows of its own: nothing
+    monkeypatch.setattr(cuda_client, "EXPORTED", Exported())  # what this process knows of its own: nothing
     rig = Rig()
     yield rig
     rig.gpu.go_on.set()
@@ -201,8 +201,8 @@ def test_what_is_read_from_is_not_idle_however_long_that_takes(rig: Rig, monkeyp
 
 def test_memory_that_is_opened_while_its_owner_dies_is_closed_again(rig: Rig) -> None:
     """The driver takes its time; what it gives then is for nobody."""
-    mapped = cuda_attach.Mapped()
-    remote = cuda_attach.Remote(told(rig.gpu.export(rig.gpu.allocate(SIZE)), SIZE), mapped)
+    mapped = cuda_client.Mapped()
+    remote = cuda_client.Remote(told(rig.gpu.export(rig.gpu.allocate(SIZE)), SIZE), mapped)
     plain = rig.gpu.open
 
     def slow(handle: bytes) -> int:
@@ -234,8 +234,8 @@ def told(handle: bytes, size: int, base: int = 1) -> Shared:
 
 def test_memory_is_as_large_as_the_driver_says(rig: Rig) -> None:
     """A launch beyond it would cost the reader its device, and its engine."""
-    handle, mapped = rig.gpu.export(rig.gpu.allocate(SIZE)), cuda_attach.Mapped()
-    remote = cuda_attach.Remote(told(handle, SIZE + 1), mapped)
+    handle, mapped = rig.gpu.export(rig.gpu.allocate(SIZE)), cuda_client.Mapped()
+    remote = cuda_client.Remote(told(handle, SIZE + 1), mapped)
     with pytest.raises(CudaError, match=f"it has {SIZE} bytes, and the peer said {SIZE + 1}") as raised:
         remote.address_of(0, rig.gpu)
     assert not raised.value.sticky and not rig.gpu.opened and not mapped.nbytes
@@ -248,9 +248,9 @@ def test_our_own_memory_is_known_by_our_own_books() -> None:
     address = gpu.allocate(SIZE)
     transport.register(0, DeviceMemory(address, SIZE))
     handle = gpu.export(address)
-    assert cuda_attach.Remote(told(handle, SIZE, base=4096)).address_of(0, gpu) == address
+    assert cuda_client.Remote(told(handle, SIZE, base=4096)).address_of(0, gpu) == address
     with pytest.raises(CudaError, match="and the peer said"):
-        cuda_attach.Remote(told(handle, SIZE + 1, base=4096)).address_of(0, gpu)
+        cuda_client.Remote(told(handle, SIZE + 1, base=4096)).address_of(0, gpu)
     assert "open" not in gpu.calls and EXPORTED.find(handle) == (address, SIZE)
     other = CudaTransport(D, CudaConfig(), gpu)
     other.register(0, DeviceMemory(address, SIZE))
@@ -333,7 +333,7 @@ def test_an_owner_that_speaks_on_its_line_is_forgotten(rig: Rig) -> None:
 
 
 def test_more_readers_than_lines_are_turned_away(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_door, "LINES_MAX", 1)
+    monkeypatch.setattr(cuda_listener, "LINES_MAX", 1)
     p, d = rig.pair()
     assert d.submit(read(1)) and end(d).reason is None
     e = rig.make(E)

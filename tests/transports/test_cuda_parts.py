@@ -19,15 +19,16 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId
 from kvbaton.protocol.weave import Weave
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports import cuda, cuda_attach, cuda_driver, cuda_ptx, staged_server
-from kvbaton.transports.base import Copy, CopyEnded, DeviceEvent, Direction, Spans
-from kvbaton.transports.cuda import CudaConfig, CudaTransport
-from kvbaton.transports.cuda_attach import Remote
-from kvbaton.transports.cuda_door import Allocation, CudaEndpoint, CudaPlace, Exported, Shared
-from kvbaton.transports.cuda_driver import CudaError, CudaGpu
-from kvbaton.transports.cuda_gate import quiet_event
-from kvbaton.transports.cuda_launch import SMALL_NUMBERS, Tables
-from kvbaton.transports.cuda_table import (
+from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
+from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction, Spans
+from kvbaton.transports.cuda import cuda_client, cuda_driver, cuda_ptx, cuda_transport
+from kvbaton.transports.cuda.cuda_client import Remote
+from kvbaton.transports.cuda.cuda_driver import CudaError, CudaGpu
+from kvbaton.transports.cuda.cuda_event_wait import quiet_event
+from kvbaton.transports.cuda.cuda_launch import SMALL_NUMBERS, Tables
+from kvbaton.transports.cuda.cuda_listener import Allocation, CudaEndpoint, CudaPlace, Exported, Shared
+from kvbaton.transports.cuda.cuda_table import (
     GROUP_NUMBERS,
     PIECE_BYTES,
     ROW_BYTES_MAX,
@@ -39,11 +40,11 @@ from kvbaton.transports.cuda_table import (
     parts_of,
     write_table,
 )
-from kvbaton.transports.device import DeviceMemory, RegisteredDevice
-from kvbaton.transports.loans import lend_everything
-from kvbaton.transports.staged import StagedConfig, StagedTransport
-from kvbaton.transports.staged_door import Hello, StagedEndpoint
-from kvbaton.transports.staged_slots import allocate_slots, gather_rows, map_slots, scatter_rows
+from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
+from kvbaton.transports.staged import staged_server
+from kvbaton.transports.staged.staged_listener import Hello, StagedEndpoint
+from kvbaton.transports.staged.staged_slots import allocate_slots, gather_rows, map_slots, scatter_rows
+from kvbaton.transports.staged.staged_transport import StagedConfig, StagedTransport
 
 from .blocking import D, P
 from .fake_gpu import FakeGpu
@@ -237,7 +238,7 @@ class Rig:
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(cuda_attach, "EXPORTED", Exported())  # what this process knows of its own: nothing
+    monkeypatch.setattr(cuda_client, "EXPORTED", Exported())  # what this process knows of its own: nothing
     rig = Rig()
     yield rig
     for transport in rig.made:
@@ -470,7 +471,7 @@ def test_a_driver_without_a_device_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_device_planes_need_no_device_library_to_be_imported() -> None:
     """No module of them names PyTorch, Triton or CuPy."""
-    folder = Path(cuda.__file__).parent
+    folder = Path(cuda_transport.__file__).parent
     for path in [*folder.glob("cuda*.py"), *folder.glob("staged*.py"), folder / "device.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

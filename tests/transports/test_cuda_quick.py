@@ -13,13 +13,13 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId
 from kvbaton.protocol.weave import Weave
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports import cuda_attach, cuda_mover
-from kvbaton.transports.base import Copy, CopyEnded, Direction, Spans
-from kvbaton.transports.cuda import CudaConfig, CudaTransport
-from kvbaton.transports.cuda_door import Exported
-from kvbaton.transports.cuda_driver import CudaError
-from kvbaton.transports.cuda_launch import SMALL_NUMBERS
-from kvbaton.transports.device import DeviceMemory
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.transport import Copy, CopyEnded, Direction, Spans
+from kvbaton.transports.cuda import cuda_client, cuda_mover
+from kvbaton.transports.cuda.cuda_driver import CudaError
+from kvbaton.transports.cuda.cuda_launch import SMALL_NUMBERS
+from kvbaton.transports.cuda.cuda_listener import Exported
+from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
 
 from .blocking import D, P
 from .fake_gpu import FakeGpu
@@ -89,7 +89,7 @@ class Rig:
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(cuda_attach, "EXPORTED", Exported())
+    monkeypatch.setattr(cuda_client, "EXPORTED", Exported())
     rig = Rig()
     yield rig
     rig.gpu.go_on.set()

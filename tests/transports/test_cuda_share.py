@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from kvbaton.protocol.weave import Weave
-from kvbaton.transports import cuda_driver, cuda_launch
-from kvbaton.transports.cuda_driver import CudaGpu
-from kvbaton.transports.cuda_launch import Tables, rows_a_launch
-from kvbaton.transports.cuda_ptx import THREADS
-from kvbaton.transports.cuda_table import Group
+from kvbaton.transports.cuda import cuda_driver, cuda_launch
+from kvbaton.transports.cuda.cuda_driver import CudaGpu
+from kvbaton.transports.cuda.cuda_launch import Tables, rows_a_launch
+from kvbaton.transports.cuda.cuda_ptx import THREADS
+from kvbaton.transports.cuda.cuda_table import Group
 
 from .fake_gpu import FakeGpu
 

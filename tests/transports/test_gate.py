@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.gate import Gate
+from kvbaton.transports.core.device_event_wait import Gate
 
 
 class Event:

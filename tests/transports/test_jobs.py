@@ -9,8 +9,8 @@ import pytest
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Direction
-from kvbaton.transports.jobs import Job, Jobs
+from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction
 
 PEER = PeerId(WorkerId("p"), Incarnation(1))
 

@@ -13,9 +13,9 @@ from kvbaton.protocol.effects import Direction, Loan
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.pages import Band, PageTable
-from kvbaton.transports import loans
-from kvbaton.transports.loans import Loans, engine_of
-from kvbaton.transports.mover import Mover, NativeMover, PythonMover
+from kvbaton.transports.core import loans
+from kvbaton.transports.core.loans import Loans, engine_of
+from kvbaton.transports.core.mover import Mover, NativeMover, PythonMover
 
 READ, WRITE = Direction.READ, Direction.WRITE
 D, E = (PeerId(WorkerId(name), Incarnation(1)) for name in ("d", "e"))

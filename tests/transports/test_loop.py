@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.loop import IN, Loop
+from kvbaton.transports.net.socket_loop import IN, Loop
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvbaton.transports.memory import REGIONS_MAX, Region, Registered, allocate, region_of
+from kvbaton.transports.core.shared_memory import REGIONS_MAX, Region, Registered, allocate, region_of
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ import pytest
 
 from kvbaton.protocol.ids import JobId
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports import adoption
-from kvbaton.transports.base import Copy, CopyEnded, Direction
-from kvbaton.transports.memory import Region, adopt, allocate, region_of
-from kvbaton.transports.shm import ShmTransport
+from kvbaton.transports.core import adoption
+from kvbaton.transports.core.shared_memory import Region, adopt, allocate, region_of
+from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
+from kvbaton.transports.shm.shm_transport import ShmTransport
 
 from .blocking import D, P
 

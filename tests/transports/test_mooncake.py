@@ -21,12 +21,12 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Case, InProcessHarness, Log, Pair, check_transport
 from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, WRITE, copy, fill, noise, offered
 from kvbaton.testing.transport_harness import DEADLINE_S, poll
-from kvbaton.transports import mooncake_engine, mooncake_link
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested
-from kvbaton.transports.memory import Region, allocate
-from kvbaton.transports.mooncake import CAPABILITIES, MooncakeConfig, MooncakeTransport
-from kvbaton.transports.mooncake_endpoint import MooncakeEndpoint, Place, parse
-from kvbaton.transports.mooncake_engine import Engine, MooncakeMissing, SliceState, address_of
+from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested
+from kvbaton.transports.mooncake import mooncake_engine, mooncake_link
+from kvbaton.transports.mooncake.mooncake_endpoint import MooncakeEndpoint, Place, parse
+from kvbaton.transports.mooncake.mooncake_engine import Engine, MooncakeMissing, SliceState, address_of
+from kvbaton.transports.mooncake.mooncake_transport import CAPABILITIES, MooncakeConfig, MooncakeTransport
 
 from .mooncake_harness import MooncakeHarness
 
@@ -450,5 +450,5 @@ def test_a_missing_library_is_named(cause: str, advice: str, monkeypatch: pytest
 
 
 def test_the_library_is_loaded_only_by_whoever_makes_a_transport() -> None:
-    code = "import sys, kvbaton.transports.mooncake; sys.exit('mooncake.engine' in sys.modules)"
+    code = "import sys, kvbaton.transports.mooncake.mooncake_transport; sys.exit('mooncake.engine' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -23,12 +23,12 @@ from kvbaton.testing import Case, InProcessHarness, Log, Pair, Side, check_trans
 from kvbaton.testing.fake_mori import BackendType, FakeMori, IOEngine, IOEngineConfig, MemoryLocationType, StatusCode
 from kvbaton.testing.fake_mori_wire import INVALID_ARGS, RDMA_OP
 from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, STRANGER, WRITE, copy, fill
-from kvbaton.transports import mori_engine, mori_mover
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested
-from kvbaton.transports.device import DeviceMemory
-from kvbaton.transports.mori import CAPABILITIES, ROWS_MAX, MoriConfig, MoriTransport
-from kvbaton.transports.mori_endpoint import ENDPOINT_BYTES_MAX, VERSION, MoriEndpoint, name_engine, pack, parse
-from kvbaton.transports.mori_engine import DISORDER, MoriMissing
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested
+from kvbaton.transports.mori import mori_engine, mori_mover
+from kvbaton.transports.mori.mori_endpoint import ENDPOINT_BYTES_MAX, VERSION, MoriEndpoint, name_engine, pack, parse
+from kvbaton.transports.mori.mori_engine import DISORDER, MoriMissing
+from kvbaton.transports.mori.mori_transport import CAPABILITIES, ROWS_MAX, MoriConfig, MoriTransport
 
 HALF = SMALL_BYTES // 2
 DIAL = "MORI_IO_CP_TIMEOUT_MS"
@@ -536,7 +536,7 @@ def test_without_mori_one_clear_error_says_what_is_missing(problem: Exception, m
 
 
 def test_importing_the_data_plane_imports_neither_mori_nor_its_fake() -> None:
-    script = "import sys, kvbaton.transports.mori; sys.exit(any(n == 'mori' or 'fake' in n for n in sys.modules))"
+    script = "import sys, kvbaton.transports.mori.mori_transport; sys.exit(any(n == 'mori' or 'fake' in n for n in sys.modules))"
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
 
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.transports import mover as mover_module
-from kvbaton.transports.mover import NO_WAIT, Mover, NativeMover, PythonMover, choose_mover
+from kvbaton.transports.core import mover as mover_module
+from kvbaton.transports.core.mover import NO_WAIT, Mover, NativeMover, PythonMover, choose_mover
 
 from .blocking import tcp_pair
 

@@ -16,9 +16,9 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Case, InProcessHarness, Log, Pair, check_transport
 from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, STRANGER, WRITE, copy, fill, offered, scatter
-from kvbaton.transports import nixl_endpoint
-from kvbaton.transports.memory import Region, allocate
-from kvbaton.transports.nixl import CAPABILITIES, NixlConfig, NixlTransport
+from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.nixl import nixl_endpoint
+from kvbaton.transports.nixl.nixl_transport import CAPABILITIES, NixlConfig, NixlTransport
 
 from .nixl_harness import WAYS, NixlHarness
 from .peer_process import Kind

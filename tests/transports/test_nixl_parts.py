@@ -19,18 +19,24 @@ import pytest
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports import nixl_agent
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Direction, Spans, TransportEvent
-from kvbaton.transports.cuda_driver import CudaError
-from kvbaton.transports.device import DeviceMemory
-from kvbaton.transports.jobs import Job, Jobs
-from kvbaton.transports.nixl import DEVICE_PARAMETERS, DEVICE_UCX, NixlConfig, NixlTransport, device_config
-from kvbaton.transports.nixl_agent import Agent, Indices, NixlError, load_bindings
-from kvbaton.transports.nixl_endpoint import Life, NixlEndpoint, name_agent, pack, parse, this_life
-from kvbaton.transports.nixl_links import Link
-from kvbaton.transports.nixl_lists import GRIDS_MAX, Grid, Lists, Place, grid_of, merged, without_empty
-from kvbaton.transports.nixl_mover import NixlMover
-from kvbaton.transports.spans import Rows
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.span_tables import Rows
+from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction, Spans, TransportEvent
+from kvbaton.transports.cuda.cuda_driver import CudaError
+from kvbaton.transports.nixl import nixl_agent
+from kvbaton.transports.nixl.nixl_agent import Agent, Indices, NixlError, load_bindings
+from kvbaton.transports.nixl.nixl_endpoint import Life, NixlEndpoint, name_agent, pack, parse, this_life
+from kvbaton.transports.nixl.nixl_links import Link
+from kvbaton.transports.nixl.nixl_lists import GRIDS_MAX, Grid, Lists, Place, grid_of, merged, without_empty
+from kvbaton.transports.nixl.nixl_mover import NixlMover
+from kvbaton.transports.nixl.nixl_transport import (
+    DEVICE_PARAMETERS,
+    DEVICE_UCX,
+    NixlConfig,
+    NixlTransport,
+    device_config,
+)
 
 from .fake_gpu import FakeGpu
 
@@ -157,7 +163,7 @@ def test_without_nixl_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_importing_the_data_plane_does_not_import_nixl() -> None:
-    script = "import sys, kvbaton.transports.nixl; sys.exit(any(name.startswith('nixl') for name in sys.modules))"
+    script = "import sys, kvbaton.transports.nixl.nixl_transport; sys.exit(any(name.startswith('nixl') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
 
 

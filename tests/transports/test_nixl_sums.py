@@ -14,12 +14,12 @@ from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Case, InProcessHarness, Log, check_transport
 from kvbaton.testing.corrupting import CorruptingTransport, some_byte
 from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, WRITE, copy, fill
-from kvbaton.transports.base import Direction
-from kvbaton.transports.memory import Region, allocate
-from kvbaton.transports.nixl import CAPABILITIES, NixlTransport
-from kvbaton.transports.summed import SumConfig, SummedTransport
-from kvbaton.transports.sums import Checksum
-from kvbaton.transports.sums_endpoint import BYTES_MAX
+from kvbaton.transports.checksum.checksum_endpoint import BYTES_MAX
+from kvbaton.transports.checksum.checksum_portions import Checksum
+from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
+from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.core.transport import Direction
+from kvbaton.transports.nixl.nixl_transport import CAPABILITIES, NixlTransport
 
 from .sums_harness import SummedHarness
 

@@ -8,12 +8,15 @@ import msgspec
 import pytest
 
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.transports import cuda, planes, staged, sums_device
-from kvbaton.transports.device import DeviceMemory
-from kvbaton.transports.memory import allocate
-from kvbaton.transports.planes import PlaneSettings
-from kvbaton.transports.summed import SummedTransport
-from kvbaton.transports.sums import Checksum
+from kvbaton.transports import catalogue
+from kvbaton.transports.catalogue import PlaneSettings
+from kvbaton.transports.checksum import checksum_device
+from kvbaton.transports.checksum.checksum_portions import Checksum
+from kvbaton.transports.checksum.checksum_transport import SummedTransport
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.shared_memory import allocate
+from kvbaton.transports.cuda import cuda_transport
+from kvbaton.transports.staged import staged_transport
 
 from .fake_gpu import FakeGpu
 
@@ -23,50 +26,52 @@ ME = PeerId(WorkerId("me"), Incarnation(1))
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with every library and no device; a device is a file in the returned folder."""
-    monkeypatch.setattr(planes, "RDMA_DEVICES", tmp_path)
-    for name in planes.ORDER:
-        told = planes.PLANES[name]
-        every = planes.Plane(told.name, told.what, told.needs, lambda: "", told.in_auto)
-        monkeypatch.setitem(planes.PLANES, name, every)
+    monkeypatch.setattr(catalogue, "RDMA_DEVICES", tmp_path)
+    for name in catalogue.ORDER:
+        told = catalogue.PLANES[name]
+        every = catalogue.Plane(told.name, told.what, told.needs, lambda: "", told.in_auto)
+        monkeypatch.setitem(catalogue.PLANES, name, every)
     return tmp_path
 
 
 def without(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    told = planes.PLANES[name]
-    monkeypatch.setitem(planes.PLANES, name, planes.Plane(name, told.what, "a library", lambda: "gone", told.in_auto))
+    told = catalogue.PLANES[name]
+    monkeypatch.setitem(
+        catalogue.PLANES, name, catalogue.Plane(name, told.what, "a library", lambda: "gone", told.in_auto)
+    )
 
 
 def test_without_rdma_the_best_are_our_own(machine: Path) -> None:
-    assert planes.offered("auto") == ("shm", "tcp") and planes.rdma_devices() == ()
+    assert catalogue.offered("auto") == ("shm", "tcp") and catalogue.rdma_devices() == ()
 
 
 def test_with_rdma_it_comes_after_shared_memory_and_before_sockets(machine: Path) -> None:
     (machine / "mlx5_0").touch()
-    assert planes.rdma_devices() == ("mlx5_0",)
-    assert planes.offered("auto") == ("shm", "nixl", "tcp")
+    assert catalogue.rdma_devices() == ("mlx5_0",)
+    assert catalogue.offered("auto") == ("shm", "nixl", "tcp")
 
 
 def test_device_memory_is_offered_what_reaches_it(machine: Path) -> None:
-    assert planes.offered("auto", "cuda") == ("cuda", "staged-shm", "staged-tcp")
-    assert planes.offered("staged-tcp,nixl", "cuda") == ("staged-tcp", "nixl"), "by name it is offered everywhere"
+    assert catalogue.offered("auto", "cuda") == ("cuda", "staged-shm", "staged-tcp")
+    assert catalogue.offered("staged-tcp,nixl", "cuda") == ("staged-tcp", "nixl"), "by name it is offered everywhere"
     (machine / "mlx5_0").touch()
-    assert planes.offered("auto", "cuda") == ("cuda", "staged-shm", "nixl", "staged-tcp")
+    assert catalogue.offered("auto", "cuda") == ("cuda", "staged-shm", "nixl", "staged-tcp")
 
 
 @pytest.mark.parametrize(("name", "device"), [("tcp", "cuda"), ("mooncake", "cuda"), ("cuda", "cpu")])
 def test_a_named_plane_of_other_memory_is_an_error_at_start(machine: Path, name: str, device: str) -> None:
     with pytest.raises(OSError, match=f"transport {name} does not move .* memory, which goes over .*nixl"):
-        planes.offered(name, device)
+        catalogue.offered(name, device)
 
 
 def test_auto_leaves_out_what_is_not_there(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (machine / "mlx5_0").touch()
     without(monkeypatch, "shm")
-    assert planes.offered("auto") == ("nixl", "tcp")
+    assert catalogue.offered("auto") == ("nixl", "tcp")
 
 
 def test_an_operators_order_is_kept(machine: Path) -> None:
-    assert planes.offered("tcp, shm") == ("tcp", "shm") and planes.offered("mooncake") == ("mooncake",)
+    assert catalogue.offered("tcp, shm") == ("tcp", "shm") and catalogue.offered("mooncake") == ("mooncake",)
 
 
 def test_a_named_plane_that_cannot_be_used_is_an_error_with_its_reason(
@@ -74,7 +79,7 @@ def test_a_named_plane_that_cannot_be_used_is_an_error_with_its_reason(
 ) -> None:
     without(monkeypatch, "nixl")
     with pytest.raises(OSError, match="transport nixl cannot be used here: gone"):
-        planes.offered("nixl,tcp")
+        catalogue.offered("nixl,tcp")
 
 
 @pytest.mark.parametrize(
@@ -88,22 +93,22 @@ def test_a_named_plane_that_cannot_be_used_is_an_error_with_its_reason(
 )
 def test_what_cannot_be_meant_is_refused(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        planes.parse(text)
+        catalogue.parse(text)
 
 
 def test_a_library_that_breaks_is_a_reason_not_a_crash() -> None:
     def broken() -> None:
         raise AttributeError("half of it is missing")
 
-    assert planes._loads(broken)() == "AttributeError: half of it is missing"
+    assert catalogue._loads(broken)() == "AttributeError: half of it is missing"
 
 
 @pytest.mark.parametrize("name", ["shm", "tcp", "nixl", "mooncake"])
 def test_each_is_made_by_its_name_and_is_what_was_announced(name: str) -> None:
     memory = allocate(1 << 16)
-    made = planes.make(name, ME, PlaneSettings(), [memory.view])
+    made = catalogue.make(name, ME, PlaneSettings(), [memory.view])
     try:
-        assert made.capabilities == planes.capabilities(name) and made.capabilities.name == name
+        assert made.capabilities == catalogue.capabilities(name) and made.capabilities.name == name
         assert made.endpoint(PeerId(WorkerId("you"), Incarnation(2)))
     finally:
         made.close()
@@ -111,88 +116,94 @@ def test_each_is_made_by_its_name_and_is_what_was_announced(name: str) -> None:
 
 def test_what_a_library_raises_when_it_is_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
-        CAPABILITIES = planes.capabilities("nixl")
+        CAPABILITIES = catalogue.capabilities("nixl")
 
         @staticmethod
         def NixlTransport(me: PeerId) -> None:
             raise RuntimeError("no device")
 
-    monkeypatch.setitem(planes._MODULES, "nixl", lambda: Broken)
+    monkeypatch.setitem(catalogue._MODULES, "nixl", lambda: Broken)
     with pytest.raises(OSError, match="transport nixl cannot be used here: RuntimeError: no device"):
-        planes.make("nixl", ME, PlaneSettings(), [])
+        catalogue.make("nixl", ME, PlaneSettings(), [])
 
 
 @pytest.mark.parametrize("name", ["shm", "mooncake"])
 def test_device_memory_does_not_go_over_a_host_plane(name: str) -> None:
     with pytest.raises(OSError, match="device memory, which goes over cuda, staged-shm, mori, nixl, staged-tcp"):
-        planes.make_device(name, ME, PlaneSettings(), [DeviceMemory(4096, 64)])
+        catalogue.make_device(name, ME, PlaneSettings(), [DeviceMemory(4096, 64)])
 
 
 @pytest.mark.parametrize("name", ["cuda", "nixl", "staged-shm", "staged-tcp"])
 def test_without_a_gpu_a_device_plane_says_what_it_needs(name: str) -> None:
-    assert planes.capabilities(name).name == name and "cuda" in planes.capabilities(name).device_kinds
-    if planes.PLANES["cuda"].usable():
+    assert catalogue.capabilities(name).name == name and "cuda" in catalogue.capabilities(name).device_kinds
+    if catalogue.PLANES["cuda"].usable():
         with pytest.raises(OSError, match=f"transport {name} cannot be used here: .*need an NVIDIA driver"):
-            planes.make_device(name, ME, PlaneSettings(), [DeviceMemory(4096, 64)])
+            catalogue.make_device(name, ME, PlaneSettings(), [DeviceMemory(4096, 64)])
 
 
 def test_host_memory_does_not_go_over_a_device_plane() -> None:
     with pytest.raises(OSError, match="host memory, which goes over shm, mori, nixl, mooncake, tcp"):
-        planes.make("cuda", ME, PlaneSettings(), [])
+        catalogue.make("cuda", ME, PlaneSettings(), [])
 
 
 def test_a_name_that_is_no_address_is_told_for_mooncake() -> None:
-    planes.check_host("mooncake", "10.1.2.3")
-    planes.check_host("tcp", "somewhere")
+    catalogue.check_host("mooncake", "10.1.2.3")
+    catalogue.check_host("tcp", "somewhere")
     with pytest.raises(ValueError, match="host: 'somewhere'; mooncake needs"):
-        planes.check_host("mooncake", "somewhere")
+        catalogue.check_host("mooncake", "somewhere")
 
 
 def test_who_insists_on_enforcement_is_offered_only_planes_that_lend() -> None:
-    assert planes.offered("auto", require_enforcement=True) == ("tcp",)
-    assert planes.offered("tcp", checksum="full", require_enforcement=True) == ("tcp+sums",)
+    assert catalogue.offered("auto", require_enforcement=True) == ("tcp",)
+    assert catalogue.offered("tcp", checksum="full", require_enforcement=True) == ("tcp+sums",)
     with pytest.raises(
         OSError, match=r"transport shm cannot keep a peer to what is lent to it.*staged-shm, tcp, staged-tcp"
     ):
-        planes.offered("shm,tcp", require_enforcement=True)
+        catalogue.offered("shm,tcp", require_enforcement=True)
 
 
 def test_every_plane_of_a_kind_of_memory_is_told_offered_or_why_not(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("nixl", "mori"):
-        monkeypatch.setitem(planes.PLANES, name, msgspec.structs.replace(planes.PLANES[name], left_out="left out"))
-    told = {each.name: each for each in planes.told("auto", "cuda")}
-    assert tuple(told) == planes.of_kind("cuda") == ("cuda", "staged-shm", "mori", "nixl", "staged-tcp")
+        monkeypatch.setitem(
+            catalogue.PLANES, name, msgspec.structs.replace(catalogue.PLANES[name], left_out="left out")
+        )
+    told = {each.name: each for each in catalogue.told("auto", "cuda")}
+    assert tuple(told) == catalogue.of_kind("cuda") == ("cuda", "staged-shm", "mori", "nixl", "staged-tcp")
     assert [name for name, each in told.items() if each.offered] == ["cuda", "staged-shm", "staged-tcp"]
     assert [each.why_not for each in told.values()] == ["", "", "left out", "left out", ""]
     assert [name for name, each in told.items() if each.writes] == ["staged-shm", "staged-tcp"]
     assert [name for name, each in told.items() if each.enforces] == ["staged-shm", "staged-tcp"]
     without(monkeypatch, "staged-shm")
-    told = {each.name: each for each in planes.told("auto", "cuda", require_enforcement=True)}
+    told = {each.name: each for each in catalogue.told("auto", "cuda", require_enforcement=True)}
     assert (told["staged-shm"].why_not, told["staged-shm"].needs) == ("gone", "a library")
     assert told["cuda"].why_not == "it cannot keep a peer to what is lent to it"
-    told = {each.name: each for each in planes.told("cuda,staged-shm", "cuda")}
+    told = {each.name: each for each in catalogue.told("cuda,staged-shm", "cuda")}
     assert "transport staged-shm cannot be used here" in told["cuda"].why_not, "one that is named and missing is fatal"
     assert told["nixl"].why_not == "transport is cuda,staged-shm"
-    assert "tcp" in {each.name for each in planes.told("auto")}
+    assert "tcp" in {each.name for each in catalogue.told("auto")}
 
 
 def test_what_enforces_is_what_the_page_says() -> None:
-    assert {name for name in planes.ORDER if planes.capabilities(name).enforces} == {"tcp", "staged-shm", "staged-tcp"}
+    assert {name for name in catalogue.ORDER if catalogue.capabilities(name).enforces} == {
+        "tcp",
+        "staged-shm",
+        "staged-tcp",
+    }
 
 
-@pytest.mark.parametrize("between", planes.CHECKSUMS)
+@pytest.mark.parametrize("between", catalogue.CHECKSUMS)
 def test_checksums_that_are_auto_are_those_of_device_memory_between_hosts(
-    machine: Path, monkeypatch: pytest.MonkeyPatch, between: planes.ChecksumMode
+    machine: Path, monkeypatch: pytest.MonkeyPatch, between: catalogue.ChecksumMode
 ) -> None:
-    monkeypatch.setattr(planes, "BETWEEN_HOSTS", between)
-    plain = planes.offered("auto", "cuda")
+    monkeypatch.setattr(catalogue, "BETWEEN_HOSTS", between)
+    plain = catalogue.offered("auto", "cuda")
     assert {"cuda", "staged-shm", "staged-tcp"} <= set(plain)
     wanted = [f"{name}+sums" if name == "staged-tcp" and between != "off" else name for name in plain]
-    assert list(planes.offered("auto", "cuda", "auto")) == wanted
-    assert planes.offered("shm,tcp", "cpu", "auto") == ("shm", "tcp")
-    assert planes.offered("cuda,staged-tcp", "cuda", "full") == ("cuda+sums", "staged-tcp+sums")
+    assert list(catalogue.offered("auto", "cuda", "auto")) == wanted
+    assert catalogue.offered("shm,tcp", "cpu", "auto") == ("shm", "tcp")
+    assert catalogue.offered("cuda,staged-tcp", "cuda", "full") == ("cuda+sums", "staged-tcp+sums")
 
 
 @pytest.mark.parametrize("name", ["cuda+sums", "staged-shm+sums", "staged-tcp+sums"])
@@ -204,13 +215,15 @@ def test_device_planes_are_made_with_checksums_and_their_share(name: str, monkey
         made.append((device, share))
         return gpu
 
-    for module in (cuda, staged, sums_device):
+    for module in (cuda_transport, staged_transport, checksum_device):
         monkeypatch.setattr(module, "CudaGpu", make)
     address = gpu.allocate(64)
-    plane = planes.make_device(name, ME, PlaneSettings(checksum="full", copy_share=0.25), [DeviceMemory(address, 64)])
+    plane = catalogue.make_device(
+        name, ME, PlaneSettings(checksum="full", copy_share=0.25), [DeviceMemory(address, 64)]
+    )
     try:
         assert isinstance(plane, SummedTransport) and plane._sums.kind == "device"
-        assert plane.capabilities == planes.capabilities(name) and made == [(0, 0.25)] * 2
+        assert plane.capabilities == catalogue.capabilities(name) and made == [(0, 0.25)] * 2
         assert plane._config.mode is Checksum.FULL and plane._sums.size_of(0) == 64
     finally:
         plane.close()

@@ -12,11 +12,11 @@ import pytest
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports import reception
-from kvbaton.transports.auth import Admitted, greet
-from kvbaton.transports.loop import Loop
-from kvbaton.transports.reception import Reception
-from kvbaton.transports.tcp_server import prepare
+from kvbaton.transports.net import reception
+from kvbaton.transports.net.handshake import Admitted, greet
+from kvbaton.transports.net.reception import Reception
+from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.tcp.tcp_server import prepare
 
 from .blocking import D, P, is_closed, play
 

@@ -18,24 +18,29 @@ from kvbaton.runtime.rank_messages import Refusals as RefusalNews
 from kvbaton.runtime.rank_planes import HostedPlane
 from kvbaton.sealed.policy import Encrypt
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports import auth, cuda_door, shm_door, staged_server, sums_endpoint, tcp
-from kvbaton.transports.base import Transport
-from kvbaton.transports.cuda import CudaConfig, CudaTransport
-from kvbaton.transports.cuda_door import CudaEndpoint
-from kvbaton.transports.delayed import DelayedTransport
-from kvbaton.transports.device import DeviceMemory
-from kvbaton.transports.memory import allocate
-from kvbaton.transports.refusals import Cause, Refusals, refusals_of
-from kvbaton.transports.shm import ShmConfig, ShmTransport
-from kvbaton.transports.shm_door import LENGTH, ShmEndpoint
-from kvbaton.transports.staged import StagedConfig, StagedTransport
-from kvbaton.transports.staged_door import SealedStagedEndpoint, StagedEndpoint
-from kvbaton.transports.summed import SumConfig, SummedTransport
-from kvbaton.transports.tcp import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport
-from kvbaton.transports.tcp_frames import FRAME_BYTES, Frame, Kind, Status
-from kvbaton.transports.tcp_server import STREAMS_PER_PEER_MAX
-from kvbaton.transports.unnamed import UnnamedTransport
-from kvbaton.transports.wire import Bytes, Sink, Wire, take
+from kvbaton.transports.checksum import checksum_endpoint
+from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
+from kvbaton.transports.core.delayed import DelayedTransport
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.late_identity import UnnamedTransport
+from kvbaton.transports.core.refusals import Cause, Refusals, refusals_of
+from kvbaton.transports.core.shared_memory import allocate
+from kvbaton.transports.core.transport import Transport
+from kvbaton.transports.cuda import cuda_listener
+from kvbaton.transports.cuda.cuda_listener import CudaEndpoint
+from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
+from kvbaton.transports.local import region_listener
+from kvbaton.transports.local.region_listener import LENGTH, ShmEndpoint
+from kvbaton.transports.net import handshake
+from kvbaton.transports.net.stream_socket import Bytes, Sink, Wire, take
+from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, Status
+from kvbaton.transports.shm.shm_transport import ShmConfig, ShmTransport
+from kvbaton.transports.staged import staged_server
+from kvbaton.transports.staged.staged_listener import SealedStagedEndpoint, StagedEndpoint
+from kvbaton.transports.staged.staged_transport import StagedConfig, StagedTransport
+from kvbaton.transports.tcp import tcp_transport
+from kvbaton.transports.tcp.tcp_server import STREAMS_PER_PEER_MAX
+from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport
 
 from ..runtime.rank_rig import Rig, until
 from .blocking import DEADLINE_S, D, P, exactly, is_closed, play, request
@@ -69,7 +74,7 @@ class Door:
 
     def enter(self, stream: int = 0, sealed: bool = False) -> socket.socket:
         sock = self.knock()
-        play(sock, lambda wire: auth.greet(wire, self.secret, D, P, stream, sealed))
+        play(sock, lambda wire: handshake.greet(wire, self.secret, D, P, stream, sealed))
         return sock
 
     def counted(self, **expected: int) -> bool:
@@ -85,7 +90,7 @@ Make = Callable[..., Door]
 
 @pytest.fixture(name="make")
 def make_doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    for module in (shm_door, cuda_door, staged_server):
+    for module in (region_listener, cuda_listener, staged_server):
         monkeypatch.setattr(module, "STRANGERS_MAX", CROWD)
     with contextlib.ExitStack() as stack:
 
@@ -121,7 +126,7 @@ def transport_of(plane: str, gpu: FakeGpu, handshake_s: float, encrypt: Encrypt)
 
 def place_of(plane: str, endpoint: bytes) -> tuple[str | tuple[str, int], bytes]:
     if plane == "tcp+sums":
-        there = sums_endpoint.parse(P, endpoint)
+        there = checksum_endpoint.parse(P, endpoint)
         return (there.host, there.port), there.secret
     kinds = TcpEndpoint | SealedTcpEndpoint | ShmEndpoint | CudaEndpoint | StagedEndpoint | SealedStagedEndpoint
     found = msgspec.msgpack.decode(endpoint, type=kinds)
@@ -157,7 +162,7 @@ class TestStrangers:
     def test_a_peer_with_an_old_secret_has_shown_no_proof(self, make: Make, plane: str) -> None:
         door = make(plane)
         with door.knock() as sock, pytest.raises(ProtocolError, match="pair with it again"):
-            play(sock, lambda wire: auth.greet(wire, bytes(32), D, P, 0))
+            play(sock, lambda wire: handshake.greet(wire, bytes(32), D, P, 0))
         assert door.counted(no_proof=1)
 
     def test_who_speaks_of_something_else_gave_no_greeting(self, make: Make, plane: str) -> None:
@@ -198,16 +203,18 @@ class TestStrangers:
 def forged(wire: Wire) -> Generator[Sink, None, None]:
     """A client that holds no secret, and tries."""
     name = D.worker.encode()
-    hello = auth._HELLO.pack(auth._MAGIC, auth.PLAIN, 0, len(name), D.incarnation, bytes(auth.NONCE_BYTES))
+    hello = handshake._HELLO.pack(
+        handshake._MAGIC, handshake.PLAIN, 0, len(name), D.incarnation, bytes(handshake.NONCE_BYTES)
+    )
     wire.out.append(Bytes(hello + name))
-    yield from take(auth.NONCE_BYTES + auth.PROOF_BYTES)
-    wire.out.append(Bytes(bytes(auth.PROOF_BYTES)))
+    yield from take(handshake.NONCE_BYTES + handshake.PROOF_BYTES)
+    wire.out.append(Bytes(bytes(handshake.PROOF_BYTES)))
 
 
 @pytest.mark.parametrize("plane", UNIX)
 def test_another_user_is_told_apart(make: Make, plane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     door = make(plane)
-    monkeypatch.setattr(shm_door.os, "geteuid", lambda: 12345)
+    monkeypatch.setattr(region_listener.os, "geteuid", lambda: 12345)
     with door.knock() as sock:
         assert is_closed(sock)
     assert door.counted(other_user=1)
@@ -297,7 +304,7 @@ def hear_hello(plane: str, sock: socket.socket) -> None:
 
 def test_the_inner_plane_and_its_sums_are_counted_together(make: Make) -> None:
     door = make("tcp+sums")
-    inner = msgspec.msgpack.decode(sums_endpoint.parse(P, door.transport.endpoint(D)).inner, type=TcpEndpoint)
+    inner = msgspec.msgpack.decode(checksum_endpoint.parse(P, door.transport.endpoint(D)).inner, type=TcpEndpoint)
     socket.create_connection((inner.host, inner.port), DEADLINE_S).close()
     door.knock().close()
     assert door.counted(left=2)
@@ -325,7 +332,7 @@ def test_a_plane_that_counts_nothing_or_something_of_its_own_is_heard() -> None:
 
 def test_planes_around_a_plane_tell_of_it(make: Make) -> None:
     door = make("tcp")
-    late = UnnamedTransport(tcp.CAPABILITIES, lambda _me: DelayedTransport(door.transport, 0.0))
+    late = UnnamedTransport(tcp_transport.CAPABILITIES, lambda _me: DelayedTransport(door.transport, 0.0))
     assert late.refusals == {}
     late.open(P)
     door.knock().close()

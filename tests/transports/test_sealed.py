@@ -17,8 +17,8 @@ from kvbaton.protocol.errors import ProtocolError
 from kvbaton.sealed import policy, records
 from kvbaton.sealed.policy import agree, is_loopback, is_required, is_required_on
 from kvbaton.sealed.records import HEAD, OVERHEAD_BYTES, RECORD_BYTES, Seals
-from kvbaton.transports.sealed import SealedStream
-from kvbaton.transports.wire import Bytes
+from kvbaton.transports.net.sealed_stream import SealedStream
+from kvbaton.transports.net.stream_socket import Bytes
 
 from .blocking import tcp_pair
 

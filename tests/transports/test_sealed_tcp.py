@@ -19,15 +19,15 @@ from kvbaton.sealed import policy
 from kvbaton.sealed.policy import Encrypt
 from kvbaton.testing import check_transport
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports import planes
-from kvbaton.transports.auth import PLAIN, greet
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Direction
-from kvbaton.transports.loans import lend_everything
-from kvbaton.transports.planes import PlaneSettings
-from kvbaton.transports.summed import SumConfig, SummedTransport
-from kvbaton.transports.tcp import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport
-from kvbaton.transports.tcp_frames import Kind
-from kvbaton.transports.wire import Wire
+from kvbaton.transports import catalogue
+from kvbaton.transports.catalogue import PlaneSettings
+from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
+from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction
+from kvbaton.transports.net.handshake import PLAIN, greet
+from kvbaton.transports.net.stream_socket import Wire
+from kvbaton.transports.net.transfer_frames import Kind
+from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport
 
 from .blocking import D, P, is_closed, play
 from .blocking import request as plain_request
@@ -374,10 +374,10 @@ def test_staging_over_tcp_is_encrypted_alike(name: str, monkeypatch: pytest.Monk
 
 def test_an_operator_is_told_of_a_plane_that_others_can_read(caplog: pytest.LogCaptureFixture) -> None:
     for name in ("nixl", "mori", "mooncake", "nixl+sums"):
-        assert "not encrypted" in planes.exposed(name, "10.0.0.1") and not planes.exposed(name, "127.0.0.1")
+        assert "not encrypted" in catalogue.exposed(name, "10.0.0.1") and not catalogue.exposed(name, "127.0.0.1")
     for name in ("shm", "cuda", "staged-shm"):
-        assert not planes.exposed(name, "10.0.0.1", "off")
-    assert not planes.exposed("tcp", "10.0.0.1") and "encrypt is off" in planes.exposed("tcp", "10.0.0.1", "off")
+        assert not catalogue.exposed(name, "10.0.0.1", "off")
+    assert not catalogue.exposed("tcp", "10.0.0.1") and "encrypt is off" in catalogue.exposed("tcp", "10.0.0.1", "off")
     with caplog.at_level(logging.WARNING):
-        planes.make("tcp", P, PlaneSettings("10.0.0.1", encrypt="off"), []).close()
+        catalogue.make("tcp", P, PlaneSettings("10.0.0.1", encrypt="off"), []).close()
     assert "tcp is not encrypted" in caplog.text

@@ -20,12 +20,12 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId
 from kvbaton.testing import Log
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports import shm_door
-from kvbaton.transports.auth import Keyring, admit, greet
-from kvbaton.transports.base import Copy, CopyEnded, DeviceEvent, Direction
-from kvbaton.transports.memory import Region, allocate
-from kvbaton.transports.shm import CAPABILITIES, ShmConfig, ShmTransport
-from kvbaton.transports.shm_door import LENGTH, Place, ShmEndpoint
+from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction
+from kvbaton.transports.local import region_listener
+from kvbaton.transports.local.region_listener import LENGTH, Place, ShmEndpoint
+from kvbaton.transports.net.handshake import Keyring, admit, greet
+from kvbaton.transports.shm.shm_transport import CAPABILITIES, ShmConfig, ShmTransport
 
 from .blocking import D, P, is_closed, play
 from .process_harness import ProcessHarness
@@ -102,7 +102,7 @@ def test_many_regions_of_one_allocation_take_one_descriptor(rig: Rig) -> None:
 
 
 def test_more_allocations_than_descriptors_can_be_passed_are_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm_door, "DESCRIPTORS_MAX", 1)
+    monkeypatch.setattr(region_listener, "DESCRIPTORS_MAX", 1)
     with pytest.raises(ValueError, match="let regions share one"):
         rig.make(P).register(1, rig.memory(64).view)
 
@@ -183,7 +183,7 @@ def _punch(fd: int) -> None:
 def test_a_process_of_another_user_is_turned_away_at_the_door(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = rig.make(P), rig.make(D)
     endpoint = p.endpoint(D)
-    monkeypatch.setattr(shm_door.os, "geteuid", lambda: 12345)
+    monkeypatch.setattr(region_listener.os, "geteuid", lambda: 12345)
     there = msgspec.msgpack.decode(endpoint, type=ShmEndpoint)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect("\0" + there.name)
@@ -216,7 +216,7 @@ class Liar:
         name = f"kvbaton-liar-{os.getpid()}-{id(self)}"
         self._listener.bind("\0" + name)
         self._listener.listen()
-        self.endpoint = msgspec.msgpack.encode(ShmEndpoint(P, shm_door.host_identity(), name, keyring.mint(D)))
+        self.endpoint = msgspec.msgpack.encode(ShmEndpoint(P, region_listener.host_identity(), name, keyring.mint(D)))
 
         def serve() -> None:
             with contextlib.suppress(OSError):  # until it is shut down
@@ -330,7 +330,7 @@ def test_a_peer_that_accepts_and_says_nothing_is_given_up_at_the_deadline(rig: R
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(f"\0kvbaton-mute-{os.getpid()}")
         mute.listen()
-        there = ShmEndpoint(P, shm_door.host_identity(), f"kvbaton-mute-{os.getpid()}", bytes(32))
+        there = ShmEndpoint(P, region_listener.host_identity(), f"kvbaton-mute-{os.getpid()}", bytes(32))
         d = rig.make(D, dial_deadline_s=0.1)
         d.connect(P, msgspec.msgpack.encode(there))
         assert d.submit(read())
@@ -341,7 +341,7 @@ def test_a_copy_that_waits_for_a_mapping_is_cancelled_at_once(rig: Rig) -> None:
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(f"\0kvbaton-mute-{os.getpid()}")
         mute.listen()
-        there = ShmEndpoint(P, shm_door.host_identity(), f"kvbaton-mute-{os.getpid()}", bytes(32))
+        there = ShmEndpoint(P, region_listener.host_identity(), f"kvbaton-mute-{os.getpid()}", bytes(32))
         d = rig.make(D, dial_deadline_s=1000.0)
         d.connect(P, msgspec.msgpack.encode(there))
         assert d.submit(read())

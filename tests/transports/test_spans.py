@@ -7,8 +7,8 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.transports.base import Spans
-from kvbaton.transports.spans import PAIR_BYTES, cut, from_wire, size_of, to_wire
+from kvbaton.transports.core.span_tables import PAIR_BYTES, cut, from_wire, size_of, to_wire
+from kvbaton.transports.core.transport import Spans
 
 TRIPLES = st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, 5000)), max_size=60).map(
     lambda rows: array("q", [number for row in rows for number in row])

@@ -15,15 +15,16 @@ import pytest
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports import auth, staged_line, staged_server
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Direction, FenceEnded, TransportEvent
-from kvbaton.transports.device import DeviceMemory
-from kvbaton.transports.loans import lend_everything
-from kvbaton.transports.refusals import refusals_of
-from kvbaton.transports.shm_door import LENGTH
-from kvbaton.transports.staged import StagedConfig, StagedTransport
-from kvbaton.transports.staged_door import SOCKETS_MAX, Carrier, Hello, StagedEndpoint, dial
-from kvbaton.transports.tcp_frames import FRAME_BYTES, Frame, Kind, Status, parse
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.refusals import refusals_of
+from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction, FenceEnded, TransportEvent
+from kvbaton.transports.local.region_listener import LENGTH
+from kvbaton.transports.net import handshake
+from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, Status, parse
+from kvbaton.transports.staged import staged_connection, staged_server
+from kvbaton.transports.staged.staged_listener import SOCKETS_MAX, Carrier, Hello, StagedEndpoint, dial
+from kvbaton.transports.staged.staged_transport import StagedConfig, StagedTransport
 
 from .blocking import D, P, exactly, is_closed, play, request
 from .fake_gpu import FakeGpu
@@ -80,7 +81,7 @@ class Pair:
     def read_at(self, who: PeerId) -> bytes:
         return ctypes.string_at(self.memory[who], SIZE)
 
-    def lines(self) -> list[staged_line.Line]:
+    def lines(self) -> list[staged_connection.Line]:
         crew = self.d._links[P]._crew
         return [] if crew is None else crew.lines
 
@@ -165,7 +166,7 @@ def test_a_connection_that_cannot_be_had_makes_the_plane_unreachable(
             raise OSError("no more sockets")
         return dial(there)
 
-    monkeypatch.setattr(staged_line, "dial", refused)
+    monkeypatch.setattr(staged_connection, "dial", refused)
     pair.copy(1)
     end = pair.end(1)
     assert end.reason in {Reason.UNREACHABLE, Reason.TRANSFER_FAILED} and "no more sockets" in end.detail
@@ -187,7 +188,7 @@ def test_what_one_connection_is_told_must_be_told_on_all(pair: Pair, monkeypatch
 
 
 def test_a_peer_makes_nobody_pin_more_than_the_bound(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged_line, "PINNED_BYTES_MAX", SOCKETS * (2 << 20) - 1)
+    monkeypatch.setattr(staged_connection, "PINNED_BYTES_MAX", SOCKETS * (2 << 20) - 1)
     pair.copy(1)
     end = pair.end(1)
     assert end.reason is Reason.UNREACHABLE and "would be pinned for one peer" in end.detail
@@ -199,7 +200,7 @@ def test_a_peer_makes_nobody_pin_more_than_the_bound(pair: Pair, monkeypatch: py
 def enter(pair: Pair, stream: int, secret: bytes | None = None) -> socket.socket:
     there = msgspec.msgpack.decode(pair.p.endpoint(D), type=StagedEndpoint)
     sock = socket.create_connection((there.place, there.port), DEADLINE_S)
-    play(sock, lambda wire: auth.greet(wire, secret or there.secret, D, P, stream))
+    play(sock, lambda wire: handshake.greet(wire, secret or there.secret, D, P, stream))
     return sock
 
 

@@ -20,16 +20,25 @@ from kvbaton.testing import Log, Side
 from kvbaton.testing.corrupting import CorruptingTransport, Strike, some_byte
 from kvbaton.testing.transport_case import READ, WRITE, copy, fill
 from kvbaton.testing.transport_harness import InProcessHarness, poll
-from kvbaton.transports import summed, tcp
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested, Direction, FenceEnded, HostTransport, TransportEvent
-from kvbaton.transports.loans import lend_everything
-from kvbaton.transports.memory import Region, allocate
-from kvbaton.transports.shm import ShmTransport
-from kvbaton.transports.summed import SumConfig, SummedTransport
-from kvbaton.transports.sums import Checksum, portions
-from kvbaton.transports.sums_endpoint import BYTES_MAX, VERSION, SumEndpoint, is_summed, parse
-from kvbaton.transports.sums_memory import HostSums
-from kvbaton.transports.tcp import TcpTransport
+from kvbaton.transports.checksum import checksum_transport
+from kvbaton.transports.checksum.checksum_endpoint import BYTES_MAX, VERSION, SumEndpoint, is_summed, parse
+from kvbaton.transports.checksum.checksum_memory import HostSums
+from kvbaton.transports.checksum.checksum_portions import Checksum, portions
+from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
+from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.core.transport import (
+    Copy,
+    CopyEnded,
+    CopyRested,
+    Direction,
+    FenceEnded,
+    HostTransport,
+    TransportEvent,
+)
+from kvbaton.transports.shm.shm_transport import ShmTransport
+from kvbaton.transports.tcp import tcp_transport
+from kvbaton.transports.tcp.tcp_transport import TcpTransport
 
 from .sums_harness import HeldDigesters
 
@@ -61,7 +70,7 @@ class Rig:
         far.transport.connect(D, near.transport.endpoint(P))
         fill(near.memory, 1)
         fill(far.memory, 2)
-        harness = InProcessHarness(TcpTransport, lambda size: memoryview(bytearray(size)), tcp.CAPABILITIES)
+        harness = InProcessHarness(TcpTransport, lambda size: memoryview(bytearray(size)), tcp_transport.CAPABILITIES)
         return near, far, Log(harness, near)
 
     def side(self, transport: SummedTransport, me: PeerId) -> Side:
@@ -345,7 +354,7 @@ class TestWithoutASumService:
 class Manual:
     """An inner plane whose copies end when and how the test says."""
 
-    capabilities = msgspec.structs.replace(tcp.CAPABILITIES, enforces=False)
+    capabilities = msgspec.structs.replace(tcp_transport.CAPABILITIES, enforces=False)
 
     def __init__(self) -> None:
         self.copies: dict[JobId, Copy] = {}
@@ -394,7 +403,7 @@ class TestAroundAnyPlane:
         near = rig.side(SummedTransport(inner, D, SumConfig(copies_max=4)), D)
         far = rig.side(SummedTransport(Manual(), P), P)
         near.transport.connect(P, far.transport.endpoint(D))
-        harness = InProcessHarness(TcpTransport, lambda size: memoryview(bytearray(size)), tcp.CAPABILITIES)
+        harness = InProcessHarness(TcpTransport, lambda size: memoryview(bytearray(size)), tcp_transport.CAPABILITIES)
         return inner, near, far, Log(harness, near)
 
     def test_what_is_cancelled_before_its_good_end_is_heard_is_not_compared(
@@ -463,7 +472,7 @@ class TestAroundAnyPlane:
         def broken(*_: object) -> bytes:
             raise MemoryError("on purpose")
 
-        where: object = summed if breaks == "portions" else host_sums(near.transport)
+        where: object = checksum_transport if breaks == "portions" else host_sums(near.transport)
         monkeypatch.setattr(where, breaks, broken)
         assert near.transport.submit(copy(1, far, READ, SPANS))
         inner.tell(CopyEnded(JobId(1)))

@@ -9,17 +9,18 @@ import pytest
 from kvbaton.protocol.ids import PeerId
 from kvbaton.testing import Case, InProcessHarness, check_transport
 from kvbaton.testing.transport_case import offered
-from kvbaton.transports import shm, tcp
-from kvbaton.transports.base import HostTransport
-from kvbaton.transports.memory import Region, allocate
-from kvbaton.transports.shm import ShmTransport
-from kvbaton.transports.summed import SumConfig, SummedTransport
-from kvbaton.transports.sums import Checksum
-from kvbaton.transports.tcp import TcpTransport
+from kvbaton.transports.checksum.checksum_portions import Checksum
+from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
+from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.core.transport import HostTransport
+from kvbaton.transports.shm import shm_transport
+from kvbaton.transports.shm.shm_transport import ShmTransport
+from kvbaton.transports.tcp import tcp_transport
+from kvbaton.transports.tcp.tcp_transport import TcpTransport
 
 from .sums_harness import SummedHarness
 
-PLANES = {"shm": (ShmTransport, shm.CAPABILITIES), "tcp": (TcpTransport, tcp.CAPABILITIES)}
+PLANES = {"shm": (ShmTransport, shm_transport.CAPABILITIES), "tcp": (TcpTransport, tcp_transport.CAPABILITIES)}
 MODES = {"shm": (Checksum.FULL, Checksum.SAMPLE), "tcp": tuple(Checksum)}
 APART = [case for case in check_transport.cases if case.needs & {"kill", "pause"}]
 TOGETHER = [case for case in check_transport.cases if not case.needs & {"kill", "pause"}]

@@ -13,19 +13,19 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.protocol.weave import Weave
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.auth import greet
-from kvbaton.transports.base import Copy, CopyEnded, Direction
-from kvbaton.transports.cuda_driver import CudaError
-from kvbaton.transports.device import DeviceMemory
-from kvbaton.transports.loans import EVERYTHING, lend_everything
-from kvbaton.transports.memory import allocate
-from kvbaton.transports.shm import ShmTransport
-from kvbaton.transports.summed import SumConfig, SummedTransport
-from kvbaton.transports.sums import Checksum, portions
-from kvbaton.transports.sums_device import PART_BYTES, PIECE_BYTES, DeviceSums
-from kvbaton.transports.sums_endpoint import parse
-from kvbaton.transports.sums_memory import Tell
-from kvbaton.transports.tcp_frames import PAYLOAD_BYTES_MAX, Frame, Kind, Status
+from kvbaton.transports.checksum.checksum_device import PART_BYTES, PIECE_BYTES, DeviceSums
+from kvbaton.transports.checksum.checksum_endpoint import parse
+from kvbaton.transports.checksum.checksum_memory import Tell
+from kvbaton.transports.checksum.checksum_portions import Checksum, portions
+from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.loans import EVERYTHING, lend_everything
+from kvbaton.transports.core.shared_memory import allocate
+from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
+from kvbaton.transports.cuda.cuda_driver import CudaError
+from kvbaton.transports.net.handshake import greet
+from kvbaton.transports.net.transfer_frames import PAYLOAD_BYTES_MAX, Frame, Kind, Status
+from kvbaton.transports.shm.shm_transport import ShmTransport
 
 from .blocking import DEADLINE_S, D, P, is_closed, play
 from .device_peer import make_plane

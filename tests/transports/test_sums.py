@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.protocol.weave import Weave
-from kvbaton.transports.base import Copy, Direction, Spans
-from kvbaton.transports.sums import (
+from kvbaton.transports.checksum.checksum_portions import (
     DIGEST_BYTES,
     PART_BYTES,
     PIECE_BYTES,
@@ -21,7 +20,8 @@ from kvbaton.transports.sums import (
     difference,
     portions,
 )
-from kvbaton.transports.tcp_frames import PAYLOAD_BYTES_MAX, ROWS_MAX
+from kvbaton.transports.core.transport import Copy, Direction, Spans
+from kvbaton.transports.net.transfer_frames import PAYLOAD_BYTES_MAX, ROWS_MAX
 
 PEER = PeerId(WorkerId("p#0"), Incarnation(1))
 

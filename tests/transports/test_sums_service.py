@@ -15,15 +15,23 @@ import xxhash
 
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.auth import greet
-from kvbaton.transports.loans import EVERYTHING, lend_everything
-from kvbaton.transports.spans import to_wire
-from kvbaton.transports.summed import SumConfig, SummedTransport
-from kvbaton.transports.sums_endpoint import SumEndpoint, parse
-from kvbaton.transports.sums_memory import HostSums
-from kvbaton.transports.tcp import TcpEndpoint, TcpTransport
-from kvbaton.transports.tcp_frames import FRAME_BYTES, PAYLOAD_BYTES_MAX, ROWS_MAX, WINDOW_MAX, Frame, Kind, Status
-from kvbaton.transports.tcp_frames import parse as parse_frame
+from kvbaton.transports.checksum.checksum_endpoint import SumEndpoint, parse
+from kvbaton.transports.checksum.checksum_memory import HostSums
+from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
+from kvbaton.transports.core.loans import EVERYTHING, lend_everything
+from kvbaton.transports.core.span_tables import to_wire
+from kvbaton.transports.net.handshake import greet
+from kvbaton.transports.net.transfer_frames import (
+    FRAME_BYTES,
+    PAYLOAD_BYTES_MAX,
+    ROWS_MAX,
+    WINDOW_MAX,
+    Frame,
+    Kind,
+    Status,
+)
+from kvbaton.transports.net.transfer_frames import parse as parse_frame
+from kvbaton.transports.tcp.tcp_transport import TcpEndpoint, TcpTransport
 
 from .blocking import DEADLINE_S, D, P, exactly, is_closed, play, tcp_dial
 from .sums_harness import HeldDigesters

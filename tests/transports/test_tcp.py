@@ -13,12 +13,13 @@ import pytest
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports import jobs, tcp
-from kvbaton.transports.auth import Keyring, admit
-from kvbaton.transports.base import Copy, CopyEnded, DeviceEvent, Direction
-from kvbaton.transports.loans import EVERYTHING, lend_everything
-from kvbaton.transports.tcp import TcpConfig, TcpEndpoint, TcpTransport
-from kvbaton.transports.tcp_frames import FRAME_BYTES, Frame, Kind, Status
+from kvbaton.transports.core import jobs
+from kvbaton.transports.core.loans import EVERYTHING, lend_everything
+from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction
+from kvbaton.transports.net.handshake import Keyring, admit
+from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, Status
+from kvbaton.transports.tcp import tcp_transport
+from kvbaton.transports.tcp.tcp_transport import TcpConfig, TcpEndpoint, TcpTransport
 
 from .blocking import D, P, exactly, play
 from .test_gate import Event
@@ -169,7 +170,7 @@ def test_when_only_some_streams_can_be_dialled_the_others_carry_all(
     def out_of_descriptors(self: object) -> socket.socket:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("kvbaton.transports.tcp_client.Route.dial", out_of_descriptors)
+    monkeypatch.setattr("kvbaton.transports.tcp.tcp_client.Route.dial", out_of_descriptors)
     for job in range(1, 20):
         assert d.submit(read(job, SIZE))
     assert {end.reason for end in ends(d, 19)} == {None}
@@ -180,7 +181,7 @@ def test_a_peer_that_cannot_even_be_dialled_fails_the_copy(
 ) -> None:
     p, d = make(P), make(D)
     d.connect(P, p.endpoint(D))
-    monkeypatch.setattr("kvbaton.transports.tcp_client.socket.socket.connect_ex", lambda *_: 101, raising=False)
+    monkeypatch.setattr("kvbaton.transports.tcp.tcp_client.socket.socket.connect_ex", lambda *_: 101, raising=False)
     assert d.submit(read())
     end = ends(d)[0]
     assert end.reason is Reason.UNREACHABLE and "unreachable" in end.detail
@@ -373,7 +374,7 @@ def test_closing_under_load_ends_every_copy_and_leaves_no_thread(make: Callable[
 
 
 def test_what_tcp_promises() -> None:
-    able = tcp.CAPABILITIES
+    able = tcp_transport.CAPABILITIES
     assert (able.can_write, able.can_fence, able.cancels, able.same_host, able.one_sided) == (
         True,
         True,

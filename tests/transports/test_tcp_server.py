@@ -11,11 +11,11 @@ import pytest
 
 from kvbaton.protocol.ids import JobId
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.base import FenceEnded
-from kvbaton.transports.loans import EVERYTHING, lend_everything
-from kvbaton.transports.tcp import TcpConfig, TcpTransport
-from kvbaton.transports.tcp_frames import WINDOW_MAX, Frame, Kind, Status
-from kvbaton.transports.tcp_server import STREAMS_PER_PEER_MAX
+from kvbaton.transports.core.loans import EVERYTHING, lend_everything
+from kvbaton.transports.core.transport import FenceEnded
+from kvbaton.transports.net.transfer_frames import WINDOW_MAX, Frame, Kind, Status
+from kvbaton.transports.tcp.tcp_server import STREAMS_PER_PEER_MAX
+from kvbaton.transports.tcp.tcp_transport import TcpConfig, TcpTransport
 
 from .blocking import D, P, answer, is_closed, request, tcp_dial
 

@@ -12,9 +12,9 @@ import pytest
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.loop import Loop
-from kvbaton.transports.mover import choose_mover
-from kvbaton.transports.wire import Bytes, Script, Skip, Strip, Wire, take
+from kvbaton.transports.core.mover import choose_mover
+from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.net.stream_socket import Bytes, Script, Skip, Strip, Wire, take
 
 from .blocking import is_closed, tcp_pair
 

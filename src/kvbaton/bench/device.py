@@ -39,7 +39,7 @@ from kvbaton.control import keys
 from kvbaton.control.key_room import key_room
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.protocol.weave import Weave
-from kvbaton.transports.base import Copy, CopyEnded, DeviceTransport, Direction, Spans
+from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceTransport, Direction, Spans
 
 COPY_DEADLINE_S = 30.0
 BUS_BYTES = 256 << 20

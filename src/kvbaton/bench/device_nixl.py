@@ -28,7 +28,7 @@ from kvbaton.bench.device_world import (
     pattern,
     spans_of,
 )
-from kvbaton.transports.cuda_driver import CudaGpu
+from kvbaton.transports.cuda.cuda_driver import CudaGpu
 
 MODULES = ("nixl_cu13", "nixl_cu12", "nixl")
 LIMIT_S = 20.0

@@ -14,15 +14,15 @@ from kvbaton.bench.children import Parent
 from kvbaton.bench.device_side import Address, DeviceSide
 from kvbaton.bench.device_world import DEVICE, Cache, pattern
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.transports.base import DeviceTransport, LendingTransport
-from kvbaton.transports.cuda import CudaTransport
-from kvbaton.transports.cuda_driver import CudaGpu, Gpu
-from kvbaton.transports.loans import lend_everything
-from kvbaton.transports.planes import SUMS
-from kvbaton.transports.staged import StagedConfig, StagedTransport
-from kvbaton.transports.staged_door import Carrier
-from kvbaton.transports.summed import SumConfig, SummedTransport
-from kvbaton.transports.sums_device import DeviceSums
+from kvbaton.transports.catalogue import SUMS
+from kvbaton.transports.checksum.checksum_device import DeviceSums
+from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
+from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.transport import DeviceTransport, LendingTransport
+from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
+from kvbaton.transports.cuda.cuda_transport import CudaTransport
+from kvbaton.transports.staged.staged_listener import Carrier
+from kvbaton.transports.staged.staged_transport import StagedConfig, StagedTransport
 
 P = PeerId(WorkerId("bench-p"), Incarnation(1))
 PLANES = ("cuda", "staged-shm", "staged-tcp")

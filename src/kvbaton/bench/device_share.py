@@ -29,11 +29,11 @@ import msgspec
 
 from kvbaton.bench.device_world import DEVICE, Cache, TimedGpu, blocks_of, pattern, weave_of
 from kvbaton.protocol.weave import Weave
-from kvbaton.transports import cuda_launch
-from kvbaton.transports.cuda_driver import CudaError
-from kvbaton.transports.cuda_launch import Tables
-from kvbaton.transports.cuda_ptx import PTX
-from kvbaton.transports.cuda_table import Group
+from kvbaton.transports.cuda import cuda_launch
+from kvbaton.transports.cuda.cuda_driver import CudaError
+from kvbaton.transports.cuda.cuda_launch import Tables
+from kvbaton.transports.cuda.cuda_ptx import PTX
+from kvbaton.transports.cuda.cuda_table import Group
 
 COUNTS = (16, 128, 1000)
 BESIDE = 128

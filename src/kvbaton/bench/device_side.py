@@ -20,10 +20,10 @@ from kvbaton.runtime.doorway import Doorway, DoorwayConfig, DropBlocks, LoadRepo
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.loop import NodeLoop
 from kvbaton.runtime.node import Node
-from kvbaton.transports.base import DeviceTransport
-from kvbaton.transports.cuda import CudaConfig, CudaTransport
-from kvbaton.transports.cuda_driver import Gpu
-from kvbaton.transports.device import DeviceMemory
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.transport import DeviceTransport
+from kvbaton.transports.cuda.cuda_driver import Gpu
+from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
 
 DEADLINE_S = 20.0
 

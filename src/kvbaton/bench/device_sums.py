@@ -28,13 +28,13 @@ from kvbaton.control import keys
 from kvbaton.control.key_room import key_room
 from kvbaton.protocol.ids import JobId
 from kvbaton.protocol.weave import Weave
-from kvbaton.transports.base import Copy, Direction
-from kvbaton.transports.cuda_digest import DIGEST_BYTES
-from kvbaton.transports.cuda_launch import Tables
-from kvbaton.transports.cuda_table import Group
-from kvbaton.transports.planes import SUMS
-from kvbaton.transports.sums import Checksum, portions
-from kvbaton.transports.sums_device import PART_BYTES, PIECE_BYTES
+from kvbaton.transports.catalogue import SUMS
+from kvbaton.transports.checksum.checksum_device import PART_BYTES, PIECE_BYTES
+from kvbaton.transports.checksum.checksum_portions import Checksum, portions
+from kvbaton.transports.core.transport import Copy, Direction
+from kvbaton.transports.cuda.cuda_digest import DIGEST_BYTES
+from kvbaton.transports.cuda.cuda_launch import Tables
+from kvbaton.transports.cuda.cuda_table import Group
 
 PLANES = ("cuda", "staged-tcp")
 COUNTS = (32, 1000)

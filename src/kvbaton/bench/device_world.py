@@ -16,10 +16,10 @@ import numpy as np
 
 from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Rank, Share, places, planes
 from kvbaton.protocol.weave import Weave
-from kvbaton.transports.base import Spans
-from kvbaton.transports.cuda_driver import SHARE, CudaGpu
-from kvbaton.transports.cuda_ptx import PTX
-from kvbaton.transports.device import DeviceMemory
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.transport import Spans
+from kvbaton.transports.cuda.cuda_driver import SHARE, CudaGpu
+from kvbaton.transports.cuda.cuda_ptx import PTX
 
 SEGMENT_BYTES = 32 << 10
 SEGMENTS = 64

@@ -29,10 +29,10 @@ from kvbaton.runtime.doorway import Doorway, DoorwayConfig, DropBlocks, LoadRepo
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.loop import NodeLoop
 from kvbaton.runtime.node import Node
-from kvbaton.transports.base import HostTransport
-from kvbaton.transports.memory import Region, allocate
-from kvbaton.transports.shm import ShmTransport
-from kvbaton.transports.tcp import TcpTransport
+from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.core.transport import HostTransport
+from kvbaton.transports.shm.shm_transport import ShmTransport
+from kvbaton.transports.tcp.tcp_transport import TcpTransport
 
 BLOCKS = 256
 BLOCK_TOKENS = 16

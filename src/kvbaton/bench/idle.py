@@ -19,10 +19,10 @@ from kvbaton.bench.children import Child, Parent
 from kvbaton.bench.quiet import cpu_s
 from kvbaton.bench.workload import Driven, P, pattern, verify
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.transports import planes
-from kvbaton.transports.base import LendingTransport
-from kvbaton.transports.loans import lend_everything
-from kvbaton.transports.memory import allocate
+from kvbaton.transports import catalogue
+from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.shared_memory import allocate
+from kvbaton.transports.core.transport import LendingTransport
 
 IDLE_S = 10.0
 MEMORY_BYTES = 1 << 20
@@ -48,7 +48,7 @@ def measure(names: Sequence[str], idle_s: float = IDLE_S) -> dict[str, float]:
 def serve(name: str, parent: Parent) -> None:
     memory = allocate(MEMORY_BYTES)
     memory.view[:] = pattern(MEMORY_BYTES).data
-    transport = planes.make(name, P, planes.PlaneSettings(), [memory.view])
+    transport = catalogue.make(name, P, catalogue.PlaneSettings(), [memory.view])
     if transport.capabilities.enforces:
         lend_everything(cast(LendingTransport, transport), D)
     parent.answer(transport.endpoint(D))
@@ -61,7 +61,7 @@ def read(name: str, parent: Parent) -> None:
     """One read, then nothing more."""
     memory, spans = allocate(MEMORY_BYTES), array("q", (0, 0, MEMORY_BYTES))
     with Child("kvbaton.bench.idle", "serve", name) as source:
-        transport = planes.make(name, D, planes.PlaneSettings(), [])
+        transport = catalogue.make(name, D, catalogue.PlaneSettings(), [])
         driven = Driven(name, transport, memory.view, source.hear(bytes))
         driven.read(spans)
         verify(name, memory.view, pattern(MEMORY_BYTES), spans)

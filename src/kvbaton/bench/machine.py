@@ -20,11 +20,11 @@ from kvbaton.bench.children import Child, Parent
 from kvbaton.bench.workload import Driven, P, contiguous, pattern, scattered, verify
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.protocol.pages import Band, PageTable
-from kvbaton.transports.base import Direction, HostTransport, Loan
-from kvbaton.transports.memory import allocate
-from kvbaton.transports.mover import choose_mover
-from kvbaton.transports.shm import ShmConfig, ShmTransport
-from kvbaton.transports.tcp import TcpConfig, TcpTransport
+from kvbaton.transports.core.mover import choose_mover
+from kvbaton.transports.core.shared_memory import allocate
+from kvbaton.transports.core.transport import Direction, HostTransport, Loan
+from kvbaton.transports.shm.shm_transport import ShmConfig, ShmTransport
+from kvbaton.transports.tcp.tcp_transport import TcpConfig, TcpTransport
 
 RAW_CHUNK_BYTES = 1 << 20
 STREAMS = 2

@@ -12,9 +12,9 @@ import msgspec
 
 from kvbaton.bench.workload import Driven, P
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.transports.base import Spans
-from kvbaton.transports.mooncake import MooncakeTransport
-from kvbaton.transports.mooncake_engine import SLICES_MAX, address_of, load
+from kvbaton.transports.core.transport import Spans
+from kvbaton.transports.mooncake.mooncake_engine import SLICES_MAX, address_of, load
+from kvbaton.transports.mooncake.mooncake_transport import MooncakeTransport
 
 DIRECT, DRIVEN = "mooncake", "kvbaton_mooncake"
 HOST = "127.0.0.1"

@@ -2,7 +2,7 @@
 
 Law: what is measured of NIXL is NIXL: its bindings, descriptor lists prepared once, indices ready before the clock
 starts, one request for the whole copy (several were no faster). Its own Python class is passed over because its
-progress thread spins (see `transports/nixl_agent.py`), which halves its speed on two cores.
+progress thread spins (see `transports/nixl/nixl_agent.py`), which halves its speed on two cores.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 
 from kvbaton.bench.workload import COPY_DEADLINE_S, Driven, P
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.transports.base import Spans
-from kvbaton.transports.nixl import UCX, NixlConfig, NixlTransport
-from kvbaton.transports.nixl_agent import BACKEND, WAKE_US, load_bindings
+from kvbaton.transports.core.transport import Spans
+from kvbaton.transports.nixl.nixl_agent import BACKEND, WAKE_US, load_bindings
+from kvbaton.transports.nixl.nixl_transport import UCX, NixlConfig, NixlTransport
 
 TCP = {**UCX, "TLS": "tcp"}
 POLL_S = 0.0002  # polling without a pause takes the core that moves the bytes

@@ -18,8 +18,8 @@ import msgspec
 
 from kvbaton.bench.children import Child, ChildFailed, Parent
 from kvbaton.bench.workload import pattern, scattered, verify
-from kvbaton.transports.base import Spans
-from kvbaton.transports.memory import allocate
+from kvbaton.transports.core.shared_memory import allocate
+from kvbaton.transports.core.transport import Spans
 
 PACKAGES = {"nixl": ("nixl_cu13", "nixl_cu12", "nixl"), "mooncake": ("mooncake",)}
 """The peers there are, and what they are imported as: one of these is enough."""

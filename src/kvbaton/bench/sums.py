@@ -21,13 +21,13 @@ import msgspec
 from kvbaton.bench.quiet import foreign_cpu_s
 from kvbaton.bench.workload import Driven, P, pattern, scattered, verify
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.transports.base import HostTransport, LendingTransport, Spans
-from kvbaton.transports.loans import lend_everything
-from kvbaton.transports.memory import allocate
-from kvbaton.transports.shm import ShmTransport
-from kvbaton.transports.summed import SumConfig, SummedTransport
-from kvbaton.transports.sums import Checksum
-from kvbaton.transports.tcp import TcpTransport
+from kvbaton.transports.checksum.checksum_portions import Checksum
+from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
+from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.shared_memory import allocate
+from kvbaton.transports.core.transport import HostTransport, LendingTransport, Spans
+from kvbaton.transports.shm.shm_transport import ShmTransport
+from kvbaton.transports.tcp.tcp_transport import TcpTransport
 
 SEGMENT_BYTES = (16 << 10, 64 << 10, 256 << 10)
 COPY_BYTES = (2 << 20, 128 << 20)

@@ -22,7 +22,7 @@ from kvbaton.bench.machine import Machine
 from kvbaton.bench.peers import Peer
 from kvbaton.bench.quiet import foreign_cpu_s
 from kvbaton.bench.transfer_checks import Check
-from kvbaton.transports.mover import choose_mover
+from kvbaton.transports.core.mover import choose_mover
 
 __all__ = ["Result", "Rounds", "measure", "table"]
 

@@ -12,7 +12,7 @@ from array import array
 import numpy as np
 
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.transports.base import Copy, CopyEnded, Direction, HostTransport, Spans
+from kvbaton.transports.core.transport import Copy, CopyEnded, Direction, HostTransport, Spans
 
 COPY_DEADLINE_S = 60.0
 P = PeerId(WorkerId("bench-p"), Incarnation(1))

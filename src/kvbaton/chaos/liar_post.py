@@ -32,8 +32,8 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.messages import ALL_FEATURES, Card
 from kvbaton.protocol.versions import NEWEST, SPOKEN
 from kvbaton.store import wire
-from kvbaton.transports.base import Copy, CopyEnded, Direction
-from kvbaton.transports.tcp import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport
+from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
+from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport
 
 PER_S_MAX = 400.0
 PING_S = 1.0

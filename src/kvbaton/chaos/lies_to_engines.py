@@ -19,7 +19,7 @@ from kvbaton.protocol.content import Content, digest
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, TransferId, WorkerId, handoff_id, rank_peer
 from kvbaton.protocol.ticket import Ticket, seal, unseal
-from kvbaton.transports.base import Direction
+from kvbaton.transports.core.transport import Direction
 
 ROUNDS = 3
 ROUND_S = 0.2

@@ -20,7 +20,7 @@ from kvbaton.engine.config import CacheConfig
 from kvbaton.protocol import messages as m
 from kvbaton.protocol.codec import pack_blocks
 from kvbaton.protocol.ids import PeerId, WorkerId, rank_peer
-from kvbaton.transports.base import Direction
+from kvbaton.transports.core.transport import Direction
 
 TIMES = (1e-300, 5e-324, 0.0, -1.0, math.inf, -math.inf, math.nan, 1e308)
 TOKENS = 33

@@ -187,7 +187,7 @@ def half(spans: Any) -> Any:
 
 
 def hold_copies(held: Held) -> None:
-    planes = importlib.import_module("kvbaton.transports.planes")
+    planes = importlib.import_module("kvbaton.transports.catalogue")
     make = planes.make
     setattr(planes, "make", lambda *args: HalvedTransport(make(*args), held))  # noqa: B010 - in this process only
 

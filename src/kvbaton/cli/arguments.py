@@ -215,10 +215,10 @@ def url(text: str) -> str:
 
 def planes_choice(text: str) -> str:
     """An argument type: `auto`, or data planes with commas."""
-    from kvbaton.transports import planes  # brings arrays and sockets with it, a quarter of a second
+    from kvbaton.transports import catalogue  # brings arrays and sockets with it, a quarter of a second
 
     try:
-        planes.parse(text)
+        catalogue.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

@@ -11,7 +11,7 @@ import msgspec
 from kvbaton.bench import device, device_page
 from kvbaton.bench.children import ChildFailed
 from kvbaton.cli.arguments import CommandError
-from kvbaton.transports.cuda_driver import CudaError
+from kvbaton.transports.cuda.cuda_driver import CudaError
 
 
 def run(args: argparse.Namespace) -> int:

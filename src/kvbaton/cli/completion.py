@@ -16,7 +16,7 @@ from kvbaton.cli.completion_bash import bash
 from kvbaton.cli.completion_others import fish, zsh
 from kvbaton.cli.completion_words import Node, Taker, Takes
 from kvbaton.codes.catalogue import CATALOGUE
-from kvbaton.transports import planes
+from kvbaton.transports import catalogue
 
 SHELLS = {"bash": bash, "zsh": zsh, "fish": fish}
 _INSTALL = (
@@ -76,7 +76,7 @@ def taker_of(action: argparse.Action) -> Taker:
 def _choices(action: argparse.Action) -> tuple[str, ...]:
     """What the parser takes and nothing else; or what it is given as a rule, where it takes more."""
     if action.type is planes_choice:  # also several with commas
-        return (planes.AUTO, *planes.ORDER)
+        return (catalogue.AUTO, *catalogue.ORDER)
     if action.metavar == CODE_METAVAR:
         return tuple(dict.fromkeys(entry.code for entries in CATALOGUE.values() for entry in entries))
     return tuple(str(choice) for choice in action.choices or ())

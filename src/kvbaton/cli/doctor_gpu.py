@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from kvbaton.cli.doctor_finding import Finding, finding
-from kvbaton.transports import planes
-from kvbaton.transports.cuda_driver import CudaError, CudaHost
+from kvbaton.transports import catalogue
+from kvbaton.transports.cuda.cuda_driver import CudaError, CudaHost
 
 MACHINE = "this machine"
 NAMESPACES = {"ipc": 0xEFFFFFFF, "pid": 0xEFFFFFFC}
@@ -52,7 +52,7 @@ def examine(host: Host | None, problem: str, device: str) -> list[Finding]:
     if host is None:
         fix = "see nvidia-smi; in a container: --gpus all; or look at host memory: --device cpu"
         return [finding("gpu-missing", MACHINE, f"no GPU can be used: {problem}", fix)]
-    return [*_sharing(host), *_peers(host), *_container(), *_locking(planes.rdma_devices())]
+    return [*_sharing(host), *_peers(host), *_container(), *_locking(catalogue.rdma_devices())]
 
 
 def _sharing(host: Host) -> Iterator[Finding]:

@@ -19,7 +19,8 @@ from kvbaton.cli.doctor_finding import Finding, finding
 from kvbaton.integrations.vllm import launching
 from kvbaton.integrations.vllm.versions import SUPPORTED, vllm_version
 from kvbaton.sealed.policy import MISSING, can_seal
-from kvbaton.transports import mover, planes
+from kvbaton.transports import catalogue
+from kvbaton.transports.core import mover
 
 MACHINE = "this machine"
 PYTHON_MIN = (3, 11)
@@ -91,16 +92,16 @@ def _version_of(python: str) -> str:
 
 def _planes(choice: str, device: str) -> Iterator[Finding]:
     try:
-        offered = planes.offered(choice, device)
+        offered = catalogue.offered(choice, device)
     except OSError as error:
         yield finding("no-plane", "--transport", str(error), _fix_of(choice))
         offered = ()
     else:
         if not offered:
             found = f"no data plane can be used for memory of {device}"
-            yield finding("no-plane", MACHINE, found, _fix_of(",".join(planes.ORDER)))
+            yield finding("no-plane", MACHINE, found, _fix_of(",".join(catalogue.ORDER)))
     for name in offered:
-        exposed = planes.exposed(name, ANYWHERE[1])
+        exposed = catalogue.exposed(name, ANYWHERE[1])
         if exposed:
             yield finding(
                 "plane-open", MACHINE, f"beyond loopback: {exposed}", "use tcp between hosts, or a private network"
@@ -116,20 +117,20 @@ def _planes_of(engine: Engine, device: str) -> Iterator[Finding]:
         return
     try:
         where = device if engine.options is None else "cpu"
-        names = planes.offered(told.transport, where, told.checksum, told.require_enforcement)
+        names = catalogue.offered(told.transport, where, told.checksum, told.require_enforcement)
     except OSError as error:
         if engine.is_here:
             yield finding("no-plane", engine.where, str(error), _fix_of(told.transport))
         return
     for name in names:
-        exposed = planes.exposed(name, told.control_host, told.encrypt)
+        exposed = catalogue.exposed(name, told.control_host, told.encrypt)
         if exposed:
             yield finding("plane-unencrypted", engine.where, exposed, "use tcp with encrypt auto, or a private network")
 
 
 def _fix_of(choice: str) -> str:
-    needs = [f"{name}: {planes.PLANES[name].needs}" for name in planes.parse(choice) if name in planes.PLANES]
-    needed = [text for text in needs if planes.PLANES[text.partition(":")[0]].usable()]
+    needs = [f"{name}: {catalogue.PLANES[name].needs}" for name in catalogue.parse(choice) if name in catalogue.PLANES]
+    needed = [text for text in needs if catalogue.PLANES[text.partition(":")[0]].usable()]
     return f"it needs: {'; '.join(needed)}; or choose another: transport auto" if needed else "choose transport auto"
 
 

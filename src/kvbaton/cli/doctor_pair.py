@@ -18,7 +18,7 @@ from kvbaton.integrations.vllm.compat import config_digest, weights_digest
 from kvbaton.integrations.vllm.settings import ConnectorSettings
 from kvbaton.protocol.compat import difference
 from kvbaton.sealed.policy import is_loopback
-from kvbaton.transports import planes
+from kvbaton.transports import catalogue
 
 CPU_BLOCK = "128"  # vLLM's own choice on CPU
 CONFIG_FIELDS_SHOWN = 3
@@ -100,17 +100,19 @@ def _planes(p: Engine, d: Engine, where: str, device: str) -> Iterator[Finding]:
     if not common:
         found = f"transport: P offers {', '.join(here)}, D offers {', '.join(there)}"
         yield finding("pair-transport", where, found, "give both the same transport and checksum")
-    elif _two_hosts(ours.control_host, theirs.control_host) and all(planes.capabilities(n).same_host for n in common):
+    elif _two_hosts(ours.control_host, theirs.control_host) and all(
+        catalogue.capabilities(n).same_host for n in common
+    ):
         found = f"transport: in common are {', '.join(common)} only, which do not leave a host"
         yield finding("pair-transport", where, found, "add tcp, or what your network has, to transport on both")
 
 
-def _offers(choice: str, checksum: planes.ChecksumChoice, device: str) -> Sequence[str]:
+def _offers(choice: str, checksum: catalogue.ChecksumChoice, device: str) -> Sequence[str]:
     """By name; of `auto` what this machine would offer."""
-    if choice == planes.AUTO:
-        return planes.offered(choice, device, checksum)
-    plain = {name: planes.checksum_of(name, device, checksum) == "off" for name in planes.parse(choice)}
-    return [name if plain[name] else name + planes.SUMS for name in plain]
+    if choice == catalogue.AUTO:
+        return catalogue.offered(choice, device, checksum)
+    plain = {name: catalogue.checksum_of(name, device, checksum) == "off" for name in catalogue.parse(choice)}
+    return [name if plain[name] else name + catalogue.SUMS for name in plain]
 
 
 def _two_hosts(one: str, other: str) -> bool:

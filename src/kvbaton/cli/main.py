@@ -193,7 +193,7 @@ def _operator_must_act(error: Exception) -> str | None:
     """The line, where it is the operator who can change something; None for a bug."""
     from kvbaton.api.errors import PortInUseError
     from kvbaton.control.base import ControlError
-    from kvbaton.transports.planes import PlaneError
+    from kvbaton.transports.catalogue import PlaneError
 
     if isinstance(error, PortInUseError):
         return str(error) if ";" in str(error) else f"{error}; give an address of this machine"

@@ -26,7 +26,7 @@ from kvbaton.cli.vllm_engine import ServerOptions, free_ports
 from kvbaton.engine.options import POLICIES, WorkerOptions
 from kvbaton.router.settings import RouterSettings
 from kvbaton.sealed.policy import ENCRYPT
-from kvbaton.transports.planes import CHECKSUMS
+from kvbaton.transports.catalogue import CHECKSUMS
 
 _WORKER = WorkerOptions(name="p0", role="prefill", keys="-", registry="tcp://-:1")
 _TIMES = ("lease_s", "transfer_timeout", "defer_timeout", "claim_timeout")

@@ -24,7 +24,7 @@ from kvbaton.cli.arguments import CommandError, planes_choice, port, seconds, wh
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.engine.options import DIALECTS, HTTP_ACCESS, MODES, POLICIES, ROLES, WorkerOptions
 from kvbaton.sealed.policy import ENCRYPT
-from kvbaton.transports.planes import CHECKSUMS
+from kvbaton.transports.catalogue import CHECKSUMS
 
 _HELP: Mapping[str, str] = {
     "name": "its name in the key directory",

@@ -19,8 +19,8 @@ from kvbaton.protocol.settings import LEASE_S_MIN
 from kvbaton.runtime.store_places import store_place
 from kvbaton.sealed.policy import ENCRYPT, Encrypt
 from kvbaton.tracing.export import traces_url
-from kvbaton.transports import planes
-from kvbaton.transports.planes import CHECKSUMS, ChecksumMode
+from kvbaton.transports import catalogue
+from kvbaton.transports.catalogue import CHECKSUMS, ChecksumMode
 
 Role = Literal["prefill", "decode", "both"]
 Policy = Literal["recompute", "fail"]
@@ -115,7 +115,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, field) not in choices:
                 raise _bad(field, getattr(self, field), f"one of {', '.join(choices)}")
         try:
-            planes.parse(self.transport)
+            catalogue.parse(self.transport)
         except ValueError as error:
             raise ValueError(f"transport: {error}") from None
         if not self.modes or any(mode not in MODES for mode in self.modes):

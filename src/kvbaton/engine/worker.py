@@ -58,9 +58,9 @@ from kvbaton.runtime.node import Node
 from kvbaton.runtime.renewing import renewed_keys
 from kvbaton.runtime.watching import Watch
 from kvbaton.tracing.export import of_worker
-from kvbaton.transports import planes
-from kvbaton.transports.base import Transport
-from kvbaton.transports.memory import Region, allocate
+from kvbaton.transports import catalogue
+from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.core.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Worker:
         config = config or engine_config(options)
         geometry = KvGeometry(config.model, config.cache)
         self.options = options
-        self.planes = planes.offered(
+        self.planes = catalogue.offered(
             options.transport, checksum=options.checksum, require_enforcement=options.require_enforcement
         )
         self.peer = PeerId(WorkerId(options.name), Incarnation(secrets.randbits(63)))
@@ -271,8 +271,8 @@ class Worker:
 
     def _make_transports(self, rank: int, region: Region) -> dict[str, Transport]:
         me = rank_peer(self.peer, rank)
-        settings = planes.PlaneSettings(self.options.control_host, self.options.checksum, self.options.encrypt)
-        return {name: planes.make(name, me, settings, [region.view]) for name in self.planes}
+        settings = catalogue.PlaneSettings(self.options.control_host, self.options.checksum, self.options.encrypt)
+        return {name: catalogue.make(name, me, settings, [region.view]) for name in self.planes}
 
 
 def main(options: WorkerOptions) -> int:

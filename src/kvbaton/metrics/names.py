@@ -13,8 +13,8 @@ import msgspec
 
 from kvbaton.flight.records import DELIVERED, STAGES
 from kvbaton.protocol.errors import Reason
-from kvbaton.transports.planes import ORDER, SUMS
-from kvbaton.transports.refusals import Cause
+from kvbaton.transports.catalogue import ORDER, SUMS
+from kvbaton.transports.core.refusals import Cause
 
 OTHER = "other"
 """Stands for a value that is not on a closed list."""

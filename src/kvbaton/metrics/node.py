@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvbaton.protocol.ledger import Ledger
-from kvbaton.transports.base import Transport
-from kvbaton.transports.refusals import refusals_of
+from kvbaton.transports.core.refusals import refusals_of
+from kvbaton.transports.core.transport import Transport
 
 _BY_REASON = {
     "leases_refused_total": "lease_refused.",

@@ -26,12 +26,12 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.runtime.rank_shelf import LocalShelf, shelf_settings
 from kvbaton.runtime.rank_values import NotStorable, RankValues, Run
 from kvbaton.store.base import Backend, OrderEnded, OrderId
-from kvbaton.transports.base import Spans
-from kvbaton.transports.cuda_driver import Gpu
-from kvbaton.transports.cuda_table import PIECE_BYTES, ROWS_MAX, as_spans, divided
-from kvbaton.transports.device import DeviceMemory
-from kvbaton.transports.staged_slots import SLOT_BYTES, allocate_slots
-from kvbaton.transports.staged_work import Chunk, Stager
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.transport import Spans
+from kvbaton.transports.cuda.cuda_driver import Gpu
+from kvbaton.transports.cuda.cuda_table import PIECE_BYTES, ROWS_MAX, as_spans, divided
+from kvbaton.transports.staged.staged_slots import SLOT_BYTES, allocate_slots
+from kvbaton.transports.staged.staged_work import Chunk, Stager
 
 Kind = Literal["get", "put"]
 

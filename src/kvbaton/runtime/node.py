@@ -29,7 +29,7 @@ from kvbaton.protocol.messages import Joined, Welcome
 from kvbaton.protocol.pages import pages
 from kvbaton.runtime.doorway import Doorway
 from kvbaton.runtime.ports import ControlPort, StorePort
-from kvbaton.transports.base import FenceEnded, LendingTransport, OpenFailed, Transport
+from kvbaton.transports.core.transport import FenceEnded, LendingTransport, OpenFailed, Transport
 
 log = logging.getLogger(__name__)
 

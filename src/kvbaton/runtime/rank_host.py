@@ -47,7 +47,7 @@ from kvbaton.runtime.rank_sockets import SOCKETS
 from kvbaton.runtime.rank_store_host import HostedShelf, MakeShelf
 from kvbaton.runtime.rank_store_messages import ShelfCommand
 from kvbaton.runtime.rank_stream import Stream
-from kvbaton.transports.base import Transport
+from kvbaton.transports.core.transport import Transport
 
 log = logging.getLogger(__name__)
 

@@ -40,8 +40,8 @@ from kvbaton.runtime.rank_store_link import RemoteShelf
 from kvbaton.runtime.rank_store_messages import ShelfNews
 from kvbaton.runtime.rank_stream import Stream
 from kvbaton.runtime.rank_transport import RemoteTransport
-from kvbaton.transports.base import Transport
-from kvbaton.transports.refusals import refusals_of
+from kvbaton.transports.core.refusals import refusals_of
+from kvbaton.transports.core.transport import Transport
 
 log = logging.getLogger(__name__)
 

@@ -45,10 +45,10 @@ from kvbaton.runtime.rank_messages import (
     TablePart,
     copy_of,
 )
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested, FenceEnded, LendingTransport, Transport
-from kvbaton.transports.device import mapped_bytes_of
-from kvbaton.transports.refusals import refusals_of
-from kvbaton.transports.unnamed import UnnamedTransport
+from kvbaton.transports.core.device_memory import mapped_bytes_of
+from kvbaton.transports.core.late_identity import UnnamedTransport
+from kvbaton.transports.core.refusals import refusals_of
+from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, FenceEnded, LendingTransport, Transport
 
 log = logging.getLogger(__name__)
 

@@ -47,7 +47,8 @@ from kvbaton.runtime.rank_messages import (
     submit_commands,
     table_bytes,
 )
-from kvbaton.transports.base import (
+from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.transport import (
     Capabilities,
     Copy,
     CopyEnded,
@@ -57,9 +58,8 @@ from kvbaton.transports.base import (
     PageTable,
     TransportEvent,
 )
-from kvbaton.transports.jobs import Job, Jobs
-from kvbaton.transports.shm_door import ShmEndpoint
-from kvbaton.transports.tcp import SealedTcpEndpoint, TcpEndpoint
+from kvbaton.transports.local.region_listener import ShmEndpoint
+from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpEndpoint
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from kvbaton.sim.exam import Question, same
 from kvbaton.sim.exam_cards import base, identity
 from kvbaton.sim.interview import KEY, ev, fx, m
 from kvbaton.sim.transport import KINDS
-from kvbaton.transports.base import FenceEnded, OpenFailed
+from kvbaton.transports.core.transport import FenceEnded, OpenFailed
 
 _R = Reason
 PEER, OTHER = PeerId(WorkerId("d0"), Incarnation(7)), PeerId(WorkerId("d1"), Incarnation(8))

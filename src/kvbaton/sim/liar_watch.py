@@ -39,7 +39,7 @@ from kvbaton.sim.promises import HANG, LEAK, STRANGER, Broken
 from kvbaton.sim.transport import Fabric, SimTransport, astray
 from kvbaton.sim.witness import Witness
 from kvbaton.sim.world import World
-from kvbaton.transports.base import Loan
+from kvbaton.transports.core.transport import Loan
 
 LIED_ABOUT = 10_000_000
 """Prompts that a liar computes are numbered from here on, so that no honest pair has the same."""

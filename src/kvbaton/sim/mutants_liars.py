@@ -29,7 +29,7 @@ from kvbaton.protocol.writer import Writer
 from kvbaton.runtime.doorway import Doorway
 from kvbaton.sim.mutation import Mutant, Switch, both, swap
 from kvbaton.sim.transport import SimTransport
-from kvbaton.transports.loans import Loans
+from kvbaton.transports.core.loans import Loans
 
 FLAGS = future.annotations.compiler_flag
 

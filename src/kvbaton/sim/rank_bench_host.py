@@ -30,7 +30,7 @@ from kvbaton.sim.rank_bench import Raised, listened, outcome, same, worth
 from kvbaton.sim.rank_bench_plane import WAITING_MAX, PlaneModel, Scripted, any_commands, script
 from kvbaton.sim.rank_bench_port import Waiting
 from kvbaton.sim.rank_bench_store import COMPAT, ScriptedShelf, ShelfModel, any_order
-from kvbaton.transports.base import Transport
+from kvbaton.transports.core.transport import Transport
 
 STEPS = 30
 LEASES, BATCH = 4, 2

@@ -34,7 +34,7 @@ from kvbaton.sim.rank_bench import ANYTHING, PEERS, Raised, listened, outcome, s
 from kvbaton.sim.rank_bench_host import BAD, NOTHING, StubCarrier, StubStream
 from kvbaton.sim.rank_bench_plane import Scripted
 from kvbaton.sim.transport import SHM, TCP
-from kvbaton.transports.base import Transport
+from kvbaton.transports.core.transport import Transport
 
 STEPS = 50
 LEASES = 3

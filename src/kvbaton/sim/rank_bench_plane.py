@@ -25,8 +25,8 @@ from kvbaton.sim.rank_bench import ANYTHING, PEERS, listened, same, worth
 from kvbaton.sim.rank_bench_messages import _facts, any_copy
 from kvbaton.sim.transport import TCP
 from kvbaton.sim.world import InjectedFault
-from kvbaton.transports.base import CopyEnded, CopyRested, FenceEnded, OpenFailed, Transport, TransportEvent
-from kvbaton.transports.unnamed import UnnamedTransport
+from kvbaton.transports.core.late_identity import UnnamedTransport
+from kvbaton.transports.core.transport import CopyEnded, CopyRested, FenceEnded, OpenFailed, Transport, TransportEvent
 
 NAME = "plane"
 STEPS, STEPS_CLOSED = 50, 12

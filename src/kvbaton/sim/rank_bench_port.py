@@ -27,9 +27,9 @@ from kvbaton.runtime.rank_transport import RESTLESS_MAX, RemoteTransport
 from kvbaton.sim.rank_bench import ANYTHING, PEERS, Raised, listened, outcome, same, worth
 from kvbaton.sim.rank_bench_messages import any_copy
 from kvbaton.sim.transport import CMA, RDMA, SHM, TCP
-from kvbaton.transports.base import CopyEnded, CopyRested, FenceEnded, OpenFailed, TransportEvent
-from kvbaton.transports.shm_door import ShmEndpoint
-from kvbaton.transports.tcp import SealedTcpEndpoint, TcpEndpoint
+from kvbaton.transports.core.transport import CopyEnded, CopyRested, FenceEnded, OpenFailed, TransportEvent
+from kvbaton.transports.local.region_listener import ShmEndpoint
+from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpEndpoint
 
 NAME = "plane"
 STEPS = 90

@@ -37,8 +37,8 @@ from kvbaton.sim.rank_store import COMPAT, RankStore, ShelfFetching, make_shelf,
 from kvbaton.sim.rank_watch import ReportFaults, ReportingPlane, WatchedPort
 from kvbaton.sim.transport import KINDS, SimTransport
 from kvbaton.sim.world import World
-from kvbaton.transports.base import Capabilities, Copy, Transport, TransportEvent
-from kvbaton.transports.unnamed import UnnamedTransport
+from kvbaton.transports.core.late_identity import UnnamedTransport
+from kvbaton.transports.core.transport import Capabilities, Copy, Transport, TransportEvent
 
 TIGHT_PART_ROWS, TIGHT_WINDOW = 2, 8
 EXCUSED = (TimeoutError, ConnectionError, RuntimeError)

@@ -20,7 +20,7 @@ from kvbaton.sim.promises import HANG, LEAK, WRONG, Broken
 from kvbaton.sim.rank_channel import SimCarrier
 from kvbaton.sim.transport import SimTransport, read_endpoint
 from kvbaton.sim.world import InjectedFault
-from kvbaton.transports.base import Copy, FenceEnded, Loan, Transport, TransportEvent
+from kvbaton.transports.core.transport import Copy, FenceEnded, Loan, Transport, TransportEvent
 
 LATE_REPORT_S = 2.0
 LATE_FENCE = 0.6  # where ranks report late at all: another fence may be begun meanwhile

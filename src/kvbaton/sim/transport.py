@@ -22,12 +22,12 @@ from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.sim.promises import RULE, Broken
 from kvbaton.sim.world import InjectedFault, World
 from kvbaton.store.memory import MemoryBackend
-from kvbaton.transports.base import FenceEnded, Loan, PageTable, TransportEvent
-from kvbaton.transports.jobs import AGAIN_S_MAX, LENT_WAIT_S
-from kvbaton.transports.loans import GRACE_S, Flight, Loans
-from kvbaton.transports.mover import choose_mover
-from kvbaton.transports.shm_door import ShmEndpoint
-from kvbaton.transports.tcp import SealedTcpEndpoint, TcpEndpoint
+from kvbaton.transports.core.jobs import AGAIN_S_MAX, LENT_WAIT_S
+from kvbaton.transports.core.loans import GRACE_S, Flight, Loans
+from kvbaton.transports.core.mover import choose_mover
+from kvbaton.transports.core.transport import FenceEnded, Loan, PageTable, TransportEvent
+from kvbaton.transports.local.region_listener import ShmEndpoint
+from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpEndpoint
 
 SHM = Capabilities("shm", one_sided=True, can_write=False, can_fence=False, cancels=True, same_host=True)
 TCP = Capabilities("tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False)

@@ -12,7 +12,7 @@ from kvbaton.protocol.outlet import Outlet
 from kvbaton.sim.life import Life
 from kvbaton.sim.promises import RULE, WRONG, Broken
 from kvbaton.sim.transport import Fabric, SimTransport
-from kvbaton.transports.base import Loan
+from kvbaton.transports.core.transport import Loan
 
 
 class Witness:

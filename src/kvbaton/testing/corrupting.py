@@ -13,7 +13,7 @@ from typing import TypeAlias, cast
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.transports.base import (
+from kvbaton.transports.core.transport import (
     Copy,
     CopyEnded,
     Direction,

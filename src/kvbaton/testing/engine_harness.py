@@ -25,7 +25,7 @@ from kvbaton.protocol.settings import Settings
 from kvbaton.runtime.doorway import Doorway, DoorwayConfig
 from kvbaton.runtime.epochs import EpochTable
 from kvbaton.runtime.node import Node
-from kvbaton.transports.base import TransportEvent
+from kvbaton.transports.core.transport import TransportEvent
 
 TICK_S = 0.01
 STEPS_MAX = 2000

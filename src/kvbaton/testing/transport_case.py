@@ -13,7 +13,7 @@ import msgspec
 
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing.transport_harness import Side, TransportHarness
-from kvbaton.transports.base import Copy, Direction, Spans
+from kvbaton.transports.core.transport import Copy, Direction, Spans
 
 SMALL_BYTES = 64 << 10
 LARGE_BYTES = 8 << 20

@@ -16,8 +16,15 @@ import msgspec
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.transports.base import Copy, CopyEnded, CopyRested, HostTransport, LendingTransport, TransportEvent
-from kvbaton.transports.loans import lend_everything
+from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.transport import (
+    Copy,
+    CopyEnded,
+    CopyRested,
+    HostTransport,
+    LendingTransport,
+    TransportEvent,
+)
 
 DEADLINE_S = 30.0
 POLL_S = 0.001

@@ -8,8 +8,8 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId
 from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, WRITE, Cases, copy, directions, fill
 from kvbaton.testing.transport_harness import Log, Pair, TransportHarness
-from kvbaton.transports.base import Direction, LendingTransport, Loan
-from kvbaton.transports.loans import EVERYTHING
+from kvbaton.transports.core.loans import EVERYTHING
+from kvbaton.transports.core.transport import Direction, LendingTransport, Loan
 
 CASES = Cases()
 LOAN = {READ: EVERYTHING, WRITE: EVERYTHING + 1}

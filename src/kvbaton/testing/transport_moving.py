@@ -22,7 +22,7 @@ from kvbaton.testing.transport_case import (
     scatter,
 )
 from kvbaton.testing.transport_harness import Log, TransportHarness
-from kvbaton.transports.base import Copy
+from kvbaton.transports.core.transport import Copy
 
 CASES = Cases()
 

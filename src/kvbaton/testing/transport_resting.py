@@ -6,7 +6,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, STRANGER, WRITE, Cases, copy, fill
 from kvbaton.testing.transport_harness import Log, Pair, Side, TransportHarness
-from kvbaton.transports.base import FenceEnded
+from kvbaton.transports.core.transport import FenceEnded
 
 JOBS = range(1, 5)
 CASES = Cases()

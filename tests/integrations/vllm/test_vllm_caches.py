@@ -15,9 +15,9 @@ from kvbaton.integrations.vllm import layer_events
 from kvbaton.integrations.vllm.caches import DeviceCache, cache_of, planes_over
 from kvbaton.integrations.vllm.layer_events import DeviceClock, HostClock, spoken_of
 from kvbaton.integrations.vllm.settings import ConnectorSettings
-from kvbaton.transports import planes
-from kvbaton.transports.cuda_driver import CudaError
-from kvbaton.transports.device import DeviceMemory
+from kvbaton.transports import catalogue
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.cuda.cuda_driver import CudaError
 
 
 @dataclass
@@ -75,7 +75,7 @@ def test_other_memory_is_refused_by_the_name_of_a_layer(tensors: dict[str, Tenso
 
 
 def test_device_planes_are_offered_for_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planes, "_usable", lambda choice, device: ("cuda", "staged-tcp") if device == "cuda" else ())
+    monkeypatch.setattr(catalogue, "_usable", lambda choice, device: ("cuda", "staged-tcp") if device == "cuda" else ())
     cache = DeviceCache([Storage(4096, 8192)], 0)
     assert list(planes_over(cache, settings())) == ["cuda", "staged-tcp"]
 
@@ -86,7 +86,7 @@ def test_a_plane_of_host_memory_is_refused_for_a_device() -> None:
 
 
 def test_no_plane_at_all_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planes, "_usable", lambda choice, device: ())
+    monkeypatch.setattr(catalogue, "_usable", lambda choice, device: ())
     with pytest.raises(RuntimeError, match="no data plane can be offered for a KV cache in cuda memory"):
         planes_over(DeviceCache([Storage(4096, 8192)], 0), settings())
 

@@ -27,7 +27,7 @@ from kvbaton.store.line_server import LineServer
 from kvbaton.store.memory import MemoryBackend
 from kvbaton.store.server import StoreServer
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.device import DeviceMemory
+from kvbaton.transports.core.device_memory import DeviceMemory
 
 GOOD: dict[str, Any] = {"name": "p0", "keys": "/keys"}
 MOONCAKE = "mooncake://10.0.0.1:50051"

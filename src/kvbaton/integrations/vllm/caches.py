@@ -19,12 +19,12 @@ from kvbaton.integrations.vllm.layer_events import HostClock, LayerClock, device
 from kvbaton.integrations.vllm.layout import RankFacts, regions_of
 from kvbaton.integrations.vllm.settings import ConnectorSettings
 from kvbaton.protocol.ids import PeerId
-from kvbaton.transports import planes
-from kvbaton.transports.base import Transport
-from kvbaton.transports.delayed import faulty
-from kvbaton.transports.device import DeviceMemory
-from kvbaton.transports.memory import Region, adopt
-from kvbaton.transports.unnamed import UnnamedTransport
+from kvbaton.transports import catalogue
+from kvbaton.transports.core.delayed import faulty
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.late_identity import UnnamedTransport
+from kvbaton.transports.core.shared_memory import Region, adopt
+from kvbaton.transports.core.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ class HostCache:
             return facts
         return msgspec.structs.replace(facts, page=cpu_page(vllm_config, {each.block_tokens for each in facts.groups}))
 
-    def plane(self, name: str, me: PeerId, told: planes.PlaneSettings) -> Transport:
-        return planes.make(name, me, told, self._shared() if _shares(name) else self.memories)
+    def plane(self, name: str, me: PeerId, told: catalogue.PlaneSettings) -> Transport:
+        return catalogue.make(name, me, told, self._shared() if _shares(name) else self.memories)
 
     def prepare(self, names: Sequence[str]) -> None:
         """Adopt what is shared now, before anybody writes to it. ValueError says why that cannot be done."""
@@ -92,8 +92,8 @@ class DeviceCache:
     def paged(self, facts: RankFacts, vllm_config: Any) -> RankFacts:
         return msgspec.structs.replace(facts, page=device_page(vllm_config, facts.page))
 
-    def plane(self, name: str, me: PeerId, told: planes.PlaneSettings) -> Transport:
-        return planes.make_device(name, me, told, self.memories)
+    def plane(self, name: str, me: PeerId, told: catalogue.PlaneSettings) -> Transport:
+        return catalogue.make_device(name, me, told, self.memories)
 
     def prepare(self, names: Sequence[str]) -> None:
         pass
@@ -107,9 +107,9 @@ class DeviceCache:
 
 def planes_over(cache: HostCache | DeviceCache, settings: ConnectorSettings) -> dict[str, Transport]:
     """The data planes that this rank offers; the engine tells them later whose they are (rule 3)."""
-    auto = settings.transport == planes.AUTO
+    auto = settings.transport == catalogue.AUTO
     try:
-        names = planes.offered(
+        names = catalogue.offered(
             settings.transport,
             device=cache.kind,
             checksum=settings.checksum,
@@ -132,16 +132,16 @@ def planes_over(cache: HostCache | DeviceCache, settings: ConnectorSettings) -> 
 
 
 def _unnamed(cache: HostCache | DeviceCache, name: str, settings: ConnectorSettings) -> UnnamedTransport:
-    told = planes.PlaneSettings(settings.control_host, settings.checksum, settings.encrypt, settings.copy_share)
+    told = catalogue.PlaneSettings(settings.control_host, settings.checksum, settings.encrypt, settings.copy_share)
 
     def make(me: PeerId) -> Transport:
         return faulty(cache.plane(name, me, told), settings.fault_copy_delay_s, settings.fault_misplace_while)
 
-    return UnnamedTransport(planes.capabilities(name), make)
+    return UnnamedTransport(catalogue.capabilities(name), make)
 
 
 def _shares(name: str) -> bool:
-    return name.removesuffix(planes.SUMS) == "shm"
+    return name.removesuffix(catalogue.SUMS) == "shm"
 
 
 def _memory(storage: Any) -> memoryview:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from kvbaton.transports.cuda_driver import CudaError, CudaGpu, Gpu
+from kvbaton.transports.cuda.cuda_driver import CudaError, CudaGpu, Gpu
 
 log = logging.getLogger(__name__)
 

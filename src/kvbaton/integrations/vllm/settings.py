@@ -21,9 +21,9 @@ from kvbaton.runtime.shelf import ShelfSettings
 from kvbaton.runtime.store_places import STORE_NAME, store_place
 from kvbaton.sealed.policy import Encrypt
 from kvbaton.tracing.export import traces_url
-from kvbaton.transports import planes
-from kvbaton.transports.cuda_driver import SHARE, check_share
-from kvbaton.transports.planes import ChecksumChoice
+from kvbaton.transports import catalogue
+from kvbaton.transports.catalogue import ChecksumChoice
+from kvbaton.transports.cuda.cuda_driver import SHARE, check_share
 
 FIELD = "kv_connector_extra_config"
 PORT_MAX = 65535
@@ -88,7 +88,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             _checked("store", self.store, store_place)
         if not self.keys and not _is_alone(self.store, self.registry or self.peers or self.moriio):
             raise _bad("keys", self.keys, "a directory; make one with: kvbaton keys new DIR router p0 d0")
-        _checked("transport", self.transport, planes.parse)
+        _checked("transport", self.transport, catalogue.parse)
         self._check_addresses()
         self._check_numbers()
 

@@ -22,8 +22,8 @@ from kvbaton.runtime.rank_store_host import MakeShelf
 from kvbaton.runtime.rank_values import NotStorable, rank_values
 from kvbaton.runtime.shelves import RankShelf
 from kvbaton.runtime.store_places import Served, opener, store_place
-from kvbaton.transports.cuda_driver import CudaGpu, Gpu
-from kvbaton.transports.device import DeviceMemory
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
 
 _NOBODY = "0" * 32
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.integrations.vllm.settings import FIELD, ConnectorSettings
-from kvbaton.transports import planes
+from kvbaton.transports import catalogue
 
 RANK_OF_ENGINE = re.compile(r"_dp\d+\Z")
 """What vLLM appends to the engine id of each data-parallel rank; of rank 0 of a dense model nothing else is left."""
@@ -31,7 +31,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What of a launch decides whether its caches can be handed over at all: of a running vLLM, or of a command."""
 
     device: str = "cpu"  # cpu, cuda, rocm, xpu, tpu, …
-    transport: str = planes.AUTO
+    transport: str = catalogue.AUTO
     sleeps: bool = False
     cumem: bool = False
     allocator: str = ""  # PyTorch's, as its environment variable has it
@@ -65,7 +65,7 @@ def refusals(asked: Asked) -> Iterator[tuple[str, str]]:
 
 def _of_allocators(asked: Asked) -> Iterator[tuple[str, str]]:
     """A cache on a GPU must stay where it is for as long as the engine lives, and `cuda` needs a handle of it."""
-    by_ipc = "cuda" in planes.parse(asked.transport) or planes.parse(asked.transport) == (planes.AUTO,)
+    by_ipc = "cuda" in catalogue.parse(asked.transport) or catalogue.parse(asked.transport) == (catalogue.AUTO,)
     if asked.sleeps:
         yield (
             "enable_sleep_mode takes the cache away while peers may read it, which ends an engine by an illegal access",

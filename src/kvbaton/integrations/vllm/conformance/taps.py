@@ -13,8 +13,8 @@ from typing import Any
 
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.runtime.rank_messages import ENGINE
-from kvbaton.transports.shm import ShmTransport
-from kvbaton.transports.tcp import TcpTransport
+from kvbaton.transports.shm.shm_transport import ShmTransport
+from kvbaton.transports.tcp.tcp_transport import TcpTransport
 
 _PLANES: tuple[Any, ...] = (TcpTransport, ShmTransport)
 

@@ -1,0 +1,1 @@
+"""Any transport with the bytes of each copy compared end to end."""

@@ -1,0 +1,114 @@
+"""Digests of device memory, by the device: one launch reads the bytes of many questions where they are.
+
+Laws: nothing but digests leaves the device. A launch takes at most `BATCH_MAX` questions, and the digests of a batch
+lie in its slot until they were told. Kernels have the same bounded share of the device as copies (`cuda_driver`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvbaton.transports.checksum.checksum_memory import Portioning, Tell
+from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
+from kvbaton.transports.core.transport import Spans
+from kvbaton.transports.cuda.cuda_digest import DIGEST_BYTES
+from kvbaton.transports.cuda.cuda_driver import SHARE, CudaGpu, Gpu
+from kvbaton.transports.cuda.cuda_launch import Tables
+from kvbaton.transports.cuda.cuda_runner import UNDER_WAY_MAX, Runner
+from kvbaton.transports.cuda.cuda_table import Group, as_spans
+from kvbaton.transports.net.transfer_frames import ROWS_MAX
+
+BATCH_MAX = 16
+"""Questions in one launch: 512 KiB of digests at most."""
+
+PIECE_BYTES = 64 << 10
+"""A row is read by one warp: so long, and no longer, that a small handoff has rows for all of them."""
+
+PART_BYTES = 48 << 20
+"""Bytes in one question: 0.05 ms of an H200, where asking takes longer. A frame's bound is 64 MiB."""
+
+
+@dataclass(slots=True, eq=False)
+class Due:
+    """The digests of some rows of one region."""
+
+    memory: DeviceMemory
+    spans: Spans
+    width: int
+    halt: bytearray
+    tell: Tell
+    address: int = 0  # of its digests, while it is on the device
+
+    @property
+    def rows(self) -> int:
+        return len(self.spans) // self.width
+
+
+class DeviceSums:
+    """See `sums_memory.Sums` and `cuda_runner.Worker`. Two threads, started by the first question."""
+
+    kind = "device"
+    portioning = Portioning(PIECE_BYTES, PART_BYTES, PIECE_BYTES)
+
+    def __init__(self, name: str, device: int, share: float = SHARE, gpu: Gpu | None = None) -> None:
+        """ImportError without a driver, CudaError without a device; `gpu` is for tests."""
+        self._gpu = gpu or CudaGpu(device, share)
+        self._memory = RegisteredDevice(device)
+        self._tables = Tables(self._gpu, UNDER_WAY_MAX)
+        self._found = [0] * UNDER_WAY_MAX  # by slot: pinned memory that the device writes digests to
+        self._runner: Runner[Due] = Runner(name, self._gpu, self, BATCH_MAX)
+
+    def add(self, region: int, memory: DeviceMemory) -> None:
+        self._memory.add(region, memory)
+
+    def size_of(self, region: int) -> int | None:
+        memory = self._memory.get(region)
+        return None if memory is None else memory.nbytes
+
+    def digest(self, region: int, spans: Spans, width: int, halt: bytearray, tell: Tell) -> None:
+        memory = self._memory.get(region)
+        if memory is None or len(spans) > ROWS_MAX * width:
+            raise ValueError(f"{len(spans) // width} rows of region {region}: more than {ROWS_MAX}, or none of ours")
+        self._runner.add(Due(memory, spans, width, halt, tell))
+
+    def close(self, join_s: float) -> bool:
+        stopped = self._runner.close(join_s)
+        if stopped:
+            self._memory.clear()
+        return stopped
+
+    def begin(self, batch: list[Due], slot: int, stream: int) -> list[Due]:
+        if not self._found[slot]:
+            self._found[slot] = self._gpu.allocate_pinned(DIGEST_BYTES * ROWS_MAX * BATCH_MAX)
+        groups, address = list[Group](), self._found[slot]
+        for due in batch:
+            if due.halt[0]:  # nobody waits for it any more
+                continue
+            due.address = address
+            groups.append(Group(address, due.memory.address, _rows(due)))
+            address += DIGEST_BYTES * due.rows
+        self._tables.digest(groups, slot, stream)
+        return batch
+
+    def end(self, batch: list[Due], problem: str) -> None:
+        for due in batch:
+            if problem or not due.address:
+                due.tell(b"", problem or "nobody waits for it any more")
+            else:
+                due.tell(ctypes.string_at(due.address, DIGEST_BYTES * due.rows), "")
+
+    def closed(self) -> None:
+        self._tables.clear()
+        for address in self._found:
+            if address:
+                self._gpu.free_pinned(address)
+        self._found = [0] * UNDER_WAY_MAX
+
+
+def _rows(due: Due) -> Spans:
+    """(where its digest goes, offset, bytes) of each row."""
+    told = np.frombuffer(due.spans, np.int64).reshape(-1, due.width)
+    return as_spans(np.stack((DIGEST_BYTES * np.arange(len(told)), told[:, 0], told[:, -1]), axis=1))

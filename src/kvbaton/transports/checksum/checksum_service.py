@@ -1,0 +1,164 @@
+"""The answering side of checksums: digests of registered memory, for admitted peers.
+
+Law: nothing is read before every span of a question was checked against the memory here and, where the plane enforces
+what is lent, against that (a digest tells whether a guess is right); and nothing is digested on the loop. A question
+costs its connection's window until it is answered, so a peer can make at most that much work wait.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.ids import PeerId
+from kvbaton.sealed.policy import Encrypt
+from kvbaton.transports.checksum.checksum_memory import Sums
+from kvbaton.transports.core.loans import Flight, Loans
+from kvbaton.transports.core.mover import Mover
+from kvbaton.transports.core.refusals import Refusals, cause_of
+from kvbaton.transports.core.span_tables import from_wire
+from kvbaton.transports.core.transport import Direction, Spans
+from kvbaton.transports.net.handshake import Admitted, Keyring
+from kvbaton.transports.net.reception import BACKLOG, Reception
+from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.net.stream_socket import Bytes, Script, Wire, take
+from kvbaton.transports.net.transfer_frames import FRAME_BYTES, WINDOW_MAX, Frame, Kind, Status, parse
+from kvbaton.transports.tcp.tcp_server import REFUSED_AS, family_of, prepare
+
+WRITTEN_BYTES_MIN = 16
+"""Of a span that a writer asks about. With less a digest could be guessed: a byte has 256 of them."""
+
+
+@dataclass(slots=True, eq=False)
+class Guest:
+    """One connection of an admitted peer."""
+
+    peer: PeerId
+    wire: Wire
+    waiting: int = 0  # questions that are being digested or wait for it
+    halt: bytearray = field(default_factory=lambda: bytearray(1))  # set when nobody waits for the answers any more
+
+
+class SumService:
+    """Listens, admits and answers on one loop; one connection per peer, the newest."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        loop: Loop,
+        sums: Sums,
+        mover: Mover,
+        loans: Loans | None,
+        strangers_max: int,
+        handshake_s: float,
+        encrypt: Encrypt = "auto",
+    ) -> None:
+        self._loop = loop
+        self._sums = sums
+        self._mover = mover
+        self._loans = loans
+        self._reception = Reception(me, loop, prepare, self._adopt, strangers_max, handshake_s, encrypt)
+        self._guests: dict[PeerId, Guest] = {}  # touched by the loop only
+
+    @property
+    def keyring(self) -> Keyring:
+        return self._reception.keyring
+
+    @property
+    def refusals(self) -> Refusals:
+        return self._reception.refusals
+
+    def listen(self, host: str, port: int) -> int:
+        """Accept from now on; the port."""
+        create = partial(socket.create_server, (host, port), family=family_of(host), backlog=BACKLOG)
+        return int(self._reception.listen(create).getsockname()[1])
+
+    def shut_out(self, peer: PeerId) -> None:
+        """Answer `peer` no more. From any thread."""
+        self.keyring.revoke(peer)
+        self._loop.call(partial(self._drop, peer, "shut out"))
+
+    def _drop(self, peer: PeerId, detail: str) -> None:
+        guest = self._guests.get(peer)
+        if guest is not None:
+            guest.wire.close(detail)
+
+    def _adopt(self, admitted: Admitted, sock: socket.socket) -> None:
+        """The secret is looked at again: it may have been revoked between."""
+        if not self.keyring.still_admits(admitted):
+            sock.close()
+            return
+        self._drop(admitted.peer, "replaced by a newer connection")
+
+        def closed(_detail: str, _by_peer: bool) -> None:
+            guest.halt[0] = 1
+            del self._guests[admitted.peer]
+            if guest.wire.fault is not None:
+                self.refusals.add(cause_of(guest.wire.fault))
+
+        guest = Guest(admitted.peer, Wire(self._loop, sock, closed))
+        if admitted.seals is not None:
+            guest.wire.seal(admitted.seals)
+        self._guests[admitted.peer] = guest
+        guest.wire.open(self._serve(guest))
+
+    def _serve(self, guest: Guest) -> Script:
+        while True:
+            frame = parse((yield from take(FRAME_BYTES)), Kind.SUM)
+            pairs = from_wire((yield from take(frame.table_bytes)))
+            if guest.waiting + len(guest.wire.out) >= WINDOW_MAX:
+                raise ProtocolError(Reason.BAD_MESSAGE, f"more than {WINDOW_MAX} questions at once")
+            known = self._is_inside(frame, pairs)
+            flight = self._begin(guest, frame.region, pairs) if known and self._loans and pairs else None
+            if not known or (self._loans and pairs and flight is None):
+                status = Status.NOT_LENT if known else Status.BAD_SPAN
+                self.refusals.add(REFUSED_AS[status])
+                guest.wire.out.append(Bytes(Frame(Kind.SUMS, frame.tag, status=status).pack()))
+            else:
+                guest.waiting += 1
+                tell = partial(self._digested, guest, frame.tag, flight)
+                self._sums.digest(frame.region, pairs, 2, guest.halt, tell)
+
+    def _begin(self, guest: Guest, region: int, pairs: Spans) -> Flight | None:
+        """Who was lent blocks to read may ask for their digests; who may only write there, not for digests of so little
+        that they tell what was there before."""
+        assert self._loans is not None
+        for way in Direction:
+            if way is Direction.WRITE and min(pairs[1::2]) < WRITTEN_BYTES_MIN:
+                return None
+            flight = self._loans.begin(guest.peer, way, region, pairs, lambda: None)  # a digest is short
+            if flight is not None:
+                return flight
+        return None
+
+    def _is_inside(self, frame: Frame, pairs: Spans) -> bool:
+        """Whether all that a question is about lies in memory here."""
+        size, bounds = self._sums.size_of(frame.region), self._sums.portioning
+        if size is None:
+            return False
+        try:
+            total = self._mover.check_spans(pairs, 2, size, 0)
+        except ValueError:
+            return False
+        if frame.payload_bytes > bounds.question_bytes_max or max(pairs[1::2], default=0) > bounds.row_bytes_max:
+            raise ProtocolError(Reason.BAD_MESSAGE, f"a question about {frame.payload_bytes} bytes; ask in parts")
+        if total != frame.payload_bytes:
+            raise ProtocolError(Reason.BAD_MESSAGE, f"spans of {total} bytes, said to be {frame.payload_bytes}")
+        return True
+
+    def _digested(self, guest: Guest, tag: int, flight: Flight | None, found: bytes, problem: str) -> None:
+        """On the thread of whoever digests."""
+        if self._loans is not None and flight is not None:
+            self._loans.end(flight)
+        if problem:
+            self._loop.call(partial(guest.wire.close, "cannot be digested"))
+        else:
+            self._loop.call(partial(self._answer, guest, tag, found))
+
+    def _answer(self, guest: Guest, tag: int, found: bytes) -> None:
+        guest.waiting -= 1
+        if not guest.wire.closed:
+            guest.wire.out.append(Bytes(Frame(Kind.SUMS, tag, len(found)).pack() + found))
+            guest.wire.flush()

@@ -1,0 +1,339 @@
+"""Any data plane, with the bytes of each copy compared end to end: `checksum: sample` or `full`.
+
+When the plane beneath says that a copy has ended well, the side that drove it asks the other side for digests of the
+memory there, digests its own, and compares: what was sent with what landed, whoever moved it and through whatever. The
+other side answers from a small sum service beside its plane, which only admitted peers can reach. Memory of the host is
+digested by threads of the host, memory of a device by the device (`sums_memory`, `sums_device`).
+
+Law: no copy ends well unless every digest asked for it agreed. A copy whose bytes differ ends as CHECKSUM_MISMATCH; one
+whose sums could not be had as TRANSFER_FAILED, or as UNREACHABLE where there is nobody to ask. Comparing only reads, so
+what ends a copy meanwhile (cancel, disconnect, fence, close) ends it at once, and at rest. The side that drives a copy
+decides how much of it is compared; with `off` it compares nothing and still answers. A peer without a sum service is
+refused by `connect`.
+
+A mismatch is also what a reader sees whose source reused its blocks before they were compared (an expired lease); such
+a copy would have been refused as stale a moment later.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+
+from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.sealed import policy
+from kvbaton.sealed.policy import Encrypt
+from kvbaton.sealed.records import load
+from kvbaton.transports.checksum import checksum_endpoint
+from kvbaton.transports.checksum.checksum_client import Question, SumLink
+from kvbaton.transports.checksum.checksum_comparison import Comparison
+from kvbaton.transports.checksum.checksum_endpoint import CAN, CANNOT, INSISTS, SumEndpoint
+from kvbaton.transports.checksum.checksum_memory import HostSums, Sums
+from kvbaton.transports.checksum.checksum_portions import Checksum, portions
+from kvbaton.transports.checksum.checksum_service import SumService
+from kvbaton.transports.core.device_memory import mapped_bytes_of
+from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.loans import GRACE_S, Loans
+from kvbaton.transports.core.mover import choose_mover
+from kvbaton.transports.core.refusals import refusals_of
+from kvbaton.transports.core.transport import (
+    Copy,
+    CopyEnded,
+    DeviceTransport,
+    HostTransport,
+    LendingTransport,
+    Loan,
+    PageTable,
+    TransportEvent,
+)
+from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.tcp.tcp_client import Route
+
+CLOSE_S = 2.0
+
+
+class SumConfig(msgspec.Struct, frozen=True):
+    """Addresses are numeric, so that nothing ever waits for a resolver."""
+
+    mode: Checksum = Checksum.FULL
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""  # what peers dial, when `host` is a wildcard
+    threads: int = 1  # that digest; one does 6 GB/s of 16 KiB segments, and two hardly more
+    copies_max: int = 1024
+    answer_s: float = 10.0  # a service that is asked and answers nothing for so long has failed
+    dial_deadline_s: float = 5.0
+    strangers_max: int = 64
+    pure_python: bool = False
+    encrypt: Encrypt = "auto"  # unless both ends are loopback addresses: digests tell whether a guess is right
+
+    def __post_init__(self) -> None:
+        host = ipaddress.ip_address(self.host)
+        if (ipaddress.ip_address(self.advertise) if self.advertise else host).is_unspecified:
+            raise ValueError(f"peers cannot dial {self.advertise or host}: set advertise to this host's own address")
+        if min(self.threads, self.copies_max, self.strangers_max) < 1 or min(self.answer_s, self.dial_deadline_s) <= 0:
+            raise ValueError(
+                f"threads, copies_max, strangers_max, answer_s and dial_deadline_s must be positive: {self}"
+            )
+        policy.check(self.encrypt, self.advertise or self.host)
+
+    @property
+    def must_seal(self) -> bool:
+        """Whether this side insists on encryption, with whoever dials it."""
+        return policy.is_required(self.encrypt, self.advertise or self.host)
+
+
+def summed(inner: Capabilities) -> Capabilities:
+    """The inner plane's; but the other process takes part now, with digests of its memory, and must know of it."""
+    return msgspec.structs.replace(inner, name=f"{inner.name}+sums", one_sided=False)
+
+
+class Accepted(Jobs):
+    """The copies of the plane beneath, until they are compared."""
+
+    def has_room(self) -> bool:
+        return self._open < self._copies_max and not self._closed
+
+
+class SummedTransport:
+    """See `base.Transport`. Threads beside the inner plane's: one that asks and answers, and those of `sums`."""
+
+    def __init__(
+        self,
+        inner: HostTransport | DeviceTransport,
+        me: PeerId,
+        config: SumConfig | None = None,
+        sums: Sums | None = None,
+    ) -> None:
+        """`sums` digests the kind of memory that `inner` moves; without it, memory of the host."""
+        self._inner = inner
+        self._me = me
+        self._config = config = config or SumConfig()
+        self._jobs = Accepted(config.copies_max)
+        self._sums: Sums = sums or HostSums(f"kvbaton-digest-{me}", config.threads)
+        self._comparisons: dict[JobId, Comparison] = {}
+        self._links: dict[PeerId, SumLink] = {}
+        self._loop = Loop(f"kvbaton-sums-{me}")
+        mover, limits = choose_mover(config.pure_python), (config.strangers_max, config.dial_deadline_s)
+        self._loans = Loans(mover, self._loan_ended, partial(self._loop.call_later, GRACE_S))
+        self._lent: dict[JobId, int] = {}  # how many of the two, the inner plane and the service, have not let go
+        asked = self._loans if inner.capabilities.enforces else None
+        self._service = SumService(me, self._loop, self._sums, mover, asked, *limits, config.encrypt)
+        if config.must_seal:
+            load()
+        inner.set_waker(self._has_news)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return summed(self._inner.capabilities)
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        """At the sum service and, where it counts them, at the inner plane's own port."""
+        return refusals_of(self._service, self._inner)
+
+    @property
+    def mapped_bytes(self) -> int:
+        return mapped_bytes_of(self._inner)
+
+    def register(self, region: int, memory: Any) -> None:
+        """Of the kind that the inner plane moves."""
+        self._inner.register(region, memory)
+        self._sums.add(region, memory)
+        self._loans.add_region(region, memory.nbytes)
+
+    def lay_out(self, tables: Sequence[PageTable]) -> None:
+        self._loans.lay_out(tables)
+        cast(LendingTransport, self._inner).lay_out(tables)
+
+    def lend(self, loan: Loan) -> None:
+        with self._jobs:
+            self._lent[loan.job] = 2
+        self._loans.lend(loan)
+        cast(LendingTransport, self._inner).lend(loan)
+
+    def endpoint(self, peer: PeerId) -> bytes:
+        """The inner plane's, and the sum service's. Listens from the first call on."""
+        inner, config = self._inner.endpoint(peer), self._config
+        port = self._service.listen(config.host, config.port)
+        secret = self._service.keyring.mint(peer)
+        seals = INSISTS if config.must_seal else CAN if policy.can_seal() else CANNOT
+        there = SumEndpoint(config.advertise or config.host, port, secret, inner, seals)
+        return checksum_endpoint.pack(there, self._sums.kind)
+
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        """ValueError, naming `checksum`, for a peer that has no sum service; and as of any encrypted connection."""
+        there = checksum_endpoint.parse(peer, endpoint, self._sums.kind)
+        insists, able = there.seals == INSISTS, there.seals != CANNOT
+        sealed = policy.agree(str(peer), self._config.encrypt, there.host, insists, able)
+        if sealed:
+            load()
+        self._inner.connect(peer, there.inner)
+        address, limit_s = (there.host, there.port), self._config.dial_deadline_s
+        route = Route(self._me, peer, address, there.secret, {}, 0, limit_s, sealed)
+        with self._jobs:
+            old = self._links.get(peer)
+            if old is not None and old.route == route:
+                return
+            self._links[peer] = SumLink(route, self._loop, self._config.answer_s)
+            if old is not None:
+                self._end_comparisons(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
+                self._loop.call(partial(old.shut, "the peer has a new endpoint"))
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._service.shut_out(peer)
+        self._loans.forget(peer)
+        with self._jobs:
+            self._stop_copies(peer, Reason.PEER_GONE, "disconnected")
+            link = self._links.pop(peer, None)
+        if link is not None:
+            self._loop.call(partial(link.shut, "disconnected"))
+        self._inner.disconnect(peer)
+
+    def submit(self, copy: Copy) -> bool:
+        with self._jobs:
+            if self._jobs.find(copy.job) is not None:
+                raise ValueError(f"job {copy.job} is already under way")
+            if not self._jobs.has_room() or not self._inner.submit(copy):
+                return False
+            self._jobs.accept(copy)
+        return True
+
+    def cancel(self, job: JobId) -> None:
+        with self._jobs:
+            found = self._jobs.find(job)
+            if found is not None:
+                self._stop(found, Reason.CANCELLED, "")
+        self._loans.take_back(job)
+        self._inner.cancel(job)
+
+    def fence(self, peer: PeerId) -> None:
+        """As the inner plane's; and `peer` gets no more sums until it has a new endpoint."""
+        self._inner.fence(peer)
+        self._service.shut_out(peer)
+        with self._jobs:
+            self._end_comparisons(peer, Reason.TRANSFER_FAILED, "the peer was fenced")
+
+    def drain(self) -> Sequence[TransportEvent]:
+        return self._jobs.drain()
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._jobs.set_waker(waker)
+
+    def close(self) -> None:
+        if not self._jobs.close():
+            return
+        with self._jobs:
+            self._stop_copies(None, Reason.CANCELLED, "the transport was closed")
+        self._inner.close()
+        self._loop.stop(CLOSE_S)
+        self._sums.close(CLOSE_S)
+        self._loans.close()
+        self._collect()
+        with self._jobs:
+            for job in self._jobs.of_peer():  # the inner plane did not say how they ended
+                job.lost = True
+                self._jobs.abandon(job, Reason.CANCELLED, "the transport was closed")
+        self._links.clear()
+
+    def _has_news(self) -> None:
+        """Called by the inner plane, on any of its threads."""
+        self._loop.call(self._collect)
+
+    def _collect(self) -> None:
+        """Hear what became of the inner plane's copies. On the loop, and once more when that has ended."""
+        with self._jobs:
+            for event in self._inner.drain():
+                job = self._jobs.find(event.job) if isinstance(event, CopyEnded) else None
+                if not isinstance(event, CopyEnded):
+                    self._jobs.post(event)
+                elif job is not None:
+                    self._landed(job, event)
+                elif event.job in self._lent:
+                    self._loan_ended(event)
+
+    def _loan_ended(self, event: CopyEnded) -> None:
+        """The inner plane, or the service, has let go of a loan."""
+        with self._jobs:
+            self._lent[event.job] -= 1
+            if not self._lent[event.job]:
+                del self._lent[event.job]
+                self._jobs.loan_ended(event)
+
+    def _landed(self, job: Job, event: CopyEnded) -> None:
+        """The inner plane is done with `job`. If that went well and nobody wants it stopped, its bytes are compared."""
+        if event.reason is not None:
+            job.reason, job.detail = event.reason, event.detail
+        job.lost = not event.at_rest
+        if job.reason is not None or self._config.mode is Checksum.OFF:
+            self._jobs.settle(job)
+            return
+        try:
+            self._compare(job)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the copy has an end
+            self._comparisons.pop(job.copy.job, None)
+            self._jobs.fail(job, Reason.TRANSFER_FAILED, f"cannot be compared: {error!r}")
+
+    def _compare(self, job: Job) -> None:
+        copy, bounds = job.copy, self._sums.portioning
+        link = self._links.get(copy.peer)
+        if link is None or self._sums.size_of(copy.local_region) is None:
+            self._jobs.fail(job, Reason.PEER_GONE, "gone before its bytes could be compared")
+            return
+        # A copy of nothing asks as well, for nothing: it tells a pair that the plane can be opened, sums and all.
+        found = portions(copy, self._config.mode, bounds.piece_bytes, bounds.part_bytes) or [array("q")]
+        comparison = self._comparisons[copy.job] = Comparison(job, found)
+        fail = partial(self._failed, comparison)
+        link.ask(
+            Question(job, spans, partial(self._heard, comparison, index), fail) for index, spans in enumerate(found)
+        )
+        for index, spans in enumerate(found):
+            self._sums.digest(copy.local_region, spans, 3, job.halt, partial(self._digested, comparison, index))
+
+    def _digested(self, comparison: Comparison, index: int, found: bytes, problem: str) -> None:
+        """On the thread of whoever digests."""
+        if problem:
+            self._failed(comparison, Reason.TRANSFER_FAILED, f"cannot be digested here: {problem}")
+        else:
+            self._heard(comparison, index, found)
+
+    def _heard(self, comparison: Comparison, index: int, found: bytes) -> None:
+        with self._jobs:
+            if comparison.job.ended:
+                return
+            difference = comparison.hear(index, found)
+            if difference:
+                self._failed(comparison, Reason.CHECKSUM_MISMATCH, difference)
+            elif comparison.agrees:
+                del self._comparisons[comparison.job.copy.job]
+                self._jobs.settle(comparison.job)
+
+    def _failed(self, comparison: Comparison, reason: Reason, detail: str) -> None:
+        with self._jobs:
+            if not comparison.job.ended:
+                self._stop(comparison.job, reason, detail)
+
+    def _stop(self, job: Job, reason: Reason, detail: str) -> None:
+        """End a copy that is being compared; one that is being moved ends so, if well, when it has moved."""
+        if self._comparisons.pop(job.copy.job, None) is None:
+            job.reason, job.detail = job.reason or reason, job.detail or detail
+            return
+        self._jobs.fail(job, reason, detail)
+        link = self._links.get(job.copy.peer)
+        if link is not None:
+            self._loop.call(link.sweep)
+
+    def _end_comparisons(self, peer: PeerId, reason: Reason, detail: str) -> None:
+        for comparison in [each for each in self._comparisons.values() if each.job.copy.peer == peer]:
+            self._stop(comparison.job, reason, detail)
+
+    def _stop_copies(self, peer: PeerId | None, reason: Reason, detail: str) -> None:
+        for job in self._jobs.of_peer(peer):
+            self._stop(job, reason, detail)

@@ -1,0 +1,171 @@
+"""A data plane that starts every copy late, or puts two blocks into each other's places: for tests on real engines of
+what expires meanwhile, and of whether a wrong KV is seen in an answer.
+
+Laws: of a late one nothing but the time changes; a copy that is cancelled while it waits ends as cancelled, at rest. A
+misplacing one moves the bytes that were asked for and no others, so that it works wherever the inner one does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.protocol.weave import Weave
+from kvbaton.transports.core.refusals import refusals_of
+from kvbaton.transports.core.transport import (
+    Copy,
+    CopyEnded,
+    LendingTransport,
+    Loan,
+    PageTable,
+    Transport,
+    TransportEvent,
+)
+
+WAITING_MAX = 4096
+
+
+class DelayedTransport:
+    """Another transport, whose memory is registered already, `delay_s` later."""
+
+    def __init__(self, inner: Transport, delay_s: float) -> None:
+        self._inner = inner
+        self._delay_s = delay_s
+        self._waiting: deque[tuple[float, Copy]] = deque()
+        self._news: list[TransportEvent] = []
+        self._changed = threading.Condition()
+        self._open = True
+        self._waker: Callable[[], None] = lambda: None
+        threading.Thread(target=self._run, name="kvbaton-delayed", daemon=True).start()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        return refusals_of(self._inner)
+
+    def endpoint(self, peer: PeerId) -> bytes:
+        return self._inner.endpoint(peer)
+
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        self._inner.connect(peer, endpoint)
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._drop(lambda copy: copy.peer == peer, Reason.PEER_GONE)
+        self._inner.disconnect(peer)
+
+    def lay_out(self, tables: Sequence[PageTable]) -> None:
+        cast(LendingTransport, self._inner).lay_out(tables)
+
+    def lend(self, loan: Loan) -> None:
+        cast(LendingTransport, self._inner).lend(loan)
+
+    def submit(self, copy: Copy) -> bool:
+        with self._changed:
+            if len(self._waiting) >= WAITING_MAX:
+                return False
+            self._waiting.append((time.monotonic() + self._delay_s, copy))
+            self._changed.notify()
+        return True
+
+    def cancel(self, job: JobId) -> None:
+        self._drop(lambda copy: copy.job == job, Reason.CANCELLED)
+        self._inner.cancel(job)
+
+    def fence(self, peer: PeerId) -> None:
+        self._drop(lambda copy: copy.peer == peer, Reason.TRANSFER_FAILED)
+        self._inner.fence(peer)
+
+    def drain(self) -> Sequence[TransportEvent]:
+        with self._changed:
+            news, self._news = self._news, []
+        return [*news, *self._inner.drain()]
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._waker = waker
+        self._inner.set_waker(waker)
+
+    def close(self) -> None:
+        with self._changed:
+            self._open = False
+            self._changed.notify()
+        self._drop(lambda _copy: True, Reason.CANCELLED)
+        self._inner.close()
+
+    def _drop(self, chosen: Callable[[Copy], bool], reason: Reason) -> None:
+        with self._changed:
+            ended = [copy for _, copy in self._waiting if chosen(copy)]
+            self._waiting = deque(item for item in self._waiting if not chosen(item[1]))
+            self._news += [CopyEnded(copy.job, reason) for copy in ended]
+        if ended:
+            self._waker()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._open:
+                    return
+                left_s = self._waiting[0][0] - time.monotonic() if self._waiting else None
+                if left_s is None or left_s > 0:
+                    self._changed.wait(left_s)
+                    continue
+                _, copy = self._waiting[0]
+                if self._inner.submit(copy):
+                    self._waiting.popleft()
+                    continue
+            time.sleep(0.001)  # the inner queue is full
+
+
+class MisplacingTransport(DelayedTransport):
+    """Another transport; while a file of that name is there, two blocks of every copy change places."""
+
+    def __init__(self, inner: Transport, delay_s: float, while_there: Path) -> None:
+        super().__init__(inner, delay_s)
+        self._while_there = while_there
+
+    def submit(self, copy: Copy) -> bool:
+        return super().submit(misplaced(copy) if self._while_there.exists() else copy)
+
+
+def faulty(plane: Transport, delay_s: float, misplace_while: str) -> Transport:
+    """`plane` with the faults that a test has asked for, if any."""
+    if misplace_while:
+        return MisplacingTransport(plane, delay_s, Path(misplace_while))
+    return DelayedTransport(plane, delay_s) if delay_s else plane
+
+
+def misplaced(copy: Copy) -> Copy:
+    """The same bytes, of which the first two pieces of one length that lie apart have changed places; pure."""
+    weave = copy.weave
+    if weave is not None:
+        weave = Weave(_exchanged(weave.column), weave.shifts)
+    return msgspec.structs.replace(copy, spans=_exchanged(copy.spans), weave=weave)
+
+
+def _exchanged(spans: array[int]) -> array[int]:
+    """(local offset, remote offset, bytes) triples; the remote offsets of the first and the last of one length change
+    places. Of a single one, the first half and the second do."""
+    found = array("q", spans)
+    last = len(found) - 3
+    while last > 0 and found[last + 2] != found[2]:
+        last -= 3
+    if last > 0:
+        found[1], found[last + 1] = found[last + 1], found[1]
+    elif found and (half := found[2] // 2):
+        local, remote, size = found[:3]
+        found[:3] = array("q", (local, remote + half, half, local + half, remote, half))
+        if size % 2:
+            found.extend((local + size - 1, remote + size - 1, 1))
+    return found

@@ -1,0 +1,281 @@
+"""D's side of cuda: how a peer's handles come here, who waits for them, and the memory that they open.
+
+Laws: memory is opened and closed by the mover only, opened by the first copy that needs it and closed when the last
+copy out of it has ended. A region lies wholly inside an allocation that was passed, which is as large as the driver
+says, not as the peer does. What is open here stays allocated after its owner's death, so it is closed as soon as the
+owner's life line ends (`cuda_door`), and when nobody has read from it for a while; the next copy opens it again. An
+owner that stands still keeps its line: reading goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.ids import PeerId
+from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.cuda.cuda_driver import HANDLE_BYTES, CudaError, Gpu
+from kvbaton.transports.cuda.cuda_listener import EXPORTED, TABLE_BYTES_MAX, Allocation, CudaEndpoint, Shared
+from kvbaton.transports.local.region_client import dial
+from kvbaton.transports.local.region_listener import LENGTH
+from kvbaton.transports.net.handshake import greet
+from kvbaton.transports.net.socket_loop import Loop, Timer
+from kvbaton.transports.net.stream_socket import Script, Wire, take
+
+INVALID_VALUE = 1
+OPEN = "cuIpcOpenMemHandle_v2"
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """On the connection to one peer."""
+
+    dial_deadline_s: float
+    idle_s: float  # that memory stays open although nobody reads from it
+
+
+class Mapped:
+    """How many bytes of other processes are open here: their memory is not free before we let go of it."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
+
+
+class Remote:
+    """The memory of one peer, as far as it was told and opened. Once shut it stays shut; see `anew`."""
+
+    def __init__(self, shared: Shared, mapped: Mapped | None = None) -> None:
+        """ValueError for places that lie outside their allocations."""
+        for place in shared.places:
+            if not 0 <= place.allocation < len(shared.allocations) or place.size < 1:
+                raise ValueError(f"region {place.region} is in no allocation that was passed")
+            if not 0 <= place.offset <= shared.allocations[place.allocation].size - place.size:
+                raise ValueError(f"region {place.region} is not inside its allocation")
+        if any(len(allocation.handle) != HANDLE_BYTES for allocation in shared.allocations):
+            raise ValueError(f"a handle has {HANDLE_BYTES} bytes")
+        self._shared = shared
+        self._places = {place.region: place for place in shared.places}
+        self._mapped = mapped or Mapped()
+        self._bases: dict[int, int] = {}
+        self._foreign: set[int] = set()  # which of them are mapped: not those of this process
+        self._shut = False
+        self._lock = threading.Lock()  # or what is being opened while it is shut would stay open
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._bases)
+
+    def anew(self) -> Remote:
+        """The same memory, not opened yet."""
+        return Remote(self._shared, self._mapped)
+
+    def size_of(self, region: int) -> int | None:
+        place = self._places.get(region)
+        return None if place is None else place.size
+
+    def has_open(self, region: int) -> bool:
+        """Whether `address_of` has nothing to open."""
+        place = self._places.get(region)
+        return place is not None and place.allocation in self._bases
+
+    def address_of(self, region: int, gpu: Gpu) -> int:
+        """Where a known region begins in this process; opens its allocation. CudaError. By the mover."""
+        place = self._places[region]
+        base = self._bases.get(place.allocation)
+        if base is None:
+            base = self._open(place.allocation, gpu)
+        return base + place.offset
+
+    def shut(self) -> bool:
+        """Nothing more is opened; whether something is, and waits for `close`. By any thread."""
+        with self._lock:
+            self._shut = True
+            return bool(self._bases)
+
+    def close(self, gpu: Gpu) -> None:
+        """By the mover, after `shut`, when no copy out of it is under way. CudaError, after all was tried."""
+        problem: CudaError | None = None
+        for index in self._foreign:
+            try:
+                self._unmap(index, self._bases[index], gpu)
+            except CudaError as error:
+                problem = error
+        self._bases, self._foreign = {}, set()
+        if problem is not None:
+            raise problem
+
+    def _open(self, index: int, gpu: Gpu) -> int:
+        """By one thread of the mover's, without the lock: the driver may take a while."""
+        if self._shut:  # a copy that has failed had parts to come
+            raise CudaError(OPEN, INVALID_VALUE, "the peer is gone")
+        allocation = self._shared.allocations[index]
+        own = EXPORTED.find(allocation.handle)
+        base, size = own or self._map(allocation, gpu)
+        with self._lock:
+            if not self._shut and size >= allocation.size:
+                self._bases[index] = base
+                if own is None:
+                    self._foreign.add(index)
+                return base
+        if own is None:
+            self._unmap(index, base, gpu)
+        told = "the peer has gone" if self._shut else f"it has {size} bytes, and the peer said {allocation.size}"
+        raise CudaError(OPEN, INVALID_VALUE, told)
+
+    def _map(self, allocation: Allocation, gpu: Gpu) -> tuple[int, int]:
+        """Where it begins here, and its bytes by the driver's word: reading beyond them would cost us the device."""
+        try:
+            base = gpu.open(allocation.handle)
+        except CudaError as error:
+            error.sticky = False  # how a dead or foreign handle is answered varies; a lost device says so again
+            raise
+        try:
+            start, size = gpu.allocation_of(base)
+        except CudaError:
+            gpu.close(base)
+            raise
+        self._mapped.add(allocation.size)
+        return base, size - (base - start)
+
+    def _unmap(self, index: int, base: int, gpu: Gpu) -> None:
+        gpu.close(base)
+        self._mapped.add(-self._shared.allocations[index].size)
+
+
+class Owner(Protocol):
+    """The transport that has the copies and the mover. It holds the lock of the jobs when it is called."""
+
+    def on_lost(self, peer: PeerId, attachment: CudaAttachment, detail: str) -> None:
+        """The peer's life line has ended."""
+
+    def retire(self, remote: Remote) -> None:
+        """Nobody will use `remote` any more: close it when no copy reads from it."""
+
+
+class CudaAttachment:
+    """How one peer is reached, and the copies that wait for its handles. Dialled at once, and again when needed."""
+
+    def __init__(
+        self, me: PeerId, there: CudaEndpoint, loop: Loop, jobs: Jobs, owner: Owner, mapped: Mapped, limits: Limits
+    ) -> None:
+        self.there = there
+        self.problem = ""  # why nothing can be read there
+        self.remote: Remote | None = None
+        self._me = me
+        self._loop = loop
+        self._jobs = jobs
+        self._owner = owner
+        self._mapped = mapped
+        self._limits = limits
+        self._dialling = False
+        self._waiting: deque[tuple[Job, Callable[[Remote], None]]] = deque()
+        self._used_at = 0.0
+        self._line: Wire | None = None  # touched on the loop only, as is the timer
+        self._timer: Timer | None = None
+
+    def use(self, job: Job, then: Callable[[Remote], None]) -> None:
+        """Call `then` with the peer's memory, now or on the loop; or fail the job. The caller holds the lock."""
+        self._used_at = time.monotonic()
+        if self.remote is not None:
+            then(self.remote)
+            return
+        self._waiting.append((job, then))
+        self.dial()
+
+    def dial(self) -> None:
+        """The caller holds the lock."""
+        if not self._dialling:
+            self._dialling = True
+            self._loop.call(self._open)
+
+    def remove(self, job: Job) -> None:
+        """Forget a job that has failed while it waited. The caller holds the lock."""
+        self._waiting = deque(item for item in self._waiting if item[0] is not job)
+
+    def close(self) -> None:
+        """The peer was forgotten. The caller holds the lock."""
+        remote, self.remote = self.remote, None
+        if remote is not None:
+            self._owner.retire(remote)
+        self._loop.call(self._hang_up)
+
+    def _open(self) -> None:
+        try:
+            sock = dial(self.there.name)
+        except (OSError, ProtocolError) as error:
+            self._done(None, str(error))
+            return
+        deadline_s = self._limits.dial_deadline_s
+        self._timer = self._loop.later(deadline_s, lambda: wire.close(f"no answer within {deadline_s} s"))
+
+        def closed(detail: str, _by_peer: bool) -> None:
+            self._cancel_timer()
+            self._line = None
+            self._done(None, detail)
+            self._lost(detail)
+
+        wire = self._line = Wire(self._loop, sock, closed)
+        wire.open(self._talk(wire))
+
+    def _talk(self, wire: Wire) -> Script:
+        """Prove ourselves, receive the handles; then the line is only there to end."""
+        yield from greet(wire, self.there.secret, self._me, self.there.owner, 0)
+        head = yield from take(LENGTH.size)
+        table = yield from take(min(LENGTH.unpack(head)[0], TABLE_BYTES_MAX))
+        try:
+            remote = Remote(msgspec.msgpack.decode(table, type=Shared), self._mapped)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise ProtocolError(Reason.BAD_MESSAGE, f"regions that cannot be opened: {error}") from None
+        self._done(remote, "")
+        self._look()
+        yield from take(1)
+        raise ProtocolError(Reason.BAD_MESSAGE, "it spoke on its life line")
+
+    def _done(self, remote: Remote | None, detail: str) -> None:
+        """The first word on a dial counts."""
+        with self._jobs:
+            if not self._dialling:
+                return
+            self.remote, self._dialling = remote, False
+            waiting, self._waiting = self._waiting, deque()
+            problem = f"cannot reach the memory of {self.there.owner}: {detail}"
+            for job, then in waiting:
+                if remote is None:
+                    self._jobs.fail(job, Reason.UNREACHABLE, problem)
+                else:
+                    then(remote)
+
+    def _lost(self, detail: str) -> None:
+        with self._jobs:
+            if self.remote is not None:
+                self._owner.on_lost(self.there.owner, self, detail)
+
+    def _look(self) -> None:
+        """Let go of what nobody has read from for a while, and look again later."""
+        self._cancel_timer()
+        with self._jobs:
+            remote, idle_s = self.remote, time.monotonic() - self._used_at
+            is_idle = idle_s >= self._limits.idle_s and not self._jobs.of_peer(self.there.owner)
+            if remote is not None and remote.is_open and is_idle:
+                self.remote = remote.anew()
+                self._owner.retire(remote)
+        self._timer = self._loop.later(self._limits.idle_s, self._look)
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.close("forgotten")
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

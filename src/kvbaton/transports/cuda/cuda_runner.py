@@ -1,0 +1,228 @@
+"""Two threads that give work to a device and wait for it: what was begun ends once, in the order of its beginning.
+
+Law: work is over when the device says so, and not before. Both threads sleep while they wait, for work in a queue and
+for the device in the driver; the one that begins never waits for the device, so it is not idle while there is work.
+What is due together is begun together, which lets many copies share one launch; each batch has a stream of its own, so
+the copying of one runs beside the gathering of the next. An error of the device fails what it is about; one that stays
+fails everything from then on, and is never raised out of here.
+
+Work that finds the device idle, and takes no time to begin, is begun by the thread that adds it: to wake another one
+takes longer than a launch. What is added behind it is queued, and so begun together. One thread begins at a time, and
+whoever adds waits for none.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from kvbaton.transports.cuda.cuda_driver import CudaError, Gpu
+
+log = logging.getLogger(__name__)
+
+UNDER_WAY_MAX = 4
+"""Batches on the device at once: two that overlap, and slack for the threads to wake."""
+
+Item = TypeVar("Item")
+
+
+class Worker(Protocol[Item]):
+    """Who knows what the work is."""
+
+    def begin(self, batch: list[Item], slot: int, stream: int) -> list[Item]:
+        """Put `batch` on the stream; those that are on it. Nobody else uses `slot` until they have ended."""
+
+    def end(self, batch: list[Item], problem: str) -> None:
+        """The device is done with it, or will never begin it. On either thread."""
+
+    def closed(self) -> None:
+        """Nothing is under way and nothing follows."""
+
+
+class _First(msgspec.Struct):
+    run: Callable[[], None]
+
+
+class _After(msgspec.Struct):
+    run: Callable[[], None]
+
+
+class Runner(Generic[Item]):
+    """The threads, their streams, and the events by which they sleep. Started by the first work."""
+
+    def __init__(self, name: str, gpu: Gpu, worker: Worker[Item], batch_max: int) -> None:
+        self._name = name
+        self._gpu = gpu
+        self._worker = worker
+        self._batch_max = batch_max
+        self._due: queue.SimpleQueue[Item | _First | _After | None] = queue.SimpleQueue()
+        self._begun: queue.SimpleQueue[tuple[list[Item], int, str] | _After | None] = queue.SimpleQueue()
+        self._slots: queue.LifoQueue[int] = queue.LifoQueue()  # free ones; the last used is the readiest
+        self._streams: list[int] = []
+        self._events: list[int] = []
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._beginning = threading.Lock()  # whose turn it is to begin, or to pass something on behind what was begun
+        self._closed = False
+        self.broken = ""
+        """What made the device unusable for this process; empty while it works."""
+
+    def add(self, item: Item, is_quick: Callable[[int], bool] | None = None) -> None:
+        """Begun here and now if nothing is before it and `is_quick`, which is asked with a slot, says that beginning it
+        alone there waits for nothing: no allocation, no opening, few calls. Queued otherwise."""
+        if is_quick is None or not self._begin_here(item, is_quick):
+            self._put(item)
+
+    def first(self, action: Callable[[], None]) -> None:
+        """Run `action` before what is added later, on the thread that begins."""
+        self._put(_First(action))
+
+    def after(self, action: Callable[[], None]) -> None:
+        """Run `action` once all that was added before is over."""
+        self._put(_After(action))
+
+    def close(self, join_s: float) -> bool:
+        """End after what was added; False if the device was still at it after `join_s`."""
+        with self._lock:
+            threads = list(self._threads)
+        with self._beginning:
+            self._closed = True
+        if threads:
+            self._due.put(None)
+        for thread in threads:
+            thread.join(join_s)
+        return not any(thread.is_alive() for thread in threads)
+
+    def _put(self, item: Item | _First | _After) -> None:
+        with self._lock:
+            if not self._threads:
+                for run, what in ((self._run_beginning, "begin"), (self._run_ending, "end")):
+                    thread = threading.Thread(target=run, name=f"{self._name}-{what}", daemon=True)
+                    self._threads.append(thread)
+                for thread in self._threads:
+                    thread.start()
+        self._due.put(item)
+
+    def _run_beginning(self) -> None:
+        self._guard(self._open)
+        while self._next():
+            pass
+        self._begun.put(None)
+
+    def _open(self) -> None:
+        self._gpu.enter()
+        self._streams = [self._gpu.stream() for _ in range(UNDER_WAY_MAX)]
+        self._events = [self._gpu.event() for _ in range(UNDER_WAY_MAX)]
+        for slot in range(UNDER_WAY_MAX):
+            self._slots.put(slot)
+
+    def _next(self) -> bool:
+        """Begin all that is due now; False at the end."""
+        batch: list[Item] = []
+        item = self._due.get()
+        while item is not None and not isinstance(item, _First | _After):
+            batch.append(item)
+            if len(batch) >= self._batch_max or self._due.empty():
+                self._begin(batch)
+                return True
+            item = self._due.get()
+        if batch:
+            self._begin(batch)
+        if isinstance(item, _First):
+            self._guard(item.run)
+        elif item is not None:
+            with self._beginning:  # behind what somebody else is about to have begun
+                self._begun.put(item)
+        return item is not None
+
+    def _begin(self, batch: list[Item]) -> None:
+        if self.broken:
+            self._worker.end(batch, self.broken)
+            return
+        slot = self._slots.get()  # comes back: whoever is on the device ends, or breaks it
+        with self._beginning:
+            self._begin_in(slot, batch, nullcontext())
+
+    def _begin_here(self, item: Item, is_quick: Callable[[int], bool]) -> bool:
+        """By any thread, which waits for nobody; False if it is to be queued."""
+        if not self._beginning.acquire(blocking=False):
+            return False
+        try:
+            idle = self._due.empty() and self._slots.qsize() == UNDER_WAY_MAX  # and opened: before, there are none
+            if self._closed or self.broken or not idle:
+                return False
+            slot = self._slots.get()
+            if not is_quick(slot):
+                self._slots.put(slot)
+                return False
+            self._begin_in(slot, [item], self._gpu)
+            return True
+        finally:
+            self._beginning.release()
+
+    def _begin_in(self, slot: int, batch: list[Item], current: AbstractContextManager[object]) -> None:
+        """`current` makes the device so, in a thread of others."""
+        problem = ""
+        try:
+            with current:
+                begun = self._worker.begin(batch, slot, self._streams[slot])
+                if begun:
+                    self._gpu.record(self._events[slot], self._streams[slot])
+        except CudaError as error:
+            self._note(error)
+            begun, problem = batch, str(error)  # part of it may be on the stream
+        if begun:
+            self._begun.put((begun, slot, problem))
+        else:
+            self._slots.put(slot)
+
+    def _run_ending(self) -> None:
+        self._guard(self._gpu.enter)
+        while (begun := self._begun.get()) is not None:
+            if isinstance(begun, _After):
+                self._guard(begun.run)
+            else:
+                self._end(*begun)
+            del begun  # or an idle thread would keep the last work alive
+        self._guard(self._close)
+
+    def _end(self, batch: list[Item], slot: int, problem: str) -> None:
+        try:
+            if problem:  # its event may not have been recorded: wait until the stream is empty
+                self._gpu.record(self._events[slot], self._streams[slot])
+            problem = problem or self.broken
+            self._gpu.wait(self._events[slot])
+        except CudaError as error:
+            self._note(error)
+            problem = problem or str(error)
+        try:
+            self._worker.end(batch, problem)
+        finally:
+            self._slots.put(slot)
+
+    def _close(self) -> None:
+        self._worker.closed()
+        for event in self._events:
+            self._gpu.drop_event(event)
+        for stream in self._streams:
+            self._gpu.drop_stream(stream)
+
+    def _note(self, error: CudaError) -> None:
+        if error.sticky and not self.broken:
+            self.broken = f"the device cannot be used any more by this process: {error}"
+            log.error("[device-lost] %s: %s", self._name, self.broken)
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except CudaError as error:
+            self._note(error)
+            if not self.broken and len(self._events) < UNDER_WAY_MAX:
+                self.broken = str(error)  # it never opened
+            log.warning("[device-fault] %s: %s", self._name, error)

@@ -1,0 +1,276 @@
+"""cuda: READ from the device memory of another process of this host, all spans of a copy by one kernel launch.
+
+P tells D the IPC handles of its allocations (`cuda_door`), D opens them (`cuda_attach`), and D's mover launches
+one kernel over a table of spans (`cuda_move.cu`) on a stream of its own. P takes no part, not even by running. Nothing
+here needs PyTorch; only the driver is called (`cuda_driver`). A copy that finds the device idle is launched by whoever
+submits it, where that takes no more than a check, a small table and a few launches.
+
+Law: only the mover touches memory. Every span is checked here, against what this side has registered and what
+the peer told, before the device hears of it. A copy ends when the device has said that its launch is over: a launch
+cannot be stopped, but it rests within milliseconds, so a cancelled copy ends as soon as that.
+
+Death: what D has opened stays allocated when P dies, and P's successor could not start in it. So the end of P's life
+line ends the copies out of P and forgets it: its memory is closed after the last launch, and the next copy is told that
+the peer is unknown, on which the ledger pairs anew, with a successor if there is one.
+
+Several GPUs: an endpoint names its device. Where D's device cannot read P's (no NVLink, no peer access over PCIe) this
+plane is given up for the pair at its first copy of nothing, and memory goes through pinned memory of the host.
+
+Streams: copies wait for nothing but their own `after`. A CUDA event there (anything with a `cuda_event`) is waited for
+by sleeping, on a stream of the gate's. Whoever reads what was delivered does so after `CopyEnded`, when the bytes are
+visible to every stream of the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import cast
+
+import msgspec
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.protocol.weave import Weave
+from kvbaton.transports.core.device_event_wait import Gate
+from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
+from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.mover import choose_mover
+from kvbaton.transports.core.transport import Capabilities, Copy, Direction, Spans, TransportEvent
+from kvbaton.transports.cuda.cuda_client import CudaAttachment, Limits, Mapped, Remote
+from kvbaton.transports.cuda.cuda_driver import SHARE, CudaError, CudaGpu, Gpu, check_share
+from kvbaton.transports.cuda.cuda_event_wait import quiet_event
+from kvbaton.transports.cuda.cuda_listener import CudaDoor, CudaEndpoint, parse_endpoint
+from kvbaton.transports.cuda.cuda_mover import CudaMover, Due
+from kvbaton.transports.cuda.cuda_table import check_weave, parts_of
+from kvbaton.transports.local.region_listener import host_identity
+from kvbaton.transports.net.socket_loop import Loop
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+CAPABILITIES = Capabilities(
+    name="cuda",
+    one_sided=True,
+    can_write=False,
+    can_fence=False,
+    cancels=True,
+    same_host=True,
+    device_kinds=("cuda",),
+    weaves=True,
+)
+
+
+class CudaConfig(msgspec.Struct, frozen=True):
+    device: int = 0
+    copies_max: int = 1024
+    dial_deadline_s: float = 5.0
+    idle_s: float = 60.0  # memory of a peer that nobody read from for so long is closed until it is needed again
+    share: float = SHARE  # of the device's multiprocessors
+
+    def __post_init__(self) -> None:
+        check_share(self.share)
+
+
+class CudaTransport:
+    """See `base.DeviceTransport`. Threads: one for handles, two that drive the device, one more to wait for events."""
+
+    capabilities = CAPABILITIES
+
+    def __init__(self, me: PeerId, config: CudaConfig | None = None, gpu: Gpu | None = None) -> None:
+        """ImportError without a driver, CudaError without a device; `gpu` is for tests."""
+        self._me = me
+        self._config = config or CudaConfig()
+        self._gpu = gpu or CudaGpu(self._config.device, self._config.share)
+        self._checker = choose_mover()
+        self._jobs = Jobs(self._config.copies_max)
+        self._memory = RegisteredDevice(self._config.device)
+        self._peers: dict[PeerId, CudaAttachment] = {}
+        self._mapped = Mapped()
+        self._limits = Limits(self._config.dial_deadline_s, self._config.idle_s)
+        self._gate = Gate(f"kvbaton-cuda-gate-{me}")
+        self._loop = Loop(f"kvbaton-cuda-door-{me}")
+        self._door = CudaDoor(me, self._gpu, self._loop, self._config.dial_deadline_s)
+        self._mover = CudaMover(f"kvbaton-cuda-{me}", self._gpu, self._jobs)
+
+    @property
+    def broken(self) -> str:
+        """Why the device can be used no more; empty while it works."""
+        return self._mover.broken
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        """Who was turned away here; see `refusals.Cause`."""
+        return self._door.refusals
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Of other processes' device memory that is open here, and cannot be free before it is closed."""
+        return self._mapped.nbytes
+
+    def register(self, region: int, memory: DeviceMemory) -> None:
+        """It must stay allocated until `close`; whoever gets an endpoint is trusted with all of its allocation."""
+        self._memory.add(region, memory)
+        self._door.add(region, memory)
+
+    def endpoint(self, peer: PeerId) -> bytes:
+        """Listens from the first call on. The same until `peer` is disconnected, then a new one."""
+        name, secret = self._door.listen(), self._door.keyring.mint(peer)
+        return msgspec.msgpack.encode(CudaEndpoint(self._me, host_identity(), name, secret, self._gpu.uuid))
+
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        """Asks for the peer's handles right away, in the background; the first copy opens them.
+
+        A device that ours cannot read fails the copies, with the reason: so the pair takes the next plane and says why.
+        """
+        there = parse_endpoint(peer, endpoint)
+        problem = self._no_way_to(there)
+        with self._jobs:
+            if peer in self._peers and self._peers[peer].there == there:
+                return
+            self._forget(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
+            attachment = CudaAttachment(self._me, there, self._loop, self._jobs, self, self._mapped, self._limits)
+            self._peers[peer] = attachment
+            attachment.problem = problem
+            if not problem:
+                attachment.dial()
+
+    def disconnect(self, peer: PeerId) -> None:
+        """`peer` is told nothing new, and to let go of what it has opened; nothing here can make it."""
+        with self._jobs:
+            self._door.revoke(peer)
+            self._forget(peer, Reason.PEER_GONE, "disconnected")
+
+    def fence(self, peer: PeerId) -> None:
+        raise NotImplementedError("cuda cannot fence, and nobody writes over it: see capabilities.can_fence")
+
+    def submit(self, copy: Copy) -> bool:
+        with self._jobs:
+            job = self._jobs.accept(copy)
+            if job is None:
+                return False
+            refusal = self._refusal(copy)
+            if refusal is not None:
+                self._jobs.fail(job, *refusal)
+            elif copy.after is None:
+                self._start(job, "")
+            else:
+                self._gate.wait(quiet_event(copy.after, self._gpu), partial(self._start, job))
+        return True
+
+    def cancel(self, job: JobId) -> None:
+        with self._jobs:
+            found = self._jobs.find(job)
+            if found is not None:
+                self._stop(found, Reason.CANCELLED, "")
+
+    def drain(self) -> Sequence[TransportEvent]:
+        return self._jobs.drain()
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._jobs.set_waker(waker)
+
+    def close(self) -> None:
+        if not self._jobs.close():
+            return
+        for job in self._jobs.of_peer():
+            self._stop(job, Reason.CANCELLED, "the transport was closed")
+        with self._jobs:
+            for peer in list(self._peers):
+                self._forget(peer, Reason.CANCELLED, "the transport was closed")
+        self._gate.close(0)
+        self._mover.close(CLOSE_S)
+        self._loop.stop(CLOSE_S)
+        for job in self._jobs.of_peer():
+            self._jobs.abandon(job, Reason.CANCELLED)
+        self._door.close()
+        self._memory.clear()
+
+    def on_lost(self, peer: PeerId, attachment: CudaAttachment, detail: str) -> None:
+        """See `cuda_attach.Owner`."""
+        if self._peers.get(peer) is attachment:
+            log.info("%s has ended, or has disconnected us (%s): its device memory is let go of", peer, detail)
+            self._forget(peer, Reason.TRANSFER_FAILED, f"{peer} has ended, or has disconnected us: {detail}")
+
+    def retire(self, remote: Remote) -> None:
+        """See `cuda_attach.Owner`."""
+        if remote.shut():
+            self._mover.after(partial(remote.close, self._gpu))
+
+    def _refusal(self, copy: Copy) -> tuple[Reason, str] | None:
+        """Why a copy cannot even begin."""
+        if copy.peer not in self._peers:
+            return Reason.PEER_UNKNOWN, f"{copy.peer} is not connected"
+        if self._peers[copy.peer].problem:
+            return Reason.UNREACHABLE, self._peers[copy.peer].problem
+        if copy.direction is Direction.WRITE:
+            return Reason.NO_TRANSPORT, "cuda offers no WRITE: the receiver copies"
+        if self._memory.get(copy.local_region) is None:
+            return Reason.BAD_SPAN, f"region {copy.local_region} is not registered"
+        if self._mover.broken:
+            return Reason.TRANSFER_FAILED, self._mover.broken
+        return None
+
+    def _no_way_to(self, there: CudaEndpoint) -> str:
+        """Why this device cannot read the peer's; "" when it can, or when only opening its memory can tell."""
+        try:
+            can = self._gpu.reaches(there.device) if there.device else None
+        except CudaError as error:
+            return f"cannot ask for peer access: {error}"
+        if can is not False:
+            return ""
+        gpus = f"from GPU {self._gpu.uuid} to GPU {there.device} of {there.owner}"
+        return f"no peer access {gpus}; see nvidia-smi topo -p2p r"
+
+    def _start(self, job: Job, problem: str) -> None:
+        with self._jobs:
+            peer = self._peers.get(job.copy.peer)
+            if job.ended or peer is None:
+                return
+            if problem:
+                self._jobs.fail(job, Reason.TRANSFER_FAILED, problem)
+            else:
+                peer.use(job, partial(self._plan, job))
+
+    def _plan(self, job: Job, remote: Remote) -> None:
+        self._mover.add(Due(job, remote, self._check))
+
+    def _check(self, job: Job, remote: Remote) -> int | None:
+        """By whoever launches: the whole copy against both memories. The local address, or None: it has failed."""
+        copy = job.copy
+        target, remote_bytes = self._memory.get(copy.local_region), remote.size_of(copy.remote_region)
+        try:
+            if target is None or remote_bytes is None:
+                raise ValueError(f"{copy.peer} has no region {copy.remote_region}")
+            parts = self._checked(copy.spans, target.nbytes, remote_bytes)
+            if copy.weave is not None:
+                parts += self._checked(copy.weave, target.nbytes, remote_bytes)
+        except ValueError as error:
+            self._jobs.fail(job, Reason.BAD_SPAN, str(error))
+            return None
+        with self._jobs:
+            if not job.halt[0]:
+                job.parts = cast("deque[Spans]", parts)
+        return target.address
+
+    def _checked(self, spans: Spans | Weave, local_bytes: int, remote_bytes: int) -> deque[Spans | Weave]:
+        """What each launch takes. ValueError when any of it lies outside."""
+        if isinstance(spans, Weave):
+            return parts_of(spans, check_weave(spans, local_bytes, remote_bytes))
+        return parts_of(spans, self._checker.check_spans(spans, 3, local_bytes, remote_bytes) if spans else 0)
+
+    def _stop(self, job: Job, reason: Reason, detail: str) -> None:
+        with self._jobs:
+            peer = self._peers.get(job.copy.peer)
+            if peer is not None:
+                peer.remove(job)
+            self._jobs.fail(job, reason, detail)
+
+    def _forget(self, peer: PeerId, reason: Reason, detail: str) -> None:
+        for job in self._jobs.of_peer(peer):
+            self._stop(job, reason, detail)
+        gone = self._peers.pop(peer, None)
+        if gone is not None:
+            gone.close()

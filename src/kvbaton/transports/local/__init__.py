@@ -1,0 +1,1 @@
+"""Regions of one host's memory passed between processes over UNIX sockets."""

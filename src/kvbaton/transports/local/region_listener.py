@@ -1,0 +1,114 @@
+"""P's side of shm: a UNIX socket that passes the descriptors of regions to proven peers.
+
+Law: a descriptor goes only to a process of the same user that has proven the secret minted for it, and only sealed: it
+cannot be written through (P is safe from D) and cannot shrink (D is safe from P: truncation would be SIGBUS there).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+
+import msgspec
+
+from kvbaton.protocol.ids import PeerId
+from kvbaton.protocol.numbers import Bytes, Number
+from kvbaton.transports.core.refusals import Cause, Refusals, Refused
+from kvbaton.transports.core.shared_memory import Region
+from kvbaton.transports.net.handshake import Admitted, Keyring
+from kvbaton.transports.net.reception import BACKLOG, Reception
+from kvbaton.transports.net.socket_loop import Loop
+
+STRANGERS_MAX = 32
+DESCRIPTORS_MAX = 250  # the kernel passes 253 at once
+NAME_PREFIX = "\0kvbaton-"  # abstract: nothing in the file system to clean up
+
+LENGTH = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+
+
+class ShmEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="shm1"):
+    """What a peer needs to reach a door."""
+
+    owner: PeerId
+    host: str
+    name: str
+    secret: bytes
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """A region within one of the descriptors that are passed with it."""
+
+    region: Number
+    descriptor: Number  # which of them
+    offset: Bytes
+    size: Bytes
+
+
+def host_identity() -> str:
+    """The same for processes that can reach each other's abstract sockets: one boot, one network namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+class Door:
+    """One listening socket, and the regions that go with a welcome."""
+
+    def __init__(self, me: PeerId, loop: Loop, handshake_s: float) -> None:
+        self._name = NAME_PREFIX + secrets.token_hex(16)
+        self._places: list[Place] = []
+        self._backings: list[Region] = []
+        self._reception = Reception(me, loop, same_user, self._welcome, STRANGERS_MAX, handshake_s)
+
+    @property
+    def keyring(self) -> Keyring:
+        return self._reception.keyring
+
+    @property
+    def refusals(self) -> Refusals:
+        return self._reception.refusals
+
+    def add(self, region: int, offset: int, size: int, backing: Region) -> None:
+        """Pass `region` out from now on, and let nobody map it for writing any more."""
+        if backing not in self._backings:
+            if len(self._backings) >= DESCRIPTORS_MAX:
+                raise ValueError(f"region {region}: more than {DESCRIPTORS_MAX} allocations; let regions share one")
+            self._backings.append(backing)
+        backing.seal_writes()
+        self._places.append(Place(region, self._backings.index(backing), offset, size))
+
+    def listen(self) -> str:
+        """Accept from now on; the name to dial."""
+        self._reception.listen(self._create)
+        return self._name[1:]
+
+    def _create(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(self._name)
+        listener.listen(BACKLOG)
+        return listener
+
+    def _welcome(self, admitted: Admitted, sock: socket.socket) -> None:
+        table = msgspec.msgpack.encode(self._places)
+        with sock, contextlib.suppress(OSError):  # who left meanwhile, left
+            if self.keyring.still_admits(admitted):
+                with contextlib.ExitStack() as passed:
+                    fds = [_read_only(backing.fd, passed) for backing in self._backings]
+                    socket.send_fds(sock, [LENGTH.pack(len(table)) + table], fds)
+
+
+def _read_only(fd: int, passed: contextlib.ExitStack) -> int:
+    """The same memory behind a descriptor that was not opened for writing; the seal alone would do."""
+    reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    passed.callback(os.close, reader)
+    return reader
+
+
+def same_user(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    _pid, uid, _gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if uid != os.geteuid():
+        raise Refused(Cause.OTHER_USER, f"the other end belongs to user {uid}, not {os.geteuid()}")

@@ -1,0 +1,1 @@
+"""mooncake: READ by Mooncake's transfer engine."""

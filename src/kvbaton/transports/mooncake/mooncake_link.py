@@ -1,0 +1,290 @@
+"""The copies from one peer: a thread, an engine of its own, and the reads that are under way on it.
+
+Law: a read is at rest when the engine says that it is over, or when its engine has been closed; never because time has
+passed. Time only decides when the engine is closed: after `stall_s` without any progress, or after `cancel_s` when a
+copy that was cancelled waits for it. That is why each peer has its own engine: closing it harms nobody else, and
+brings a peer's reads to rest whatever that peer does.
+
+One failed read closes the engine too. The next copy dials anew and reads the peer's mark again, so nothing is read
+from another process that has taken the port of a peer that died (the engine itself would reconnect and not notice).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.span_tables import size_of
+from kvbaton.transports.core.transport import Spans
+from kvbaton.transports.mooncake.mooncake_dial import POLL_S, POLL_S_MAX, DialFailed, dial
+from kvbaton.transports.mooncake.mooncake_endpoint import MooncakeEndpoint
+from kvbaton.transports.mooncake.mooncake_engine import SLICES_MAX, Engine, SliceState
+from kvbaton.transports.net.socket_loop import Loop
+
+log = logging.getLogger(__name__)
+
+PART_SLICES_MAX = 256
+WINDOW_BYTES = 32 << 20
+"""Asked for and not there: enough to keep the engine's four connections busy, and a cancelled copy rests soon after."""
+
+LOOK_AHEAD = 16
+"""Parts end about in the order in which they began, so only the oldest are looked at."""
+
+Trouble = tuple[Reason, str]
+
+
+class Patience(msgspec.Struct, frozen=True):
+    """How long a peer may do nothing, in seconds."""
+
+    dial_s: float
+    stall_s: float
+    cancel_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """Some slices of a copy, under way together."""
+
+    job: Job
+    spans: Spans
+    size_bytes: int
+    slices: deque[int] = field(default_factory=deque)  # not yet seen to be over
+
+
+class Link:
+    """Carries out copies from one peer, on a thread that the first of them starts."""
+
+    def __init__(
+        self,
+        name: str,
+        here: str,
+        there: MooncakeEndpoint,
+        jobs: Jobs,
+        address: Callable[[int], int],
+        patience: Patience,
+        timers: Loop,
+    ) -> None:
+        """`here` is this host's address; `address` says where a local region begins."""
+        self.there = there
+        self._here = here
+        self._jobs = jobs
+        self._address = address
+        self._patience = patience
+        self._timers = timers
+        self._queue: deque[Job] = deque()
+        self._parts: deque[Part] = deque()  # oldest first; this and all below is the thread's own
+        self._slices = self._bytes = 0  # of these parts
+        self._engine: Engine | None = None
+        self._moved_at = 0.0
+        self._dials = itertools.count(1)
+        self._dialling = 0  # which dial is under way, 0 for none
+        self._silent = False  # a dial has taken too long and is not over
+        self._shut = False
+        self._news = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    # --- from any thread
+
+    def add(self, job: Job) -> None:
+        with self._jobs:
+            if not job.parts:
+                return
+            if self._silent or self._shut:
+                self._jobs.fail(job, Reason.UNREACHABLE, f"{self.there.owner} does not answer")
+                return
+            self._queue.append(job)
+            if self._thread.ident is None:
+                self._thread.start()
+        self._news.set()
+
+    def stop(self, job: Job, reason: Reason, detail: str) -> None:
+        """End a copy as soon as nothing of it is under way."""
+        with self._jobs:
+            if job in self._queue:
+                self._queue.remove(job)
+            self._jobs.fail(job, reason, detail)
+        self._news.set()
+
+    def shut(self) -> None:
+        """Carry nothing more; close the engine when what was stopped has come to rest, or after `cancel_s`."""
+        self._shut = True
+        self._news.set()
+
+    def join(self, join_s: float) -> bool:
+        """Whether the thread is gone, and its engine with it, within `join_s`."""
+        if self._thread.ident is not None:
+            self._thread.join(join_s)
+        return not self._thread.is_alive()
+
+    # --- on the thread
+
+    def _run(self) -> None:
+        wait_s: float | None = None
+        while not self._shut or self._parts:
+            self._news.wait(wait_s)
+            self._news.clear()
+            try:
+                progress = self._turn()
+            except Exception as error:  # a bug must not leave copies without an end
+                log.exception("[mover-fault] a turn failed on %s", self._thread.name)
+                self._give_up((Reason.TRANSFER_FAILED, f"internal error: {error!r}"))
+                progress = False
+            if not self._parts:
+                wait_s = POLL_S if self._queue else None
+            else:
+                wait_s = POLL_S if progress or wait_s is None else min(POLL_S_MAX, 2 * wait_s)
+        self._close_engine()
+        self._fail_queue((Reason.PEER_GONE, "disconnected"))
+
+    def _turn(self) -> bool:
+        """One look at everything; whether anything has moved."""
+        if self._queue and self._engine is None and not self._shut:
+            self._dial()
+        failed = self._begin_parts() or self._end_parts()
+        now = time.monotonic()
+        if failed:
+            self._break((Reason.TRANSFER_FAILED, f"a read from {self.there.owner} failed: it closed the connection"))
+        elif self._parts and now - self._moved_at > self._patience.stall_s:
+            self._give_up((Reason.TRANSFER_TIMEOUT, f"{self.there.owner} sent nothing for {self._patience.stall_s} s"))
+        elif now - self._moved_at > self._patience.cancel_s and any(part.job.reason for part in self._parts):
+            self._rest_cancelled()
+        return now - self._moved_at < POLL_S_MAX
+
+    def _begin_parts(self) -> bool:
+        """Start as much as there is room for; True when the engine would not."""
+        slices_max = SLICES_MAX - PART_SLICES_MAX
+        while self._engine is not None and self._slices <= slices_max and self._bytes < WINDOW_BYTES:
+            with self._jobs:
+                spans = self._jobs.begin(self._queue[0]) if self._queue else None
+                if spans is None:
+                    if not self._queue:
+                        return False
+                    self._queue.popleft()
+                    continue
+                job = self._queue[0]
+            if not self._parts:
+                self._moved_at = time.monotonic()
+            part = Part(job, spans, size_of(spans))
+            self._parts.append(part)
+            self._bytes += part.size_bytes
+            if not self._start(self._engine, part):
+                return True
+        return False
+
+    def _start(self, engine: Engine, part: Part) -> bool:
+        local = self._address(part.job.copy.local_region)
+        remote = self.there.regions[part.job.copy.remote_region].address
+        numbers = iter(part.spans)
+        for here, there, size in zip(numbers, numbers, numbers, strict=True):
+            if size:
+                number = engine.start_read(self.there.session, local + here, remote + there, size)
+                if not number:
+                    return False
+                part.slices.append(number)
+                self._slices += 1
+        return True
+
+    def _end_parts(self) -> bool:
+        """See which of the oldest parts are over; True when a read has failed."""
+        engine = self._engine
+        over = []
+        for part in itertools.islice(self._parts, LOOK_AHEAD):
+            while part.slices and engine is not None:
+                state = engine.state(part.slices[0])
+                if state is SliceState.MOVING:
+                    break
+                part.slices.popleft()
+                self._slices -= 1
+                self._moved_at = time.monotonic()
+                if state is SliceState.FAILED:
+                    return True
+            if not part.slices:
+                over.append(part)
+        for part in over:
+            self._parts.remove(part)
+            self._bytes -= part.size_bytes
+            self._jobs.part_ended(part.job)
+        return False
+
+    def _break(self, trouble: Trouble) -> None:
+        """A read failed: all that are under way do. What waits is tried on a new connection."""
+        for part in self._dropped():
+            self._jobs.part_ended(part.job, *trouble)
+
+    def _give_up(self, trouble: Trouble) -> None:
+        """The peer is there and does nothing: everything ends now, and rests once the engine is closed."""
+        for job in {id(part.job): part.job for part in self._parts}.values():
+            self._jobs.abandon(job, *trouble)
+        self._fail_queue(trouble)
+        self._break(trouble)
+
+    def _rest_cancelled(self) -> None:
+        """Close the engine for the sake of what was cancelled; the other reads begin again on a new one."""
+        parts = self._dropped()
+        with self._jobs:
+            for part in reversed(parts):
+                if part.job.reason is not None:
+                    self._jobs.part_ended(part.job)
+                    continue
+                part.job.live -= 1
+                part.job.parts.appendleft(part.spans)
+                if part.job not in self._queue:
+                    self._queue.appendleft(part.job)
+        self._news.set()
+
+    def _dropped(self) -> deque[Part]:
+        """What was under way, now at rest: its engine is closed."""
+        self._close_engine()
+        parts, self._parts = self._parts, deque()
+        self._slices = self._bytes = 0
+        return parts
+
+    def _fail_queue(self, trouble: Trouble) -> None:
+        with self._jobs:
+            failed, self._queue = self._queue, deque()
+            for job in failed:
+                self._jobs.fail(job, *trouble)
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    # --- dialling
+
+    def _dial(self) -> None:
+        """Reach the peer, or fail all that waits for it."""
+        with self._jobs:
+            self._dialling = next(self._dials)
+        self._timers.call(partial(self._watch, self._dialling))
+        trouble: Trouble | None = None
+        try:
+            self._engine = dial(lambda: Engine(self._here), self.there, self._patience.dial_s, lambda: self._shut)
+        except DialFailed as error:
+            trouble = Reason.UNREACHABLE, str(error)
+        finally:
+            with self._jobs:
+                self._dialling, self._silent = 0, False
+                if trouble is not None:
+                    self._fail_queue(trouble)
+
+    def _watch(self, dial: int) -> None:
+        """On the timers' loop: the engine may wait far longer for a stopped peer than copies may wait in line."""
+        self._timers.later(self._patience.dial_s, partial(self._overdue, dial))
+
+    def _overdue(self, dial: int) -> None:
+        with self._jobs:
+            if self._dialling == dial:
+                self._silent = True
+                owner, limit_s = self.there.owner, self._patience.dial_s
+                self._fail_queue((Reason.UNREACHABLE, f"{owner} did not answer within {limit_s} s"))

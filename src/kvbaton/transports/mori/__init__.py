@@ -1,0 +1,1 @@
+"""mori: READ by AMD's mori.io; never run on hardware."""

@@ -1,0 +1,65 @@
+"""What the mover of mori keeps in mind: peers, the copies that wait for them, and the parts under way.
+
+Law: touched by the mover's thread alone. A part keeps every status that mori was given for it, and its session.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvbaton.transports.core.jobs import Job
+from kvbaton.transports.core.transport import Spans
+from kvbaton.transports.mori.mori_engine import Far
+
+SESSIONS_MAX = 1024
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One peer as it was connected, and the copies that wait for it."""
+
+    far: Far
+    waiting: deque[Job] = field(default_factory=deque)
+    held: Part | None = None  # the part that goes next: no room for it yet, or mori had none
+    sessions: dict[tuple[int, int], Any] = field(default_factory=dict)  # by region here and there; last used, last
+    parts: int = 0  # under way
+    rows: int = 0  # of these
+    met: bool = False
+    problem: str = ""  # why it could not be reached
+    shut_until: float = 0.0  # before which it is not dialled again
+
+    def keep(self, regions: tuple[int, int], session: Any) -> None:
+        self.sessions.pop(regions, None)
+        while len(self.sessions) >= SESSIONS_MAX:
+            self.sessions.pop(next(iter(self.sessions)))
+        self.sessions[regions] = session
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One batch, or none for a copy of nothing: begun for its job, and not known to be over."""
+
+    job: Job
+    link: Link
+    here: list[int]
+    there: list[int]
+    sizes: list[int]
+    session: Any = None
+    uid: int = -1
+    statuses: list[Any] = field(default_factory=list)  # one for each time that it was handed over; the last one counts
+    refused_at: float | None = None  # when mori's queue was first full for it
+    again_at: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        return len(self.sizes)
+
+
+def part_of(job: Job, link: Link, spans: Spans) -> Part:
+    rows = np.frombuffer(spans, np.int64).reshape(-1, 3)
+    rows = rows[rows[:, 2] > 0]
+    return Part(job, link, *(rows[:, column].tolist() for column in range(3)))

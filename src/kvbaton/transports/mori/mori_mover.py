@@ -1,0 +1,263 @@
+"""The thread that drives mori: hands parts over, looks after those under way, and knows when each has come to rest.
+
+Laws:
+ - Only this thread opens sessions and begins reads: opening waits for the peer, and beginning for room in mori's queue.
+ - A part rests when its status says that it arrived, never because somebody stopped waiting: mori cannot cancel. One
+   that failed rests as well where errors come in order (`Engine.in_order`); else it stays unproven, counted and
+   bounded, until the engine is closed.
+ - A full send queue is no failure: the part is held and handed over again, with pauses, until `full_s` has passed. It
+   hardly ever comes to that, since no more than `rows_max` rows are under way with one peer.
+ - Nothing spins: with nothing under way it sleeps until called; else it looks again after an eighth of the time waited.
+   A status could be waited for (`WaitFor`), but this thread would then be deaf to calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.mori.mori_engine import Engine, MoriError, Outcome, Plot
+from kvbaton.transports.mori.mori_links import Link, Part, part_of
+from kvbaton.transports.mori.mori_reach import Reach
+from kvbaton.transports.mori.mori_thread import TurnThread
+
+log = logging.getLogger(__name__)
+
+LOOK_S = (0.0001, 0.01)
+"""Least and most between two looks."""
+
+AGAIN_S = (0.001, 0.05)
+"""Least and most between two tries when mori's queue is full."""
+
+UNPROVEN_MAX = 256
+GRACE_S = 1.0
+"""How long what is under way may still take when the transport is closed."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    window: int  # parts under way with one peer
+    rows_max: int  # rows of these
+    full_s: float  # how long a full send queue is put up with
+    redial_s: float  # how long a peer that could not be reached is left alone
+
+
+class MoriMover:
+    """Calls from any thread; everything else on its own, which the first call starts."""
+
+    def __init__(self, name: str, engine: Engine, jobs: Jobs, plots: dict[int, Plot], limits: Limits) -> None:
+        self._engine = engine
+        self._jobs = jobs
+        self._reach = Reach(engine, plots, limits.redial_s)
+        self._limits = limits
+        self._busy: list[Link] = []  # those with copies that wait
+        self._under_way: list[Part] = []
+        self._unproven: list[Part] = []
+        self._moved_at = 0.0
+        self._grace_until = 0.0
+        self._thread = TurnThread(name, self._turn, self._patience, self._lingers, self._end)
+
+    @property
+    def is_full(self) -> bool:
+        """Too much waits for a proof that may never come."""
+        return len(self._unproven) >= UNPROVEN_MAX
+
+    def add(self, link: Link, job: Job) -> None:
+        self._thread.call(lambda: self._add(link, job))
+
+    def sweep(self, link: Link) -> None:
+        """Forget the copies of `link` that have ended."""
+        self._thread.call(lambda: self._sweep(link))
+
+    def retire(self, link: Link) -> None:
+        """Its copies have ended; what is under way of them is still looked after."""
+        self._thread.call(lambda: self._retire(link))
+
+    def stop(self, join_s: float) -> bool:
+        """End the thread and mori's engine with it; False if that is not done after `join_s`."""
+        return self._thread.stop(join_s)
+
+    def _turn(self) -> None:
+        if not self._thread.stopping:
+            for link in list(self._busy):
+                self._post_next(link)
+        for part in list(self._under_way):
+            self._look_at(part)
+
+    def _lingers(self) -> bool:
+        """Whether what is under way may still take a moment."""
+        if not self._grace_until:
+            self._grace_until = time.monotonic() + GRACE_S
+        return bool(self._under_way) and time.monotonic() < self._grace_until
+
+    def _patience(self) -> float | None:
+        """How long to sleep if nobody calls; None for ever."""
+        waits = [self._wait_of(link) for link in self._busy if not self._thread.stopping]
+        if self._under_way:
+            waits.append(self._pause())
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def _pause(self) -> float:
+        return min(max((time.monotonic() - self._moved_at) / 8, LOOK_S[0]), LOOK_S[1])
+
+    def _wait_of(self, link: Link) -> float | None:
+        """Until the next part of `link` can be handed over; None while it waits for those under way."""
+        if not self._has_room(link):
+            return None
+        return max(0.0, link.held.again_at - time.monotonic()) if link.held is not None else 0.0
+
+    def _has_room(self, link: Link) -> bool:
+        rows = link.held.rows if link.held is not None else 1
+        return not link.parts or (link.parts < self._limits.window and link.rows + rows <= self._limits.rows_max)
+
+    def _add(self, link: Link, job: Job) -> None:
+        link.waiting.append(job)
+        if link not in self._busy:
+            self._busy.append(link)
+
+    def _sweep(self, link: Link) -> None:
+        link.waiting = deque(job for job in link.waiting if not job.ended)
+        if link.held is not None and link.held.job.ended:
+            self._put_back(link)
+        if not link.waiting and link.held is None and link in self._busy:
+            self._busy.remove(link)
+
+    def _retire(self, link: Link) -> None:
+        self._sweep(link)
+        self._reach.leave(link)
+
+    def _post_next(self, link: Link) -> None:
+        """Begin one part of the copy that waits longest, if there is room."""
+        self._sweep(link)
+        while link.held is None and link.waiting:
+            job = link.waiting[0]
+            spans = self._jobs.begin(job)
+            if spans is None:
+                link.waiting.popleft()
+            else:
+                link.held = part_of(job, link, spans)
+        if link.held is None:
+            self._sweep(link)
+        elif self._has_room(link) and link.held.again_at <= time.monotonic():
+            self._post(link, link.held)
+
+    def _post(self, link: Link, part: Part) -> None:
+        self._moved_at = time.monotonic()
+        try:
+            part.session = self._reach.session(link, part.job.copy.local_region, part.job.copy.remote_region)
+            if not part.rows:
+                self._put_back(link)  # all that was asked for is that the peer be reached
+                return
+            if part.uid < 0:
+                part.uid = self._engine.ticket(part.session)
+        except MoriError as error:  # nothing was begun
+            self._lose(link, Reason.UNREACHABLE, str(error))
+            return
+        outcome, words = self._begin(part)
+        if outcome is Outcome.FULL:
+            self._hold(link, part, words)
+        elif outcome is Outcome.REFUSED:
+            self._put_back(link, Reason.TRANSFER_FAILED, words)
+        else:
+            link.held = None
+            link.parts += 1
+            link.rows += part.rows
+            self._under_way.append(part)
+            if outcome is Outcome.FAILED:  # perhaps with some of it posted, and no tail to tell when that is over
+                self._failed(part, words, rested=False)
+
+    def _begin(self, part: Part) -> tuple[Outcome, str]:
+        try:
+            part.statuses.append(self._engine.read(part.session, part.here, part.there, part.sizes, part.uid))
+        except MoriError as error:
+            return Outcome.FAILED, str(error)
+        return self._outcome(part.statuses[-1], posting=True)
+
+    def _hold(self, link: Link, part: Part, words: str) -> None:
+        """mori's queue is full: try the same part again a little later, but not for ever."""
+        now = time.monotonic()
+        if part.refused_at is None:
+            part.refused_at = now
+        waited_s = now - part.refused_at
+        if waited_s >= self._limits.full_s:
+            self._put_back(link, Reason.TRANSFER_TIMEOUT, f"no room for {self._limits.full_s} s: {words}")
+        else:
+            part.again_at = now + min(max(waited_s / 2, AGAIN_S[0]), AGAIN_S[1])
+
+    def _put_back(self, link: Link, reason: Reason | None = None, detail: str = "") -> None:
+        """Give the held part up. It was not begun, unless several queues took it and only the last was full."""
+        part, link.held = link.held, None
+        if part is None:
+            return
+        if part.statuses and not self._engine.in_order and part.refused_at is not None:
+            self._unproven.append(part)
+            self._jobs.abandon(part.job, reason or Reason.CANCELLED, detail)
+        else:
+            self._bury(part)
+            self._jobs.part_ended(part.job, reason, detail)
+
+    def _look_at(self, part: Part) -> None:
+        outcome, words = self._outcome(part.statuses[-1])
+        if outcome is Outcome.ARRIVED:
+            self._take_away(part)
+            self._bury(part)
+            self._jobs.part_ended(part.job)
+        elif outcome is not Outcome.MOVING:
+            self._failed(part, words, rested=self._engine.in_order)
+
+    def _outcome(self, status: Any, posting: bool = False) -> tuple[Outcome, str]:
+        try:
+            return self._engine.look(status, posting)
+        except MoriError as error:
+            return Outcome.FAILED, str(error)
+
+    def _failed(self, part: Part, words: str, rested: bool) -> None:
+        """The one place where failures of reads that mori had begun become ours."""
+        self._take_away(part)
+        if rested:
+            self._bury(part)
+            self._jobs.part_ended(part.job, Reason.TRANSFER_FAILED, words)
+        else:
+            self._unproven.append(part)
+            self._jobs.abandon(part.job, Reason.TRANSFER_FAILED, words)
+        self._reach.give_up(part.link, words)
+        self._lose(part.link, Reason.TRANSFER_FAILED, words)
+
+    def _lose(self, link: Link, reason: Reason, words: str) -> None:
+        """What waits for the peer fails now."""
+        link.sessions.clear()
+        self._put_back(link, reason, words)
+        for job in link.waiting:
+            self._jobs.fail(job, reason, words)
+        self._sweep(link)
+
+    def _take_away(self, part: Part) -> None:
+        self._moved_at = time.monotonic()
+        self._under_way.remove(part)
+        part.link.parts -= 1
+        part.link.rows -= part.rows
+
+    def _bury(self, part: Part) -> None:
+        for status in part.statuses:
+            self._engine.bury(status)
+        part.statuses.clear()
+
+    def _end(self) -> None:
+        """No queue pair is left afterwards, so no read can land."""
+        rested = True
+        try:
+            self._engine.close()
+        except MoriError as error:
+            log.warning("[memory-kept] the engine could not be closed, so its memory stays in use: %s", error)
+            rested = False
+        held = [link.held for link in self._busy if link.held is not None]
+        for part in [*self._under_way, *held, *self._unproven]:
+            self._jobs.part_ended(part.job, Reason.CANCELLED, "the transport was closed", rested=rested)
+        if rested:
+            self._under_way.clear()
+            self._unproven.clear()

@@ -1,0 +1,172 @@
+"""One thread that waits for sockets, deadlines and calls from other threads. Idle, it sleeps in the kernel.
+
+Law: what is watched here is touched by this thread only, and no callback blocks (`wait` is the one exception: a few
+milliseconds, given up as soon as anything else is due). So once a call made here has run, whatever it closed is closed:
+nothing else could have been in the middle of using it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from kvbaton.transports.core.mover import Wait
+
+log = logging.getLogger(__name__)
+
+EVENTS_MAX = 64
+WAIT_MS = 5
+"""A large copy that may wait for more bytes in C takes a quarter of the turns, each of which costs 50 us of Python."""
+
+IN, OUT = select.EPOLLIN, select.EPOLLOUT
+
+
+class Watcher(Protocol):
+    """Whoever owns a watched descriptor."""
+
+    def ready(self, events: int) -> None:
+        """The descriptor can be read, written, or has failed. Called on the loop's thread; never blocks."""
+
+    def close(self, detail: str) -> None:
+        """The loop is ending: unwatch and close the descriptor."""
+
+
+class Timer:
+    """A deadline on a loop; `cancel` it from the loop's own thread."""
+
+    __slots__ = ("action", "at")
+
+    def __init__(self, at: float, action: Callable[[], None]) -> None:
+        self.at = at
+        self.action: Callable[[], None] | None = action
+
+    def cancel(self) -> None:
+        self.action = None
+
+
+class Loop:
+    """Runs callbacks one at a time on its own daemon thread, which the first call starts."""
+
+    def __init__(self, name: str) -> None:
+        self._epoll = select.epoll()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake_fd, IN)
+        self._watched: dict[int, Watcher] = {}
+        self._calls: deque[Callable[[], None]] = deque()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._stopping = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def call(self, action: Callable[[], None]) -> bool:
+        """Run `action` on the loop's thread, soon. From any thread; False after `stop`, and then it never runs."""
+        with self._lock:  # or the descriptor could be closed, and be someone else's, between look and write
+            if self._stopping:
+                return False
+            self._calls.append(action)
+            os.eventfd_write(self._wake_fd, 1)
+            if self._thread.ident is None:
+                self._thread.start()
+            return True
+
+    @property
+    def wait(self) -> Wait:
+        """How long a callback may wait for its own socket, unless this descriptor says that others are due."""
+        return (self._epoll.fileno(), 0 if self._calls or self._stopping else WAIT_MS)
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> Timer:
+        """Run `action` after `delay_s`. From the loop's own thread."""
+        timer = Timer(time.monotonic() + delay_s, action)
+        heapq.heappush(self._timers, (timer.at, next(self._order), timer))
+        return timer
+
+    def call_later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """The same from any thread; it cannot be cancelled, and after `stop` it never runs."""
+        self.call(partial(self._start_timer, delay_s, action))
+
+    def watch(self, fd: int, events: int, watcher: Watcher) -> None:
+        self._watched[fd] = watcher
+        self._epoll.register(fd, events)
+
+    def change(self, fd: int, events: int) -> None:
+        self._epoll.modify(fd, events)
+
+    def unwatch(self, fd: int) -> None:
+        if self._watched.pop(fd, None) is not None:
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(fd)
+
+    def stop(self, join_s: float) -> bool:
+        """Close all that is watched and end the thread; False if that is not done after `join_s`. Idempotent."""
+        with self._lock:
+            first, self._stopping = not self._stopping, True
+            if first:
+                os.eventfd_write(self._wake_fd, 1)
+        if self._thread.ident is None:
+            if first:
+                self._release()
+            return True
+        if threading.current_thread() is self._thread:
+            return False  # not before the caller returns
+        self._thread.join(join_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            for fd, events in self._epoll.poll(self._timeout(), EVENTS_MAX):
+                self._tell(fd, events)
+            self._run_timers()
+            self._run_calls()
+        self._run_calls()
+        for watcher in list(self._watched.values()):
+            self._guard(watcher.close, "closing")
+        self._release()
+
+    def _tell(self, fd: int, events: int) -> None:
+        """A method of its own: a sleeping loop must not hold on to the last it told, and to the memory behind it."""
+        if fd == self._wake_fd:
+            os.eventfd_read(fd)
+        elif (watcher := self._watched.get(fd)) is not None:
+            self._guard(watcher.ready, events)
+
+    def _run_timers(self) -> None:
+        while self._timers and self._timers[0][0] <= time.monotonic():
+            action = heapq.heappop(self._timers)[2].action
+            if action is not None:
+                self._guard(action)
+
+    def _run_calls(self) -> None:
+        for _ in range(len(self._calls)):  # those that are there now: what they add waits for the sockets
+            self._guard(self._calls.popleft())
+
+    def _start_timer(self, delay_s: float, action: Callable[[], None]) -> None:
+        self.later(delay_s, action)
+
+    def _timeout(self) -> float | None:
+        if self._calls:
+            return 0
+        while self._timers and self._timers[0][2].action is None:
+            heapq.heappop(self._timers)
+        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+
+    def _guard(self, callback: Callable[..., None], *args: object) -> None:
+        try:
+            callback(*args)
+        except Exception:
+            log.exception("[mover-fault] a callback failed on %s", self._thread.name)
+
+    def _release(self) -> None:
+        with self._lock:  # whoever is about to wake us has done so, or has seen that we are stopping
+            self._epoll.close()
+            os.close(self._wake_fd)

@@ -1,0 +1,235 @@
+"""One non-blocking stream socket on one loop: sends things in order, receives what its script asks for next.
+
+A script is a generator that yields sinks: `frame = yield from take(28)` reads like blocking code and blocks nobody.
+Law: bytes land only in the sink that is wanted now, and only on the loop's thread. So a sink that was replaced
+(`divert`) or a wire that was closed, on that thread, receives nothing any more: that is what "at rest" means here.
+After `seal` the same bytes cross as records (`sealed`), and a sink is given only what was proven to come from the peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import inspect
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from kvbaton.protocol.errors import ProtocolError
+from kvbaton.sealed.records import Seals
+from kvbaton.transports.net.pieces import Bytes, Script, Sink, Skip, Source, Strip, Take, take
+from kvbaton.transports.net.sealed_stream import TURN_BYTES as SEALED_TURN_BYTES
+from kvbaton.transports.net.sealed_stream import SealedStream
+from kvbaton.transports.net.socket_loop import IN, OUT, Loop
+
+__all__ = ["Bytes", "Script", "Sink", "Skip", "Source", "Strip", "Take", "Wire", "take"]
+
+log = logging.getLogger(__name__)
+
+TURN_BYTES = 16 << 20
+"""What one socket may move before others, and calls such as a cancel, get their turn: a few milliseconds."""
+
+DOZE_BYTES = 256 << 10
+"""A receiver is not woken for less, unless less is left: halves the wake-ups of a large copy."""
+
+_CLOSED_BY_PEER = {errno.ECONNRESET, errno.EPIPE}
+
+
+class Wire:
+    """A socket, its script, and what waits to be sent. All methods run on the loop's thread."""
+
+    def __init__(self, loop: Loop, sock: socket.socket, on_close: Callable[[str, bool], None]) -> None:
+        self.sock = sock
+        self.out: deque[Source] = deque()
+        self.closed = False
+        self.heard = False  # anything at all
+        self.fault: ProtocolError | None = None  # what the other end did wrong, if that is why it was closed
+        self._loop = loop
+        self._script = _to_the_end()
+        self._want: Sink = Take(0)
+        self._events = IN
+        self._enough = 0  # bytes that wake us; not known yet, the socket may come from another wire
+        self._on_close = on_close
+        self._sealed: SealedStream | None = None
+
+    def seal(self, seals: Seals) -> None:
+        """All that is said from now on, both ways, crosses as records; what waits to be sent goes before, as it is."""
+        first = bytearray(sum(source.left for source in self.out))
+        at = 0
+        for source in self.out:
+            at += source.fill(memoryview(first)[at:])
+        self.out.clear()
+        self._sealed = SealedStream(seals, bytes(first))
+
+    def open(self, script: Script) -> None:
+        """Begin the script. The socket may still be connecting."""
+        self._script = script
+        self._loop.watch(self.sock.fileno(), self._events, self)
+        self.ready(0)
+
+    def divert(self, unwanted: Sink) -> None:
+        """If `unwanted` is being received now, let the rest of it go nowhere."""
+        if self._want is unwanted:
+            self._want = Skip(unwanted.left)
+
+    def flush(self) -> None:
+        """Send what can be sent now, and watch for room if something is left."""
+        try:
+            if self._sealed is None:
+                self._send()
+            else:
+                self._send_sealed(self._sealed)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._broke(error)
+        events = IN | OUT if self.out or (self._sealed is not None and self._sealed.has_unsent) else IN
+        if not self.closed and events != self._events:
+            self._events = events
+            self._loop.change(self.sock.fileno(), events)
+
+    def detach(self) -> socket.socket:
+        """Give the socket away, open; this wire is over."""
+        self._over("passed on", False)
+        return self.sock
+
+    def close(self, detail: str, by_peer: bool = False) -> None:
+        """Idempotent. `by_peer`: the other end closed it, so nothing that was sent can still be landing there. See
+        `proven`."""
+        if not self.closed:
+            self._over(detail, by_peer)
+            if self._sealed is not None:
+                self._sealed.end(self.sock)
+            self.sock.close()
+
+    @property
+    def proven(self) -> bool:
+        """Whether an end `by_peer` surely was the peer's: of records, who is on the path can forge a FIN or a reset,
+        and let the peer have later what was sent before."""
+        return self._sealed is None or self._sealed.ended
+
+    def linger(self) -> None:
+        """Send nothing more, take nothing in, and wait for the other end to close."""
+        self.out.clear()
+        if self._sealed is not None:
+            self._sealed.clear()
+        self._script = _to_the_end()
+        self._want = next(self._script)
+        try:
+            self.sock.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            self._broke(error)
+        self.flush()
+
+    def ready(self, events: int) -> None:
+        try:
+            self._advance()
+            if events & ~OUT:  # readable, or an error or hang-up that reading will name
+                self._read()
+            if not self.closed:
+                self._doze()
+                self.flush()
+        except Exception as error:
+            log.exception("[mover-fault] a connection's script failed")
+            self.close(f"internal error: {error!r}")
+
+    def _send(self) -> None:
+        room = TURN_BYTES
+        while self.out and room > 0:
+            room -= self.out[0].push(self.sock, room, self._loop.wait)
+            if not self.out[0].left:
+                self.out.popleft()
+            elif room > 0:
+                break
+
+    def _send_sealed(self, sealed: SealedStream) -> None:
+        room = SEALED_TURN_BYTES
+        while (self.out or sealed.has_unsent) and room > 0:
+            room -= sealed.push(self.sock, self.out)
+
+    def _read(self) -> None:
+        try:
+            if self._sealed is None:
+                self._receive()
+            if self._sealed is not None:  # perhaps since a moment ago
+                self._receive_sealed(self._sealed)
+        except BlockingIOError:
+            pass
+        except ProtocolError as error:
+            self._refuse(error)
+        except OSError as error:
+            self._broke(error)
+
+    def _receive(self) -> None:
+        room = TURN_BYTES
+        while room > 0 and not self.closed and self._sealed is None:
+            moved = self._want.pull(self.sock, room, self._loop.wait)
+            if not moved:
+                self.close("the peer closed the connection", by_peer=True)
+                return
+            self.heard = True
+            room -= moved
+            if self._want.left:
+                break  # all that had come is read, or our turn is over; epoll will say if there is more
+            self._advance()
+
+    def _receive_sealed(self, sealed: SealedStream) -> None:
+        room = SEALED_TURN_BYTES
+        while room > 0 and not self.closed:
+            moved = sealed.pull(self.sock)
+            if not moved:
+                self.close("the peer closed the connection", by_peer=True)
+                return
+            room -= moved
+            for plain in sealed.opened():
+                self._deliver(plain)
+                if self.closed:
+                    return
+
+    def _deliver(self, plain: memoryview) -> None:
+        while plain and not self.closed:
+            plain = plain[self._want.land(plain) :]
+            self._advance()
+
+    def _doze(self) -> None:
+        due = self._want.left
+        enough = min(due if self._sealed is None else self._sealed.missing(due), DOZE_BYTES)
+        if enough != self._enough:
+            self._enough = enough
+            with contextlib.suppress(OSError):  # a hint
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
+
+    def _advance(self) -> None:
+        while not self._want.left and not self.closed:
+            try:
+                self._want = next(self._script)
+            except StopIteration:
+                self.close("done")
+            except ProtocolError as error:
+                self._refuse(error)
+
+    def _refuse(self, error: ProtocolError) -> None:
+        self.fault = self.fault or error
+        self.close(error.detail)
+
+    def _broke(self, error: OSError) -> None:
+        number = error.errno
+        if number == errno.ENOTCONN:  # by `shutdown`, of what the other end has reset; the cause has not been told yet
+            number = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if self._sealed is not None and not self.closed:
+            self._sealed.hear_out(self.sock)
+        self.close(f"the connection broke: {error}", by_peer=number in _CLOSED_BY_PEER)
+
+    def _over(self, detail: str, by_peer: bool) -> None:
+        self.closed = True
+        self._loop.unwatch(self.sock.fileno())
+        self.out.clear()
+        if inspect.getgeneratorstate(self._script) != inspect.GEN_RUNNING:  # else the script itself ends this
+            self._script.close()
+        self._on_close(detail, by_peer)
+
+
+def _to_the_end() -> Script:
+    while True:
+        yield Skip(1 << 62)

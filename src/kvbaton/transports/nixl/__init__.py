@@ -1,0 +1,1 @@
+"""nixl: READ and WRITE by NIXL, under kvbaton's life cycle."""

@@ -1,0 +1,71 @@
+"""What the mover of NIXL keeps in mind: agents, peers, the copies that wait for them, and the parts under way.
+
+Law: touched by the mover's thread alone. A peer that is connected again shares the agent that NIXL still knows, so what
+is under way with it is counted in one place and NIXL forgets it only when nobody needs it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvbaton.transports.core.jobs import Job
+from kvbaton.transports.core.transport import Spans
+from kvbaton.transports.nixl.nixl_endpoint import NixlEndpoint
+from kvbaton.transports.nixl.nixl_lists import Choice, Lists
+
+
+@dataclass(slots=True, eq=False)
+class Remote:
+    """An agent that NIXL knows, and what is under way with it."""
+
+    there: NixlEndpoint
+    lists: Lists
+    links: set[Link] = field(default_factory=set)
+    parts: int = 0
+    lost: bool = False  # NIXL has given the connection up
+    reached: bool = False  # something of it has arrived, so there was a connection
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """How the parts of one copy, from the first that was begun with `remote`, are named to NIXL."""
+
+    job: Job
+    remote: Remote
+    here: Choice
+    there: Choice
+    done: int = 0  # spans
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One peer as it was connected, and the copies that wait for it."""
+
+    there: NixlEndpoint
+    waiting: deque[Job] = field(default_factory=deque)
+    remote: Remote | None = None
+    plan: Plan | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A request that NIXL has not ended."""
+
+    job: Job
+    remote: Remote
+    request: int
+
+
+def plan_of(link: Link, remote: Remote, job: Job, parts: Sequence[Spans], mine: Lists) -> Plan:
+    """The plan of `job`, made when its first part begins; `parts` are those that have not begun yet."""
+    plan = link.plan
+    if plan is None or plan.job is not job or plan.remote is not remote:
+        rows = np.concatenate([np.frombuffer(part, np.int64).reshape(-1, 3) for part in parts])
+        here = mine.choose(job.copy.local_region, rows[:, 0], rows[:, 2])
+        there = remote.lists.choose(job.copy.remote_region, rows[:, 1], rows[:, 2])
+        plan = link.plan = Plan(job, remote, here, there)
+    return plan

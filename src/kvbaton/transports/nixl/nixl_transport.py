@@ -1,0 +1,260 @@
+"""nixl: READ and WRITE by NIXL (UCX: RDMA, TCP, and on one host process_vm_readv), under kvbaton's own life cycle.
+
+One transport moves memory of the host, or of one device (`NixlConfig.device`); the two sides of a copy need not be of
+one kind. Device memory is named to NIXL as such (VRAM, with its device), and its laws are the same.
+
+NIXL moves the bytes and this module says what that means. It cannot cancel and cannot fence: a copy that is given up
+ends as not at rest, its memory stays out of use, and `CopyRested` follows when NIXL itself says that it is over.
+Nothing is sent in band; the control plane tells the other side what was read.
+
+Law: only the mover's thread transfers. Every range is checked here, against what this side has registered and what the
+peer says it has, before NIXL sees it.
+
+Trust: NIXL is one-sided, so the check of remote memory is made by the initiator, and again by NIXL against the peer's
+metadata. Where the memory lives nobody checks: a registration lets whoever holds an endpoint both read and write all of
+it, cannot be read-only, is the same for every peer, and outlives `disconnect` (deregistering fences nothing either).
+Endpoints therefore go to authenticated peers only, which are trusted with all registered memory, and nothing else may
+be registered. Registered memory must stay mapped until `close`: over TCP a read of unmapped memory ends the process
+that owned it.
+
+Hazard, which nothing here can mend (UCX 1.23, over TCP): when a reader dies, or ends NIXL, while the process it reads
+from is stopped, UCX aborts that process when it goes on: "unexpected error: Endpoint timeout", 5 of 5 times. It was not
+seen by process_vm_readv on one host, nor between processes that run. Prefer `tcp` where there is no RDMA. And with
+device memory on one host (cuda_ipc) UCX keeps what it has opened of a peer, so a dead peer's memory may stay allocated:
+there `cuda` comes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.transports.core.device_event_wait import Gate
+from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
+from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.mover import choose_mover
+from kvbaton.transports.core.shared_memory import Registered
+from kvbaton.transports.core.span_tables import cut
+from kvbaton.transports.core.transport import Capabilities, Copy, TransportEvent
+from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
+from kvbaton.transports.cuda.cuda_event_wait import quiet_event
+from kvbaton.transports.nixl.nixl_agent import Agent, NixlError
+from kvbaton.transports.nixl.nixl_endpoint import NixlEndpoint, name_agent, pack, parse, this_life
+from kvbaton.transports.nixl.nixl_links import Link
+from kvbaton.transports.nixl.nixl_lists import Place, merged, without_empty
+from kvbaton.transports.nixl.nixl_mover import NixlMover
+
+CLOSE_S = 5.0
+PART_BYTES = range(4 << 20, 128 << 20)
+"""What is under way cannot be stopped, so it is bounded: 128 MiB are 27 to 46 ms on one host. A part costs 0.2 ms."""
+
+DEVICE_PART_BYTES = range(32 << 20, 512 << 20)
+"""Of device memory: 2.6 to 10 ms at 50 GB/s, and a span is cut in no more pieces than that asks for."""
+
+ROWS_MAX = 8192
+UCX = {"TCP_TX_SEG_SIZE": "256K", "TCP_RX_SEG_SIZE": "256K"}
+"""UCX moves 8 KiB at a time over TCP by default, at a third of the speed (reference/transports.md 2.3)."""
+
+DEVICE_UCX = {**UCX, "CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
+DEVICE_PARAMETERS = {"num_workers": "8", "num_threads": "8", "split_batch_size": "256"}
+"""The two that matter on one host (docs/lab/2026-11-15-cuda.md): without them reads are 4 and another 4 times as slow.
+Idle, these threads sleep."""
+
+CAPABILITIES = Capabilities(
+    name="nixl", one_sided=False, can_write=True, can_fence=False, cancels=False, same_host=False,
+    device_kinds=("cpu", "cuda"),
+)  # fmt: skip
+
+
+class NixlConfig(msgspec.Struct, frozen=True):
+    copies_max: int = 1024
+    window: int = 8  # parts under way with one peer
+    ucx: dict[str, str] = msgspec.field(default_factory=UCX.copy)  # without UCX_; what the environment sets comes first
+    device: int | None = None  # whose memory; None: the host's
+    parameters: dict[str, str] = msgspec.field(default_factory=dict)  # of NIXL's back end
+
+    def __post_init__(self) -> None:
+        if self.copies_max < 1 or self.window < 1 or (self.device or 0) < 0:
+            raise ValueError(f"copies_max and window are at least 1, a device is counted from 0: {self}")
+        for key, value in self.ucx.items():
+            if set("=,") & set(key + value):
+                raise ValueError(f"ucx: {key}={value}: NIXL passes no value with a comma on; set UCX_{key} instead")
+
+
+def device_config(device: int) -> NixlConfig:
+    """For the memory of one device."""
+    return NixlConfig(ucx=DEVICE_UCX.copy(), device=device, parameters=DEVICE_PARAMETERS.copy())
+
+
+class NixlTransport:
+    """See `base.HostTransport` and, with a device, `base.DeviceTransport`. Threads: one that drives NIXL, NIXL's own,
+    one more to wait for devices."""
+
+    capabilities = CAPABILITIES
+
+    def __init__(self, me: PeerId, config: NixlConfig | None = None, gpu: Gpu | None = None) -> None:
+        """ImportError where nixl, or a driver for the device, is not installed; `gpu` is for tests."""
+        self._me = me
+        self._config = config or NixlConfig()
+        device = self._config.device
+        self._gpu = None if device is None else gpu or CudaGpu(device)
+        self._checker = choose_mover()
+        self._jobs = Jobs(self._config.copies_max)
+        self._memory = Registered() if device is None else RegisteredDevice(device)
+        self._places: dict[int, Place] = {}
+        self._metadata = b""
+        self._links: dict[PeerId, Link] = {}
+        with (
+            self._gpu or contextlib.nullcontext()
+        ):  # threads of NIXL's inherit nothing; the agent looks at devices here
+            self._agent = Agent(name_agent(me), self._config.ucx, self._config.parameters)
+        self._gate = Gate(f"kvbaton-nixl-gate-{me}")
+        self._mover = NixlMover(
+            f"kvbaton-nixl-{me}", self._agent, self._jobs, self._places, self._config.window, self._gpu
+        )
+
+    @property
+    def handles(self) -> int:
+        """Handles of NIXL that are open: requests under way, and prepared lists."""
+        return self._agent.handles
+
+    def register(self, region: int, memory: memoryview | DeviceMemory) -> None:
+        """For reading and writing, by every peer: NIXL knows no narrower registration."""
+        place = self._place(region, memory)
+        try:
+            with self._gpu or contextlib.nullcontext():
+                self._agent.register(place.address, place.size, place.device)
+        except NixlError as error:
+            raise ValueError(f"region {region}: {error}") from None
+        self._places[region] = place
+        self._metadata = b""
+
+    def endpoint(self, peer: PeerId) -> bytes:
+        """The same for every peer: NIXL has nothing like a secret for each."""
+        if not self._metadata:
+            self._metadata = self._agent.metadata()
+        return pack(NixlEndpoint(self._me, self._agent.name, this_life(), self._places, self._metadata))
+
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        """A new endpoint of a known peer replaces the old one, and ends what was under way on it."""
+        there = parse(peer, endpoint)
+        with self._jobs:
+            old = self._links.get(peer)
+            if old is not None and old.there == there:
+                return
+            self._end_copies(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
+            self._links[peer] = Link(there)
+        if old is not None:
+            self._mover.retire(old)
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Ends our copies with `peer`. Its access to our memory it keeps: see Trust."""
+        with self._jobs:
+            self._end_copies(peer, Reason.PEER_GONE, "disconnected")
+            link = self._links.pop(peer, None)
+        if link is not None:
+            self._mover.retire(link)
+
+    def fence(self, peer: PeerId) -> None:
+        raise NotImplementedError("NIXL cannot shut one peer's writes out: see capabilities.can_fence")
+
+    def submit(self, copy: Copy) -> bool:
+        with self._jobs:
+            if self._mover.is_full:
+                return False
+            job = self._jobs.accept(copy)
+            if job is None:
+                return False
+            link = self._links.get(copy.peer)
+            if link is None:
+                self._jobs.fail(job, Reason.PEER_UNKNOWN, f"{copy.peer} is not connected")
+                return True
+            try:
+                self._cut(job, link.there)
+            except ValueError as error:
+                self._jobs.fail(job, Reason.BAD_SPAN, str(error))
+                return True
+            self._jobs.settle(job)
+            if job.ended:
+                return True
+            if copy.after is not None:
+                event = copy.after if self._gpu is None else quiet_event(copy.after, self._gpu)
+                self._gate.wait(event, partial(self._released, job, link))
+            else:
+                self._mover.add(link, job)
+        return True
+
+    def cancel(self, job: JobId) -> None:
+        """It ends now. What was under way lands; `CopyRested` says when it has."""
+        with self._jobs:
+            found = self._jobs.find(job)
+            if found is None:
+                return
+            self._jobs.abandon(found, Reason.CANCELLED)
+            link = self._links.get(found.copy.peer)
+        if link is not None:
+            self._mover.sweep(link)
+
+    def drain(self) -> Sequence[TransportEvent]:
+        return self._jobs.drain()
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._jobs.set_waker(waker)
+
+    def close(self) -> None:
+        """Ends NIXL in this process, unless it is stuck: then its memory stays registered, and referenced."""
+        if not self._jobs.close():
+            return
+        for job in self._jobs.of_peer():
+            self._jobs.fail(job, Reason.CANCELLED, "the transport was closed")
+        self._gate.close(0)
+        stopped = self._mover.stop(CLOSE_S)
+        for job in self._jobs.of_peer():
+            self._jobs.abandon(job, Reason.CANCELLED, "the transport was closed")
+        self._links.clear()
+        if stopped:
+            self._memory.clear()
+
+    def _place(self, region: int, memory: memoryview | DeviceMemory) -> Place:
+        """Where it lies. ValueError for memory of another kind than this transport's."""
+        if isinstance(self._memory, RegisteredDevice):
+            self._memory.add(region, memory)  # type: ignore[arg-type]  # it looks
+            assert isinstance(memory, DeviceMemory)
+            return Place(memory.address, memory.nbytes, memory.device)
+        if not isinstance(memory, memoryview) or not memory.nbytes:
+            raise ValueError(
+                f"region {region}: NIXL registers no empty memory, nor memory of a device where none is set"
+            )
+        self._memory.add(region, memory)
+        return Place(np.frombuffer(memory, np.uint8).ctypes.data, memory.nbytes)
+
+    def _cut(self, job: Job, there: NixlEndpoint) -> None:
+        """The parts of a copy that lies wholly inside both memories; else ValueError."""
+        copy = job.copy
+        local, remote = self._memory.get(copy.local_region), there.places.get(copy.remote_region)
+        if local is None or remote is None:
+            raise ValueError(f"region {copy.local_region} here or {copy.remote_region} there is not registered")
+        total = self._checker.check_spans(copy.spans, 3, local.nbytes, remote.size)
+        spans, part_bytes = without_empty(copy.spans), PART_BYTES
+        if self._gpu is not None:
+            spans, part_bytes = merged(spans), DEVICE_PART_BYTES
+        job.parts = cut(spans, total, 1, part_bytes, ROWS_MAX) or deque([array("q")])
+
+    def _released(self, job: Job, link: Link, problem: str) -> None:
+        """The device is done with what `job` waited for."""
+        if problem:
+            self._jobs.fail(job, Reason.TRANSFER_FAILED, problem)
+        else:
+            self._mover.add(link, job)
+
+    def _end_copies(self, peer: PeerId, reason: Reason, detail: str) -> None:
+        for job in self._jobs.of_peer(peer):
+            self._jobs.abandon(job, reason, detail)

@@ -1,0 +1,1 @@
+"""shm: shared memory between processes of one host; the receiver copies."""

@@ -1,0 +1,1 @@
+"""staged: device memory through pinned memory of the host."""

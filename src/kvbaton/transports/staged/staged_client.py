@@ -1,0 +1,186 @@
+"""The side of staging that asks: the copies that wait for one peer, and the connections to it.
+
+Over tcp they are several, each on a thread of its own, since one thread moves what one core copies. Law: they live and
+die together. Each proves the secret of this pairing, each must be told the same slots and regions, and when one falls,
+all fall, and what was under way or waits fails with them, once; the next copy dials all anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.transports.core.jobs import Job
+from kvbaton.transports.core.transport import Spans
+from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.staged.staged_connection import Line, Trade
+from kvbaton.transports.staged.staged_listener import Hello, StagedEndpoint
+
+
+@dataclass(slots=True, eq=False)
+class Crew:
+    """The connections that were dialled together. `hello`: what the first that could be used was told."""
+
+    lines: list[Line] = field(default_factory=list)
+    hello: Hello | None = None
+
+
+class StagedLink:
+    """Calls from any thread. What it holds is guarded by the lock of the jobs."""
+
+    def __init__(
+        self,
+        trade: Trade,
+        there: StagedEndpoint,
+        loops: Sequence[Loop],
+        plan: Callable[[Job, Hello, int], bool],
+        sealed: bool = False,
+    ) -> None:
+        """`loops`: one for each connection. `plan` checks a copy and gives it parts for so many, or fails it."""
+        self.trade = trade
+        self.there = there
+        self.sealed = sealed
+        self.unproven: list[Job] = []  # writes whose rest was not proven
+        self.forgotten = False
+        self._loops = loops
+        self._jobs = trade.jobs
+        self._plan = plan
+        self._crew: Crew | None = None
+        self._new: deque[Job] = deque()
+        self._queue: deque[Job] = deque()
+
+    @property
+    def width(self) -> int:
+        return len(self._loops)
+
+    def add(self, job: Job) -> None:
+        """The caller holds the lock."""
+        self._new.append(job)
+        self._loops[0].call(self._wake)
+
+    def remove(self, job: Job) -> None:
+        """A job that has failed. The caller holds the lock."""
+        for waiting in (self._new, self._queue):
+            if job in waiting:
+                waiting.remove(job)
+        for line in self._crew.lines if self._crew else ():
+            line.loop.call(partial(line.discard, job))
+
+    def forget(self) -> None:
+        """The pairing is over: what the peer still takes in is its own affair, and writes whose end was not proven need
+        hold nothing here. The caller holds the lock."""
+        self.forgotten = True
+        unproven, self.unproven = self.unproven, []
+        for job in unproven:
+            self._jobs.forgive(job)
+
+    def shut(self, detail: str) -> None:
+        with self._jobs:
+            if self._crew is not None:
+                self._fall(self._crew, detail)
+
+    # --- for lines
+
+    def begin(self) -> tuple[Job, Spans] | None:
+        """The next part to carry."""
+        with self._jobs:
+            while self._queue:
+                spans = self._jobs.begin(self._queue[0])
+                if spans is not None:
+                    return self._queue[0], spans
+                self._queue.popleft()
+            return None
+
+    def not_yet(self, job: Job, spans: Spans, loop: Loop, again_s: float) -> None:
+        """The peer does not lend these: they, and what else is left of the job, are begun again later."""
+        with self._jobs:
+            if job in self._queue:
+                self._queue.remove(job)
+            self._jobs.put_back(job, spans)
+            crew = self._crew
+        loop.later(again_s, partial(self._again, job, crew))
+
+    def ready(self, line: Line, hello: Hello) -> None:
+        """On the line's loop: it can be used, so what waited can be planned."""
+        with self._jobs:
+            crew = self._crew
+            if crew is None or line not in crew.lines:
+                return
+            if crew.hello is None:
+                crew.hello = hello
+            strange = crew.hello != hello
+        if strange:
+            line.wire.close("the peer told other slots or regions than on its other connections")
+        else:
+            self._wake()
+            line.pump()
+
+    def left(self, line: Line, detail: str) -> None:
+        """A line is down, and the others with it."""
+        with self._jobs:
+            if self._crew is not None and line in self._crew.lines:
+                self._fall(self._crew, detail)
+
+    # --- inside
+
+    def _wake(self) -> None:
+        """On a loop: plan what is new, and let the lines carry it; dial them if there are none."""
+        with self._jobs:
+            crew = self._crew
+            if crew is None and self._new:
+                crew = self._crew = Crew()
+                for index, loop in enumerate(self._loops):
+                    loop.call(partial(self._dial, crew, index))
+            if crew is None or crew.hello is None:
+                return
+            while self._new:
+                job = self._new.popleft()
+                if not job.ended and self._plan(job, crew.hello, self.width):
+                    self._queue.append(job)
+            self._spread(crew)
+
+    def _spread(self, crew: Crew) -> None:
+        """As many lines as there are parts begin some. The lock is held."""
+        useful = sum(len(job.parts) for job in self._queue)
+        for line in sorted(crew.lines, key=lambda line: -line.room)[:useful]:
+            line.loop.call(line.pump)
+
+    def _again(self, job: Job, crew: Crew | None) -> None:
+        """Parts that were put back are due. What waited while the lines fell has fallen with them: it was planned for
+        their slots."""
+        with self._jobs:
+            if crew is None or crew is not self._crew:
+                if job.parts:
+                    self._jobs.fail(job, Reason.TRANSFER_FAILED, f"cannot stage with {self.there.owner}: the line fell")
+                return
+            if job.parts and job not in self._queue:
+                self._queue.append(job)
+            self._spread(crew)
+
+    def _dial(self, crew: Crew, index: int) -> None:
+        """On the loop of that connection."""
+        with self._jobs:
+            if crew is not self._crew:
+                return
+            try:
+                line = Line(self, self._loops[index], index)
+            except (OSError, ProtocolError) as error:
+                self._fall(crew, f"cannot dial: {error}")
+                return
+            crew.lines.append(line)
+        line.open()
+
+    def _fall(self, crew: Crew, detail: str) -> None:
+        """The one way to lose a peer: all connections go, what waits fails. The lock is held."""
+        self._crew = None
+        reason = Reason.UNREACHABLE if crew.hello is None else Reason.TRANSFER_FAILED
+        failed = [*self._new, *self._queue]
+        self._new.clear()
+        self._queue.clear()
+        for line in crew.lines:
+            line.loop.call(partial(line.wire.close, detail))
+        for job in failed:
+            self._jobs.fail(job, reason, f"cannot stage with {self.there.owner}: {detail}")

@@ -1,0 +1,103 @@
+"""How staging peers find each other: a UNIX socket on one host, a TCP socket between hosts; and what P says first.
+
+Law: nobody is told anything before it has proven the secret minted for it (`reception`). What a peer says about its
+slots and regions is checked before anything is made of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import socket
+from functools import partial
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from kvbaton.protocol.ids import PeerId
+from kvbaton.protocol.numbers import Bytes, Number, Port
+from kvbaton.transports.core.shared_memory import REGIONS_MAX
+from kvbaton.transports.local.region_client import dial as dial_name
+from kvbaton.transports.local.region_listener import NAME_PREFIX, host_identity
+from kvbaton.transports.net.handshake import SECRET_BYTES
+from kvbaton.transports.net.reception import BACKLOG, Reception
+from kvbaton.transports.tcp.tcp_server import family_of, prepare
+
+Carrier: TypeAlias = Literal["shm", "tcp"]
+HELLO_BYTES_MAX = 32 * REGIONS_MAX
+SOCKETS_MAX = 16
+"""Connections of one peer. Each proves the secret of this pairing by itself, and its number is a part of that proof."""
+
+
+class StagedEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="staged1"):
+    """What a peer needs to dial: a name on this host (shm), or an address and a port (tcp)."""
+
+    owner: PeerId
+    carrier: Carrier
+    host: str
+    place: str
+    port: Port
+    secret: bytes
+    seals: bool = False  # can encrypt; a version that could not said nothing
+    sockets: Number = 1  # connections that one peer may have; a version that had but one said nothing
+
+
+class SealedStagedEndpoint(StagedEndpoint, frozen=True, array_like=True, tag="staged2"):
+    """The same of a rank that insists on encryption, which is over tcp only."""
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """P's first words: its slots, and its regions by number and bytes."""
+
+    slot_bytes: Bytes
+    slots: Number
+    regions: dict[Number, Bytes]
+
+
+def listen(reception: Reception, carrier: Carrier, address: tuple[str, int]) -> tuple[str, int]:
+    """Accept from now on; the place and the port to dial."""
+    if carrier == "shm":
+        name = reception.listen(_named).getsockname()
+        return (name.decode() if isinstance(name, bytes) else name)[1:], 0
+    create = partial(socket.create_server, address, family=family_of(address[0]), backlog=BACKLOG)
+    return address[0], int(reception.listen(create).getsockname()[1])
+
+
+def dial(there: StagedEndpoint) -> socket.socket:
+    """A socket that is connected or connecting. OSError, ProtocolError."""
+    if there.carrier == "shm":
+        return dial_name(there.place)
+    sock = socket.socket(family_of(there.place))
+    prepare(sock)
+    error = sock.connect_ex((there.place, there.port))
+    if error not in {0, errno.EINPROGRESS}:
+        sock.close()
+        raise OSError(error, os.strerror(error))
+    return sock
+
+
+def parse_endpoint(peer: PeerId, carrier: Carrier, endpoint: bytes) -> StagedEndpoint:
+    """ValueError says what is wrong with it."""
+    try:
+        there = msgspec.msgpack.decode(endpoint, type=StagedEndpoint | SealedStagedEndpoint)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"not an endpoint of staging: {error}") from None
+    if there.owner != peer:
+        raise ValueError(f"the endpoint belongs to {there.owner}, not to {peer}")
+    if there.carrier != carrier:
+        raise ValueError(f"{peer} stages over {there.carrier}, this side over {carrier}")
+    if carrier == "shm" and there.host != host_identity():
+        raise ValueError(f"{peer} is on another host or in another network namespace; stage over tcp instead")
+    if len(there.secret) != SECRET_BYTES or not there.place:
+        raise ValueError("the endpoint has no usable place or secret")
+    if not 1 <= there.sockets <= SOCKETS_MAX:
+        raise ValueError(f"the endpoint allows {there.sockets} connections, expected 1..{SOCKETS_MAX}")
+    return there
+
+
+def _named() -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(NAME_PREFIX + secrets.token_hex(16))
+    listener.listen(BACKLOG)
+    return listener

@@ -1,0 +1,315 @@
+"""staged: device memory through pinned memory of the host, for devices whose only common path is that.
+
+READ: the peer gathers a chunk into a slot (`staged_server`), this side scatters it from there (`staged_line`). WRITE is
+the other way round. Over `shm` the slot is the same memory in both processes, pinned in each; over `tcp` its bytes
+cross a socket, of which there are several to a peer (`staged_client`). Several slots are on their way at once, so the
+peer's copy, the wire and this side's copy overlap.
+
+Law: only this side's own launches touch this side's memory, whoever asked for them. Every span is checked twice: here
+as a whole, before any of it is asked for, and by the peer where its memory lives. A copy ends when its last launch here
+is over; of a READ, a chunk that is still with the peer when it is given up is at rest for us, since it can reach no
+further than its slot. A fence is therefore no more than this: nothing further is launched for that peer, and what was
+has ended.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import msgspec
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.sealed import policy
+from kvbaton.sealed.policy import Encrypt
+from kvbaton.sealed.records import load
+from kvbaton.transports.core.device_event_wait import Gate
+from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
+from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.loans import GRACE_S, Loans
+from kvbaton.transports.core.mover import choose_mover
+from kvbaton.transports.core.span_tables import cut
+from kvbaton.transports.core.transport import Capabilities, Copy, Direction, FenceEnded, Loan, PageTable, TransportEvent
+from kvbaton.transports.cuda.cuda_driver import SHARE, CudaGpu, Gpu, check_share
+from kvbaton.transports.cuda.cuda_event_wait import quiet_event
+from kvbaton.transports.cuda.cuda_table import PIECE_BYTES
+from kvbaton.transports.local.region_listener import host_identity
+from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.net.transfer_frames import ROWS_MAX
+from kvbaton.transports.staged.staged_client import StagedLink
+from kvbaton.transports.staged.staged_connection import Trade
+from kvbaton.transports.staged.staged_listener import (
+    SOCKETS_MAX,
+    Carrier,
+    Hello,
+    SealedStagedEndpoint,
+    StagedEndpoint,
+    parse_endpoint,
+)
+from kvbaton.transports.staged.staged_server import StagedServer
+from kvbaton.transports.staged.staged_slots import SLOT_BYTES, SLOTS_MAX
+from kvbaton.transports.staged.staged_work import Stager
+
+CLOSE_S = 5.0
+_BASE = Capabilities(
+    name="staged", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=True,
+    device_kinds=("cuda",), enforces=True,
+)  # fmt: skip
+CAPABILITIES: dict[Carrier, Capabilities] = {
+    "shm": msgspec.structs.replace(_BASE, name="staged-shm"),
+    "tcp": msgspec.structs.replace(_BASE, name="staged-tcp", same_host=False),
+}
+
+
+class StagedConfig(msgspec.Struct, frozen=True):
+    """Slots are for each peer, spread over its sockets, at least two for each: pinned on the host, and as much once
+    more on the device. A socket is one thread here, and one on the other side; over shm there is one."""
+
+    carrier: Carrier = "shm"
+    device: int = 0
+    slot_bytes: int = 16 << 20
+    slots: int = 12
+    sockets: int = 4
+    host: str = "127.0.0.1"  # for tcp: numeric, so that nothing ever waits for a resolver
+    port: int = 0
+    advertise: str = ""
+    copies_max: int = 1024
+    dial_deadline_s: float = 5.0
+    encrypt: Encrypt = "auto"  # over tcp, unless both ends are loopback addresses
+    share: float = SHARE  # of the device's multiprocessors
+
+    def __post_init__(self) -> None:
+        check_share(self.share)
+        if self.slot_bytes not in SLOT_BYTES or not 2 <= self.slots <= SLOTS_MAX:
+            raise ValueError(
+                f"slot_bytes: expected {SLOT_BYTES.start}..{SLOT_BYTES.stop - 1}, slots: expected 2..{SLOTS_MAX}; "
+                f"got {self.slot_bytes} and {self.slots}"
+            )
+        if not 1 <= self.sockets <= SOCKETS_MAX:
+            raise ValueError(f"sockets: got {self.sockets}, expected 1..{SOCKETS_MAX}")
+        if ipaddress.ip_address(self.advertise or self.host).is_unspecified:
+            raise ValueError(f"peers cannot dial {self.advertise or self.host}: set advertise to this host's address")
+        if self.carrier == "tcp":
+            policy.check(self.encrypt, self.advertise or self.host)
+
+    @property
+    def width(self) -> int:
+        """Connections of one peer."""
+        return self.sockets if self.carrier == "tcp" else 1
+
+    @property
+    def must_seal(self) -> bool:
+        """Whether this side insists on encryption, with whoever dials it."""
+        return self.carrier == "tcp" and policy.is_required(self.encrypt, self.advertise or self.host)
+
+
+class StagedTransport:
+    """See `base.DeviceTransport`. Threads: one for each socket of a peer, however many peers there are, two that drive
+    the device, one to wait for events."""
+
+    def __init__(self, me: PeerId, config: StagedConfig | None = None, gpu: Gpu | None = None) -> None:
+        """ImportError without a driver, CudaError without a device; `gpu` is for tests."""
+        self._me = me
+        self._config = config = config or StagedConfig()
+        self._gpu = gpu or CudaGpu(config.device, config.share)
+        self.capabilities = CAPABILITIES[config.carrier]
+        self._mover = choose_mover()
+        self._jobs = Jobs(config.copies_max)
+        self._memory = RegisteredDevice(config.device)
+        self._links: dict[PeerId, StagedLink] = {}
+        self._gate = Gate(f"kvbaton-staged-gate-{me}")
+        self._loops = [Loop(f"kvbaton-staged-{index}-{me}") for index in range(config.width)]
+        self._stager = Stager(f"kvbaton-stager-{me}", self._gpu)
+        self._trade = Trade(me, self._jobs, self._mover, self._stager, self._address_of, config.dial_deadline_s)
+        slots = config.slot_bytes, max(2, config.slots // config.width)
+        self._loans = Loans(self._mover, self._jobs.loan_ended, partial(self._loops[0].call_later, GRACE_S))
+        self._server = StagedServer(
+            me, config.carrier, self._loops, self._memory, self._mover, self._stager, self._loans, slots,
+            config.dial_deadline_s, config.encrypt,
+        )  # fmt: skip
+        if config.must_seal:
+            load()
+
+    @property
+    def broken(self) -> str:
+        """Why the device can be used no more; empty while it works."""
+        return self._stager.broken
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        """Who was turned away here; see `refusals.Cause`."""
+        return self._server.refusals
+
+    def register(self, region: int, memory: DeviceMemory) -> None:
+        """It must stay allocated until `close`."""
+        self._memory.add(region, memory)
+        self._loans.add_region(region, memory.nbytes)
+
+    def lay_out(self, tables: Sequence[PageTable]) -> None:
+        self._loans.lay_out(tables)
+
+    def lend(self, loan: Loan) -> None:
+        self._loans.lend(loan)
+
+    def endpoint(self, peer: PeerId) -> bytes:
+        """Listens from the first call on. The same until `peer` is fenced or disconnected, then a new one."""
+        config = self._config
+        place, port = self._server.listen((config.host, config.port))
+        place = config.advertise or place if config.carrier == "tcp" else place
+        secret = self._server.keyring.mint(peer)
+        kind = SealedStagedEndpoint if config.must_seal else StagedEndpoint
+        place_of = host_identity(), place, port
+        return msgspec.msgpack.encode(
+            kind(self._me, config.carrier, *place_of, secret, policy.can_seal(), config.width)
+        )
+
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        """A new endpoint of a known peer replaces the old one, and ends what was under way on it."""
+        config = self._config
+        there = parse_endpoint(peer, config.carrier, endpoint)
+        insists, sealed = isinstance(there, SealedStagedEndpoint), False
+        if config.carrier == "tcp":
+            sealed = policy.agree(str(peer), config.encrypt, there.place, insists, there.seals)
+        if sealed:
+            load()
+        with self._jobs:
+            if peer in self._links and self._links[peer].there == there:
+                return
+            self._forget(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
+            loops = self._loops[: there.sockets]
+            self._links[peer] = StagedLink(self._trade, there, loops, self._plan, sealed)
+
+    def disconnect(self, peer: PeerId) -> None:
+        with self._jobs:
+            self._server.keyring.revoke(peer)
+            self._forget(peer, Reason.PEER_GONE, "disconnected")
+        self._loans.forget(peer)
+        self._shut_out(peer, lambda: None)
+
+    def fence(self, peer: PeerId) -> None:
+        """Nothing more is launched for `peer`, and `FenceEnded` says when what was launched has ended. Copies that this
+        side drives go on: they land by launches of ours."""
+        self._server.keyring.revoke(peer)
+        ended = partial(self._jobs.post, FenceEnded(peer))
+        self._shut_out(peer, partial(self._stager.after, ended))
+
+    def submit(self, copy: Copy) -> bool:
+        with self._jobs:
+            job = self._jobs.accept(copy)
+            if job is None:
+                return False
+            refusal = self._refusal(copy)
+            if refusal is not None:
+                self._jobs.fail(job, *refusal)
+            elif copy.after is None:
+                self._start(job, "")
+            else:
+                self._gate.wait(quiet_event(copy.after, self._gpu), partial(self._start, job))
+        return True
+
+    def cancel(self, job: JobId) -> None:
+        if self._loans.take_back(job):
+            return
+        with self._jobs:
+            found = self._jobs.find(job)
+            if found is not None:
+                self._stop(found, Reason.CANCELLED, "")
+
+    def drain(self) -> Sequence[TransportEvent]:
+        return self._jobs.drain()
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._jobs.set_waker(waker)
+
+    def close(self) -> None:
+        if not self._jobs.close():
+            return
+        with self._jobs:
+            for peer in list(self._links):
+                self._forget(peer, Reason.CANCELLED, "the transport was closed")
+            for job in self._jobs.of_peer():
+                self._stop(job, Reason.CANCELLED, "the transport was closed")
+        self._gate.close(0)
+        for loop in self._loops:
+            loop.stop(CLOSE_S)  # closes every connection, which gives its slots to the stager to release
+        self._stager.close(CLOSE_S)
+        self._loans.close()
+        for job in self._jobs.of_peer():
+            self._jobs.abandon(job, Reason.CANCELLED)
+        self._memory.clear()
+
+    def _refusal(self, copy: Copy) -> tuple[Reason, str] | None:
+        """Why a copy cannot even begin."""
+        if copy.peer not in self._links:
+            return Reason.PEER_UNKNOWN, f"{copy.peer} is not connected"
+        if self._memory.get(copy.local_region) is None:
+            return Reason.BAD_SPAN, f"region {copy.local_region} is not registered"
+        if self._stager.broken:
+            return Reason.TRANSFER_FAILED, self._stager.broken
+        return None
+
+    def _start(self, job: Job, problem: str) -> None:
+        with self._jobs:
+            link = self._links.get(job.copy.peer)
+            if job.ended or link is None:
+                return
+            if problem:
+                self._jobs.fail(job, Reason.TRANSFER_FAILED, problem)
+            else:
+                link.add(job)
+
+    def _plan(self, job: Job, hello: Hello, hands: int) -> bool:
+        """On a loop, with the lock: check the whole copy against both memories and cut it into chunks."""
+        copy = job.copy
+        target, remote_bytes = self._memory.get(copy.local_region), hello.regions.get(copy.remote_region)
+        try:
+            if target is None or remote_bytes is None:
+                raise ValueError(f"{copy.peer} has no region {copy.remote_region}")
+            total = self._mover.check_spans(copy.spans, 3, target.nbytes, remote_bytes) if copy.spans else 0
+        except ValueError as error:
+            self._jobs.fail(job, Reason.BAD_SPAN, str(error))
+            return False
+        # A part may end with a piece that begins within its bound.
+        job.parts = cut(copy.spans, total, hands, range(PIECE_BYTES, hello.slot_bytes - PIECE_BYTES), ROWS_MAX)
+        self._jobs.settle(job)
+        return not job.ended
+
+    def _address_of(self, region: int) -> int:
+        memory = self._memory.get(region)
+        assert memory is not None  # refused otherwise, and regions are not taken back
+        return memory.address
+
+    def _stop(self, job: Job, reason: Reason, detail: str) -> None:
+        """End a copy as soon as it can be ended truthfully. The lock is held."""
+        if job.copy.direction is Direction.WRITE:
+            self._jobs.abandon(job, reason, detail)
+        else:
+            self._jobs.fail(job, reason, detail)
+        link = self._links.get(job.copy.peer)
+        if link is not None:
+            link.remove(job)
+
+    def _forget(self, peer: PeerId, reason: Reason, detail: str) -> None:
+        for job in self._jobs.of_peer(peer):
+            self._stop(job, reason, detail)
+        gone = self._links.pop(peer, None)
+        if gone is not None:
+            gone.forget()
+            gone.shut(detail)
+
+    def _shut_out(self, peer: PeerId, then: Callable[[], None]) -> None:
+        """Close what is served to `peer`, whose secret was revoked, then call `then`."""
+        waiting = set(range(len(self._loops)))
+
+        def on_loop(index: int) -> None:
+            self._server.shut_out(peer, index)
+            with self._jobs:
+                waiting.discard(index)
+                last = not waiting
+            if last:
+                then()
+
+        for index, loop in enumerate(self._loops):
+            loop.call(partial(on_loop, index))

@@ -1,0 +1,326 @@
+"""tcp: READ and WRITE between any two hosts, over a few sockets per peer that this module alone owns.
+
+Closing a socket, on the one thread that uses it, is both the cancel and the fence: what libraries could not give
+(reference/transports.md 2.6, 3.1: late data overwrote reused blocks) is a fact here. Two streams fill two cores;
+payload is gathered and scattered by sendmsg and recvmsg straight from and into registered memory.
+
+Law: `fence` and `disconnect` revoke the peer's secret before they close its sockets, so that incarnation cannot come
+back until `endpoint(peer)` is asked for again, which mints a new one. That a WRITE has come to rest is known from the
+peer's answer or from its closing the connection (a reset counts: a kernel sends one when it closes with bytes unread);
+a connection that merely timed out proves nothing, and such a WRITE claims no rest while the peer is connected. The end
+of an encrypted one counts only with the peer's last record: somebody on the path could have forged it, and hold back
+what was sent before. With `disconnect` nobody relies on it any more: our side of it is at rest, and that is then said.
+
+Between hosts everything after the greeting is encrypted and signed (`encrypt`, docs/decisions/0011-encrypted-tcp.md).
+An endpoint whose owner insists on that has another tag, so that a version which cannot is refused when it pairs.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import msgspec
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.protocol.numbers import Bytes, Number, Port
+from kvbaton.sealed import policy
+from kvbaton.sealed.policy import Encrypt
+from kvbaton.sealed.records import load
+from kvbaton.transports.core.device_event_wait import Gate
+from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.loans import GRACE_S, Loans
+from kvbaton.transports.core.mover import choose_mover
+from kvbaton.transports.core.shared_memory import Registered
+from kvbaton.transports.core.span_tables import cut
+from kvbaton.transports.core.transport import (
+    Capabilities,
+    Copy,
+    Direction,
+    FenceEnded,
+    Loan,
+    PageTable,
+    Spans,
+    TransportEvent,
+)
+from kvbaton.transports.net.handshake import SECRET_BYTES
+from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.net.stream_socket import Strip
+from kvbaton.transports.net.transfer_frames import ROWS_MAX
+from kvbaton.transports.tcp.tcp_client import Link, Route
+from kvbaton.transports.tcp.tcp_server import STREAMS_PER_PEER_MAX, TcpServer
+
+CLOSE_S = 2.0
+PART_BYTES = range(512 << 10, 32 << 20)
+"""Smaller copies are not split: a second request costs more than it saves."""
+
+CAPABILITIES = Capabilities(
+    name="tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False, enforces=True
+)
+
+
+class TcpConfig(msgspec.Struct, frozen=True):
+    """Addresses are numeric, so that nothing ever waits for a resolver."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""  # what peers dial, when `host` is a wildcard
+    streams: int = 2  # per peer; more than two cores' worth do not help
+    threads: int = 2
+    window_bytes: int = 48 << 20  # asked for and unanswered, per stream, before more is asked for
+    copies_max: int = 1024
+    dial_deadline_s: float = 5.0
+    strangers_max: int = 64
+    pure_python: bool = False
+    encrypt: Encrypt = "auto"  # unless both ends are loopback addresses
+
+    def __post_init__(self) -> None:
+        host = ipaddress.ip_address(self.host)
+        if (ipaddress.ip_address(self.advertise) if self.advertise else host).is_unspecified:
+            raise ValueError(f"peers cannot dial {self.advertise or host}: set advertise to this host's own address")
+        if not 1 <= self.streams <= STREAMS_PER_PEER_MAX or self.window_bytes < 1 or self.threads < 1:
+            raise ValueError(f"streams, window_bytes and threads are out of bounds: {self}")
+        policy.check(self.encrypt, self.advertise or self.host)
+
+    @property
+    def must_seal(self) -> bool:
+        """Whether this side insists on encryption, with whoever dials it."""
+        return policy.is_required(self.encrypt, self.advertise or self.host)
+
+
+class TcpEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="tcp1"):
+    """What a peer needs to dial this rank, which may be done plainly."""
+
+    owner: PeerId
+    host: str
+    port: Port
+    secret: bytes
+    regions: dict[Number, Bytes]  # bytes by number, so that a whole copy can be refused before any of it moves
+    seals: bool = False  # can encrypt; a version that could not said nothing
+
+
+class SealedTcpEndpoint(TcpEndpoint, frozen=True, array_like=True, tag="tcp2"):
+    """The same of a rank that insists on encryption."""
+
+
+class TcpTransport:
+    """See `base.Transport`. `threads` of them, and one more to wait for devices, however many peers."""
+
+    capabilities = CAPABILITIES
+
+    def __init__(self, me: PeerId, config: TcpConfig | None = None) -> None:
+        self._me = me
+        self._config = config or TcpConfig()
+        self._mover = choose_mover(self._config.pure_python)
+        self._jobs = Jobs(self._config.copies_max)
+        self._memory = Registered()
+        self._links: dict[PeerId, Link] = {}
+        self._gate = Gate(f"kvbaton-tcp-gate-{me}")
+        self._loops = [Loop(f"kvbaton-tcp-{index}-{me}") for index in range(self._config.threads)]
+        later = partial(self._loops[0].call_later, GRACE_S)
+        self._loans = Loans(self._mover, self._jobs.loan_ended, later)
+        self._server = TcpServer(
+            me,
+            self._loops,
+            self._memory,
+            self._mover,
+            self._loans,
+            self._config.strangers_max,
+            self._config.dial_deadline_s,
+            self._config.encrypt,
+        )
+        if self._config.must_seal:
+            load()
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        """Who was turned away here; see `refusals.Cause`."""
+        return self._server.refusals
+
+    def register(self, region: int, memory: memoryview) -> None:
+        self._memory.add(region, memory)
+        self._loans.add_region(region, memory.nbytes)
+
+    def lay_out(self, tables: Sequence[PageTable]) -> None:
+        self._loans.lay_out(tables)
+
+    def lend(self, loan: Loan) -> None:
+        self._loans.lend(loan)
+
+    def endpoint(self, peer: PeerId) -> bytes:
+        """Listens from the first call on. The same until `peer` is fenced or disconnected, then a new one."""
+        config = self._config
+        port = self._server.listen(config.host, config.port)
+        secret = self._server.keyring.mint(peer)
+        kind = SealedTcpEndpoint if config.must_seal else TcpEndpoint
+        place = config.advertise or config.host, port
+        return msgspec.msgpack.encode(kind(self._me, *place, secret, self._memory.sizes(), policy.can_seal()))
+
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        """A new endpoint of a known peer replaces the old one, and ends what was under way on it. ValueError, naming
+        `encrypt`, where one side insists on encryption and the other cannot."""
+        there = _parse(peer, endpoint)
+        config = self._config
+        insists = isinstance(there, SealedTcpEndpoint)
+        sealed = policy.agree(str(peer), config.encrypt, there.host, insists, there.seals)
+        if sealed:
+            load()
+        route = Route(
+            self._me,
+            peer,
+            (there.host, there.port),
+            there.secret,
+            there.regions,
+            config.window_bytes,
+            config.dial_deadline_s,
+            sealed,
+        )
+        with self._jobs:
+            old = self._links.get(peer)
+            if old is not None and old.route == route:
+                return
+            if old is not None:
+                self._end_copies(peer, old, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
+                old.forget()
+            loops = [self._loops[index % len(self._loops)] for index in range(config.streams)]
+            self._links[peer] = Link(route, loops, self._jobs, self._strip)
+        if old is not None:
+            for loop in self._loops:
+                loop.call(partial(old.shut_on, loop))
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._shut(peer, Reason.PEER_GONE, "disconnected", forget=True, event=None)
+
+    def fence(self, peer: PeerId) -> None:
+        """Both ways: `peer`'s writes are shut out and our copies with it end. We may dial it again; it may not us."""
+        self._shut(peer, Reason.TRANSFER_FAILED, "the peer was fenced", forget=False, event=FenceEnded(peer))
+
+    def submit(self, copy: Copy) -> bool:
+        with self._jobs:
+            job = self._jobs.accept(copy)
+            if job is None:
+                return False
+            link = self._links.get(copy.peer)
+            if link is None:
+                self._jobs.fail(job, Reason.PEER_UNKNOWN, f"{copy.peer} is not connected")
+                return True
+            try:
+                job.parts = self._cut(copy, link)
+            except ValueError as error:
+                self._jobs.fail(job, Reason.BAD_SPAN, str(error))
+                return True
+            self._jobs.settle(job)
+            if copy.after is None:
+                link.add(job)
+            elif not job.ended:
+                self._gate.wait(copy.after, partial(self._released, job, link))
+        return True
+
+    def cancel(self, job: JobId) -> None:
+        """A READ rests within one turn of a loop. A WRITE ends now; `CopyRested` follows if it was under way. A loan is
+        taken back."""
+        if self._loans.take_back(job):
+            return
+        with self._jobs:
+            found = self._jobs.find(job)
+            if found is None:
+                return
+            self._stop(found, self._links.get(found.copy.peer), Reason.CANCELLED, "")
+
+    def drain(self) -> Sequence[TransportEvent]:
+        return self._jobs.drain()
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._jobs.set_waker(waker)
+
+    def close(self) -> None:
+        if not self._jobs.close():
+            return
+        for job in self._jobs.of_peer():
+            self._jobs.fail(job, Reason.CANCELLED, "the transport was closed")
+        self._gate.close(0)
+        stopped = [loop.stop(CLOSE_S) for loop in self._loops]
+        if all(stopped):
+            self._loans.close()
+        with self._jobs:
+            for job in self._jobs.of_peer():
+                job.live *= not all(stopped)  # no thread, no landing: at rest
+                self._jobs.abandon(job, Reason.CANCELLED, "the transport was closed")
+        self._links.clear()
+        self._memory.clear()
+
+    def _strip(self, region: int, spans: Spans, size: int) -> Strip:
+        memory = self._memory.get(region)
+        if memory is None:
+            raise ValueError(f"region {region} is not registered")
+        return Strip(self._mover, memory, spans, 3, size)
+
+    def _cut(self, copy: Copy, link: Link) -> deque[Spans]:
+        """The parts of a copy that lies wholly inside both memories; else ValueError."""
+        local, remote_bytes = self._memory.get(copy.local_region), link.route.regions.get(copy.remote_region)
+        if local is None or remote_bytes is None:
+            raise ValueError(f"region {copy.local_region} here or {copy.remote_region} there is not registered")
+        total = self._mover.check_spans(copy.spans, 3, local.nbytes, remote_bytes)
+        return cut(copy.spans, total, self._config.streams, PART_BYTES, ROWS_MAX) or deque([array("q")])
+
+    def _released(self, job: Job, link: Link, problem: str) -> None:
+        """The device is done with what `job` waited for."""
+        if problem:
+            self._jobs.fail(job, Reason.TRANSFER_FAILED, problem)
+        else:
+            link.add(job)
+
+    def _stop(self, job: Job, link: Link | None, reason: Reason, detail: str) -> None:
+        """End a copy as soon as it can be ended truthfully. The lock is held."""
+        if link is not None:
+            link.remove(job)
+        if job.copy.direction is Direction.WRITE:
+            self._jobs.abandon(job, reason, detail)
+        else:
+            self._jobs.fail(job, reason, detail)
+        if job.live and link is not None:
+            link.discard(job)
+
+    def _end_copies(self, peer: PeerId, link: Link | None, reason: Reason, detail: str) -> None:
+        for job in self._jobs.of_peer(peer):
+            self._stop(job, link, reason, detail)
+
+    def _shut(self, peer: PeerId, reason: Reason, detail: str, forget: bool, event: FenceEnded | None) -> None:
+        with self._jobs:
+            self._server.keyring.revoke(peer)
+            link = self._links.pop(peer, None) if forget else self._links.get(peer)
+            self._end_copies(peer, link, reason, detail)
+            if forget and link is not None:
+                link.forget()
+        if forget:
+            self._loans.forget(peer)
+        waiting = set(range(len(self._loops)))
+
+        def on_loop(index: int) -> None:
+            self._server.shut_out(peer, index)
+            if link is not None:
+                link.shut_on(self._loops[index])
+            with self._jobs:
+                waiting.discard(index)
+                if not waiting and event is not None:
+                    self._jobs.post(event)
+
+        for index, loop in enumerate(self._loops):
+            loop.call(partial(on_loop, index))
+
+
+def _parse(peer: PeerId, endpoint: bytes) -> TcpEndpoint:
+    try:
+        there = msgspec.msgpack.decode(endpoint, type=TcpEndpoint | SealedTcpEndpoint)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"not an endpoint of tcp: {error}") from None
+    if there.owner != peer:
+        raise ValueError(f"the endpoint belongs to {there.owner}, not to {peer}")
+    ipaddress.ip_address(there.host)
+    if not 0 < there.port < 1 << 16 or len(there.secret) != SECRET_BYTES:
+        raise ValueError("the endpoint has no usable port or secret")
+    return there
