@@ -36,7 +36,7 @@ OF_MODULE = {
     "protocol.puts": "store", "protocol.quotas": "27", "protocol.readiness": "10", "protocol.sessions": "3",
     "protocol.settings": "25", "protocol.shunned": "23", "protocol.spans": "31", "protocol.table": "17",
     "protocol.ticket": "1", "protocol.v1": "24", "protocol.versions": "24", "protocol.weave": "31",
-    "protocol.writer": "13", "runtime.doorway": "8", "runtime.epochs": "7", "runtime.node": "20",
+    "protocol.writer": "13", "node.doorway": "8", "node.epochs": "7", "node.node": "20",
 }  # fmt: skip
 """Where no rule names the function."""
 

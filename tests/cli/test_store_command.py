@@ -15,7 +15,7 @@ import pytest
 
 from kvbaton.cli import main as cli
 from kvbaton.control import keys
-from kvbaton.runtime.store_places import bytes_of, opener, store_place
+from kvbaton.ranks.store_address import bytes_of, opener, store_place
 from kvbaton.store.base import Backend
 from kvbaton.store.client import ServerSilent
 

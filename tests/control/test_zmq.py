@@ -10,9 +10,9 @@ import pytest
 
 from kvbaton.control.base import Limits
 from kvbaton.control.zmq import ZmqControl
+from kvbaton.node.node_loop import LoopControl
+from kvbaton.node.ports import ControlPort
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.runtime.loop import LoopControl
-from kvbaton.runtime.ports import ControlPort
 
 from .rig import DEADLINE_S, STALL_S, Post, cluster, costs_less, exchange, posted, until
 

@@ -11,14 +11,14 @@ from kvbaton.engine.engine import Engine
 from kvbaton.engine.kv_layout import engine_layout
 from kvbaton.engine.request import Output
 from kvbaton.engine.storing import Storing
+from kvbaton.node.doorway import Doorway, DoorwayConfig
+from kvbaton.node.epochs import EpochTable
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId
-from kvbaton.runtime.doorway import Doorway, DoorwayConfig
-from kvbaton.runtime.epochs import EpochTable
-from kvbaton.runtime.rank_shelf import LocalShelf
-from kvbaton.runtime.rank_values import rank_values
-from kvbaton.runtime.shelf import Shelf, ShelfSettings
+from kvbaton.ranks.engine_store import Shelf, ShelfSettings
+from kvbaton.ranks.rank_store import LocalShelf
+from kvbaton.ranks.rank_values import rank_values
 from kvbaton.store.base import Backend
 from kvbaton.testing.store_harness import FaultyBackend
 from kvbaton.testing.transport_harness import poll

@@ -13,8 +13,8 @@ from kvbaton.engine.engine import Engine
 from kvbaton.engine.kv_layout import engine_layout
 from kvbaton.engine.memory import KvGeometry
 from kvbaton.engine.request import EngineRequest, Sampling
+from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.ids import RequestId
-from kvbaton.runtime.doorway import Doorway
 from kvbaton.testing.engine_contract import EngineCase, check_engine
 from kvbaton.testing.engine_harness import EngineRig
 

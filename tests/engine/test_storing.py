@@ -14,7 +14,7 @@ from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import RequestId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.ticket import Ticket, seal
-from kvbaton.runtime.shelf import ShelfSettings
+from kvbaton.ranks.engine_store import ShelfSettings
 from kvbaton.store.memory import MemoryBackend
 
 from .helpers import answer_alone, prompt, request

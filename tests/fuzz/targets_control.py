@@ -20,7 +20,7 @@ from kvbaton.control.base import ControlError, check_authority, check_bind, chec
 from kvbaton.control.moriio import Registration, p2p_nccl_registration, registration
 from kvbaton.control.registry import messages as m
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.runtime.store_places import store_place
+from kvbaton.ranks.store_address import store_place
 
 MORIIO = "host:10.0.0.1,handshake:6301,notify:61005"
 JSON = msgspec.json.encode

@@ -20,9 +20,9 @@ from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
 from kvbaton.protocol.progress import whole
 from kvbaton.protocol.spans import SPANS_MAX
 from kvbaton.protocol.weave import Weave
-from kvbaton.runtime import rank_messages as rm
-from kvbaton.runtime import rank_store_messages as sm
-from kvbaton.runtime.rank_stream import WINDOW_FRAMES_MAX, Envelope, Stream
+from kvbaton.ranks import rank_messages as rm
+from kvbaton.ranks import rank_store_messages as sm
+from kvbaton.ranks.rank_stream import WINDOW_FRAMES_MAX, Envelope, Stream
 from kvbaton.store import frames, lines, wire
 from kvbaton.store.keys import HASH_BYTES
 from kvbaton.transports.checksum import checksum_endpoint

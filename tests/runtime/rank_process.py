@@ -12,7 +12,7 @@ import sys
 
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, WorkerId
 from kvbaton.protocol.progress import whole
-from kvbaton.runtime.rank_host import RankHost
+from kvbaton.ranks.rank_host import RankHost
 from kvbaton.transports.core.shared_memory import Region
 from kvbaton.transports.core.transport import Transport
 from kvbaton.transports.shm.shm_transport import ShmTransport

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.runtime import rank_host
-from kvbaton.runtime.rank_host import RankHost
-from kvbaton.runtime.rank_link import RankLinks
-from kvbaton.runtime.rank_messages import RankInvitation
+from kvbaton.ranks import rank_host
+from kvbaton.ranks.rank_host import RankHost
+from kvbaton.ranks.rank_link import RankLinks
+from kvbaton.ranks.rank_messages import RankInvitation
 from kvbaton.testing import InProcessHarness, Log, Pair, Side
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.loans import lend_everything

@@ -14,10 +14,10 @@ import pytest
 
 from kvbaton.protocol.content import Content
 from kvbaton.protocol.errors import Reason
-from kvbaton.runtime import device_shelf
-from kvbaton.runtime.device_shelf import DeviceShelf, Shape
-from kvbaton.runtime.rank_shelf import LocalShelf
-from kvbaton.runtime.rank_values import NotStorable, RankValues, Run
+from kvbaton.ranks import device_store
+from kvbaton.ranks.device_store import DeviceShelf, Shape
+from kvbaton.ranks.rank_store import LocalShelf
+from kvbaton.ranks.rank_values import NotStorable, RankValues, Run
 from kvbaton.store.base import Backend, OrderEnded, OrderId
 from kvbaton.store.keys import Space, chain
 from kvbaton.store.memory import MemoryBackend
@@ -118,7 +118,7 @@ class Side:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks go through a slot at a time."""
-    monkeypatch.setattr(device_shelf, "SLOT_BYTES_WANTED", 2 * LAYERS * PAGE)
+    monkeypatch.setattr(device_store, "SLOT_BYTES_WANTED", 2 * LAYERS * PAGE)
 
 
 @pytest.fixture

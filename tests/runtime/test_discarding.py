@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from kvbaton.node.doorway import Doorway, DoorwayConfig
+from kvbaton.node.epochs import EpochTable
+from kvbaton.node.ticket_discard import discarded
 from kvbaton.protocol.events import Discarded
 from kvbaton.protocol.ids import HandoffId, Incarnation, PeerId, TransferId, WorkerId
 from kvbaton.protocol.ticket import Ticket, seal
-from kvbaton.runtime.discarding import discarded
-from kvbaton.runtime.doorway import Doorway, DoorwayConfig
-from kvbaton.runtime.epochs import EpochTable
 
 KEY, NOW_S = b"key of the cluster", 1000.0
 ME = PeerId(WorkerId("p"), Incarnation(7))

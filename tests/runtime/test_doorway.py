@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvbaton.node.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport, MatchState, UnpinBlocks
+from kvbaton.node.epochs import EpochTable
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
@@ -15,8 +17,6 @@ from kvbaton.protocol.events import NO_BLOCK
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, PutId, RequestId, TransferId, WorkerId
 from kvbaton.protocol.progress import whole
 from kvbaton.protocol.ticket import Ticket, seal
-from kvbaton.runtime.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport, MatchState, UnpinBlocks
-from kvbaton.runtime.epochs import EpochTable
 
 KEY, DIGEST, NOW_S = b"key of the cluster", b"digest", 1000.0
 R = RequestId("r")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvbaton.runtime.epochs import UNTOLD, EpochTable
+from kvbaton.node.epochs import UNTOLD, EpochTable
 
 
 def test_every_reuse_raises_the_epoch_of_that_block_alone() -> None:

@@ -16,6 +16,10 @@ import zmq
 
 from kvbaton.control.keys import Keyring
 from kvbaton.control.zmq import ZmqControl
+from kvbaton.node.doorway import Doorway, DoorwayConfig, LoadReport, Match, MatchState
+from kvbaton.node.epochs import EpochTable
+from kvbaton.node.node import Node
+from kvbaton.node.node_loop import QUEUED_MAX, NodeLoop
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.effects import Copy
@@ -25,10 +29,6 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId, PutId, RequestId, T
 from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Place, Rank, Share, planes
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.settings import Settings
-from kvbaton.runtime.doorway import Doorway, DoorwayConfig, LoadReport, Match, MatchState
-from kvbaton.runtime.epochs import EpochTable
-from kvbaton.runtime.loop import QUEUED_MAX, NodeLoop
-from kvbaton.runtime.node import Node
 from kvbaton.transports.core.transport import TransportEvent
 
 TOKENS, BLOCKS = 8, ((1, 2),)

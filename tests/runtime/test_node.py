@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from kvbaton.node.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport, MatchState, UnpinBlocks
+from kvbaton.node.epochs import EpochTable
+from kvbaton.node.node import AGAIN_S, FAULTS_LOGGED_MAX, Node, log_fault
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.codec import decode
 from kvbaton.protocol.desk import Identity
@@ -33,9 +36,6 @@ from kvbaton.protocol.messages import ClaimRefused, Goodbye, Granted, Message
 from kvbaton.protocol.progress import whole
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.ticket import Ticket, seal
-from kvbaton.runtime.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport, MatchState, UnpinBlocks
-from kvbaton.runtime.epochs import EpochTable
-from kvbaton.runtime.node import AGAIN_S, FAULTS_LOGGED_MAX, Node, log_fault
 from kvbaton.sim.memory import Shape
 from kvbaton.transports.core.transport import FenceEnded, OpenFailed, TransportEvent
 

@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvbaton.node.doorway import LoadReport, MatchState
+from kvbaton.node.node import Node
 from kvbaton.protocol import messages as m
 from kvbaton.protocol import v1
 from kvbaton.protocol.codec import Envelope, pack_blocks
@@ -26,8 +28,6 @@ from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.progress import GroupProgress, whole
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.ticket import Ticket, seal
-from kvbaton.runtime.doorway import LoadReport, MatchState
-from kvbaton.runtime.node import Node
 from tests.wire_numbers import MAD, Path, numbers_in, put
 
 from .test_node import DIGEST, KEY, TOKENS, FakeControl, Worker

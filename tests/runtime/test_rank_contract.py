@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.runtime import rank_endpoints
+from kvbaton.ranks import rank_endpoints
 from kvbaton.testing import Case, check_transport
 from kvbaton.testing.transport_case import offered
 

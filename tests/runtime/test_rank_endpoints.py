@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.runtime import rank_endpoints
-from kvbaton.runtime.rank_endpoints import Endpoints
-from kvbaton.runtime.rank_messages import Minted, MintFailed
+from kvbaton.ranks import rank_endpoints
+from kvbaton.ranks.rank_endpoints import Endpoints
+from kvbaton.ranks.rank_messages import Minted, MintFailed
 
 D = PeerId(WorkerId("d#0"), Incarnation(7))
 

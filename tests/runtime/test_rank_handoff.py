@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvbaton.engine.worker import Worker, reference_answers
-from kvbaton.runtime import rank_link
-from kvbaton.runtime.rank_host import RankHost
-from kvbaton.runtime.rank_link import RankLinks
+from kvbaton.ranks import rank_link
+from kvbaton.ranks.rank_host import RankHost
+from kvbaton.ranks.rank_link import RankLinks
 from kvbaton.transports.core.shared_memory import Region
 from kvbaton.transports.core.transport import Transport
 

@@ -23,10 +23,10 @@ from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
 from kvbaton.protocol.progress import whole
 from kvbaton.protocol.spans import SPANS_MAX
 from kvbaton.protocol.weave import Weave
-from kvbaton.runtime import rank_endpoints, rank_host, rank_link, rank_stream, rank_transport
-from kvbaton.runtime.rank_host import RankHost
-from kvbaton.runtime.rank_link import RankLink, RankLinks
-from kvbaton.runtime.rank_messages import (
+from kvbaton.ranks import rank_endpoints, rank_host, rank_link, rank_stream, rank_transport
+from kvbaton.ranks.rank_host import RankHost
+from kvbaton.ranks.rank_link import RankLink, RankLinks
+from kvbaton.ranks.rank_messages import (
     PART_BYTES_MAX,
     Ended,
     RankInvitation,
@@ -36,9 +36,9 @@ from kvbaton.runtime.rank_messages import (
     encode_news,
     submit_commands,
 )
-from kvbaton.runtime.rank_planes import HostedPlane
-from kvbaton.runtime.rank_stream import Stream
-from kvbaton.runtime.rank_transport import COPIES_MAX, RemoteTransport
+from kvbaton.ranks.rank_planes import HostedPlane
+from kvbaton.ranks.rank_stream import Stream
+from kvbaton.ranks.rank_transport import COPIES_MAX, RemoteTransport
 from kvbaton.testing import Side
 from kvbaton.testing.transport_case import READ, WRITE, copy, flat
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, FenceEnded, OpenFailed, TransportEvent

@@ -14,9 +14,9 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import LeaseProgressed
 from kvbaton.protocol.ids import JobId, LeaseId, rank_peer
 from kvbaton.protocol.progress import whole
-from kvbaton.runtime import rank_host
-from kvbaton.runtime.rank_host import RankHost, host_of
-from kvbaton.runtime.rank_transport import RemoteTransport
+from kvbaton.ranks import rank_host
+from kvbaton.ranks.rank_host import RankHost, host_of
+from kvbaton.ranks.rank_transport import RemoteTransport
 from kvbaton.store.base import OrderId
 from kvbaton.testing import Side
 from kvbaton.transports.core.late_identity import UnnamedTransport

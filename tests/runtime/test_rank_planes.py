@@ -9,7 +9,7 @@ import pytest
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.runtime.rank_messages import (
+from kvbaton.ranks.rank_messages import (
     Cancel,
     Command,
     Connect,
@@ -20,7 +20,7 @@ from kvbaton.runtime.rank_messages import (
     Mint,
     MintFailed,
 )
-from kvbaton.runtime.rank_planes import AGAIN_MAX, AGAIN_S, HostedPlane
+from kvbaton.ranks.rank_planes import AGAIN_MAX, AGAIN_S, HostedPlane
 from kvbaton.transports.core.transport import CopyEnded, FenceEnded, OpenFailed, Transport, TransportEvent
 
 D = PeerId(WorkerId("d#0"), Incarnation(7))

@@ -13,8 +13,8 @@ from kvbaton.engine.kv_layout import engine_layout
 from kvbaton.engine.memory import KvGeometry
 from kvbaton.protocol.content import Content
 from kvbaton.protocol.errors import Reason
-from kvbaton.runtime.rank_shelf import LocalShelf, shelf_settings
-from kvbaton.runtime.rank_values import rank_values
+from kvbaton.ranks.rank_store import LocalShelf, shelf_settings
+from kvbaton.ranks.rank_values import rank_values
 from kvbaton.store.base import OrderEnded, OrderId
 from kvbaton.store.keys import chain
 from kvbaton.store.memory import MemoryBackend

@@ -11,17 +11,17 @@ import pytest
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
-from kvbaton.runtime.rank_link import RankLink
-from kvbaton.runtime.rank_messages import (
+from kvbaton.ranks.rank_link import RankLink
+from kvbaton.ranks.rank_messages import (
     RankInvitation,
     decode_command,
     decode_news,
     encode_command,
     encode_news,
 )
-from kvbaton.runtime.rank_store_host import HostedShelf
-from kvbaton.runtime.rank_store_link import RemoteShelf
-from kvbaton.runtime.rank_store_messages import (
+from kvbaton.ranks.rank_store_host import HostedShelf
+from kvbaton.ranks.rank_store_link import RemoteShelf
+from kvbaton.ranks.rank_store_messages import (
     KEYS_MAX,
     ORDERS_MAX,
     ShelfAsk,
@@ -40,7 +40,7 @@ from kvbaton.runtime.rank_store_messages import (
     pack_hashes,
     pack_ids,
 )
-from kvbaton.runtime.rank_stream import Envelope
+from kvbaton.ranks.rank_stream import Envelope
 from kvbaton.store.base import OrderEnded, OrderId
 from kvbaton.testing import Side
 
@@ -207,7 +207,7 @@ def drained(shelf: RemoteShelf, count: int) -> list[OrderEnded]:
 
 
 def linked(rig: Rig, make: Callable[[str], FakeShelf]) -> RemoteShelf:
-    from kvbaton.runtime.rank_host import RankHost
+    from kvbaton.ranks.rank_host import RankHost
 
     host = rig.keep(RankHost(0, {"tcp": rig.direct("tcp", NEAR, rig.memory(4096).view)}, shelf=make))
     host.start()

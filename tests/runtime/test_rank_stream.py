@@ -8,7 +8,7 @@ from collections import deque
 import msgspec
 import pytest
 
-from kvbaton.runtime.rank_stream import ANSWER_BYTES, ANSWER_FRAMES, LIMITS, RESEND_S, WINDOW_FRAMES_MAX, Stream
+from kvbaton.ranks.rank_stream import ANSWER_BYTES, ANSWER_FRAMES, LIMITS, RESEND_S, WINDOW_FRAMES_MAX, Stream
 
 SESSION = 7
 

@@ -12,8 +12,8 @@ import pytest
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, StoreEnded
 from kvbaton.protocol.ids import PutId
-from kvbaton.runtime.shelf import Shelf, ShelfSettings, Told
-from kvbaton.runtime.shelves import OrderEnded, OrderId
+from kvbaton.ranks.engine_store import Shelf, ShelfSettings, Told
+from kvbaton.ranks.store_interface import OrderEnded, OrderId
 
 HASHES = [bytes([number]) * 32 for number in range(6)]
 KEYS = tuple(HASHES)

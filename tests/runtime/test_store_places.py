@@ -8,7 +8,7 @@ import zmq
 from kvbaton.control.base import ControlError
 from kvbaton.control.keys import Keyring
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.runtime.store_places import LEND_BYTES, Mooncake, Served, bytes_of, opener, store_place
+from kvbaton.ranks.store_address import LEND_BYTES, Mooncake, Served, bytes_of, opener, store_place
 from kvbaton.store.line_client import LinedBackend
 from kvbaton.store.mooncake import MooncakeBackend, MooncakeSettings
 

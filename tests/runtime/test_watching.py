@@ -12,10 +12,10 @@ import pytest
 from kvbaton.flight import dumps
 from kvbaton.flight.dumps import Dumps, read
 from kvbaton.flight.report import decode
+from kvbaton.node.observation import Watch, dump_on_signal
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import TurnedAway
 from kvbaton.protocol.ids import RequestId
-from kvbaton.runtime.watching import Watch, dump_on_signal
 from tests.runtime.test_node import DIGEST, TOKENS, R
 from tests.runtime.test_node import Net as Two
 

@@ -64,8 +64,8 @@ def test_a_bound_that_was_lowered_is_what_it_was_whatever_happens() -> None:
         ("protocol.sessions:Sessions.on_hello:operand:1", "names"),
         ("protocol.consumer:Consumer._heal:forget:1", "worn"),
         ("protocol.writer:Writer._flush_if_done:operand:3", "growing"),
-        ("runtime.node:Node._fenced:turn:2", "invitations"),
-        ("runtime.doorway:Doorway.gave_up:operand:1", "wants"),
+        ("node.node:Node._fenced:turn:2", "invitations"),
+        ("node.doorway:Doorway.gave_up:operand:1", "wants"),
     ],
 )
 def test_what_no_world_meets_a_question_does(name: str, question: str) -> None:

@@ -293,7 +293,7 @@ def test_a_mutant_that_never_returns_is_seen_and_the_next_world_is_well(monkeypa
 
 
 def test_a_drawing_is_spread_and_repeats_itself():
-    modules = ("protocol.lease", "protocol.progress", "runtime.epochs")
+    modules = ("protocol.lease", "protocol.progress", "node.epochs")
     drawn = survey.draw(modules, 24, 3)
     assert drawn == survey.draw(modules, 24, 3) != survey.draw(modules, 24, 4)
     assert {place.module for place in drawn} == set(modules)
@@ -329,14 +329,14 @@ def test_each_reason_for_an_unreached_line_names_a_function():
 
 
 def test_lines_are_counted_by_the_worlds_that_reach_them():
-    modules = ("protocol.lease", "runtime.epochs")
+    modules = ("protocol.lease", "node.epochs")
     reached = reach.together([reach.reached_by(modules, [0]), reach.reached_by(modules, [1])])
-    del reached["runtime.epochs"]
-    why = {"runtime.epochs:EpochTable.all_of": "why", "protocol.lease:gone": "stale"}
+    del reached["node.epochs"]
+    why = {"node.epochs:EpochTable.all_of": "why", "protocol.lease:gone": "stale"}
     figures = cover.summed(modules, reached, why)
     missed = {each.function: each.reason for each in figures.missed}
-    assert missed["runtime.epochs:EpochTable.all_of"] == "why"
-    assert missed["runtime.epochs:EpochTable.raise_epoch"] == ""
+    assert missed["node.epochs:EpochTable.all_of"] == "why"
+    assert missed["node.epochs:EpochTable.raise_epoch"] == ""
     assert "protocol.lease:new_lease" not in missed
     assert figures.stale_reasons == ["protocol.lease:gone"]
     assert figures.share_in_functions < figures.share < 1.0

@@ -15,18 +15,18 @@ from kvbaton.sim.rank_benches import BENCHES, BENCHES_PER_SEED, run_benches
 from kvbaton.sim.survey import draw
 
 PARTS = {
-    "runtime.rank_endpoints": ("port",),
-    "runtime.rank_host": ("host",),
-    "runtime.rank_link": ("link", "links"),
-    "runtime.rank_messages": ("messages",),
-    "runtime.rank_planes": ("plane",),
-    "runtime.rank_shelf": ("shelf",),
-    "runtime.rank_store_host": ("store_host",),
-    "runtime.rank_store_link": ("store_link",),
-    "runtime.rank_store_messages": ("messages",),
-    "runtime.rank_stream": ("stream",),
-    "runtime.rank_transport": ("port",),
-    "runtime.rank_values": ("values",),
+    "ranks.rank_endpoints": ("port",),
+    "ranks.rank_host": ("host",),
+    "ranks.rank_link": ("link", "links"),
+    "ranks.rank_messages": ("messages",),
+    "ranks.rank_planes": ("plane",),
+    "ranks.rank_store": ("shelf",),
+    "ranks.rank_store_host": ("store_host",),
+    "ranks.rank_store_link": ("store_link",),
+    "ranks.rank_store_messages": ("messages",),
+    "ranks.rank_stream": ("stream",),
+    "ranks.rank_transport": ("port",),
+    "ranks.rank_values": ("values",),
 }
 MUTANTS, TRIES = 12, 15
 

@@ -17,8 +17,8 @@ from array import array
 from typing import cast
 
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.runtime.device_shelf import DeviceShelf
-from kvbaton.runtime.rank_values import RankValues, Run
+from kvbaton.ranks.device_store import DeviceShelf
+from kvbaton.ranks.rank_values import RankValues, Run
 from kvbaton.store.base import OrderEnded, OrderId
 from kvbaton.store.keys import Space
 from kvbaton.store.memory import MemoryBackend

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from kvbaton.protocol.errors import ProtocolError
-from kvbaton.runtime import rank_host
-from kvbaton.runtime.rank_messages import Refusals as RefusalNews
-from kvbaton.runtime.rank_planes import HostedPlane
+from kvbaton.ranks import rank_host
+from kvbaton.ranks.rank_messages import Refusals as RefusalNews
+from kvbaton.ranks.rank_planes import HostedPlane
 from kvbaton.sealed.policy import Encrypt
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.checksum import checksum_endpoint

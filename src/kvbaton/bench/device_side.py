@@ -12,14 +12,14 @@ import msgspec
 from kvbaton.bench.device_world import BLOCK_TOKENS, BLOCKS, layout
 from kvbaton.control import keys
 from kvbaton.control.zmq import ZmqControl
+from kvbaton.node.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport, MatchState
+from kvbaton.node.epochs import EpochTable
+from kvbaton.node.node import Node
+from kvbaton.node.node_loop import NodeLoop
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId, rank_peer
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.settings import Settings
-from kvbaton.runtime.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport, MatchState
-from kvbaton.runtime.epochs import EpochTable
-from kvbaton.runtime.loop import NodeLoop
-from kvbaton.runtime.node import Node
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.transport import DeviceTransport
 from kvbaton.transports.cuda.cuda_driver import Gpu

@@ -20,15 +20,15 @@ import msgspec
 from kvbaton.control import keys
 from kvbaton.control.key_room import key_room
 from kvbaton.control.zmq import ZmqControl
+from kvbaton.node.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport, MatchState
+from kvbaton.node.epochs import EpochTable
+from kvbaton.node.node import Node
+from kvbaton.node.node_loop import NodeLoop
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId, rank_peer
 from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Rank, Share, places, planes
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.settings import Settings
-from kvbaton.runtime.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport, MatchState
-from kvbaton.runtime.epochs import EpochTable
-from kvbaton.runtime.loop import NodeLoop
-from kvbaton.runtime.node import Node
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import HostTransport
 from kvbaton.transports.shm.shm_transport import ShmTransport

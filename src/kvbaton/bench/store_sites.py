@@ -24,7 +24,7 @@ import msgspec
 
 from kvbaton.control import keys
 from kvbaton.control.key_room import key_room
-from kvbaton.runtime.store_places import opener, store_place
+from kvbaton.ranks.store_address import opener, store_place
 from kvbaton.store.base import Backend
 from kvbaton.store.mooncake import MooncakeBackend, MooncakeSettings
 

@@ -24,7 +24,7 @@ from kvbaton.cli.limits import raise_file_limit
 from kvbaton.control.keys import load
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.privileges import Act, may
-from kvbaton.runtime.store_places import STORE_NAME, bytes_of
+from kvbaton.ranks.store_address import STORE_NAME, bytes_of
 from kvbaton.store.disk import DiskError, DiskTier
 from kvbaton.store.line_server import LineServer
 from kvbaton.store.memory import MemoryBackend

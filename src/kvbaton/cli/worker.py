@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     options = options_of(args)
     options = msgspec.structs.replace(options, otlp_endpoint=traces.endpoint_of(options.otlp_endpoint, os.environ))
     raise_file_limit()
-    logging.getLogger("kvbaton.runtime.node").setLevel(logging.INFO)  # which data plane each pair takes
+    logging.getLogger("kvbaton.node.node").setLevel(logging.INFO)  # which data plane each pair takes
     if args.stop_on_eof:
         threading.Thread(target=_stop_on_eof, name="kvbaton-parent", daemon=True).start()
     engine = importlib.import_module("kvbaton.engine.worker")

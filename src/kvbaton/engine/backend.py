@@ -19,9 +19,9 @@ from kvbaton.engine.engine import Engine
 from kvbaton.engine.request import EngineRequest, FullError, Output, RejectedError, Sampling, Status
 from kvbaton.engine.server import Finished, RefusedError, Token
 from kvbaton.engine.server_plan import GenerateRequest, ModelCard
+from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import RequestId
-from kvbaton.runtime.doorway import Doorway
 
 log = logging.getLogger(__name__)
 

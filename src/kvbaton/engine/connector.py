@@ -18,13 +18,13 @@ from kvbaton.engine.hooks import BlockIds, Chunk, Load, LoadReport, Match, Nothi
 from kvbaton.engine.kv_layout import content_digest
 from kvbaton.engine.request import EngineRequest, Status
 from kvbaton.engine.storing import Fetched, Storing
+from kvbaton.node.doorway import Doorway, DropBlocks, MatchState, UnpinBlocks
+from kvbaton.node.doorway import LoadReport as RankReport
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import NO_BLOCK
 from kvbaton.protocol.ids import LeaseId, RequestId
 from kvbaton.protocol.progress import GroupProgress, whole
-from kvbaton.runtime.doorway import Doorway, DropBlocks, MatchState, UnpinBlocks
-from kvbaton.runtime.doorway import LoadReport as RankReport
 
 
 @dataclass(slots=True)

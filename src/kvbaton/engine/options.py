@@ -16,7 +16,7 @@ from kvbaton.control.moriio import FORGET_S
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
 from kvbaton.protocol.numbers import DURATION_S_MIN, TERM_S_MAX
 from kvbaton.protocol.settings import LEASE_S_MIN
-from kvbaton.runtime.store_places import store_place
+from kvbaton.ranks.store_address import store_place
 from kvbaton.sealed.policy import ENCRYPT, Encrypt
 from kvbaton.tracing.export import traces_url
 from kvbaton.transports import catalogue

@@ -18,12 +18,12 @@ from kvbaton.control.keys import Keyring
 from kvbaton.engine.hooks import Connector
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.engine.storing import Storing
+from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.layout import EngineLayout
-from kvbaton.runtime.doorway import Doorway
-from kvbaton.runtime.rank_shelf import LocalShelf
-from kvbaton.runtime.rank_values import NotStorable, rank_values
-from kvbaton.runtime.shelf import Shelf, ShelfSettings
-from kvbaton.runtime.store_places import opener, store_place
+from kvbaton.ranks.engine_store import Shelf, ShelfSettings
+from kvbaton.ranks.rank_store import LocalShelf
+from kvbaton.ranks.rank_values import NotStorable, rank_values
+from kvbaton.ranks.store_address import opener, store_place
 from kvbaton.store.base import Backend
 
 GET_PER_LOOKUP = 5.0

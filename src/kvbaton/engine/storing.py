@@ -16,10 +16,10 @@ import msgspec
 
 from kvbaton.engine.cache import BlockPool
 from kvbaton.engine.request import EngineRequest
+from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.content import Content
 from kvbaton.protocol.ids import RequestId
-from kvbaton.runtime.doorway import Doorway
-from kvbaton.runtime.shelf import AskId, Shelf
+from kvbaton.ranks.engine_store import AskId, Shelf
 from kvbaton.store.keys import chain
 
 LATE_S = 1.0

@@ -44,19 +44,19 @@ from kvbaton.engine.server import worker_app
 from kvbaton.engine.store_access import StoreAccess, open_store
 from kvbaton.engine.storing import NO_STATS
 from kvbaton.metrics import node as node_figures
+from kvbaton.node.doorway import Doorway, DoorwayConfig
+from kvbaton.node.epochs import EpochTable
+from kvbaton.node.key_renewal import renewed_keys
+from kvbaton.node.node import Node
+from kvbaton.node.node_loop import NodeLoop
+from kvbaton.node.observation import Watch
+from kvbaton.node.ticket_discard import discarded
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.events import Departed, DrainStarted
 from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId, rank_peer
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.settings import Settings
-from kvbaton.runtime.discarding import discarded
-from kvbaton.runtime.doorway import Doorway, DoorwayConfig
-from kvbaton.runtime.epochs import EpochTable
-from kvbaton.runtime.loop import NodeLoop
-from kvbaton.runtime.node import Node
-from kvbaton.runtime.renewing import renewed_keys
-from kvbaton.runtime.watching import Watch
 from kvbaton.tracing.export import of_worker
 from kvbaton.transports import catalogue
 from kvbaton.transports.core.shared_memory import Region, allocate

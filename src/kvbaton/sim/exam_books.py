@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from typing import Any
 
+from kvbaton.node.epochs import UNTOLD, EpochTable
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, Reader, ReservationId, WorkerId
@@ -19,7 +20,6 @@ from kvbaton.protocol.quotas import BUCKETS_MAX, Buckets, Held, PerPeer
 from kvbaton.protocol.shunned import SHUNNED_MAX, Shunned
 from kvbaton.protocol.table import Table, Verdict
 from kvbaton.protocol.writer import Revocations
-from kvbaton.runtime.epochs import UNTOLD, EpochTable
 from kvbaton.sim.exam import Question, same
 
 ROUNDS = 40

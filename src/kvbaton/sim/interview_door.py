@@ -5,12 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.events import NO_BLOCK
-from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, PutId, RequestId, TransferId, WorkerId
-from kvbaton.protocol.progress import GroupProgress, whole
-from kvbaton.protocol.ticket import Ticket, seal, unseal
-from kvbaton.runtime.doorway import (
+from kvbaton.node.doorway import (
     Doorway,
     DoorwayConfig,
     DropBlocks,
@@ -19,7 +14,12 @@ from kvbaton.runtime.doorway import (
     MatchState,
     UnpinBlocks,
 )  # fmt: skip
-from kvbaton.runtime.epochs import EpochTable
+from kvbaton.node.epochs import EpochTable
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.events import NO_BLOCK
+from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, PutId, RequestId, TransferId, WorkerId
+from kvbaton.protocol.progress import GroupProgress, whole
+from kvbaton.protocol.ticket import Ticket, seal, unseal
 from kvbaton.sim.exam import Question, refused, same
 from kvbaton.sim.interview import DIGEST, KEY, ev, fx, handoff
 

@@ -7,11 +7,11 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
+from kvbaton.node.doorway import Doorway, DoorwayConfig
+from kvbaton.node.epochs import EpochTable
+from kvbaton.node.node import AGAIN_S, Node
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, PutId, WorkerId, rank_peer
-from kvbaton.runtime.doorway import Doorway, DoorwayConfig
-from kvbaton.runtime.epochs import EpochTable
-from kvbaton.runtime.node import AGAIN_S, Node
 from kvbaton.sim.exam import Question, same
 from kvbaton.sim.exam_cards import base, identity
 from kvbaton.sim.interview import KEY, ev, fx, m

@@ -12,6 +12,11 @@ from itertools import pairwise
 import msgspec
 
 from kvbaton.flight.recorder import Recorder
+from kvbaton.node.doorway import Doorway, DoorwayConfig
+from kvbaton.node.epochs import EpochTable
+from kvbaton.node.node import Node, Rank
+from kvbaton.node.ports import StorePort
+from kvbaton.node.ticket_discard import discarded
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.effects import Effect, Unpin
 from kvbaton.protocol.errors import Reason
@@ -28,11 +33,6 @@ from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.messages import ALL_FEATURES
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.versions import SPOKEN, Versions
-from kvbaton.runtime.discarding import discarded
-from kvbaton.runtime.doorway import Doorway, DoorwayConfig
-from kvbaton.runtime.epochs import EpochTable
-from kvbaton.runtime.node import Node, Rank
-from kvbaton.runtime.ports import StorePort
 from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import Network, SimControl

@@ -11,6 +11,9 @@ import base64
 import contextlib
 from typing import Any
 
+from kvbaton.node import doorway
+from kvbaton.node.epochs import EpochTable
+from kvbaton.node.node import Node
 from kvbaton.protocol import consumer, intake, lease, links, producer, puts, sessions, ticket, writer
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
@@ -25,9 +28,6 @@ from kvbaton.protocol.outlet import OutletState
 from kvbaton.protocol.progress import nothing, whole
 from kvbaton.protocol.readiness import complete
 from kvbaton.protocol.spans import Side
-from kvbaton.runtime import doorway
-from kvbaton.runtime.epochs import EpochTable
-from kvbaton.runtime.node import Node
 from kvbaton.sim import engine as sim_engine
 from kvbaton.sim import request as sim_request
 from kvbaton.sim.mutants_checkers import CHECKER_MUTANTS

@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.node import node
+from kvbaton.node.doorway import Doorway
 from kvbaton.protocol import consumer, desk, ledger, links, producer, sessions
 from kvbaton.protocol.effects import UnpinPut
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.messages import Commit, Written
 from kvbaton.protocol.puts import Puts
 from kvbaton.protocol.shunned import Shunned
-from kvbaton.runtime import node
-from kvbaton.runtime.doorway import Doorway
 from kvbaton.sim.mutation import Mutant, swap
 
 FOR_EVER_S = 1e6

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
+from kvbaton.node.doorway import Doorway
 from kvbaton.protocol import layout, ledger, spans
 from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.codec import read
@@ -26,7 +27,6 @@ from kvbaton.protocol.producer import Producer
 from kvbaton.protocol.quotas import Buckets
 from kvbaton.protocol.sessions import Sessions
 from kvbaton.protocol.writer import Writer
-from kvbaton.runtime.doorway import Doorway
 from kvbaton.sim.mutation import Mutant, Switch, both, swap
 from kvbaton.sim.transport import SimTransport
 from kvbaton.transports.core.loans import Loans

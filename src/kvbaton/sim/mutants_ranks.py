@@ -12,18 +12,18 @@ import msgspec
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.ids import PeerId
-from kvbaton.runtime import rank_link, rank_planes
-from kvbaton.runtime.rank_endpoints import Endpoints
-from kvbaton.runtime.rank_host import RankHost
-from kvbaton.runtime.rank_link import RankLink
-from kvbaton.runtime.rank_messages import Cancel, Submit
-from kvbaton.runtime.rank_planes import HostedPlane
-from kvbaton.runtime.rank_store_host import HostedShelf
-from kvbaton.runtime.rank_store_link import RemoteShelf
-from kvbaton.runtime.rank_store_messages import ShelfLookup
-from kvbaton.runtime.rank_stream import Envelope, Stream
-from kvbaton.runtime.rank_transport import RemoteTransport
-from kvbaton.runtime.rank_values import RankValues
+from kvbaton.ranks import rank_link, rank_planes
+from kvbaton.ranks.rank_endpoints import Endpoints
+from kvbaton.ranks.rank_host import RankHost
+from kvbaton.ranks.rank_link import RankLink
+from kvbaton.ranks.rank_messages import Cancel, Submit
+from kvbaton.ranks.rank_planes import HostedPlane
+from kvbaton.ranks.rank_store_host import HostedShelf
+from kvbaton.ranks.rank_store_link import RemoteShelf
+from kvbaton.ranks.rank_store_messages import ShelfLookup
+from kvbaton.ranks.rank_stream import Envelope, Stream
+from kvbaton.ranks.rank_transport import RemoteTransport
+from kvbaton.ranks.rank_values import RankValues
 from kvbaton.sim.mutation import Mutant, both, swap
 
 _envelopes = msgspec.msgpack.Decoder(Envelope)

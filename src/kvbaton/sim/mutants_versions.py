@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvbaton.node import node
 from kvbaton.protocol import sessions
 from kvbaton.protocol.versions import SPOKEN
-from kvbaton.runtime import node
 from kvbaton.sim.mutation import Mutant, swap
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.node import doorway, node
+from kvbaton.node.doorway import Doorway
+from kvbaton.node.epochs import EpochTable
 from kvbaton.protocol import lease, producer
 from kvbaton.protocol.consumer import Consumer
 from kvbaton.protocol.effects import UnpinPut
 from kvbaton.protocol.messages import Feature
 from kvbaton.protocol.producer import Producer
 from kvbaton.protocol.puts import Puts
-from kvbaton.runtime import doorway, node
-from kvbaton.runtime.doorway import Doorway
-from kvbaton.runtime.epochs import EpochTable
 from kvbaton.sim.mutation import Mutant, swap
 
 

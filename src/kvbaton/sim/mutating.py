@@ -30,7 +30,7 @@ from typing import Any, TypeGuard
 import msgspec
 
 import kvbaton.protocol
-import kvbaton.runtime
+import kvbaton.ranks
 from kvbaton.protocol.table import Table
 from kvbaton.sim.operators import Edit, Function, Signatures, edits
 
@@ -43,18 +43,18 @@ TELLS_ONLY = frozenset({"__repr__", "__str__", "Intake.ended", "Doorway.put_bloc
 def core() -> tuple[str, ...]:
     """What decides: the whole protocol, and the three modules that carry it out."""
     protocol = sorted(each.name for each in pkgutil.iter_modules(kvbaton.protocol.__path__))
-    return (*(f"protocol.{name}" for name in protocol), "runtime.node", "runtime.doorway", "runtime.epochs")
+    return (*(f"protocol.{name}" for name in protocol), "node.node", "node.doorway", "node.epochs")
 
 
 _CARRIED = "sockets and threads, which decide nothing: a world has a carrier of its own in their place"
-SOCKETS = {"runtime.rank_dialling": _CARRIED, "runtime.rank_sockets": _CARRIED}
+SOCKETS = {"ranks.rank_dialling": _CARRIED, "ranks.rank_sockets": _CARRIED}
 """What no world can run, and why; tests/runtime/test_rank_*.py do."""
 
 
 def ranks() -> tuple[str, ...]:
     """Rank links: what stands between a node and data planes in other processes, but for the sockets themselves."""
-    names = sorted(f"runtime.{each.name}" for each in pkgutil.iter_modules(kvbaton.runtime.__path__))
-    return tuple(name for name in names if name.startswith("runtime.rank_") and name not in SOCKETS)
+    names = sorted(f"ranks.{each.name}" for each in pkgutil.iter_modules(kvbaton.ranks.__path__))
+    return tuple(name for name in names if name.startswith("ranks.rank_") and name not in SOCKETS)
 
 
 class Place(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvbaton.runtime.doorway import Doorway
+from kvbaton.node.doorway import Doorway
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.promises import LEAK, Broken
 from kvbaton.sim.request import SimRequest

@@ -19,13 +19,13 @@ import msgspec
 from kvbaton.control.looping import Sleeper
 from kvbaton.protocol.ids import LeaseId
 from kvbaton.protocol.progress import Progress, whole
-from kvbaton.runtime import rank_host
-from kvbaton.runtime import rank_messages as said
-from kvbaton.runtime.rank_carrying import Carrier, Clock
-from kvbaton.runtime.rank_host import _HERE, LEASES_MAX, REFUSALS_S, STOP_S, RankHost, host_of
-from kvbaton.runtime.rank_store_messages import ShelfAsk, ShelfCancel, ShelfCommand, ShelfOpen
-from kvbaton.runtime.rank_stream import Stream
-from kvbaton.runtime.shelves import RankShelf
+from kvbaton.ranks import rank_host
+from kvbaton.ranks import rank_messages as said
+from kvbaton.ranks.rank_carrying import Carrier, Clock
+from kvbaton.ranks.rank_host import _HERE, LEASES_MAX, REFUSALS_S, STOP_S, RankHost, host_of
+from kvbaton.ranks.rank_store_messages import ShelfAsk, ShelfCancel, ShelfCommand, ShelfOpen
+from kvbaton.ranks.rank_stream import Stream
+from kvbaton.ranks.store_interface import RankShelf
 from kvbaton.sim.rank_bench import Raised, listened, outcome, same, worth
 from kvbaton.sim.rank_bench_plane import WAITING_MAX, PlaneModel, Scripted, any_commands, script
 from kvbaton.sim.rank_bench_port import Waiting

@@ -20,16 +20,16 @@ from kvbaton.metrics.node import data_refused
 from kvbaton.protocol.events import LeaseProgressed
 from kvbaton.protocol.ids import JobId, LeaseId, rank_peer
 from kvbaton.protocol.progress import whole
-from kvbaton.runtime import rank_link
-from kvbaton.runtime import rank_messages as said
-from kvbaton.runtime import rank_store_messages as store
-from kvbaton.runtime.rank_carrying import Carrier
-from kvbaton.runtime.rank_host import _HERE, RankHost
-from kvbaton.runtime.rank_link import LEASES_MAX, RankLink, RankLinks
-from kvbaton.runtime.rank_store_link import RemoteShelf
-from kvbaton.runtime.rank_stream import Stream
-from kvbaton.runtime.rank_transport import RemoteTransport
-from kvbaton.runtime.shelves import RankShelf
+from kvbaton.ranks import rank_link
+from kvbaton.ranks import rank_messages as said
+from kvbaton.ranks import rank_store_messages as store
+from kvbaton.ranks.rank_carrying import Carrier
+from kvbaton.ranks.rank_host import _HERE, RankHost
+from kvbaton.ranks.rank_link import LEASES_MAX, RankLink, RankLinks
+from kvbaton.ranks.rank_store_link import RemoteShelf
+from kvbaton.ranks.rank_stream import Stream
+from kvbaton.ranks.rank_transport import RemoteTransport
+from kvbaton.ranks.store_interface import RankShelf
 from kvbaton.sim.rank_bench import ANYTHING, PEERS, Raised, listened, outcome, same, worth
 from kvbaton.sim.rank_bench_host import BAD, NOTHING, StubCarrier, StubStream
 from kvbaton.sim.rank_bench_plane import Scripted

@@ -23,8 +23,8 @@ from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId
 from kvbaton.protocol.spans import SPANS_MAX
 from kvbaton.protocol.weave import Weave
-from kvbaton.runtime import rank_messages as said
-from kvbaton.runtime import rank_store_messages as shelf
+from kvbaton.ranks import rank_messages as said
+from kvbaton.ranks import rank_store_messages as shelf
 from kvbaton.sim.rank_bench import PEERS, Raised, outcome, same
 from kvbaton.store.base import OrderEnded, OrderId
 from kvbaton.store.keys import HASH_BYTES

@@ -18,9 +18,9 @@ import msgspec
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.runtime import rank_messages as said
-from kvbaton.runtime import rank_planes
-from kvbaton.runtime.rank_planes import AGAIN_MAX, AGAIN_S, HostedPlane
+from kvbaton.ranks import rank_messages as said
+from kvbaton.ranks import rank_planes
+from kvbaton.ranks.rank_planes import AGAIN_MAX, AGAIN_S, HostedPlane
 from kvbaton.sim.rank_bench import ANYTHING, PEERS, listened, same, worth
 from kvbaton.sim.rank_bench_messages import _facts, any_copy
 from kvbaton.sim.transport import TCP

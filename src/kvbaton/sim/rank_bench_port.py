@@ -19,11 +19,11 @@ import msgspec
 from kvbaton.protocol.effects import Copy, DeviceEvent, Direction, Loan
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.runtime import rank_messages as said
-from kvbaton.runtime import rank_transport
-from kvbaton.runtime.rank_carrying import Arrival
-from kvbaton.runtime.rank_endpoints import ENDPOINT_WAIT_S
-from kvbaton.runtime.rank_transport import RESTLESS_MAX, RemoteTransport
+from kvbaton.ranks import rank_messages as said
+from kvbaton.ranks import rank_transport
+from kvbaton.ranks.rank_carrying import Arrival
+from kvbaton.ranks.rank_endpoints import ENDPOINT_WAIT_S
+from kvbaton.ranks.rank_transport import RESTLESS_MAX, RemoteTransport
 from kvbaton.sim.rank_bench import ANYTHING, PEERS, Raised, listened, outcome, same, worth
 from kvbaton.sim.rank_bench_messages import any_copy
 from kvbaton.sim.transport import CMA, RDMA, SHM, TCP

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.runtime import rank_store_host
-from kvbaton.runtime import rank_store_messages as said
-from kvbaton.runtime.rank_store_host import HostedShelf
-from kvbaton.runtime.shelves import RankShelf
+from kvbaton.ranks import rank_store_host
+from kvbaton.ranks import rank_store_messages as said
+from kvbaton.ranks.rank_store_host import HostedShelf
+from kvbaton.ranks.store_interface import RankShelf
 from kvbaton.sim.rank_bench import ANYTHING, listened, same, worth
 from kvbaton.sim.world import InjectedFault
 from kvbaton.store.base import OrderEnded, OrderId

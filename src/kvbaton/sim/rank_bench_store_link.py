@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import cast
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.runtime import rank_store_messages as said
-from kvbaton.runtime.rank_store_link import RemoteShelf
-from kvbaton.runtime.shelves import RankShelf
+from kvbaton.ranks import rank_store_messages as said
+from kvbaton.ranks.rank_store_link import RemoteShelf
+from kvbaton.ranks.store_interface import RankShelf
 from kvbaton.sim.rank_bench import ANYTHING, Raised, outcome, same
 from kvbaton.sim.rank_bench_store import COMPAT, ORDERS, any_order
 from kvbaton.store.base import OrderEnded, OrderId

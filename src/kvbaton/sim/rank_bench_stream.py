@@ -16,7 +16,7 @@ from collections import Counter
 
 import msgspec
 
-from kvbaton.runtime.rank_stream import ANSWER_BYTES, RESEND_S, Envelope, Stream
+from kvbaton.ranks.rank_stream import ANSWER_BYTES, RESEND_S, Envelope, Stream
 from kvbaton.sim.rank_bench import Raised, outcome, same
 
 STEPS = 70

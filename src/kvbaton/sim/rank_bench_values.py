@@ -17,8 +17,8 @@ import msgspec
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share, cell_axes
-from kvbaton.runtime import rank_shelf, rank_values
-from kvbaton.runtime.rank_values import NotStorable, RankValues
+from kvbaton.ranks import rank_store, rank_values
+from kvbaton.ranks.rank_values import NotStorable, RankValues
 from kvbaton.sim.rank_bench import ANYTHING, Raised, outcome, replaced, same
 from kvbaton.store.base import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
 from kvbaton.store.keys import HASH_BYTES, VALUE_BYTES_MAX, prefix
@@ -341,7 +341,7 @@ def bench_shelf(rng: random.Random) -> None:
     _rest_of_shelf(rng, shelf, kept)
 
 
-def _made(rng: random.Random, values: RankValues, regions: Sequence[memoryview]) -> tuple[rank_shelf.LocalShelf, _Kept]:
+def _made(rng: random.Random, values: RankValues, regions: Sequence[memoryview]) -> tuple[rank_store.LocalShelf, _Kept]:
     backend = cast(Backend, object())
     settings = StoreSettings(value_bytes_max=1) if rng.random() < 0.3 else None
     expected = settings if settings is not None else _settings(values.space.value_bytes)
@@ -353,14 +353,14 @@ def _made(rng: random.Random, values: RankValues, regions: Sequence[memoryview])
         return made[-1]
 
     if rng.random() < 0.5:
-        shelf = rank_shelf.LocalShelf(backend, values, regions, settings, owned=owned, keep=cast(Any, keep))
+        shelf = rank_store.LocalShelf(backend, values, regions, settings, owned=owned, keep=cast(Any, keep))
         same("a store that others make", made[0].made, (backend, expected, None))
     else:
-        with replaced(rank_shelf, KeptStore=keep):
-            shelf = rank_shelf.LocalShelf(backend, values, regions, settings, owned=owned)
+        with replaced(rank_store, KeptStore=keep):
+            shelf = rank_store.LocalShelf(backend, values, regions, settings, owned=owned)
         same("the store of a shelf", made[0].made, (backend, expected, owned))
     size = rng.choice((1, SLOT_BYTES // 64, SLOT_BYTES // 64 + 1, SLOT_BYTES // 3, SLOT_BYTES, SLOT_BYTES + 1))
-    same("the bounds of a shelf", rank_shelf.shelf_settings(size), _settings(size))
+    same("the bounds of a shelf", rank_store.shelf_settings(size), _settings(size))
     return shelf, made[0]
 
 
@@ -370,7 +370,7 @@ def _settings(size: int) -> StoreSettings:
     return StoreSettings(value_bytes_max=size, values_per_call_max=fit, close_s=1.0)
 
 
-def _rest_of_shelf(rng: random.Random, shelf: rank_shelf.LocalShelf, kept: _Kept) -> None:
+def _rest_of_shelf(rng: random.Random, shelf: rank_store.LocalShelf, kept: _Kept) -> None:
     kept.calls.clear()
     order = OrderId(rng.randrange(9))
     shelf.cancel(order)

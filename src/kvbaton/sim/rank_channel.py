@@ -1,6 +1,6 @@
 """What carries rank links in the simulator: a seeded channel for each rank, and turns by the world's clock.
 
-Implements `runtime.rank_carrying`, so both ends are production code: `RankLinks` in the engine's process, `RankHost` in
+Implements `ranks.rank_carrying`, so both ends are production code: `RankLinks` in the engine's process, `RankHost` in
 the rank's, each on a loop of its own.
 
 Laws: frames of one connection arrive in order, or not at all. A connection that breaks takes along what was on its way;
@@ -22,9 +22,9 @@ from typing import TypeVar
 import msgspec
 
 from kvbaton.control.looping import Sleeper
-from kvbaton.runtime.rank_carrying import Clock
-from kvbaton.runtime.rank_messages import RankInvitation
-from kvbaton.runtime.rank_stream import Envelope
+from kvbaton.ranks.rank_carrying import Clock
+from kvbaton.ranks.rank_messages import RankInvitation
+from kvbaton.ranks.rank_stream import Envelope
 from kvbaton.sim.promises import DEATH, Broken
 from kvbaton.sim.world import World
 

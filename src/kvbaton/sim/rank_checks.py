@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvbaton.runtime.rank_messages import table_bytes
-from kvbaton.runtime.rank_store_messages import ShelfLookup
-from kvbaton.runtime.rank_transport import RemoteTransport
+from kvbaton.ranks.rank_messages import table_bytes
+from kvbaton.ranks.rank_store_messages import ShelfLookup
+from kvbaton.ranks.rank_transport import RemoteTransport
 from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, STRANGER, Broken
 
 if TYPE_CHECKING:

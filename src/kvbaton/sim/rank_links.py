@@ -20,15 +20,15 @@ import msgspec
 
 from kvbaton.protocol.ids import JobId, LeaseId, PeerId
 from kvbaton.protocol.progress import Progress
-from kvbaton.runtime import rank_host
-from kvbaton.runtime.rank_carrying import Clock
-from kvbaton.runtime.rank_host import RankHost
-from kvbaton.runtime.rank_link import LEASES_MAX, RankLinks
-from kvbaton.runtime.rank_messages import SPAN_BYTES, Disconnect, RankInvitation
-from kvbaton.runtime.rank_planes import WAITING_MAX
-from kvbaton.runtime.rank_store_messages import ORDERS_MAX, ShelfAsk
-from kvbaton.runtime.rank_stream import Stream
-from kvbaton.runtime.rank_transport import COMMANDS_MAX, RemoteTransport
+from kvbaton.ranks import rank_host
+from kvbaton.ranks.rank_carrying import Clock
+from kvbaton.ranks.rank_host import RankHost
+from kvbaton.ranks.rank_link import LEASES_MAX, RankLinks
+from kvbaton.ranks.rank_messages import SPAN_BYTES, Disconnect, RankInvitation
+from kvbaton.ranks.rank_planes import WAITING_MAX
+from kvbaton.ranks.rank_store_messages import ORDERS_MAX, ShelfAsk
+from kvbaton.ranks.rank_stream import Stream
+from kvbaton.ranks.rank_transport import COMMANDS_MAX, RemoteTransport
 from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.promises import STRANGER, Broken
 from kvbaton.sim.rank_channel import ChannelFaults, SimCarrier, SimProcess

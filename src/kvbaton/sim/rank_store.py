@@ -20,13 +20,13 @@ import msgspec
 
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.layout import EngineLayout
-from kvbaton.runtime.rank_carrying import Clock
-from kvbaton.runtime.rank_shelf import LocalShelf, shelf_settings
-from kvbaton.runtime.rank_store_host import MakeShelf
-from kvbaton.runtime.rank_store_link import RemoteShelf
-from kvbaton.runtime.rank_values import rank_values
-from kvbaton.runtime.shelf import AskId, Shelf, ShelfSettings, Told
-from kvbaton.runtime.shelves import RankShelf
+from kvbaton.ranks.engine_store import AskId, Shelf, ShelfSettings, Told
+from kvbaton.ranks.rank_carrying import Clock
+from kvbaton.ranks.rank_store import LocalShelf, shelf_settings
+from kvbaton.ranks.rank_store_host import MakeShelf
+from kvbaton.ranks.rank_store_link import RemoteShelf
+from kvbaton.ranks.rank_values import rank_values
+from kvbaton.ranks.store_interface import RankShelf
 from kvbaton.sim.device import Device
 from kvbaton.sim.fetching import Fetch, Fetching
 from kvbaton.sim.pool import Pool

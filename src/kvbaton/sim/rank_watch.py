@@ -15,7 +15,7 @@ from typing import Any
 
 from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.runtime.rank_transport import RemoteTransport
+from kvbaton.ranks.rank_transport import RemoteTransport
 from kvbaton.sim.promises import HANG, LEAK, WRONG, Broken
 from kvbaton.sim.rank_channel import SimCarrier
 from kvbaton.sim.transport import SimTransport, read_endpoint

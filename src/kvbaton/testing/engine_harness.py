@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
+from kvbaton.node.doorway import Doorway, DoorwayConfig
+from kvbaton.node.epochs import EpochTable
+from kvbaton.node.node import Node
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.effects import Copy
@@ -22,9 +25,6 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId, RequestId, Transfer
 from kvbaton.protocol.layout import EngineLayout
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.settings import Settings
-from kvbaton.runtime.doorway import Doorway, DoorwayConfig
-from kvbaton.runtime.epochs import EpochTable
-from kvbaton.runtime.node import Node
 from kvbaton.transports.core.transport import TransportEvent
 
 TICK_S = 0.01

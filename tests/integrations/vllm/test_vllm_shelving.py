@@ -19,9 +19,9 @@ from kvbaton.integrations.vllm.second_loads import SecondLoads
 from kvbaton.integrations.vllm.settings import ConnectorSettings
 from kvbaton.integrations.vllm.shelving import keyring_of, rank_identity, rank_shelf
 from kvbaton.protocol.layout import Cell, Kind, Place, Plane
-from kvbaton.runtime import device_shelf
-from kvbaton.runtime.device_shelf import DeviceShelf
-from kvbaton.runtime.shelves import RankShelf
+from kvbaton.ranks import device_store
+from kvbaton.ranks.device_store import DeviceShelf
+from kvbaton.ranks.store_interface import RankShelf
 from kvbaton.store.base import OrderEnded, OrderId
 from kvbaton.store.line_server import LineServer
 from kvbaton.store.memory import MemoryBackend
@@ -168,7 +168,7 @@ def test_caches_of_a_device_and_of_the_host_share_a_store(
 
 
 def test_a_block_that_no_slot_holds_is_refused_at_start(key_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_shelf, "SLOT_BYTES", range(1, 2 * BLOCK_BYTES))
+    monkeypatch.setattr(device_store, "SLOT_BYTES", range(1, 2 * BLOCK_BYTES))
     settings = settings_for(key_directory, "tcp://127.0.0.1:9")
     with pytest.raises(ValueError, match=r"extra_config\.store: a block has 128 bytes"):
         rank_shelf(settings, facts(), 0, 1, [DeviceMemory(4096, 1024)])

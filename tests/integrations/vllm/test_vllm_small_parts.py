@@ -17,8 +17,8 @@ from kvbaton.integrations.vllm.content import handed_position
 from kvbaton.integrations.vllm.pool import PinnedPool
 from kvbaton.integrations.vllm.presence import AddressBook
 from kvbaton.integrations.vllm.tables import Grouping, real
+from kvbaton.node.epochs import UNTOLD, EpochTable
 from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind
-from kvbaton.runtime.epochs import UNTOLD, EpochTable
 
 
 class FakePool:

@@ -25,11 +25,11 @@ from kvbaton.integrations.vllm.pool import PinnedPool
 from kvbaton.integrations.vllm.room import Room
 from kvbaton.integrations.vllm.step import Verdict
 from kvbaton.integrations.vllm.tables import Grouping, Tables, real
+from kvbaton.node.doorway import Doorway, LoadReport, MatchState
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.ids import RequestId
-from kvbaton.runtime.doorway import Doorway, LoadReport, MatchState
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvbaton.codes.saying import worth_saying
-from kvbaton.runtime.epochs import EpochTable
+from kvbaton.node.epochs import EpochTable
 
 log = logging.getLogger(__name__)
 

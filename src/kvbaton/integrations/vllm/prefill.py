@@ -17,11 +17,11 @@ from kvbaton.integrations.vllm.params import Source
 from kvbaton.integrations.vllm.pool import PinnedPool
 from kvbaton.integrations.vllm.step import Leaving
 from kvbaton.integrations.vllm.tables import Grouping, Tables, real
+from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.ids import LeaseId, RequestId
 from kvbaton.protocol.progress import whole
-from kvbaton.runtime.doorway import Doorway
 
 
 @dataclass(slots=True)

@@ -30,22 +30,22 @@ from kvbaton.control.registry.messages import DirectoryEntry, Registration
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.integrations.vllm.draining import DrainWatch, ledger_holds
 from kvbaton.integrations.vllm.settings import ConnectorSettings
+from kvbaton.node.doorway import Doorway, DoorwayConfig
+from kvbaton.node.epochs import EpochTable
+from kvbaton.node.key_renewal import renewed_keys
+from kvbaton.node.node import Node
+from kvbaton.node.node_loop import NodeLoop
+from kvbaton.node.observation import Watch, dump_on_signal
+from kvbaton.node.ticket_discard import discarded
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.events import Departed
 from kvbaton.protocol.ids import Incarnation, PeerId, TransferId, WorkerId
 from kvbaton.protocol.layout import EngineLayout
 from kvbaton.protocol.ledger import Ledger
-from kvbaton.runtime.discarding import discarded
-from kvbaton.runtime.doorway import Doorway, DoorwayConfig
-from kvbaton.runtime.epochs import EpochTable
-from kvbaton.runtime.loop import NodeLoop
-from kvbaton.runtime.node import Node
-from kvbaton.runtime.rank_link import RankLinks
-from kvbaton.runtime.rank_messages import RankInvitation
-from kvbaton.runtime.renewing import renewed_keys
-from kvbaton.runtime.shelf import Shelf
-from kvbaton.runtime.watching import Watch, dump_on_signal
+from kvbaton.ranks.engine_store import Shelf
+from kvbaton.ranks.rank_link import RankLinks
+from kvbaton.ranks.rank_messages import RankInvitation
 from kvbaton.tracing.export import SpanExport, of_worker
 
 log = logging.getLogger(__name__)

@@ -41,10 +41,10 @@ from kvbaton.integrations.vllm.storing import Storing
 from kvbaton.integrations.vllm.tables import Grouping, Tables
 from kvbaton.integrations.vllm.tray import Tray
 from kvbaton.integrations.vllm.waiting import Waiting, status_aside
+from kvbaton.node.doorway import Doorway, DropBlocks, LoadReport, UnpinBlocks
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.runtime.doorway import Doorway, DropBlocks, LoadReport, UnpinBlocks
-from kvbaton.runtime.rank_messages import RankInvitation
+from kvbaton.ranks.rank_messages import RankInvitation
 
 log = logging.getLogger(__name__)
 

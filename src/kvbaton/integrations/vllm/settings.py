@@ -17,8 +17,8 @@ from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId, is_worker_id
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX
-from kvbaton.runtime.shelf import ShelfSettings
-from kvbaton.runtime.store_places import STORE_NAME, store_place
+from kvbaton.ranks.engine_store import ShelfSettings
+from kvbaton.ranks.store_address import STORE_NAME, store_place
 from kvbaton.sealed.policy import Encrypt
 from kvbaton.tracing.export import traces_url
 from kvbaton.transports import catalogue

@@ -16,12 +16,12 @@ from kvbaton.control.keys import TICKET_KEY_BYTES, Keyring, load
 from kvbaton.integrations.vllm.layout import RankFacts, engine_layout
 from kvbaton.integrations.vllm.settings import FIELD, ConnectorSettings
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.runtime.device_shelf import DeviceShelf, Shape
-from kvbaton.runtime.rank_shelf import LocalShelf
-from kvbaton.runtime.rank_store_host import MakeShelf
-from kvbaton.runtime.rank_values import NotStorable, rank_values
-from kvbaton.runtime.shelves import RankShelf
-from kvbaton.runtime.store_places import Served, opener, store_place
+from kvbaton.ranks.device_store import DeviceShelf, Shape
+from kvbaton.ranks.rank_store import LocalShelf
+from kvbaton.ranks.rank_store_host import MakeShelf
+from kvbaton.ranks.rank_values import NotStorable, rank_values
+from kvbaton.ranks.store_address import Served, opener, store_place
+from kvbaton.ranks.store_interface import RankShelf
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
 

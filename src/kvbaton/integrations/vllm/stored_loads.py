@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvbaton.integrations.vllm.pool import PinnedPool
 from kvbaton.integrations.vllm.step import Verdict
-from kvbaton.runtime.shelf import AskId, Shelf, Told
+from kvbaton.ranks.engine_store import AskId, Shelf, Told
 
 GRACE_S = 1.0
 """Beyond the store's own time-out, for the way there and back."""

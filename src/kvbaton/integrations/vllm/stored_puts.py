@@ -15,8 +15,8 @@ from typing import Any
 
 from kvbaton.integrations.vllm.pool import PinnedPool
 from kvbaton.integrations.vllm.tables import Grouping, Tables
+from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.events import NO_BLOCK
-from kvbaton.runtime.doorway import Doorway
 
 PINNED_SHARE = 0.5
 """Of the engine's blocks; a prompt beyond it is not put, which costs a miss later."""

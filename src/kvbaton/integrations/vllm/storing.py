@@ -28,8 +28,8 @@ from kvbaton.integrations.vllm.step import Verdict
 from kvbaton.integrations.vllm.stored_loads import GRACE_S, StoredLoads
 from kvbaton.integrations.vllm.stored_puts import Phase, Prompt, StoredPuts
 from kvbaton.integrations.vllm.tables import Grouping, Tables
-from kvbaton.runtime.doorway import Doorway
-from kvbaton.runtime.shelf import AskId, Shelf, Told
+from kvbaton.node.doorway import Doorway
+from kvbaton.ranks.engine_store import AskId, Shelf, Told
 from kvbaton.store.keys import chain
 
 LOOKUPS_MAX = 64

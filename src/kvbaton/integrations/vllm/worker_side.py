@@ -24,7 +24,7 @@ from kvbaton.integrations.vllm.shelving import rank_shelf
 from kvbaton.integrations.vllm.step import BatonStep, Leaving, RankCard, StepDone
 from kvbaton.protocol.ids import LeaseId
 from kvbaton.protocol.progress import GroupProgress
-from kvbaton.runtime.rank_host import RankHost
+from kvbaton.ranks.rank_host import RankHost
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from kvbaton.integrations.vllm.conformance.registry import MODES, case
 
 _BASE = "kvbaton.integrations.vllm"
 PIECES = (
-    "kvbaton.runtime.doorway",
-    "kvbaton.runtime.epochs",
+    "kvbaton.node.doorway",
+    "kvbaton.node.epochs",
     f"{_BASE}.content",
     f"{_BASE}.decode",
     f"{_BASE}.layout",
@@ -58,7 +58,7 @@ and vLLM's own release of blocks, which nobody can repeat safely without knowing
 
 
 _MAY_FAIL = frozenset(
-    {(f"{_BASE}.decode", "allocated"), (f"{_BASE}.storing", "allocated"), ("kvbaton.runtime.doorway", "allocated")}
+    {(f"{_BASE}.decode", "allocated"), (f"{_BASE}.storing", "allocated"), ("kvbaton.node.doorway", "allocated")}
 )
 
 

@@ -18,9 +18,9 @@ from kvbaton.integrations.vllm.conformance.lab import (
     router_ticket,
 )
 from kvbaton.integrations.vllm.conformance.registry import MODES, case
+from kvbaton.node.doorway import Doorway, LoadReport
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.ids import RequestId
-from kvbaton.runtime.doorway import Doorway, LoadReport
 
 
 @case(shape=tuple(SHAPES))

@@ -15,9 +15,9 @@ from typing import Any
 
 from kvbaton.control import keys
 from kvbaton.control.zmq import ZmqControl
-from kvbaton.runtime.rank_store_link import RemoteShelf
-from kvbaton.runtime.rank_store_messages import ShelfNews
-from kvbaton.runtime.store_places import STORE_NAME
+from kvbaton.ranks.rank_store_link import RemoteShelf
+from kvbaton.ranks.rank_store_messages import ShelfNews
+from kvbaton.ranks.store_address import STORE_NAME
 from kvbaton.store.line_client import LinedBackend
 from kvbaton.store.line_server import LineServer
 from kvbaton.store.memory import MemoryBackend

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from kvbaton.control.zmq import ZmqControl
-from kvbaton.runtime.rank_messages import ENGINE
+from kvbaton.ranks.rank_messages import ENGINE
 from kvbaton.transports.shm.shm_transport import ShmTransport
 from kvbaton.transports.tcp.tcp_transport import TcpTransport
 

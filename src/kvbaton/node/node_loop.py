@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from kvbaton.control.looping import LoopThread
+from kvbaton.node.node import Node
+from kvbaton.node.ports import ControlPort
 from kvbaton.protocol.events import Event
-from kvbaton.runtime.node import Node
-from kvbaton.runtime.ports import ControlPort
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from collections import Counter, deque
 import msgspec
 
 from kvbaton.control.base import Limits
-from kvbaton.runtime.rank_messages import FRAME_BYTES_MAX
+from kvbaton.ranks.rank_messages import FRAME_BYTES_MAX
 
 WINDOW_FRAMES_MAX = 1024
 QUEUED_MAX = 4 * WINDOW_FRAMES_MAX  # room for pings and for what is sent again

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.runtime.rank_values import RankValues
+from kvbaton.ranks.rank_values import RankValues
 from kvbaton.store.base import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pieces, Pins, Put, Store, StoreSettings
 from kvbaton.store.kept import KeptStore
 from kvbaton.store.keys import keys, prefix

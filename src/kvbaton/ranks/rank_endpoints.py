@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Callable
 
 from kvbaton.protocol.ids import PeerId
-from kvbaton.runtime.rank_carrying import Arrival
-from kvbaton.runtime.rank_messages import Minted, MintFailed
+from kvbaton.ranks.rank_carrying import Arrival
+from kvbaton.ranks.rank_messages import Minted, MintFailed
 
 ENDPOINT_WAIT_S = 0.5
 

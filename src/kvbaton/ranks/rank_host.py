@@ -31,8 +31,8 @@ import msgspec
 from kvbaton.codes.saying import worth_saying
 from kvbaton.protocol.ids import LeaseId
 from kvbaton.protocol.progress import Progress
-from kvbaton.runtime.rank_carrying import Carrier, Clock
-from kvbaton.runtime.rank_messages import (
+from kvbaton.ranks.rank_carrying import Carrier, Clock
+from kvbaton.ranks.rank_messages import (
     NEWS_BATCH_MAX,
     TRANSPORTS_MAX,
     News,
@@ -42,11 +42,11 @@ from kvbaton.runtime.rank_messages import (
     encode_news,
     rank_name,
 )
-from kvbaton.runtime.rank_planes import HostedPlane
-from kvbaton.runtime.rank_sockets import SOCKETS
-from kvbaton.runtime.rank_store_host import HostedShelf, MakeShelf
-from kvbaton.runtime.rank_store_messages import ShelfCommand
-from kvbaton.runtime.rank_stream import Stream
+from kvbaton.ranks.rank_planes import HostedPlane
+from kvbaton.ranks.rank_sockets import SOCKETS
+from kvbaton.ranks.rank_store_host import HostedShelf, MakeShelf
+from kvbaton.ranks.rank_store_messages import ShelfCommand
+from kvbaton.ranks.rank_stream import Stream
 from kvbaton.transports.core.transport import Transport
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from kvbaton.codes.saying import worth_saying
 from kvbaton.protocol.errors import Reason
-from kvbaton.runtime.rank_store_messages import (
+from kvbaton.ranks.rank_store_messages import (
     COUNTERS_MAX,
     ORDERS_MAX,
     ShelfAsk,
@@ -30,7 +30,7 @@ from kvbaton.runtime.rank_store_messages import (
     ids_of,
     pack_ids,
 )
-from kvbaton.runtime.shelves import RankShelf
+from kvbaton.ranks.store_interface import RankShelf
 from kvbaton.store.base import OrderEnded, OrderId
 
 log = logging.getLogger(__name__)

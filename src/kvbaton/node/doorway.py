@@ -17,6 +17,7 @@ from itertools import chain
 
 import msgspec
 
+from kvbaton.node.epochs import EpochTable
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -24,7 +25,6 @@ from kvbaton.protocol.events import NO_BLOCK, Groups
 from kvbaton.protocol.ids import HandoffId, LeaseId, PeerId, PutId, RequestId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.progress import Progress, whole
 from kvbaton.protocol.ticket import Ticket, seal, unseal
-from kvbaton.runtime.epochs import EpochTable
 
 ANYBODY = WorkerId("")
 NOBODYS = RequestId("")

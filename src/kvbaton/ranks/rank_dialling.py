@@ -18,8 +18,8 @@ from kvbaton.control.dialler import Dialler
 from kvbaton.control.keys import Keyring
 from kvbaton.control.sockets import Context, Heard, Plane
 from kvbaton.control.waker import Waker
-from kvbaton.runtime.rank_messages import ENGINE, RankInvitation, rank_name
-from kvbaton.runtime.rank_stream import LIMITS
+from kvbaton.ranks.rank_messages import ENGINE, RankInvitation, rank_name
+from kvbaton.ranks.rank_stream import LIMITS
 
 FRAMES_PER_RANK_MAX = 64
 """Taken in one turn, so that all ranks are served."""

@@ -19,6 +19,8 @@ import msgspec
 
 from kvbaton.codes.saying import worth_saying
 from kvbaton.flight.recorder import Recorder
+from kvbaton.node.doorway import Doorway
+from kvbaton.node.ports import ControlPort, StorePort
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol.codec import encode
 from kvbaton.protocol.errors import Reason
@@ -27,8 +29,6 @@ from kvbaton.protocol.ids import JobId, PeerId, WorkerId, owner_of, rank_peer
 from kvbaton.protocol.ledger import Ledger
 from kvbaton.protocol.messages import Joined, Welcome
 from kvbaton.protocol.pages import pages
-from kvbaton.runtime.doorway import Doorway
-from kvbaton.runtime.ports import ControlPort, StorePort
 from kvbaton.transports.core.transport import FenceEnded, LendingTransport, OpenFailed, Transport
 
 log = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from kvbaton.control.base import check_endpoint
 from kvbaton.control.keys import Keyring
 from kvbaton.control.looping import LoopThread, Sleeper
 from kvbaton.control.zmq import ZmqControl
-from kvbaton.runtime.rank_carrying import Arrival, Clock
-from kvbaton.runtime.rank_dialling import RankDialler
-from kvbaton.runtime.rank_messages import ENGINE, RankInvitation, rank_name
-from kvbaton.runtime.rank_stream import LIMITS
+from kvbaton.ranks.rank_carrying import Arrival, Clock
+from kvbaton.ranks.rank_dialling import RankDialler
+from kvbaton.ranks.rank_messages import ENGINE, RankInvitation, rank_name
+from kvbaton.ranks.rank_stream import LIMITS
 
 
 class RankListener:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.runtime.rank_store_messages import (
+from kvbaton.ranks.rank_store_messages import (
     ORDERS_MAX,
     ShelfAsk,
     ShelfCancel,

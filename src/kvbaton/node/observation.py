@@ -17,8 +17,8 @@ from kvbaton.flight.recorder import KEPT_MAX, Recorder
 from kvbaton.flight.records import Flight
 from kvbaton.metrics import node as figures
 from kvbaton.metrics.handoffs import HandoffMetrics
+from kvbaton.node.node import Node
 from kvbaton.protocol.ids import PeerId
-from kvbaton.runtime.node import Node
 from kvbaton.tracing.export import SpanExport
 
 More = Callable[[], Mapping[str, float]]

@@ -21,9 +21,9 @@ from kvbaton.codes.saying import worth_saying
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.runtime.rank_carrying import Arrival
-from kvbaton.runtime.rank_endpoints import Endpoints
-from kvbaton.runtime.rank_messages import (
+from kvbaton.ranks.rank_carrying import Arrival
+from kvbaton.ranks.rank_endpoints import Endpoints
+from kvbaton.ranks.rank_messages import (
     ENDPOINT_BYTES_MAX,
     PART_BYTES_MAX,
     Cancel,

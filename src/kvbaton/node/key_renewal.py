@@ -9,9 +9,9 @@ from __future__ import annotations
 import msgspec
 
 from kvbaton.control.keys import Keyring
+from kvbaton.node.node import Node
 from kvbaton.protocol.events import Departed
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.runtime.node import Node
 
 
 def renewed_keys(node: Node, before: Keyring, after: Keyring) -> list[Departed]:

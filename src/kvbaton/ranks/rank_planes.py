@@ -18,7 +18,7 @@ from typing import cast
 from kvbaton.codes.saying import worth_saying
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.runtime.rank_messages import (
+from kvbaton.ranks.rank_messages import (
     DETAIL_CHARS_MAX,
     ENDPOINT_BYTES_MAX,
     TABLE_BYTES_MAX,

@@ -30,7 +30,7 @@ from kvbaton.protocol.pages import PageTable
 from kvbaton.protocol.progress import Progress
 from kvbaton.protocol.spans import SPANS_MAX
 from kvbaton.protocol.weave import Weave
-from kvbaton.runtime.rank_store_messages import ShelfCommand, ShelfNews
+from kvbaton.ranks.rank_store_messages import ShelfCommand, ShelfNews
 
 SPAN_BYTES = 24
 SHIFT_BYTES = 16

@@ -32,14 +32,14 @@ from kvbaton.codes.saying import worth_saying
 from kvbaton.metrics.node import data_refused
 from kvbaton.protocol.events import LeaseProgressed
 from kvbaton.protocol.ids import LeaseId, PeerId, rank_peer
-from kvbaton.runtime.rank_carrying import Carrier, Clock
-from kvbaton.runtime.rank_host import RankHost, host_of
-from kvbaton.runtime.rank_messages import Command, News, Open, Progressed, RankInvitation, decode_news, encode_command
-from kvbaton.runtime.rank_sockets import SOCKETS
-from kvbaton.runtime.rank_store_link import RemoteShelf
-from kvbaton.runtime.rank_store_messages import ShelfNews
-from kvbaton.runtime.rank_stream import Stream
-from kvbaton.runtime.rank_transport import RemoteTransport
+from kvbaton.ranks.rank_carrying import Carrier, Clock
+from kvbaton.ranks.rank_host import RankHost, host_of
+from kvbaton.ranks.rank_messages import Command, News, Open, Progressed, RankInvitation, decode_news, encode_command
+from kvbaton.ranks.rank_sockets import SOCKETS
+from kvbaton.ranks.rank_store_link import RemoteShelf
+from kvbaton.ranks.rank_store_messages import ShelfNews
+from kvbaton.ranks.rank_stream import Stream
+from kvbaton.ranks.rank_transport import RemoteTransport
 from kvbaton.transports.core.refusals import refusals_of
 from kvbaton.transports.core.transport import Transport
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 
+from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.events import Discarded
-from kvbaton.runtime.doorway import Doorway
 
 
 def discarded(doorway: Doorway, tickets: Iterable[str]) -> Iterator[Discarded]:

@@ -23,8 +23,8 @@ from typing import Literal
 import numpy as np
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.runtime.rank_shelf import LocalShelf, shelf_settings
-from kvbaton.runtime.rank_values import NotStorable, RankValues, Run
+from kvbaton.ranks.rank_store import LocalShelf, shelf_settings
+from kvbaton.ranks.rank_values import NotStorable, RankValues, Run
 from kvbaton.store.base import Backend, OrderEnded, OrderId
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.transport import Spans

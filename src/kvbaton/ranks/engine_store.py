@@ -20,7 +20,7 @@ import msgspec
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, Groups, StoreEnded
 from kvbaton.protocol.ids import PutId
-from kvbaton.runtime.shelves import OrderEnded, OrderId, RankShelf
+from kvbaton.ranks.store_interface import OrderEnded, OrderId, RankShelf
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvbaton.control.looping import Sleeper
 
 if TYPE_CHECKING:
-    from kvbaton.runtime.rank_messages import RankInvitation
+    from kvbaton.ranks.rank_messages import RankInvitation
 
 Clock = Callable[[], float]
 
