@@ -16,11 +16,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from kvbaton.protocol.intake import INTAKE
-from kvbaton.protocol.lease import LEASE, READER
-from kvbaton.protocol.outlet import OUTLET
-from kvbaton.protocol.peer import LINK
-from kvbaton.protocol.puts import PUT
+from kvbaton.protocol.machines.inbound import INTAKE
+from kvbaton.protocol.machines.lease import LEASE, READER
+from kvbaton.protocol.machines.pairing_state import LINK
+from kvbaton.protocol.machines.push_write import OUTLET
+from kvbaton.protocol.machines.puts import PUT
 from kvbaton.protocol.table import Table
 
 FOLDER = Path(__file__).parents[1] / "docs" / "diagrams"

@@ -22,16 +22,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvbaton.protocol import messages as m
 from kvbaton.protocol.errors import MEANING
-from kvbaton.protocol.intake import INTAKE
-from kvbaton.protocol.lease import LEASE, READER
-from kvbaton.protocol.ledger import Ledger
-from kvbaton.protocol.outlet import OUTLET
-from kvbaton.protocol.peer import LINK
-from kvbaton.protocol.puts import PUT
+from kvbaton.protocol.machines.inbound import INTAKE
+from kvbaton.protocol.machines.lease import LEASE, READER
+from kvbaton.protocol.machines.ledger import Ledger
+from kvbaton.protocol.machines.pairing_state import LINK
+from kvbaton.protocol.machines.push_write import OUTLET
+from kvbaton.protocol.machines.puts import PUT
 from kvbaton.protocol.table import Table, Verdict
-from kvbaton.protocol.versions import SPOKEN
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.versions import SPOKEN
 from kvbaton.sim.mutants import MUTANTS
 from kvbaton.sim.mutation import Mutant
 
@@ -262,7 +262,7 @@ def named_rules(text: str) -> list[str]:
 
 
 def place(where: str) -> str:
-    """`protocol/lease.py: judge`, if there is such a thing."""
+    """`protocol/machines/lease.py: judge`, if there is such a thing."""
     module, _, path = where.partition(":")
     found = importlib.import_module(f"kvbaton.{module}")
     for name in path.split("."):

@@ -13,7 +13,7 @@ from kvbaton.api.foreign import TICKETS_MAX, Lookup, one_of, tickets_in, togethe
 from kvbaton.api.params import Mode, TransferParams
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.ticket import unseal
+from kvbaton.protocol.wire.ticket import unseal
 
 KEY = b"k" * 32
 HEX = "0123456789abcdef" * 2

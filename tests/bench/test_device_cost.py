@@ -12,7 +12,7 @@ import pytest
 from kvbaton.bench import device_share, device_sums
 from kvbaton.bench.device_share import Mover, Row
 from kvbaton.bench.device_sums import Cost
-from kvbaton.protocol.weave import Weave
+from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.transports.cuda import cuda_launch
 from kvbaton.transports.cuda.cuda_driver import CudaError
 

@@ -23,9 +23,9 @@ from kvbaton.chaos.members import Ports, Spec
 from kvbaton.chaos.outcome import Outcome
 from kvbaton.chaos.plan import Plan, Step, from_json, to_json
 from kvbaton.chaos.report import bare, markdown
-from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import FRAME_BYTES_MAX, decode
 from kvbaton.protocol.ids import PeerId
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.codec import FRAME_BYTES_MAX, decode
 
 TWO = Size(2, 2)
 ROLES = TWO.roles()

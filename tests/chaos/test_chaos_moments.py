@@ -16,12 +16,12 @@ from kvbaton.chaos.faults import Moment
 from kvbaton.chaos.moments import Hand, Reached
 from kvbaton.chaos.worker_main import HalvedTransport, Held, half, hold_messages, put_clock_off
 from kvbaton.control.zmq import ZmqControl
-from kvbaton.protocol.codec import encode
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
-from kvbaton.protocol.messages import Commit
+from kvbaton.protocol.wire.codec import encode
+from kvbaton.protocol.wire.messages import Commit
 
 WITHIN_S = 20.0
 

@@ -23,8 +23,6 @@ from kvbaton.chaos.lies import Count, Guise
 from kvbaton.control import keys
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.engine.worker import Worker, reference_answers
-from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import Envelope, decode
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import (
     HandoffId,
@@ -36,6 +34,8 @@ from kvbaton.protocol.ids import (
     WorkerId,
     handoff_id,
 )
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.codec import Envelope, decode
 from kvbaton.router.dialects import handover
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
 from kvbaton.transports.tcp.tcp_transport import TcpEndpoint

@@ -31,11 +31,11 @@ from kvbaton.node.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport,
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node
 from kvbaton.node.node_loop import NodeLoop
-from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.effects import End
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Rank, Share, places, planes
 from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId, rank_peer
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Rank, Share, places, planes
-from kvbaton.protocol.ledger import Ledger
+from kvbaton.protocol.machines.context import Identity
+from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
 from kvbaton.transports.catalogue import PlaneSettings, make
 from kvbaton.transports.core.shared_memory import allocate

@@ -19,7 +19,7 @@ from kvbaton.engine.server_plan import GenerateRequest
 from kvbaton.engine.worker import Worker
 from kvbaton.protocol.events import Departed
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire.ticket import Ticket, seal
 
 REST_S = 20.0
 

@@ -21,7 +21,7 @@ from kvbaton.api.params import FIELD, LEASE_FOR_PULL
 from kvbaton.control import keys
 from kvbaton.control.registry import RegistryServer
 from kvbaton.protocol.ids import HandoffId, Incarnation, WorkerId, handoff_id
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire.ticket import Ticket, seal
 from tests.e2e.cluster import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

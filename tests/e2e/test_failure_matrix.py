@@ -21,7 +21,7 @@ import pytest
 
 from kvbaton.api.params import FIELD, Mode, target_params
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.router.policy import Policy
 from kvbaton.router.settings import Fallback, RouterSettings
 from tests.e2e import faulty

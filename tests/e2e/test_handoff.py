@@ -10,7 +10,7 @@ from kvbaton.engine.config import CacheConfig, EngineConfig, ModelConfig
 from kvbaton.engine.server import RefusedError
 from kvbaton.engine.worker import reference_answers
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.transports.core.transport import CopyEnded
 from tests.e2e.pair import Pair, generate, pair
 

@@ -17,7 +17,7 @@ from kvbaton.api.http import serving
 from kvbaton.api.params import Mode, TransferParams
 from kvbaton.engine.server import GenerateRequest, worker_app
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.ticket import unseal
+from kvbaton.protocol.wire.ticket import unseal
 from tests.engine.test_server import FakeBackend
 
 KEY = b"k" * 32

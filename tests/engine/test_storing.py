@@ -13,7 +13,7 @@ from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import RequestId, TransferId, WorkerId, handoff_id
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.ranks.engine_store import ShelfSettings
 from kvbaton.store.memory import MemoryBackend
 

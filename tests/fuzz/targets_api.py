@@ -18,7 +18,7 @@ from kvbaton.api.params import FIELD, LEASE_FOR_PULL, Mode, TransferParams, sour
 from kvbaton.api.responses import Asked, ResponseShape
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.ticket import TICKET_CHARS_MAX, unseal
+from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, unseal
 from kvbaton.router import dialects, front
 from kvbaton.router.load import ANSWER_TOKENS_MAX, answer_tokens, prompt_tokens
 from kvbaton.router.prefixes import pieces

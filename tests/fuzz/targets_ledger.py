@@ -23,13 +23,13 @@ sys.path.append(str(Path(__file__).parents[1] / "protocol"))
 from pair import Frame, Pair
 from party import Moving, Party, transfer
 
-from kvbaton.protocol import messages as m
 from kvbaton.protocol.effects import Direction
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import SourceEnded
 from kvbaton.protocol.ids import LeaseId, WorkerId
-from kvbaton.protocol.messages import PROTOCOL_VERSION
 from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.messages import PROTOCOL_VERSION
 
 QUICK = Settings(
     transfer_timeout=6.0, defer_timeout=12.0, claim_timeout=4.0, lease_s=3.0, max_hold_s=40.0, revoke_timeout=2.0,

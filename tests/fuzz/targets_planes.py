@@ -16,10 +16,10 @@ from kvbaton.control.moriio import registration  # noqa: F401 - loads the contro
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.geometry.progress import whole
+from kvbaton.protocol.geometry.spans import SPANS_MAX
+from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
-from kvbaton.protocol.progress import whole
-from kvbaton.protocol.spans import SPANS_MAX
-from kvbaton.protocol.weave import Weave
 from kvbaton.ranks import rank_messages as rm
 from kvbaton.ranks import rank_store_messages as sm
 from kvbaton.ranks.rank_stream import WINDOW_FRAMES_MAX, Envelope, Stream

@@ -10,9 +10,8 @@ import msgspec
 from guided import Target
 from mutators import Shape
 
-from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import decode, encode, pack_blocks, unpack_blocks
 from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.ids import (
     Incarnation,
     LeaseId,
@@ -24,8 +23,9 @@ from kvbaton.protocol.ids import (
     is_handoff_id,
     is_worker_id,
 )
-from kvbaton.protocol.progress import whole
-from kvbaton.protocol.ticket import TICKET_CHARS_MAX, Ticket, seal, unseal
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.codec import decode, encode, pack_blocks, unpack_blocks
+from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, Ticket, seal, unseal
 from kvbaton.sim.memory import Shape as Memory
 
 KEY = b"the key of the fuzzed cluster..."

@@ -13,8 +13,8 @@ from targets import TARGETS
 
 from kvbaton.api import bodies
 from kvbaton.control.plain import messages as plain
-from kvbaton.protocol import codec
-from kvbaton.protocol import messages as m
+from kvbaton.protocol.wire import codec
+from kvbaton.protocol.wire import messages as m
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 

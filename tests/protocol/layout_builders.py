@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 
-from kvbaton.protocol.layout import (
+from kvbaton.protocol.geometry.layout import (
     NULL_BLOCK,
     Cell,
     EngineLayout,

@@ -18,10 +18,10 @@ from typing import Any
 from party import KEY, WALL_S, Habits, Party, transfer
 
 from kvbaton.protocol import effects as fx
-from kvbaton.protocol.codec import encode
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.messages import Message
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire.codec import encode
+from kvbaton.protocol.wire.messages import Message
+from kvbaton.protocol.wire.ticket import Ticket, seal
 
 STEPS_MAX = 20_000
 """A pair that is not quiet after this many steps at one instant never will be."""

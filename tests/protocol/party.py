@@ -16,11 +16,10 @@ import msgspec
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.codec import decode, encode
 from kvbaton.protocol.content import Content, digest
-from kvbaton.protocol.desk import MARKS_MAX, Identity
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, Groups
+from kvbaton.protocol.geometry.progress import Progress, whole
 from kvbaton.protocol.ids import (
     HandoffId,
     Incarnation,
@@ -34,13 +33,14 @@ from kvbaton.protocol.ids import (
     handoff_id,
     rank_peer,
 )
-from kvbaton.protocol.ledger import Ledger
+from kvbaton.protocol.machines.context import MARKS_MAX, Identity
+from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
-from kvbaton.protocol.messages import ALL_FEATURES, Joined, Welcome
-from kvbaton.protocol.progress import Progress, whole
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.ticket import Ticket, seal, unseal
-from kvbaton.protocol.versions import SPOKEN, Versions
+from kvbaton.protocol.wire.codec import decode, encode
+from kvbaton.protocol.wire.messages import ALL_FEATURES, Joined, Welcome
+from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
+from kvbaton.protocol.wire.versions import SPOKEN, Versions
 from kvbaton.sim.memory import Shape, page_stamp, same_tokens
 from kvbaton.sim.transport import TCP
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pair import Pair
 
 from kvbaton.protocol.events import Departed
-from kvbaton.protocol.messages import Goodbye, Hello, Joined, Welcome
+from kvbaton.protocol.wire.messages import Goodbye, Hello, Joined, Welcome
 
 
 def test_a_fenced_writer_does_not_get_back_in_by_its_other_role():

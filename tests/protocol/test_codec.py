@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import (
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.geometry.progress import GroupProgress
+from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, ReservationId, WorkerId
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.codec import (
     CARD_BYTES_MAX,
     FRAME_BYTES_MAX,
     Envelope,
@@ -22,10 +25,7 @@ from kvbaton.protocol.codec import (
     unfolded,
     unpack_blocks,
 )
-from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, ReservationId, WorkerId
-from kvbaton.protocol.progress import GroupProgress
-from kvbaton.protocol.versions import Versions
+from kvbaton.protocol.wire.versions import Versions
 from kvbaton.sim.memory import Shape
 
 ME = PeerId(WorkerId("d"), Incarnation(7))

@@ -10,13 +10,15 @@ from pair import Pair
 from party import Load, transfer
 
 from kvbaton.protocol import events as ev
-from kvbaton.protocol.codec import pack_blocks
-from kvbaton.protocol.desk import Moving
 from kvbaton.protocol.effects import CancelCopy, DropHold, MatchFailed, MatchFound, Report, StartCopy
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import JobId, LeaseId, RequestId, ReservationId, WorkerId
-from kvbaton.protocol.intake import IntakeState
-from kvbaton.protocol.messages import (
+from kvbaton.protocol.machines.context import Moving
+from kvbaton.protocol.machines.inbound import IntakeState
+from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.wire.codec import pack_blocks
+from kvbaton.protocol.wire.messages import (
     Abandon,
     Accepted,
     Ack,
@@ -38,8 +40,6 @@ from kvbaton.protocol.messages import (
     Stale,
     Written,
 )
-from kvbaton.protocol.progress import GroupProgress, whole
-from kvbaton.protocol.settings import Settings
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.transport import CMA, RDMA
 

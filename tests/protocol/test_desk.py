@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 
-from kvbaton.protocol.desk import Desk, Identity, Parts
 from kvbaton.protocol.effects import CancelCopy, Direction, StartCopy
+from kvbaton.protocol.geometry.spans import Move
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.protocol.messages import ALL_FEATURES
+from kvbaton.protocol.machines.context import Desk, Identity, Parts
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.spans import Move
-from kvbaton.protocol.versions import version_bit
+from kvbaton.protocol.wire.messages import ALL_FEATURES
+from kvbaton.protocol.wire.versions import version_bit
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.transport import SHM, TCP
 

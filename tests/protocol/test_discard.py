@@ -11,8 +11,8 @@ from kvbaton.protocol import events as ev
 from kvbaton.protocol.effects import Unpin
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import LeaseId
-from kvbaton.protocol.messages import Claim, Granted
 from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.wire.messages import Claim, Granted
 
 Make = Callable[..., Pair]
 

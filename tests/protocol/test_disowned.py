@@ -8,14 +8,14 @@ import pytest
 from pair import Pair
 from party import KEY, WALL_S
 
-from kvbaton.protocol import disowned
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.effects import Unpin
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import LeaseId, WorkerId
-from kvbaton.protocol.messages import Abandon, Claim, Commit, Goodbye, Stale, Welcome
+from kvbaton.protocol.machines import disowned
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.ticket import unseal
+from kvbaton.protocol.wire.messages import Abandon, Claim, Commit, Goodbye, Stale, Welcome
+from kvbaton.protocol.wire.ticket import unseal
 
 Make = Callable[..., Pair]
 

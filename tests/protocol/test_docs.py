@@ -54,16 +54,18 @@ def test_a_rule_is_named_in_words(tool: ModuleType) -> None:
 
 def test_mutants_that_were_generated_are_told_by_name_alone(tool: ModuleType) -> None:
     by_hand, made = (Mutant(name, "1", "a story", MUTANTS[0].switch) for name in ("idea", "protocol.ids:PeerId:drop:1"))
-    text = tool.rule_text(tool.Rule("1", "T", "says", "w", ["protocol.lease:judge"]), [by_hand, made], ["a.txt"], [])
+    text = tool.rule_text(
+        tool.Rule("1", "T", "says", "w", ["protocol.machines.lease:judge"]), [by_hand, made], ["a.txt"], []
+    )
     assert text.splitlines()[3:] == [
         "- *Mutant* `idea`: a story", "- *Generated mutants*: `protocol.ids:PeerId:drop:1`", "- *Scenarios*: `a.txt`",
     ]  # fmt: skip
 
 
 def test_a_place_that_is_not_in_the_code_fails_the_build(tool: ModuleType) -> None:
-    assert tool.place("protocol.lease:judge") == "protocol/lease.py: judge"
+    assert tool.place("protocol.machines.lease:judge") == "protocol/machines/lease.py: judge"
     with pytest.raises(SystemExit, match="there is no nothing"):
-        tool.place("protocol.lease:Lease.nothing")
+        tool.place("protocol.machines.lease:Lease.nothing")
 
 
 def test_a_mutant_of_an_untold_rule_fails_the_build(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

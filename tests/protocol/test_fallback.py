@@ -12,9 +12,9 @@ from kvbaton.protocol.effects import Connect, Disconnect, GivenUp, StartCopy
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Departed, PlaneFailed
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.messages import Commit, Goodbye, Hello, Joined, Linked, Welcome
+from kvbaton.protocol.machines.backoff import Shunned
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.shunned import Shunned
+from kvbaton.protocol.wire.messages import Commit, Goodbye, Hello, Joined, Linked, Welcome
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.transport import RDMA, SHM, TCP
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from layout_builders import engine, even, group, wide
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.geometry import PAGE_PIECES_MAX, Plan, plan
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Per, validate
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Per, validate
+from kvbaton.protocol.geometry.plan import PAGE_PIECES_MAX, Plan, plan
 
 OPAQUE = (Cell("page", 8, Per.PAGE),)
 PER_HEAD = (Cell("kv", 8, Per.HEAD),)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.geometry.progress import GroupProgress, Progress, whole
 from kvbaton.protocol.ids import LeaseId
-from kvbaton.protocol.intake import INTAKE, WAITED_FOR, IntakeEvent, IntakeState, Source
-from kvbaton.protocol.progress import GroupProgress, Progress, whole
+from kvbaton.protocol.machines.inbound import INTAKE, WAITED_FOR, IntakeEvent, IntakeState, Source
 from kvbaton.protocol.table import Verdict
 from kvbaton.sim.memory import Shape
 

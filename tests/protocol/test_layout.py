@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_builders import cells_at, engine, even, group, memory
 
-from kvbaton.protocol import layout as layout_module
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.layout import (
+from kvbaton.protocol.geometry import layout as layout_module
+from kvbaton.protocol.geometry.layout import (
     Cell,
     EngineLayout,
     Kind,

@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 
-from kvbaton.protocol.desk import EpochsOf
 from kvbaton.protocol.events import NO_BLOCK
+from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, Reader, WorkerId
-from kvbaton.protocol.lease import Lease, ReaderState, Seat, judge, new_lease, proven_blocks
-from kvbaton.protocol.progress import GroupProgress, whole
+from kvbaton.protocol.machines.context import EpochsOf
+from kvbaton.protocol.machines.lease import Lease, ReaderState, Seat, judge, new_lease, proven_blocks
 
 D = PeerId(WorkerId("d"), Incarnation(1))
 

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pair import Pair
 
-from kvbaton.protocol import consumer as consumer_module
 from kvbaton.protocol import events as ev
-from kvbaton.protocol import ledger as ledger_module
-from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import encode
 from kvbaton.protocol.effects import DropHold, Report, Send, Unpin
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.geometry.progress import GroupProgress
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, ReservationId, WorkerId
-from kvbaton.protocol.progress import GroupProgress
+from kvbaton.protocol.machines import consumer as consumer_module
+from kvbaton.protocol.machines import ledger as ledger_module
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.versions import Versions
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.codec import encode
+from kvbaton.protocol.wire.versions import Versions
 
 Make = Callable[..., Pair]
 

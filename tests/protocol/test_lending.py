@@ -8,11 +8,11 @@ from pair import Pair
 
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
-from kvbaton.protocol.desk import Parts
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import JobId
+from kvbaton.protocol.machines.context import Parts
 from kvbaton.protocol.privileges import Role
-from kvbaton.protocol.progress import GroupProgress, whole
 from kvbaton.sim.transport import LENT_TCP
 
 Make = Callable[..., Pair]

@@ -13,7 +13,8 @@ from kvbaton.protocol.effects import Connect, Disconnect, StartFence
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Departed, RankFenced
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.messages import (
+from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.wire.messages import (
     Claim,
     Commit,
     Goodbye,
@@ -27,7 +28,6 @@ from kvbaton.protocol.messages import (
     Revoke,
     Welcome,
 )
-from kvbaton.protocol.settings import Settings
 from kvbaton.sim.memory import Shape
 
 Make = Callable[..., Pair]

@@ -11,8 +11,8 @@ from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, WorkerId
 from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
-from kvbaton.protocol.messages import Commit, Granted
 from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.wire.messages import Commit, Granted
 
 Make = Callable[..., Pair]
 

@@ -8,7 +8,7 @@ import typing
 import msgspec
 import pytest
 
-from kvbaton.protocol import messages as m
+from kvbaton.protocol.wire import messages as m
 
 KINDS: tuple[type[msgspec.Struct], ...] = typing.get_args(m.Message)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.protocol import movement
-from kvbaton.protocol.desk import Desk, Identity, Parts
 from kvbaton.protocol.effects import Direction, StartCopy
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.geometry import Plan, plan
+from kvbaton.protocol.geometry.layout import EngineLayout
+from kvbaton.protocol.geometry.plan import Plan, plan
+from kvbaton.protocol.geometry.progress import GroupProgress, nothing, whole
+from kvbaton.protocol.geometry.spans import Side
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.layout import EngineLayout
-from kvbaton.protocol.movement import Cargo, Route, moves, start
-from kvbaton.protocol.progress import GroupProgress, nothing, whole
+from kvbaton.protocol.machines import movement
+from kvbaton.protocol.machines.context import Desk, Identity, Parts
+from kvbaton.protocol.machines.movement import Cargo, Route, moves, start
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.spans import Side
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.transport import TCP
 

@@ -14,7 +14,7 @@ from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.marks import Side, Step
-from kvbaton.protocol.messages import Committed, Granted, Linked, Welcome
+from kvbaton.protocol.wire.messages import Committed, Granted, Linked, Welcome
 
 P = WorkerId("p")
 NEWS = {

@@ -6,8 +6,20 @@ import random
 
 import pytest
 
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Place, Plane, Rank, Share, places, planes, validate
-from kvbaton.protocol.pages import Band, PageTable, _merged, pages
+from kvbaton.protocol.geometry.layout import (
+    Cell,
+    EngineLayout,
+    Group,
+    Kind,
+    Place,
+    Plane,
+    Rank,
+    Share,
+    places,
+    planes,
+    validate,
+)
+from kvbaton.protocol.geometry.pages import Band, PageTable, _merged, pages
 
 BLOCKS, TOKENS, HEADS, BYTES = 5, 4, 2, 8
 PAGE = 2 * TOKENS * HEADS * BYTES

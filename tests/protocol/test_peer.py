@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.messages import Card, Feature
-from kvbaton.protocol.peer import check_card, pair_as_source, pair_as_target
+from kvbaton.protocol.machines.context import Identity
+from kvbaton.protocol.machines.pairing_state import check_card, pair_as_source, pair_as_target
+from kvbaton.protocol.wire.messages import Card, Feature
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.transport import RDMA, SHM, TCP
 

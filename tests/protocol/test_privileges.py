@@ -9,12 +9,12 @@ import pytest
 from pair import Pair
 
 from kvbaton.protocol import effects as fx
-from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import encode
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.geometry.progress import nothing
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, ReservationId, WorkerId
 from kvbaton.protocol.privileges import MAY, SAYS, Act, Role, may, may_say, role_by_name
-from kvbaton.protocol.progress import nothing
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.codec import encode
 
 Make = Callable[..., Pair]
 MEMBER = PeerId(WorkerId("member"), Incarnation(77))

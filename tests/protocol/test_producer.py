@@ -11,9 +11,11 @@ from party import KEY, WALL_S, Load, transfer
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.effects import MatchFailed, MatchFound, Unpin
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, WorkerId
 from kvbaton.protocol.marks import Step
-from kvbaton.protocol.messages import (
+from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.wire.messages import (
     Abandon,
     Claim,
     ClaimRefused,
@@ -28,9 +30,7 @@ from kvbaton.protocol.messages import (
     SourceLost,
     Stale,
 )
-from kvbaton.protocol.progress import GroupProgress, whole
-from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.sim.memory import Shape
 
 Make = Callable[..., Pair]

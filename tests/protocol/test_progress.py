@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.progress import GroupProgress, Progress, Rect, advance, nothing, slowest, whole
+from kvbaton.protocol.geometry.progress import GroupProgress, Progress, Rect, advance, nothing, slowest, whole
 
 LAYERS, BLOCKS = 4, 6
 steps = st.builds(

@@ -10,12 +10,12 @@ import pytest
 from layout_builders import wide
 from pair import Pair
 
-from kvbaton.protocol import quotas
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, Reader, WorkerId
-from kvbaton.protocol.messages import Hello, HelloRefused, Joined, Welcome
-from kvbaton.protocol.quotas import Buckets, Held, PerPeer, block_bytes, promised_bytes
+from kvbaton.protocol.machines import quotas
+from kvbaton.protocol.machines.quotas import Buckets, Held, PerPeer, block_bytes, promised_bytes
 from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.wire.messages import Hello, HelloRefused, Joined, Welcome
 
 Make = Callable[..., Pair]
 D, E = WorkerId("d"), WorkerId("e")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import product
 
-from kvbaton.protocol.progress import GroupProgress, whole
-from kvbaton.protocol.readiness import complete, covers
+from kvbaton.protocol.geometry.progress import GroupProgress, whole
+from kvbaton.protocol.machines.readiness import complete, covers
 
 LAYERS = 3
 STEPS = [GroupProgress(done, ahead, layers) for done, ahead, layers in product(range(3), range(3), range(LAYERS + 1))]

@@ -10,12 +10,12 @@ from pair import Pair
 from party import Load, transfer
 
 from kvbaton.protocol import events as ev
-from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import pack_blocks
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, LeaseId, ReservationId, WorkerId
 from kvbaton.protocol.privileges import Role
 from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.codec import pack_blocks
 from kvbaton.sim.transport import RDMA, TCP
 
 Make = Callable[..., Pair]

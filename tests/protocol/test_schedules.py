@@ -17,7 +17,7 @@ from party import Load
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Departed, SourceEnded
-from kvbaton.protocol.progress import GroupProgress, whole
+from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.settings import Settings
 
 QUICK = Settings(

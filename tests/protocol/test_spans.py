@@ -22,12 +22,12 @@ from layout_builders import (
     stamp,
 )
 
-from kvbaton.protocol import spans as spans_module
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.geometry import plan
-from kvbaton.protocol.layout import NULL_BLOCK, Cell, EngineLayout, Kind, Per, needed_blocks
-from kvbaton.protocol.progress import GroupProgress, Rect, advance, nothing, whole
-from kvbaton.protocol.spans import BlockLists, Move, Side, blocks_per_call, segments
+from kvbaton.protocol.geometry import spans as spans_module
+from kvbaton.protocol.geometry.layout import NULL_BLOCK, Cell, EngineLayout, Kind, Per, needed_blocks
+from kvbaton.protocol.geometry.plan import plan
+from kvbaton.protocol.geometry.progress import GroupProgress, Rect, advance, nothing, whole
+from kvbaton.protocol.geometry.spans import BlockLists, Move, Side, blocks_per_call, segments
 
 TOKENS_MAX = 11
 BLOCKS = 2 * TOKENS_MAX  # two groups of one token per block

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, TransferId, WorkerId, handoff_id
-from kvbaton.protocol.ticket import TICKET_CHARS_MAX, Ticket, _mac, seal, unseal
+from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, Ticket, _mac, seal, unseal
 
 KEY, OTHER = b"a key of the cluster", b"another key"
 TICKET = Ticket(

@@ -10,10 +10,10 @@ import pytest
 from pair import Frame, Pair
 from party import Load
 
-from kvbaton.protocol import messages as m
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import ReservationId
-from kvbaton.protocol.versions import SPOKEN, Versions, named, settle, version_bit, versions_in
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.versions import SPOKEN, Versions, named, settle, version_bit, versions_in
 
 Make = Callable[..., Pair]
 V1, V12, V2, V23, V3 = Versions(1, 1), Versions(1, 2), Versions(2, 2), Versions(2, 3), Versions(3, 3)

@@ -7,16 +7,16 @@ from array import array
 import pytest
 
 from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.desk import Desk, Identity, Parts
 from kvbaton.protocol.effects import Direction, StartCopy
-from kvbaton.protocol.geometry import plan
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Rank, Share, places, planes
+from kvbaton.protocol.geometry.plan import plan
+from kvbaton.protocol.geometry.progress import Rect, nothing, whole
+from kvbaton.protocol.geometry.spans import BlockLists, Move, Side, segments
+from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Rank, Share, places, planes
-from kvbaton.protocol.movement import Cargo, Route, moves
-from kvbaton.protocol.progress import Rect, nothing, whole
+from kvbaton.protocol.machines.context import Desk, Identity, Parts
+from kvbaton.protocol.machines.movement import Cargo, Route, moves
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.spans import BlockLists, Move, Side, segments
-from kvbaton.protocol.weave import Weave
 
 BLOCKS, PAGE, LAYERS, TOKENS = 8, 64, 3, 4
 PEER = PeerId(WorkerId("p"), Incarnation(1))

@@ -13,11 +13,14 @@ from pair import Pair
 from party import Load, Source
 
 from kvbaton.protocol import events as ev
-from kvbaton.protocol.codec import pack_blocks
 from kvbaton.protocol.effects import CancelCopy, Direction, Disconnect, StartCopy, Unpin
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import LeaseId, ReservationId, WorkerId
-from kvbaton.protocol.messages import (
+from kvbaton.protocol.machines.push_write import OutletState
+from kvbaton.protocol.machines.push_writer import Revocations
+from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.wire.codec import pack_blocks
+from kvbaton.protocol.wire.messages import (
     Accepted,
     Ack,
     Commit,
@@ -28,9 +31,6 @@ from kvbaton.protocol.messages import (
     Revoke,
     Written,
 )
-from kvbaton.protocol.outlet import OutletState
-from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.writer import Revocations
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.transport import SHM
 

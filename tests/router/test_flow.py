@@ -27,7 +27,7 @@ from fake_workers import (
 
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import is_handoff_id
-from kvbaton.protocol.ticket import unseal
+from kvbaton.protocol.wire.ticket import unseal
 
 BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4, "temperature": 0}
 TOGETHER = ("stream", "push")

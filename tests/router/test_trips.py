@@ -32,7 +32,7 @@ from fake_workers import (
 from kvbaton.flight.gathering import Gathering
 from kvbaton.flight.records import Flight
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, WorkerId
-from kvbaton.protocol.ticket import Ticket, seal, unseal
+from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
 from kvbaton.router import dialects
 from kvbaton.router.directory import Dialect, Worker
 from kvbaton.router.flights import LogBook, begun

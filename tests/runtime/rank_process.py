@@ -10,8 +10,8 @@ import ctypes
 import os
 import sys
 
+from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, WorkerId
-from kvbaton.protocol.progress import whole
 from kvbaton.ranks.rank_host import RankHost
 from kvbaton.transports.core.shared_memory import Region
 from kvbaton.transports.core.transport import Transport

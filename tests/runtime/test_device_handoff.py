@@ -14,12 +14,12 @@ import pytest
 from kvbaton.node.doorway import Doorway, DoorwayConfig, LoadReport, MatchState, UnpinBlocks
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node
-from kvbaton.protocol.desk import Identity
+from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.ids import HandoffId, Incarnation, PeerId, RequestId, TransferId, WorkerId, rank_peer
-from kvbaton.protocol.ledger import Ledger
-from kvbaton.protocol.progress import whole
+from kvbaton.protocol.machines.context import Identity
+from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.sim.memory import Shape
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.device_memory import DeviceMemory

@@ -9,7 +9,7 @@ from kvbaton.node.epochs import EpochTable
 from kvbaton.node.ticket_discard import discarded
 from kvbaton.protocol.events import Discarded
 from kvbaton.protocol.ids import HandoffId, Incarnation, PeerId, TransferId, WorkerId
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire.ticket import Ticket, seal
 
 KEY, NOW_S = b"key of the cluster", 1000.0
 ME = PeerId(WorkerId("p"), Incarnation(7))

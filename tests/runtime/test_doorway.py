@@ -14,9 +14,9 @@ from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK
+from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, PutId, RequestId, TransferId, WorkerId
-from kvbaton.protocol.progress import whole
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire.ticket import Ticket, seal
 
 KEY, DIGEST, NOW_S = b"key of the cluster", b"digest", 1000.0
 R = RequestId("r")

@@ -21,13 +21,13 @@ from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node
 from kvbaton.node.node_loop import QUEUED_MAX, NodeLoop
 from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.effects import Copy
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, Departed, Event, Groups, StoreEnded
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Place, Rank, Share, planes
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, PutId, RequestId, TransferId, WorkerId
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Place, Rank, Share, planes
-from kvbaton.protocol.ledger import Ledger
+from kvbaton.protocol.machines.context import Identity
+from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
 from kvbaton.transports.core.transport import TransportEvent
 

@@ -15,11 +15,10 @@ from kvbaton.node.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport,
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import AGAIN_S, FAULTS_LOGGED_MAX, Node, log_fault
 from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.codec import decode
-from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.effects import Copy, Disconnect, Invitation
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested, Departed, Groups, LeaseProgressed, StoreEnded
+from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.ids import (
     HandoffId,
     Incarnation,
@@ -31,11 +30,12 @@ from kvbaton.protocol.ids import (
     WorkerId,
     rank_peer,
 )
-from kvbaton.protocol.ledger import Ledger
-from kvbaton.protocol.messages import ClaimRefused, Goodbye, Granted, Message
-from kvbaton.protocol.progress import whole
+from kvbaton.protocol.machines.context import Identity
+from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire.codec import decode
+from kvbaton.protocol.wire.messages import ClaimRefused, Goodbye, Granted, Message
+from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.sim.memory import Shape
 from kvbaton.transports.core.transport import FenceEnded, OpenFailed, TransportEvent
 

@@ -18,16 +18,16 @@ import pytest
 
 from kvbaton.node.doorway import LoadReport, MatchState
 from kvbaton.node.node import Node
-from kvbaton.protocol import messages as m
-from kvbaton.protocol import v1
-from kvbaton.protocol.codec import Envelope, pack_blocks
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded
+from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, ReservationId, WorkerId
-from kvbaton.protocol.ledger import Ledger
-from kvbaton.protocol.progress import GroupProgress, whole
+from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire import v1
+from kvbaton.protocol.wire.codec import Envelope, pack_blocks
+from kvbaton.protocol.wire.ticket import Ticket, seal
 from tests.wire_numbers import MAD, Path, numbers_in, put
 
 from .test_node import DIGEST, KEY, TOKENS, FakeControl, Worker

@@ -19,10 +19,10 @@ import zmq
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import LeaseProgressed
+from kvbaton.protocol.geometry.progress import whole
+from kvbaton.protocol.geometry.spans import SPANS_MAX
+from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
-from kvbaton.protocol.progress import whole
-from kvbaton.protocol.spans import SPANS_MAX
-from kvbaton.protocol.weave import Weave
 from kvbaton.ranks import rank_endpoints, rank_host, rank_link, rank_stream, rank_transport
 from kvbaton.ranks.rank_host import RankHost
 from kvbaton.ranks.rank_link import RankLink, RankLinks

@@ -12,8 +12,8 @@ import zmq
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import LeaseProgressed
+from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.ids import JobId, LeaseId, rank_peer
-from kvbaton.protocol.progress import whole
 from kvbaton.ranks import rank_host
 from kvbaton.ranks.rank_host import RankHost, host_of
 from kvbaton.ranks.rank_transport import RemoteTransport

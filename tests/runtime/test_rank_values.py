@@ -10,7 +10,18 @@ import pytest
 from kvbaton.engine.config import CacheConfig, ModelConfig
 from kvbaton.engine.kv_layout import engine_layout
 from kvbaton.engine.memory import KvGeometry
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Place, Plane, Rank, Share, planes, validate
+from kvbaton.protocol.geometry.layout import (
+    Cell,
+    EngineLayout,
+    Group,
+    Kind,
+    Place,
+    Plane,
+    Rank,
+    Share,
+    planes,
+    validate,
+)
 from kvbaton.ranks.rank_values import NotStorable, RankValues, rank_values
 from kvbaton.store.keys import prefix
 

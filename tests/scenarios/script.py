@@ -15,13 +15,13 @@ from stage import Stage
 from transcript import lines
 
 from kvbaton.protocol import events as ev
-from kvbaton.protocol import messages as m
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.geometry.progress import GroupProgress
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.privileges import Role
-from kvbaton.protocol.progress import GroupProgress
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.versions import Versions
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.versions import Versions
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.transport import KINDS, LENT_TCP, TCP
 

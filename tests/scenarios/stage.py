@@ -15,10 +15,10 @@ from transcript import effect_text, message_text
 
 from kvbaton.node.doorway import DropBlocks, LoadReport, UnpinBlocks
 from kvbaton.protocol import effects as fx
-from kvbaton.protocol.codec import decode
 from kvbaton.protocol.ids import RequestId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire.codec import decode
+from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.sim.checkers import _check_life
 from kvbaton.sim.life import TICKET_KEY, Character, Life
 from kvbaton.sim.memory import Shape

@@ -9,9 +9,9 @@ from pair import Frame, Pair
 from party import Party
 
 from kvbaton.protocol import effects as fx
-from kvbaton.protocol.codec import unpack_blocks
-from kvbaton.protocol.messages import Message
-from kvbaton.protocol.progress import Progress
+from kvbaton.protocol.geometry.progress import Progress
+from kvbaton.protocol.wire.codec import unpack_blocks
+from kvbaton.protocol.wire.messages import Message
 
 HIDDEN = {"card", "ticket", "digest", "endpoints"}
 """Opaque, long, or the same in every line."""

@@ -26,7 +26,7 @@ from kvbaton.control import keys
 from kvbaton.integrations.vllm.params import Lookup, Target, ask_of
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.ticket import TICKET_CHARS_MAX, unseal
+from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, unseal
 from tests.e2e.cluster import all_at_rest
 from tests.security.besieged import ANSWER_TOKENS, Siege, siege
 

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from kvbaton.control.registry import messages as registry
-from kvbaton.protocol import messages as m
-from kvbaton.protocol import v1
-from kvbaton.protocol.codec import Envelope, FoldedHello, FoldedWelcome
-from kvbaton.protocol.ticket import Ticket
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire import v1
+from kvbaton.protocol.wire.codec import Envelope, FoldedHello, FoldedWelcome
+from kvbaton.protocol.wire.ticket import Ticket
 from kvbaton.store import lines, wire
 from kvbaton.transports.checksum import checksum_endpoint
 from kvbaton.transports.cuda import cuda_listener

@@ -17,7 +17,7 @@ from kvbaton.control import keys
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.engine.worker import Worker, reference_answers
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.quotas import Buckets
+from kvbaton.protocol.machines.quotas import Buckets
 from tests.control.rig import Limits, Post, cluster, exchange, posted, until
 from tests.e2e.cluster import some_prompts
 from tests.e2e.pair import Pair
@@ -34,9 +34,9 @@ FLOOD = """
 import sys
 from kvbaton.control import keys
 from kvbaton.control.zmq import ZmqControl
-from kvbaton.protocol.codec import encode
+from kvbaton.protocol.wire.codec import encode
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.messages import Abandon, Renew
+from kvbaton.protocol.wire.messages import Abandon, Renew
 from kvbaton.protocol.ids import HandoffId, LeaseId
 control = ZmqControl(keys.load(sys.argv[1], "bad"), None)
 control.set_directory({WorkerId("p0"): (sys.argv[2], "")})

@@ -18,7 +18,7 @@ from kvbaton.api.params import TransferParams
 from kvbaton.engine.server import RefusedError
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, TransferId, WorkerId, handoff_id
-from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX, Ticket, seal, unseal
+from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX, Ticket, seal, unseal
 from kvbaton.router.dialects import TicketMinter
 from kvbaton.router.directory import Worker
 from kvbaton.router.policy import Pair as RouterPair

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.protocol.lease import Lease
-from kvbaton.protocol.producer import Producer
+from kvbaton.protocol.machines.lease import Lease
+from kvbaton.protocol.machines.producer import Producer
 from kvbaton.sim import run
 from kvbaton.sim.hearing import Hearing
 from kvbaton.sim.run import run_seed

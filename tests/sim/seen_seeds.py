@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvbaton.protocol.lease import Lease
+from kvbaton.protocol.machines.lease import Lease
 from kvbaton.sim.run import Result
 
 

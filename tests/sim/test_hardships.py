@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from kvbaton.protocol.geometry.layout import Kind, Per
 from kvbaton.protocol.ids import PutId
-from kvbaton.protocol.layout import Kind, Per
 from kvbaton.sim import hardships
 from kvbaton.sim.hunting import hunt
 from kvbaton.sim.memory import Shape, page_stamp, same_tokens

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import decode, encode
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.privileges import may_say
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.codec import decode, encode
 from kvbaton.sim.cluster import Cluster
 from kvbaton.sim.liar import role_in, temper_of
 from kvbaton.sim.liar_fields import KINDS, Fields, Seen, all_places, kind_of, shape_of

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvbaton.protocol import lease, progress
+from kvbaton.protocol.geometry import progress
+from kvbaton.protocol.machines import lease
 from kvbaton.protocol.table import Verdict
 from kvbaton.sim import cover, hunting, kept, mutating, operators, reach, survey, under_test
 from kvbaton.sim.campaign import run_seeds
@@ -169,17 +170,17 @@ def test_names_last_when_other_functions_change():
     after = ast.parse("def f(x):\n    return x > 1 and x < 5\n\ndef g(x):\n    return x < 2\n")
 
     def names(tree: ast.Module) -> set[str]:
-        of_g = mutating._found("protocol.lease", tree, "g")
+        of_g = mutating._found("protocol.machines.lease", tree, "g")
         return {place.name for place, _ in of_g}
 
     assert names(before) == names(after) != set()
-    every = [place.name for place in mutating.places("protocol.lease")]
+    every = [place.name for place in mutating.places("protocol.machines.lease")]
     assert len(every) == len(set(every))
     assert {name.split(":")[1] for name in every} >= {"judge", "Lease.used_up"}
 
 
 def test_everybody_who_has_imported_a_function_runs_the_mutant():
-    places = [place for place in mutating.places("protocol.lease") if place.function == "judge"]
+    places = [place for place in mutating.places("protocol.machines.lease") if place.function == "judge"]
     imported_before, code = lease.judge, lease.judge.__code__
     with mutating.switched(places[0].name):
         assert imported_before.__code__ is not code
@@ -187,7 +188,7 @@ def test_everybody_who_has_imported_a_function_runs_the_mutant():
 
 
 def test_a_property_is_mutated_too_and_put_back_after_an_exception():
-    name = next(place.name for place in mutating.places("protocol.lease") if place.function == "Lease.used_up")
+    name = next(place.name for place in mutating.places("protocol.machines.lease") if place.function == "Lease.used_up")
     fget = lease.Lease.__dict__["used_up"].fget
     code = fget.__code__
     with pytest.raises(ZeroDivisionError), mutating.switched(name):
@@ -197,7 +198,7 @@ def test_a_property_is_mutated_too_and_put_back_after_an_exception():
 
 
 def test_a_row_of_a_table_is_forgotten_while_it_is_switched_on():
-    rows = [place for place in mutating.places("protocol.lease") if place.operator == "row"]
+    rows = [place for place in mutating.places("protocol.machines.lease") if place.operator == "row"]
     assert rows[0].what == "GROWING, EXTENDED: GROWING -> late"
     assert {place.function for place in rows} == {"LEASE", "READER"}
     growing, extended = lease.LeaseState.GROWING, lease.LeaseEvent.EXTENDED
@@ -207,13 +208,19 @@ def test_a_row_of_a_table_is_forgotten_while_it_is_switched_on():
 
 
 def test_an_edit_that_compiles_to_the_same_is_known():
-    some = mutating.places("protocol.progress")
+    some = mutating.places("protocol.geometry.progress")
     assert not all(mutating.is_equivalent(place.name) for place in some)
-    assert progress.__name__ == "kvbaton.protocol.progress"
+    assert progress.__name__ == "kvbaton.protocol.geometry.progress"
 
 
 @pytest.mark.parametrize(
-    "name", ["nothing", "protocol.lease:judge:guard:99", "protocol.nowhere:f:guard:1", "protocol.lease:gone:guard:1"]
+    "name",
+    [
+        "nothing",
+        "protocol.machines.lease:judge:guard:99",
+        "protocol.nowhere:f:guard:1",
+        "protocol.machines.lease:gone:guard:1",
+    ],
 )
 def test_a_name_without_a_place_is_an_error(name: str):
     with pytest.raises(mutating.Vanished, match=name.split(":", maxsplit=1)[0]), mutating.switched(name):
@@ -221,7 +228,7 @@ def test_a_name_without_a_place_is_an_error(name: str):
 
 
 def test_a_place_is_followed_within_its_function_and_not_beyond():
-    place = next(place for place in mutating.places("protocol.lease") if place.function == "judge")
+    place = next(place for place in mutating.places("protocol.machines.lease") if place.function == "judge")
     moved = place.name.rsplit(":", 1)[0] + ":7"
     assert mutating.place_of(moved, place.what) == place
     with pytest.raises(mutating.Vanished, match="no longer there"):
@@ -270,13 +277,15 @@ def test_a_seed_to_which_the_clean_tree_objects_proves_nothing(monkeypatch: pyte
 
 
 def test_a_kept_line_says_what_it_must():
-    line = kept.Kept("protocol.lease:judge:guard:1", "6", "a -> b | c", 7)
-    alone = kept.Kept("protocol.lease:judge:guard:2", "6", "a -> b", None, "tests/x.py::test_y", "no world has two")
+    line = kept.Kept("protocol.machines.lease:judge:guard:1", "6", "a -> b | c", 7)
+    alone = kept.Kept(
+        "protocol.machines.lease:judge:guard:2", "6", "a -> b", None, "tests/x.py::test_y", "no world has two"
+    )
     assert kept.read(kept.written([line, alone])) == [line, alone]
     with pytest.raises(ValueError, match="which and why"):
-        kept.read("protocol.lease:judge:guard:1 || tests || 6 || a -> b\n")
+        kept.read("protocol.machines.lease:judge:guard:1 || tests || 6 || a -> b\n")
     with pytest.raises(ValueError, match="has 2 of 4"):
-        kept.read("protocol.lease:judge:guard:1 || 6\n")
+        kept.read("protocol.machines.lease:judge:guard:1 || 6\n")
 
 
 def test_a_mutant_that_never_returns_is_seen_and_the_next_world_is_well(monkeypatch: pytest.MonkeyPatch):
@@ -293,7 +302,7 @@ def test_a_mutant_that_never_returns_is_seen_and_the_next_world_is_well(monkeypa
 
 
 def test_a_drawing_is_spread_and_repeats_itself():
-    modules = ("protocol.lease", "protocol.progress", "node.epochs")
+    modules = ("protocol.machines.lease", "protocol.geometry.progress", "node.epochs")
     drawn = survey.draw(modules, 24, 3)
     assert drawn == survey.draw(modules, 24, 3) != survey.draw(modules, 24, 4)
     assert {place.module for place in drawn} == set(modules)
@@ -304,8 +313,8 @@ def test_a_drawing_is_spread_and_repeats_itself():
 def test_what_survives_worlds_can_be_seen_by_tests():
     """And what is switched on there is on: a test that holds on the clean tree fails."""
     tests = ["tests/protocol/test_lease.py"]
-    assert not under_test.judged("protocol.writer:Writer._step:always:2", tests).caught
-    verdict = under_test.judged("protocol.lease:judge:guard:1", tests)
+    assert not under_test.judged("protocol.machines.push_writer:Writer._step:always:2", tests).caught
+    verdict = under_test.judged("protocol.machines.lease:judge:guard:1", tests)
     assert verdict.caught and verdict.test.startswith("tests/protocol/test_lease.py::")
 
 
@@ -325,21 +334,21 @@ def test_each_reason_for_an_unreached_line_names_a_function():
     }
     assert sorted(set(cover.reasons()) - there) == []
     with pytest.raises(ValueError, match="reason"):
-        cover.reasons("protocol.lease:judge\n")
+        cover.reasons("protocol.machines.lease:judge\n")
 
 
 def test_lines_are_counted_by_the_worlds_that_reach_them():
-    modules = ("protocol.lease", "node.epochs")
+    modules = ("protocol.machines.lease", "node.epochs")
     reached = reach.together([reach.reached_by(modules, [0]), reach.reached_by(modules, [1])])
     del reached["node.epochs"]
-    why = {"node.epochs:EpochTable.all_of": "why", "protocol.lease:gone": "stale"}
+    why = {"node.epochs:EpochTable.all_of": "why", "protocol.machines.lease:gone": "stale"}
     figures = cover.summed(modules, reached, why)
     missed = {each.function: each.reason for each in figures.missed}
     assert missed["node.epochs:EpochTable.all_of"] == "why"
     assert missed["node.epochs:EpochTable.raise_epoch"] == ""
-    assert "protocol.lease:new_lease" not in missed
-    assert figures.stale_reasons == ["protocol.lease:gone"]
+    assert "protocol.machines.lease:new_lease" not in missed
+    assert figures.stale_reasons == ["protocol.machines.lease:gone"]
     assert figures.share_in_functions < figures.share < 1.0
     assert not figures.holds
-    place = next(place for place in mutating.places("protocol.lease") if place.function == "Lease.used_up")
+    place = next(place for place in mutating.places("protocol.machines.lease") if place.function == "Lease.used_up")
     assert set(survey.seeds_for(place, reached)) <= {0, 1} != set()

@@ -11,8 +11,8 @@ from collections import Counter
 import pytest
 
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId, rank_peer
-from kvbaton.protocol.progress import whole
 from kvbaton.sim import run
 from kvbaton.sim.hunting import find, hunt
 from kvbaton.sim.looking import look

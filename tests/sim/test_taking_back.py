@@ -9,7 +9,7 @@ import pytest
 from kvbaton.protocol.effects import Unpin
 from kvbaton.protocol.ids import LeaseId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.sim.hunting import hunt
 from kvbaton.sim.life import TICKET_KEY, Character, Life
 from kvbaton.sim.memory import Shape

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbaton.protocol.weave import Weave
+from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.transports.core.span_tables import Rows
 from kvbaton.transports.cuda import cuda_ptx
 from kvbaton.transports.cuda.cuda_digest import digest_of

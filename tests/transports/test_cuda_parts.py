@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId
-from kvbaton.protocol.weave import Weave
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.loans import lend_everything

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from kvbaton.protocol import events as ev
-from kvbaton.protocol import messages as m
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.wire import messages as m
 
 Conversation = Callable[[Any], None]
 P, D = "p", "d"

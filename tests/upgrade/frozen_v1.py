@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvbaton.protocol.geometry.layout import EngineLayout
+from kvbaton.protocol.geometry.progress import Progress
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, ReservationId, WorkerId
-from kvbaton.protocol.layout import EngineLayout
-from kvbaton.protocol.progress import Progress
-from kvbaton.protocol.ticket import TICKET_CHARS_MAX
+from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX
 
 PROTOCOL_VERSION = 1
 GROUPS_MAX = 64

@@ -17,10 +17,10 @@ from conversations import CONVERSATIONS, REFUSALS, D, P, record
 from pair import Frame, Pair
 from party import Party
 
-from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import decode, encode
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.versions import SPOKEN, Versions
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.codec import decode, encode
+from kvbaton.protocol.wire.versions import SPOKEN, Versions
 
 FRAMES = Path(__file__).parent / "frames"
 OLD = Versions(1, 1)

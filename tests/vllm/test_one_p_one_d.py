@@ -19,7 +19,7 @@ import pytest
 
 from kvbaton.flight.records import STAGES
 from kvbaton.metrics import names
-from kvbaton.protocol.ticket import seal, unseal
+from kvbaton.protocol.wire.ticket import seal, unseal
 from tests.journeys import inspect_whole
 from tests.vllm.cache_memory import overwrite_cache
 from tests.vllm.duo import MODES, TOKENS, Duo, ends, forty_prompts, prompt_of, reference_of, running_duo, same

@@ -20,7 +20,7 @@ from kvbaton.api import request_ids
 from kvbaton.api.params import FIELD, Mode, TransferParams
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PROMPTS_PER_TRANSFER_MAX, TransferId, WorkerId, handoff_id
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire.ticket import Ticket, seal
 
 SHOWN_CHARS = 200
 _PROMPTS_MAX = 256

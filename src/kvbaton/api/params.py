@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.errors import bad_field
-from kvbaton.protocol.ticket import TICKET_CHARS_MAX
+from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX
 from kvbaton.tracing.context import parse as parse_trace
 
 FIELD = "kv_transfer_params"

@@ -37,8 +37,8 @@ from kvbaton.bench.device_world import (
 )
 from kvbaton.control import keys
 from kvbaton.control.key_room import key_room
+from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.protocol.weave import Weave
 from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceTransport, Direction, Spans
 
 COPY_DEADLINE_S = 30.0

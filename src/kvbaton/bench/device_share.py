@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.bench.device_world import DEVICE, Cache, TimedGpu, blocks_of, pattern, weave_of
-from kvbaton.protocol.weave import Weave
+from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.transports.cuda import cuda_launch
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.cuda.cuda_launch import Tables

@@ -16,9 +16,9 @@ from kvbaton.node.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport,
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node
 from kvbaton.node.node_loop import NodeLoop
-from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId, rank_peer
-from kvbaton.protocol.ledger import Ledger
+from kvbaton.protocol.machines.context import Identity
+from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.transport import DeviceTransport

@@ -26,8 +26,8 @@ from kvbaton.bench.device_side import DeviceSide
 from kvbaton.bench.device_world import BLOCK_BYTES, DEVICE, Cache, TimedGpu, blocks_of, pattern, weave_of
 from kvbaton.control import keys
 from kvbaton.control.key_room import key_room
+from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import JobId
-from kvbaton.protocol.weave import Weave
 from kvbaton.transports.catalogue import SUMS
 from kvbaton.transports.checksum.checksum_device import PART_BYTES, PIECE_BYTES
 from kvbaton.transports.checksum.checksum_portions import Checksum, portions

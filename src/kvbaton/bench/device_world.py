@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Rank, Share, places, planes
-from kvbaton.protocol.weave import Weave
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Rank, Share, places, planes
+from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.cuda.cuda_driver import SHARE, CudaGpu

@@ -18,8 +18,8 @@ import msgspec
 
 from kvbaton.bench.children import Child, Parent
 from kvbaton.bench.workload import Driven, P, contiguous, pattern, scattered, verify
+from kvbaton.protocol.geometry.pages import Band, PageTable
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.protocol.pages import Band, PageTable
 from kvbaton.transports.core.mover import choose_mover
 from kvbaton.transports.core.shared_memory import allocate
 from kvbaton.transports.core.transport import Direction, HostTransport, Loan

@@ -24,7 +24,7 @@ from kvbaton.engine import tokenizer
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, TransferId, handoff_id
-from kvbaton.protocol.ticket import Ticket, seal, unseal
+from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
 
 CONNECTIONS_MAX = 128
 BODY_BYTES_MAX = 16 << 20

@@ -24,13 +24,13 @@ from kvbaton.control.zmq import ZmqControl
 from kvbaton.engine.config import CacheConfig, ModelConfig
 from kvbaton.engine.kv_layout import compat_key, engine_layout
 from kvbaton.engine.memory import KvGeometry
-from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import Envelope, decode
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId, rank_peer
-from kvbaton.protocol.messages import ALL_FEATURES, Card
-from kvbaton.protocol.versions import NEWEST, SPOKEN
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.codec import Envelope, decode
+from kvbaton.protocol.wire.messages import ALL_FEATURES, Card
+from kvbaton.protocol.wire.versions import NEWEST, SPOKEN
 from kvbaton.store import wire
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
 from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport

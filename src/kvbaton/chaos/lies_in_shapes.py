@@ -16,8 +16,8 @@ import msgspec
 from kvbaton.chaos.liar_door import Door
 from kvbaton.chaos.liar_post import ANSWER_S, Post, said
 from kvbaton.chaos.lies_to_engines import Telling, judge, of_a_reader, session_at
-from kvbaton.protocol import messages as m
 from kvbaton.protocol.ids import TransferId, handoff_id, rank_peer
+from kvbaton.protocol.wire import messages as m
 from kvbaton.transports.tcp.tcp_transport import TcpEndpoint
 
 GREETINGS_MAX = 2000

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from kvbaton.chaos.liar_door import Door, Question
 from kvbaton.chaos.liar_post import ANSWER_S, Greeted, Post, guessed, said
 from kvbaton.engine import tokenizer
-from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import unpack_blocks
 from kvbaton.protocol.content import Content, digest
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, TransferId, WorkerId, handoff_id, rank_peer
-from kvbaton.protocol.ticket import Ticket, seal, unseal
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.codec import unpack_blocks
+from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
 from kvbaton.transports.core.transport import Direction
 
 ROUNDS = 3

@@ -17,9 +17,9 @@ from kvbaton.chaos.liar_post import Asked, Post, said
 from kvbaton.chaos.lies_in_shapes import huge_layout, odd_places
 from kvbaton.chaos.lies_to_engines import Telling
 from kvbaton.engine.config import CacheConfig
-from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import pack_blocks
 from kvbaton.protocol.ids import PeerId, WorkerId, rank_peer
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.codec import pack_blocks
 from kvbaton.transports.core.transport import Direction
 
 TIMES = (1e-300, 5e-324, 0.0, -1.0, math.inf, -math.inf, math.nan, 1e308)

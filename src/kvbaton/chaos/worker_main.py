@@ -82,8 +82,8 @@ class Held:
 def hold_messages(held: Held) -> None:
     """Moments at which a message is about to be sent."""
     control = importlib.import_module("kvbaton.control.zmq").ZmqControl
-    messages = importlib.import_module("kvbaton.protocol.messages")
-    decode = importlib.import_module("kvbaton.protocol.codec").decode
+    messages = importlib.import_module("kvbaton.protocol.wire.messages")
+    decode = importlib.import_module("kvbaton.protocol.wire.codec").decode
     failed = importlib.import_module("kvbaton.protocol.errors").ProtocolError
     send = control.send
     of_message = {

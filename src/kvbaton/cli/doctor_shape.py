@@ -17,8 +17,8 @@ from kvbaton.engine.config import CacheConfig, ModelConfig
 from kvbaton.engine.kv_layout import engine_layout
 from kvbaton.engine.memory import KvGeometry
 from kvbaton.protocol.errors import ProtocolError
-from kvbaton.protocol.geometry import plan
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share, validate
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share, validate
+from kvbaton.protocol.geometry.plan import plan
 
 CONFIG_BYTES_MAX = 4 << 20
 BLOCK_TOKENS = 128

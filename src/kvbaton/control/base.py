@@ -11,7 +11,7 @@ import re
 
 import msgspec
 
-from kvbaton.protocol.codec import FRAME_BYTES_MAX
+from kvbaton.protocol.wire.codec import FRAME_BYTES_MAX
 
 _HOST = r"\[(?P<v6>[0-9A-Fa-f:.]{2,45})\]|(?P<host>[A-Za-z0-9][A-Za-z0-9._-]{0,252})"
 _AUTHORITY = re.compile(f"(?:{_HOST}):(?P<port>[0-9]{{1,5}})")

@@ -19,7 +19,7 @@ import zmq
 from kvbaton.control.base import Limits
 from kvbaton.control.keys import Keyring
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.quotas import Buckets
+from kvbaton.protocol.machines.quotas import Buckets
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from kvbaton.node.doorway import LoadReport as RankReport
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import NO_BLOCK
+from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import LeaseId, RequestId
-from kvbaton.protocol.progress import GroupProgress, whole
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from kvbaton.engine.config import ModelConfig
 from kvbaton.engine.memory import ITEM_BYTES, KvGeometry
 from kvbaton.engine.request import EngineRequest
 from kvbaton.protocol.content import Content, digest
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Place, Rank, Share, planes
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Place, Rank, Share, planes
 
 
 def engine_layout(geometry: KvGeometry) -> EngineLayout:

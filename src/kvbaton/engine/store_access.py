@@ -19,7 +19,7 @@ from kvbaton.engine.hooks import Connector
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.engine.storing import Storing
 from kvbaton.node.doorway import Doorway
-from kvbaton.protocol.layout import EngineLayout
+from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.ranks.engine_store import Shelf, ShelfSettings
 from kvbaton.ranks.rank_store import LocalShelf
 from kvbaton.ranks.rank_values import NotStorable, rank_values

@@ -52,10 +52,10 @@ from kvbaton.node.node_loop import NodeLoop
 from kvbaton.node.observation import Watch
 from kvbaton.node.ticket_discard import discarded
 from kvbaton.protocol.compat import digest as compat_digest
-from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.events import Departed, DrainStarted
 from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId, rank_peer
-from kvbaton.protocol.ledger import Ledger
+from kvbaton.protocol.machines.context import Identity
+from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
 from kvbaton.tracing.export import of_worker
 from kvbaton.transports import catalogue

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvbaton.protocol.ledger import Ledger
+from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.transports.core.refusals import refusals_of
 from kvbaton.transports.core.transport import Transport
 

@@ -22,9 +22,9 @@ from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import NO_BLOCK, Groups
+from kvbaton.protocol.geometry.progress import Progress, whole
 from kvbaton.protocol.ids import HandoffId, LeaseId, PeerId, PutId, RequestId, TransferId, WorkerId, handoff_id
-from kvbaton.protocol.progress import Progress, whole
-from kvbaton.protocol.ticket import Ticket, seal, unseal
+from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
 
 ANYBODY = WorkerId("")
 NOBODYS = RequestId("")

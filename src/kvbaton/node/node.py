@@ -22,13 +22,13 @@ from kvbaton.flight.recorder import Recorder
 from kvbaton.node.doorway import Doorway
 from kvbaton.node.ports import ControlPort, StorePort
 from kvbaton.protocol import effects as fx
-from kvbaton.protocol.codec import encode
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, Departed, Event, PlaneFailed, RankFenced, StoreEnded
+from kvbaton.protocol.geometry.pages import pages
 from kvbaton.protocol.ids import JobId, PeerId, WorkerId, owner_of, rank_peer
-from kvbaton.protocol.ledger import Ledger
-from kvbaton.protocol.messages import Joined, Welcome
-from kvbaton.protocol.pages import pages
+from kvbaton.protocol.machines.ledger import Ledger
+from kvbaton.protocol.wire.codec import encode
+from kvbaton.protocol.wire.messages import Joined, Welcome
 from kvbaton.transports.core.transport import FenceEnded, LendingTransport, OpenFailed, Transport
 
 log = logging.getLogger(__name__)

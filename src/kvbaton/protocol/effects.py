@@ -10,10 +10,10 @@ import msgspec
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
+from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import HandoffId, Incarnation, JobId, LeaseId, PeerId, PutId, RequestId, WorkerId
-from kvbaton.protocol.messages import Message
-from kvbaton.protocol.versions import NEWEST
-from kvbaton.protocol.weave import Weave
+from kvbaton.protocol.wire.messages import Message
+from kvbaton.protocol.wire.versions import NEWEST
 
 
 class End(msgspec.Struct, frozen=True):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.geometry.progress import Progress
 from kvbaton.protocol.ids import HandoffId, Incarnation, JobId, LeaseId, PeerId, PutId, RequestId, WorkerId
-from kvbaton.protocol.progress import Progress
 
 Groups = tuple[tuple[int, ...], ...]
 NO_BLOCK = -1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
-from kvbaton.protocol import messages as m
+from kvbaton.protocol.wire import messages as m
 
 
 class Role(enum.StrEnum):

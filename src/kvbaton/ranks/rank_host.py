@@ -29,8 +29,8 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from kvbaton.codes.saying import worth_saying
+from kvbaton.protocol.geometry.progress import Progress
 from kvbaton.protocol.ids import LeaseId
-from kvbaton.protocol.progress import Progress
 from kvbaton.ranks.rank_carrying import Carrier, Clock
 from kvbaton.ranks.rank_messages import (
     NEWS_BATCH_MAX,

@@ -24,12 +24,12 @@ from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Copy, Direction, Loan
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested
+from kvbaton.protocol.geometry.pages import PageTable
+from kvbaton.protocol.geometry.progress import Progress
+from kvbaton.protocol.geometry.spans import SPANS_MAX
+from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import JobId, LeaseId, PeerId, WorkerId
 from kvbaton.protocol.numbers import GROUPS_MAX, RANKS_MAX
-from kvbaton.protocol.pages import PageTable
-from kvbaton.protocol.progress import Progress
-from kvbaton.protocol.spans import SPANS_MAX
-from kvbaton.protocol.weave import Weave
 from kvbaton.ranks.rank_store_messages import ShelfCommand, ShelfNews
 
 SPAN_BYTES = 24

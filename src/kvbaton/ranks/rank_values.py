@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvbaton.protocol.layout import EngineLayout, Group, Kind, Share, cell_axes
+from kvbaton.protocol.geometry.layout import EngineLayout, Group, Kind, Share, cell_axes
 from kvbaton.store.base import Pieces
 from kvbaton.store.keys import VALUE_BYTES_MAX, Space
 

@@ -23,7 +23,7 @@ from kvbaton.api.bodies import Kind
 from kvbaton.api.params import FIELD, LEASE_FOR_PULL, Mode, source_params, target_params
 from kvbaton.protocol.ids import HandoffId, TransferId, handoff_id, is_handoff_id
 from kvbaton.protocol.numbers import Version
-from kvbaton.protocol.ticket import TICKET_CHARS_MAX, Ticket, seal
+from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, Ticket, seal
 from kvbaton.router.directory import Dialect, Worker
 from kvbaton.router.policy import Pair
 from kvbaton.router.wire import Header

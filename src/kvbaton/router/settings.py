@@ -9,7 +9,7 @@ import re
 import msgspec
 
 from kvbaton.api.params import Mode
-from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX
+from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX
 from kvbaton.router.policy import Policy
 from kvbaton.router.room import BYTES_MAX
 

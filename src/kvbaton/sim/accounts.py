@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from kvbaton.protocol.consumer import Consumer
-from kvbaton.protocol.desk import Parts
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.intake import Intake, IntakeState
-from kvbaton.protocol.lease import Lease, LeaseState, ReaderState
-from kvbaton.protocol.outlet import OutletState
-from kvbaton.protocol.peer import LinkState
-from kvbaton.protocol.producer import Producer
-from kvbaton.protocol.puts import PutState
+from kvbaton.protocol.machines.consumer import Consumer
+from kvbaton.protocol.machines.context import Parts
+from kvbaton.protocol.machines.inbound import Intake, IntakeState
+from kvbaton.protocol.machines.lease import Lease, LeaseState, ReaderState
+from kvbaton.protocol.machines.pairing_state import LinkState
+from kvbaton.protocol.machines.producer import Producer
+from kvbaton.protocol.machines.push_write import OutletState
+from kvbaton.protocol.machines.puts import PutState
 from kvbaton.sim.life import Life
 from kvbaton.sim.promises import HANG, LEAK, RULE, Broken
 

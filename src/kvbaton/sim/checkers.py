@@ -6,8 +6,8 @@ Those that can be seen at every step are checked there (`life.py`, `engine.py`, 
 from __future__ import annotations
 
 from kvbaton.protocol.ids import PeerId, WorkerId
+from kvbaton.protocol.machines.pairing_state import LinkState
 from kvbaton.protocol.marks import Step
-from kvbaton.protocol.peer import LinkState
 from kvbaton.sim.cluster import Cluster
 from kvbaton.sim.excuses import are_lies_told, are_ranks_apart, is_excused, wrongs
 from kvbaton.sim.life import Life

@@ -11,7 +11,7 @@ import msgspec
 
 from kvbaton.protocol.events import Departed, DrainStarted
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.sim import passed_over
 from kvbaton.sim.hardships import LOSS
 from kvbaton.sim.hearing import Hearing

@@ -16,12 +16,12 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.protocol import messages as m
 from kvbaton.protocol.errors import Reason, reason_of
 from kvbaton.protocol.ids import PeerId, Reader, WorkerId
-from kvbaton.protocol.intake import Intake, IntakeState
-from kvbaton.protocol.lease import LeaseState, ReaderState
-from kvbaton.protocol.peer import LinkState
+from kvbaton.protocol.machines.inbound import Intake, IntakeState
+from kvbaton.protocol.machines.lease import LeaseState, ReaderState
+from kvbaton.protocol.machines.pairing_state import LinkState
+from kvbaton.protocol.wire import messages as m
 from kvbaton.sim.life import Life
 from kvbaton.sim.promises import HANG, RULE, WRONG, Broken
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Allocated, LeaseBegun
-from kvbaton.protocol.intake import Intake, IntakeState
-from kvbaton.protocol.lease import LeaseState
-from kvbaton.protocol.outlet import OutletState
-from kvbaton.protocol.peer import Link
-from kvbaton.protocol.puts import PutState
+from kvbaton.protocol.machines.inbound import Intake, IntakeState
+from kvbaton.protocol.machines.lease import LeaseState
+from kvbaton.protocol.machines.pairing_state import Link
+from kvbaton.protocol.machines.push_write import OutletState
+from kvbaton.protocol.machines.puts import PutState
 from kvbaton.sim.life import Life
 from kvbaton.sim.promises import RULE, Broken
 from kvbaton.sim.timers import BoundedTimers

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from kvbaton.node.doorway import Doorway, DropBlocks, LoadReport, MatchState, UnpinBlocks
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
+from kvbaton.protocol.geometry.progress import GroupProgress, Progress, whole
 from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId
-from kvbaton.protocol.progress import GroupProgress, Progress, whole
 from kvbaton.sim.device import Device, Step, Work
 from kvbaton.sim.fetching import Fetching
 from kvbaton.sim.memory import Shape

@@ -11,15 +11,15 @@ from kvbaton.node.epochs import UNTOLD, EpochTable
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, Reader, ReservationId, WorkerId
-from kvbaton.protocol.intake import INTAKE
-from kvbaton.protocol.lease import LEASE, READER
-from kvbaton.protocol.outlet import OUTLET
-from kvbaton.protocol.peer import LINK
-from kvbaton.protocol.puts import PUT
-from kvbaton.protocol.quotas import BUCKETS_MAX, Buckets, Held, PerPeer
-from kvbaton.protocol.shunned import SHUNNED_MAX, Shunned
+from kvbaton.protocol.machines.backoff import SHUNNED_MAX, Shunned
+from kvbaton.protocol.machines.inbound import INTAKE
+from kvbaton.protocol.machines.lease import LEASE, READER
+from kvbaton.protocol.machines.pairing_state import LINK
+from kvbaton.protocol.machines.push_write import OUTLET
+from kvbaton.protocol.machines.push_writer import Revocations
+from kvbaton.protocol.machines.puts import PUT
+from kvbaton.protocol.machines.quotas import BUCKETS_MAX, Buckets, Held, PerPeer
 from kvbaton.protocol.table import Table, Verdict
-from kvbaton.protocol.writer import Revocations
 from kvbaton.sim.exam import Question, same
 
 ROUNDS = 40

@@ -12,14 +12,15 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.protocol import geometry, layout, peer
 from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.geometry import layout, plan
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share
-from kvbaton.protocol.messages import Card
-from kvbaton.protocol.peer import has_fallback, pair_as_source, pair_as_target
+from kvbaton.protocol.machines import pairing_state
+from kvbaton.protocol.machines.context import Identity
+from kvbaton.protocol.machines.pairing_state import has_fallback, pair_as_source, pair_as_target
+from kvbaton.protocol.wire.messages import Card
 from kvbaton.sim.exam import Question, lowered, refused, same, taken
 
 _R = Reason
@@ -259,9 +260,9 @@ def cards(rng: random.Random) -> None:
         (good, ("rdma", "tcp"), "tcp", False),
     ):  # fmt: skip
         same(f"another plane than {chosen} of {offered}", has_fallback(ours, card, offered, chosen), expected)
-    with lowered(peer, "RANK_PAIRS_MAX", 2):
+    with lowered(pairing_state, "RANK_PAIRS_MAX", 2):
         taken("as many pairs of ranks as may be", pair_as_source, ours, good)
-    with lowered(peer, "RANK_PAIRS_MAX", 1):
+    with lowered(pairing_state, "RANK_PAIRS_MAX", 1):
         refused("a pair of ranks more", _R.INCOMPATIBLE, pair_as_source, ours, good)
 
 
@@ -285,11 +286,11 @@ def opaque(rng: random.Random) -> None:
     )
     optional = _group(one, 1, optional=True)
     less = put(one, groups=one.groups[:1], ranks=tuple(put(rank, shares=rank.shares[:1]) for rank in one.ranks))
-    same("a group that need not be", geometry.compare(optional, less), (0, None))
-    same("a group that need not be, of the target", geometry.compare(less, optional), (0,))
+    same("a group that need not be", plan.compare(optional, less), (0, None))
+    same("a group that need not be, of the target", plan.compare(less, optional), (0,))
     dealt = _dealt(_group(_group(one, 0, block_tokens=4), 1, block_tokens=4), 2)
-    taken("the same deal", geometry.compare, dealt, dealt)
-    refused("another deal", _R.INCOMPATIBLE, geometry.compare, dealt, put(dealt, dcp_interleave=2))
+    taken("the same deal", plan.compare, dealt, dealt)
+    refused("another deal", _R.INCOMPATIBLE, plan.compare, dealt, put(dealt, dcp_interleave=2))
 
 
 def _opaque(of: EngineLayout, per: Per) -> EngineLayout:
@@ -326,8 +327,8 @@ def bounds(rng: random.Random) -> None:
         refused("too many distances of blocks", _R.BAD_MESSAGE, layout.validate, wide)
     one, other = base(1), _turned(base(1))
     pieces = _budget("PAGE_PIECES_MAX", one, other)
-    with lowered(geometry, "PAGE_PIECES_MAX", pieces - 1):
-        refused("too many runs a page", _R.INCOMPATIBLE, geometry.plan, one, other)
+    with lowered(plan, "PAGE_PIECES_MAX", pieces - 1):
+        refused("too many runs a page", _R.INCOMPATIBLE, plan.plan, one, other)
     name = rng.choice(("EFFORT_MAX", "BLOCK_SPANS_MAX"))
     same(f"what a plan costs, of {name}", 0 < _budget(name, one, other) < 1 << 12, True)
 
@@ -346,9 +347,9 @@ def _budget(name: str, one: EngineLayout, other: EngineLayout) -> int:
 
 def _is_mapped(name: str, bound: int, one: EngineLayout, other: EngineLayout) -> bool:
     if name == "PAGE_PIECES_MAX":
-        with lowered(geometry, name, bound):
+        with lowered(plan, name, bound):
             return _plans(one, other)
-    effort = geometry._Effort
+    effort = plan._Effort
     defaults = effort.__init__.__defaults__
     assert defaults is not None
     changed = (bound, defaults[1]) if name == "EFFORT_MAX" else (defaults[0], bound)
@@ -361,7 +362,7 @@ def _is_mapped(name: str, bound: int, one: EngineLayout, other: EngineLayout) ->
 
 def _plans(one: EngineLayout, other: EngineLayout) -> bool:
     try:
-        geometry.plan(one, other)
+        plan.plan(one, other)
     except ProtocolError as error:
         same("why it is not mapped", error.reason, _R.INCOMPATIBLE)
         return False

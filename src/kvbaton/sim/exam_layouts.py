@@ -1,6 +1,6 @@
 """Layouts drawn by chance, on both sides of a handoff, and every byte of it by hand: cell by cell, in a dictionary.
 
-Laws: an address is what `protocol/layout.py` says in its first paragraph, computed here from drawn numbers; which
+Laws: an address is what `protocol/geometry/layout.py` says in its first paragraph, computed here from drawn numbers; which
 tokens a window needs, and which rank has what, is said by the drawing. Bytes that move are applied to two memories.
 """
 
@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share, planes
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share, planes
 from kvbaton.sim.exam import same
 
 KINDS = (Kind.FULL, Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.LATENT, Kind.STATE)

@@ -6,16 +6,17 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from kvbaton.protocol import geometry, layout, movement, spans
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.geometry import layout, plan, spans
+from kvbaton.protocol.geometry.layout import NULL_BLOCK, EngineLayout, Kind
+from kvbaton.protocol.geometry.pages import pages
+from kvbaton.protocol.geometry.progress import GroupProgress, Progress, Rect, advance, nothing, slowest, whole
+from kvbaton.protocol.geometry.spans import BlockLists, segments
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.layout import NULL_BLOCK, EngineLayout, Kind
-from kvbaton.protocol.movement import Cargo, Route, moves
-from kvbaton.protocol.pages import pages
-from kvbaton.protocol.progress import GroupProgress, Progress, Rect, advance, nothing, slowest, whole
-from kvbaton.protocol.quotas import block_bytes, promised_bytes
-from kvbaton.protocol.readiness import complete, covers
-from kvbaton.protocol.spans import BlockLists, segments
+from kvbaton.protocol.machines import movement
+from kvbaton.protocol.machines.movement import Cargo, Route, moves
+from kvbaton.protocol.machines.quotas import block_bytes, promised_bytes
+from kvbaton.protocol.machines.readiness import complete, covers
 from kvbaton.sim import exam_layouts as drawing
 from kvbaton.sim.exam import Question, lowered, refused, same, taken
 from kvbaton.sim.exam_layouts import Drawn, needed_from
@@ -37,7 +38,7 @@ class Handover:
         self.source, self.target = drawing.side(first, self.drawn, BLOCKS), drawing.side(other, self.drawn, BLOCKS)
         for each in (self.source, self.target):
             same("a drawn layout", taken("a drawn layout", layout.validate, each.layout), each.layout)
-        self.plan = taken("a plan", geometry.plan, self.source.layout, self.target.layout)
+        self.plan = taken("a plan", plan.plan, self.source.layout, self.target.layout)
         self.tokens = self.drawn.tokens
         sizes = [group.block_tokens for group in self.target.layout.groups if group.kind is not Kind.STATE]
         self.first = next((n for n in (rng.choice((0, 0, 2, 4, 6)),) if all(n % size == 0 for size in sizes)), 0)

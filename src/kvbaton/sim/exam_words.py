@@ -12,15 +12,16 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.protocol import codec, compat, ids, messages, privileges
-from kvbaton.protocol.codec import FoldedHello, decode, encode, pack_blocks, read, unfolded, unpack_blocks
+from kvbaton.protocol import compat, ids, privileges
 from kvbaton.protocol.content import Content, digest
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.privileges import Act, Role, may, may_say, role_by_name
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.ticket import TICKET_CHARS_MAX, Ticket, seal, unseal
-from kvbaton.protocol.versions import Versions, settle, version_bit, versions_in
+from kvbaton.protocol.wire import codec, messages
+from kvbaton.protocol.wire.codec import FoldedHello, decode, encode, pack_blocks, read, unfolded, unpack_blocks
+from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, Ticket, seal, unseal
+from kvbaton.protocol.wire.versions import Versions, settle, version_bit, versions_in
 from kvbaton.sim.exam import Question, lowered, refused, same, taken
 from kvbaton.sim.memory import Shape
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvbaton.protocol.events import RankFenced
 from kvbaton.protocol.ids import PeerId
-from kvbaton.protocol.peer import Link
+from kvbaton.protocol.machines.pairing_state import Link
 from kvbaton.sim.life import Life
 from kvbaton.sim.promises import WRONG, Broken
 

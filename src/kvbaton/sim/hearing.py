@@ -11,9 +11,9 @@ from collections.abc import Collection
 
 import msgspec
 
-from kvbaton.protocol import messages as m
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.versions import Versions
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.versions import Versions
 from kvbaton.sim.accounts import Accounts
 from kvbaton.sim.dialogue import Dialogues
 from kvbaton.sim.due import Dues

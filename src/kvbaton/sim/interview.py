@@ -14,14 +14,14 @@ import msgspec
 
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
-from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import encode, pack_blocks
-from kvbaton.protocol.desk import Identity
+from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.protocol.ids import HandoffId, Incarnation, PeerId, WorkerId
-from kvbaton.protocol.layout import EngineLayout
-from kvbaton.protocol.ledger import Ledger
+from kvbaton.protocol.machines.context import Identity
+from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.codec import encode, pack_blocks
+from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.sim.exam import same
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.timers import BoundedTimers

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.protocol import consumer
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, RequestId, ReservationId, WorkerId, rank_peer
+from kvbaton.protocol.machines import consumer
 from kvbaton.protocol.privileges import Role
-from kvbaton.protocol.progress import GroupProgress, whole
 from kvbaton.sim.exam import Question, lowered, same
 from kvbaton.sim.interview import DIGEST, TOKENS, Booth, ev, fx, handoff, m
 

@@ -17,9 +17,9 @@ from kvbaton.node.doorway import (
 from kvbaton.node.epochs import EpochTable
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK
+from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, PutId, RequestId, TransferId, WorkerId
-from kvbaton.protocol.progress import GroupProgress, whole
-from kvbaton.protocol.ticket import Ticket, seal, unseal
+from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
 from kvbaton.sim.exam import Question, refused, same
 from kvbaton.sim.interview import DIGEST, KEY, ev, fx, handoff
 

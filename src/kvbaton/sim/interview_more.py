@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.protocol import disowned
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, RequestId, ReservationId, WorkerId, rank_peer
+from kvbaton.protocol.machines import disowned
 from kvbaton.protocol.marks import Ended, Step
-from kvbaton.protocol.progress import GroupProgress, whole
 from kvbaton.sim.exam import Question, lowered, same
 from kvbaton.sim.interview import DIGEST, ev, fx, handoff, m
 from kvbaton.sim.interview_d import READ, D, drop, failed, report

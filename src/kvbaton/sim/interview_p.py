@@ -6,9 +6,9 @@ import random
 from typing import Any
 
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, PutId, WorkerId
 from kvbaton.protocol.privileges import Role
-from kvbaton.protocol.progress import GroupProgress, whole
 from kvbaton.sim.exam import Question, same
 from kvbaton.sim.interview import DIGEST, KEY, TOKENS, Booth, ev, fx, handoff, m
 
@@ -271,7 +271,7 @@ def tickets(rng: random.Random) -> None:
 
 
 def _signed(p: P, key: bytes) -> str:
-    from kvbaton.protocol.ticket import Ticket, seal
+    from kvbaton.protocol.wire.ticket import Ticket, seal
 
     return seal(Ticket(handoff(1), p.me.worker, p.wall + 60.0, lease=LeaseId(1), digest=DIGEST), key)
 

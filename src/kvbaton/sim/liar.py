@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.protocol import messages as m
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import HandoffId, WorkerId
 from kvbaton.protocol.privileges import Role, may_say
-from kvbaton.protocol.ticket import seal, unseal
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.ticket import seal, unseal
 from kvbaton.sim.liar_fields import KINDS, Fields, Place, Seen, all_places, kind_of
 from kvbaton.sim.life import TICKET_KEY, Life
 from kvbaton.sim.network import SimControl

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.protocol import messages as m
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.ids import HandoffId, JobId, WorkerId
 from kvbaton.protocol.privileges import Act, may
-from kvbaton.protocol.ticket import Ticket, seal, unseal
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
 from kvbaton.sim.liar import Liar, role_in
 from kvbaton.sim.liar_fields import KINDS, shape_of
 from kvbaton.sim.life import TICKET_KEY

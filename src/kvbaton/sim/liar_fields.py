@@ -16,8 +16,8 @@ from typing import Any
 
 from msgspec import NODEFAULT, inspect
 
-from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import Envelope
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.codec import Envelope
 
 OUTSIDE = 0.15
 """Share of lies that are outside of what the type takes."""

@@ -13,11 +13,11 @@ from typing import Any
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol.effects import Direction
 from kvbaton.protocol.errors import ProtocolError
+from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.protocol.ids import HandoffId, PeerId, WorkerId
-from kvbaton.protocol.intake import Intake
-from kvbaton.protocol.layout import EngineLayout
-from kvbaton.protocol.messages import Commit
-from kvbaton.protocol.ticket import Ticket, unseal
+from kvbaton.protocol.machines.inbound import Intake
+from kvbaton.protocol.wire.messages import Commit
+from kvbaton.protocol.wire.ticket import Ticket, unseal
 from kvbaton.sim.life import TICKET_KEY, Life
 from kvbaton.sim.promises import NEEDLESS, WRONG, Broken
 

@@ -15,7 +15,7 @@ import msgspec
 
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.versions import SPOKEN
+from kvbaton.protocol.wire.versions import SPOKEN
 from kvbaton.sim.hardships import Hardships
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import NetworkFaults

@@ -19,16 +19,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvbaton.protocol.codec import FoldedWelcome, read
 from kvbaton.protocol.effects import Copy, Direction
+from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.protocol.ids import HandoffId, WorkerId
-from kvbaton.protocol.layout import EngineLayout
-from kvbaton.protocol.lease import ReaderState
-from kvbaton.protocol.messages import HelloRefused, Renew
+from kvbaton.protocol.machines.lease import ReaderState
+from kvbaton.protocol.machines.push_write import Outlet
 from kvbaton.protocol.numbers import DURATION_S_MIN
-from kvbaton.protocol.outlet import Outlet
 from kvbaton.protocol.privileges import Act, may
-from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX
+from kvbaton.protocol.wire.codec import FoldedWelcome, read
+from kvbaton.protocol.wire.messages import HelloRefused, Renew
+from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX
 from kvbaton.sim.liar import Liar, role_in
 from kvbaton.sim.liar_acts import Mischief
 from kvbaton.sim.liar_fields import Place

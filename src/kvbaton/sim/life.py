@@ -17,7 +17,6 @@ from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node, Rank
 from kvbaton.node.ports import StorePort
 from kvbaton.node.ticket_discard import discarded
-from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.effects import Effect, Unpin
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import (
@@ -29,10 +28,11 @@ from kvbaton.protocol.ids import (
     WorkerId,
     rank_peer,
 )
-from kvbaton.protocol.ledger import Ledger
-from kvbaton.protocol.messages import ALL_FEATURES
+from kvbaton.protocol.machines.context import Identity
+from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.versions import SPOKEN, Versions
+from kvbaton.protocol.wire.messages import ALL_FEATURES
+from kvbaton.protocol.wire.versions import SPOKEN, Versions
 from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.memory import Shape
 from kvbaton.sim.network import Network, SimControl

@@ -13,7 +13,7 @@ from itertools import pairwise
 import msgspec
 
 from kvbaton.protocol.events import NO_BLOCK
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Per, Place, Rank, Share, planes
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Per, Place, Rank, Share, planes
 
 CELL_BYTES = 4
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvbaton.protocol.events import NO_BLOCK
 from kvbaton.protocol.ids import LeaseId
-from kvbaton.protocol.lease import ReaderState
+from kvbaton.protocol.machines.lease import ReaderState
 from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.life import Life
 

@@ -14,20 +14,22 @@ from typing import Any
 from kvbaton.node import doorway
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node
-from kvbaton.protocol import consumer, intake, lease, links, producer, puts, sessions, ticket, writer
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
-from kvbaton.protocol import messages as m
-from kvbaton.protocol.desk import Parts
 from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.geometry.progress import nothing, whole
+from kvbaton.protocol.geometry.spans import Side
 from kvbaton.protocol.ids import LeaseId
-from kvbaton.protocol.intake import IntakeEvent, IntakeState
-from kvbaton.protocol.ledger import Ledger
-from kvbaton.protocol.movement import Cargo, Route, moves, start
-from kvbaton.protocol.outlet import OutletState
-from kvbaton.protocol.progress import nothing, whole
-from kvbaton.protocol.readiness import complete
-from kvbaton.protocol.spans import Side
+from kvbaton.protocol.machines import consumer, lease, pairing_source, pairing_target, producer, push_writer, puts
+from kvbaton.protocol.machines import inbound as intake
+from kvbaton.protocol.machines.context import Parts
+from kvbaton.protocol.machines.inbound import IntakeEvent, IntakeState
+from kvbaton.protocol.machines.ledger import Ledger
+from kvbaton.protocol.machines.movement import Cargo, Route, moves, start
+from kvbaton.protocol.machines.push_write import OutletState
+from kvbaton.protocol.machines.readiness import complete
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire import ticket
 from kvbaton.sim import engine as sim_engine
 from kvbaton.sim import request as sim_request
 from kvbaton.sim.mutants_checkers import CHECKER_MUTANTS
@@ -521,7 +523,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "released_while_writing",
         "17",
         "seed 000: unmapped before the send has finished",
-        swap(writer.Writer, "at_rest", _released_while_writing),
+        swap(push_writer.Writer, "at_rest", _released_while_writing),
     ),
     Mutant(
         "report_without_load",
@@ -557,7 +559,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "old_sessions_live_on",
         "3",
         "everything held for the old life is kept",
-        swap(sessions.Sessions, "_end_earlier", _old_sessions_live_on),
+        swap(pairing_source.Sessions, "_end_earlier", _old_sessions_live_on),
     ),
     Mutant(
         "revoked_without_quiet",
@@ -569,7 +571,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "quiesced_while_writing",
         "13",
         "P says quiet while its writes move",
-        swap(writer.Writer, "on_rest", _quiesced_while_writing),
+        swap(push_writer.Writer, "on_rest", _quiesced_while_writing),
     ),
     Mutant(
         "timed_out_means_rested",
@@ -645,22 +647,25 @@ MUTANTS: tuple[Mutant, ...] = (
         "revoke_overtakes_offer",
         "13",
         "an unknown Revoke is forgotten",
-        swap(writer.Writer, "on_revoke", _revoke_forgotten),
+        swap(push_writer.Writer, "on_revoke", _revoke_forgotten),
     ),
     Mutant(
         "writes_after_written",
         "14",
         "P touches the spans again",
-        swap(writer.Writer, "_repeat", _writes_again_after_written),
+        swap(push_writer.Writer, "_repeat", _writes_again_after_written),
     ),
     Mutant(
         "written_before_visible",
         "15",
         "Written while writes are on the way",
-        swap(writer.Writer, "_flush_if_done", _written_before_visible),
+        swap(push_writer.Writer, "_flush_if_done", _written_before_visible),
     ),
     Mutant(
-        "fence_skipped", "14, 16", "silence, or a restart, taken for rest", swap(links.Links, "fence", _fence_skipped)
+        "fence_skipped",
+        "14, 16",
+        "silence, or a restart, taken for rest",
+        swap(pairing_target.Links, "fence", _fence_skipped),
     ),
     Mutant(
         "abort_unreported",
@@ -687,19 +692,19 @@ MUTANTS: tuple[Mutant, ...] = (
         "offer_doubled_while_stopping",
         "13",
         "found in review: a doubled Offer gets Quiesced while P still writes",
-        swap(writer.Writer, "on_offer", _offer_of_a_stopping_outlet),
+        swap(push_writer.Writer, "on_offer", _offer_of_a_stopping_outlet),
     ),
     Mutant(
         "any_fence_counts",
         "14",
         "found in review: the end of an earlier fence is taken for the later one's",
-        swap(links.Links, "on_fenced", _any_fence_counts),
+        swap(pairing_target.Links, "on_fenced", _any_fence_counts),
     ),
     Mutant(
         "first_rank_fences_for_all",
         "14, 20",
         "one rank's fence is taken for all",
-        swap(links.Links, "on_fenced", _first_rank_fences_for_all),
+        swap(pairing_target.Links, "on_fenced", _first_rank_fences_for_all),
     ),
     Mutant(
         "stale_but_all_good",

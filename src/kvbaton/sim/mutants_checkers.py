@@ -8,12 +8,12 @@ import msgspec
 
 from kvbaton.node import node
 from kvbaton.node.doorway import Doorway
-from kvbaton.protocol import consumer, desk, ledger, links, producer, sessions
 from kvbaton.protocol.effects import UnpinPut
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.messages import Commit, Written
-from kvbaton.protocol.puts import Puts
-from kvbaton.protocol.shunned import Shunned
+from kvbaton.protocol.machines import consumer, context, ledger, pairing_source, pairing_target, producer
+from kvbaton.protocol.machines.backoff import Shunned
+from kvbaton.protocol.machines.puts import Puts
+from kvbaton.protocol.wire.messages import Commit, Written
 from kvbaton.sim.mutation import Mutant, swap
 
 FOR_EVER_S = 1e6
@@ -150,13 +150,13 @@ def _early(original: Any) -> Any:
 
 CHECKER_MUTANTS: tuple[Mutant, ...] = (
     Mutant("settled_for_the_oldest", "24", "a pair of new nodes talks in the oldest version that both speak",
-           swap(sessions.__dict__, "settle", _oldest_in_common)),
+           swap(pairing_source.__dict__, "settle", _oldest_in_common)),
     Mutant("last_word_in_the_oldest", "24", "a word that all versions share is said in the oldest",
            swap(node.__dict__, "encode", _last_word_in_the_oldest)),
     Mutant("plane_shunned_for_ever", "23", "a plane that failed once is never tried again",
            swap(Shunned, "add", _for_ever)),
     Mutant("passed_over_unseen", "23", "found here: what the source gave up is never tried again by its target",
-           swap(links.Links, "_shun_passed_over", _nothing)),
+           swap(pairing_target.Links, "_shun_passed_over", _nothing)),
     Mutant("quarantine_without_bound", "18", "D takes in more while it has no room for what is not at rest",
            swap(consumer.Consumer, "quarantined_blocks", _none_counted)),
     Mutant("restless_without_bound", "18", "P writes more while it has no room for what is not at rest",
@@ -178,7 +178,7 @@ CHECKER_MUTANTS: tuple[Mutant, ...] = (
     Mutant("sleeps_on", "9", "a loop wakes half a second after something was due",
            swap(node.Node, "next_deadline", _sleeps_on)),
     Mutant("goodbye_to_the_first", "3", "who leaves says so to one of its targets",
-           swap(sessions.Sessions, "say_goodbye", _first_only)),
+           swap(pairing_source.Sessions, "say_goodbye", _first_only)),
     Mutant("drain_forgotten", "9", "a claim waits at a prefiller that is about to stop",
            swap(ledger.Ledger, "_on_drain", _nothing)),
     Mutant("short_first_term", "9", "a lease runs out before the term that it was given",
@@ -186,7 +186,7 @@ CHECKER_MUTANTS: tuple[Mutant, ...] = (
     Mutant("disconnects_one_rank_fewer", "3", "of a peer that is gone one rank stays connected",
            swap(node.Node, "_disconnect", _one_rank_fewer)),
     Mutant("lent_over_any_plane", "28", "blocks are lent where nothing keeps anybody to them",
-           swap(desk.Desk, "lend", _over_any_plane)),
+           swap(context.Desk, "lend", _over_any_plane)),
     Mutant("gives_up_early", "17", "D waits a third of what it should",
            swap(consumer.Consumer, "_wait", _early)),
 )  # fmt: skip

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from kvbaton.protocol.desk import Desk
 from kvbaton.protocol.effects import CancelCopy, Direction
 from kvbaton.protocol.events import CopyEnded
-from kvbaton.protocol.producer import Producer
-from kvbaton.protocol.progress import whole
+from kvbaton.protocol.geometry.progress import whole
+from kvbaton.protocol.machines.context import Desk
+from kvbaton.protocol.machines.producer import Producer
 from kvbaton.sim.device import Step
 from kvbaton.sim.engine import SimEngine
 from kvbaton.sim.mutation import Mutant, swap

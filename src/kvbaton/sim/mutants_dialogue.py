@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbaton.protocol import consumer, producer, writer
+from kvbaton.protocol.machines import consumer, producer, push_writer
 from kvbaton.sim.mutation import Mutant, swap
 
 
@@ -60,5 +60,5 @@ DIALOGUE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("commit_answered_once", "6", "who asks again whether its copy was good hears nothing",
            swap(producer.Producer, "on_commit", _once)),
     Mutant("mute_when_revoked", "13", "a Revoke of what was never written is not answered: D fences",
-           swap(writer.Writer, "on_revoke", _mute_when_revoked)),
+           swap(push_writer.Writer, "on_revoke", _mute_when_revoked)),
 )  # fmt: skip

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbaton.protocol import producer
 from kvbaton.protocol.effects import Unpin
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Discarded
-from kvbaton.protocol.lease import ReaderState
+from kvbaton.protocol.machines import producer
+from kvbaton.protocol.machines.lease import ReaderState
 from kvbaton.sim.mutation import Mutant, swap
 
 

@@ -15,18 +15,19 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from kvbaton.node.doorway import Doorway
-from kvbaton.protocol import layout, ledger, spans
 from kvbaton.protocol.clock import Timers
-from kvbaton.protocol.codec import read
-from kvbaton.protocol.consumer import Consumer
 from kvbaton.protocol.errors import ProtocolError
-from kvbaton.protocol.intake import Source
-from kvbaton.protocol.lease import ReaderEvent, ReaderState
-from kvbaton.protocol.ledger import Ledger
-from kvbaton.protocol.producer import Producer
-from kvbaton.protocol.quotas import Buckets
-from kvbaton.protocol.sessions import Sessions
-from kvbaton.protocol.writer import Writer
+from kvbaton.protocol.geometry import layout, spans
+from kvbaton.protocol.machines import ledger
+from kvbaton.protocol.machines.consumer import Consumer
+from kvbaton.protocol.machines.inbound import Source
+from kvbaton.protocol.machines.lease import ReaderEvent, ReaderState
+from kvbaton.protocol.machines.ledger import Ledger
+from kvbaton.protocol.machines.pairing_source import Sessions
+from kvbaton.protocol.machines.producer import Producer
+from kvbaton.protocol.machines.push_writer import Writer
+from kvbaton.protocol.machines.quotas import Buckets
+from kvbaton.protocol.wire.codec import read
 from kvbaton.sim.mutation import Mutant, Switch, both, swap
 from kvbaton.sim.transport import SimTransport
 from kvbaton.transports.core.loans import Loans

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbaton.protocol import links
-from kvbaton.protocol.shunned import Shunned
+from kvbaton.protocol.machines import pairing_target
+from kvbaton.protocol.machines.backoff import Shunned
 from kvbaton.sim.mutation import Mutant, swap
 
 
@@ -28,7 +28,7 @@ PLANE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("plane_not_remembered", "23", "the same shut plane is greeted for again and again",
            swap(Shunned, "add", _forgets)),
     Mutant("plane_not_probed", "23", "the first handoffs find out that the plane is shut",
-           swap(links.Links, "_probe", _trusts)),
+           swap(pairing_target.Links, "_probe", _trusts)),
     Mutant("plane_still_offered", "23", "the plane that failed stays on the card, and P takes it again",
            swap(Shunned, "without", _does_not_say)),
 )  # fmt: skip

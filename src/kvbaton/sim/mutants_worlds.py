@@ -10,12 +10,12 @@ import msgspec
 from kvbaton.node import doorway, node
 from kvbaton.node.doorway import Doorway
 from kvbaton.node.epochs import EpochTable
-from kvbaton.protocol import lease, producer
-from kvbaton.protocol.consumer import Consumer
 from kvbaton.protocol.effects import UnpinPut
-from kvbaton.protocol.messages import Feature
-from kvbaton.protocol.producer import Producer
-from kvbaton.protocol.puts import Puts
+from kvbaton.protocol.machines import lease, producer
+from kvbaton.protocol.machines.consumer import Consumer
+from kvbaton.protocol.machines.producer import Producer
+from kvbaton.protocol.machines.puts import Puts
+from kvbaton.protocol.wire.messages import Feature
 from kvbaton.sim.mutation import Mutant, swap
 
 

@@ -1,8 +1,8 @@
 """Generated mutants: every one-place change of the modules that decide something, by a name that lasts, switchable.
 
 A name is module, function, operator and number of that edit within the function, such as
-`protocol.lease:judge:guard:1`: an edit of another function renames nothing. Of a state machine's table, each row is a
-place too (`protocol.lease:LEASE:row:1`): its transition is forgotten, and the event comes too late.
+`protocol.machines.lease:judge:guard:1`: an edit of another function renames nothing. Of a state machine's table, each row is a
+place too (`protocol.machines.lease:LEASE:row:1`): its transition is forgotten, and the event comes too late.
 
 A mutant is switched on by compiling its module with the one change and giving the running function the new code, so
 everybody who has imported it, and every object that has bound it, runs the mutant. Memories of earlier results
@@ -42,8 +42,9 @@ TELLS_ONLY = frozenset({"__repr__", "__str__", "Intake.ended", "Doorway.put_bloc
 
 def core() -> tuple[str, ...]:
     """What decides: the whole protocol, and the three modules that carry it out."""
-    protocol = sorted(each.name for each in pkgutil.iter_modules(kvbaton.protocol.__path__))
-    return (*(f"protocol.{name}" for name in protocol), "node.node", "node.doorway", "node.epochs")
+    found = pkgutil.walk_packages(kvbaton.protocol.__path__, "protocol.")
+    protocol = sorted(each.name for each in found if not each.ispkg)
+    return (*protocol, "node.node", "node.doorway", "node.epochs")
 
 
 _CARRIED = "sockets and threads, which decide nothing: a world has a carrier of its own in their place"

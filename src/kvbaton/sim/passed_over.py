@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.peer import Link
+from kvbaton.protocol.machines.pairing_state import Link
 from kvbaton.sim.life import Life
 from kvbaton.sim.promises import RULE, Broken
 

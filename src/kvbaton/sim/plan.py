@@ -8,9 +8,9 @@ from collections.abc import Callable
 import msgspec
 
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.messages import ALL_FEATURES, Feature
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.versions import SPOKEN, Versions
+from kvbaton.protocol.wire.messages import ALL_FEATURES, Feature
+from kvbaton.protocol.wire.versions import SPOKEN, Versions
 from kvbaton.sim import hardships, shapes
 from kvbaton.sim.hardships import Hardships, beside
 from kvbaton.sim.liar_plan import among_liars, derived

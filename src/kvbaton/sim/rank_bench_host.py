@@ -17,8 +17,8 @@ from typing import Any, cast
 import msgspec
 
 from kvbaton.control.looping import Sleeper
+from kvbaton.protocol.geometry.progress import Progress, whole
 from kvbaton.protocol.ids import LeaseId
-from kvbaton.protocol.progress import Progress, whole
 from kvbaton.ranks import rank_host
 from kvbaton.ranks import rank_messages as said
 from kvbaton.ranks.rank_carrying import Carrier, Clock

@@ -18,8 +18,8 @@ from typing import Any, cast
 
 from kvbaton.metrics.node import data_refused
 from kvbaton.protocol.events import LeaseProgressed
+from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.ids import JobId, LeaseId, rank_peer
-from kvbaton.protocol.progress import whole
 from kvbaton.ranks import rank_link
 from kvbaton.ranks import rank_messages as said
 from kvbaton.ranks import rank_store_messages as store

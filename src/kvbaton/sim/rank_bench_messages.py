@@ -20,9 +20,9 @@ from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Copy, DeviceEvent, Direction, Loan
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested
+from kvbaton.protocol.geometry.spans import SPANS_MAX
+from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import JobId
-from kvbaton.protocol.spans import SPANS_MAX
-from kvbaton.protocol.weave import Weave
 from kvbaton.ranks import rank_messages as said
 from kvbaton.ranks import rank_store_messages as shelf
 from kvbaton.sim.rank_bench import PEERS, Raised, outcome, same

@@ -16,7 +16,7 @@ from typing import Any, cast
 import msgspec
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share, cell_axes
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share, cell_axes
 from kvbaton.ranks import rank_store, rank_values
 from kvbaton.ranks.rank_values import NotStorable, RankValues
 from kvbaton.sim.rank_bench import ANYTHING, Raised, outcome, replaced, same

@@ -18,8 +18,8 @@ from typing import cast
 
 import msgspec
 
+from kvbaton.protocol.geometry.progress import Progress
 from kvbaton.protocol.ids import JobId, LeaseId, PeerId
-from kvbaton.protocol.progress import Progress
 from kvbaton.ranks import rank_host
 from kvbaton.ranks.rank_carrying import Clock
 from kvbaton.ranks.rank_host import RankHost

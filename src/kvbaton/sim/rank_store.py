@@ -19,7 +19,7 @@ from typing import Any, cast
 import msgspec
 
 from kvbaton.protocol.events import Groups
-from kvbaton.protocol.layout import EngineLayout
+from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.ranks.engine_store import AskId, Shelf, ShelfSettings, Told
 from kvbaton.ranks.rank_carrying import Clock
 from kvbaton.ranks.rank_store import LocalShelf, shelf_settings

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.lease import ReaderState
+from kvbaton.protocol.machines.lease import ReaderState
 from kvbaton.sim.life import Life
 from kvbaton.sim.network import Network
 from kvbaton.sim.world import World

@@ -9,7 +9,7 @@ import random
 
 import msgspec
 
-from kvbaton.protocol.layout import Kind, Per
+from kvbaton.protocol.geometry.layout import Kind, Per
 from kvbaton.sim.memory import Shape
 
 Two = tuple[int, int]

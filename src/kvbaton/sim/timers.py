@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvbaton.protocol.clock import Timers
-from kvbaton.protocol.desk import TimerKey
+from kvbaton.protocol.machines.context import TimerKey
 from kvbaton.sim.promises import HANG, Broken
 
 AT_ONE_TIME_MAX = 5_000

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvbaton.protocol.consumer import Consumer
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import DrainStarted, PutWanted, Wanted
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PutId, Reader
-from kvbaton.protocol.lease import LeaseState, ReaderState
-from kvbaton.protocol.messages import Offer
-from kvbaton.protocol.producer import Producer
-from kvbaton.protocol.puts import PutState
+from kvbaton.protocol.machines.consumer import Consumer
+from kvbaton.protocol.machines.lease import LeaseState, ReaderState
+from kvbaton.protocol.machines.producer import Producer
+from kvbaton.protocol.machines.puts import PutState
+from kvbaton.protocol.wire.messages import Offer
 from kvbaton.sim.promises import HANG, LEAK, NEEDLESS, RULE, WRONG, Broken
 from kvbaton.sim.record import Record
 

@@ -7,8 +7,8 @@ What P writes from, or serves, somebody holds. What P lends has been computed on
 from __future__ import annotations
 
 from kvbaton.protocol.effects import Copy, Direction
-from kvbaton.protocol.intake import Intake
-from kvbaton.protocol.outlet import Outlet
+from kvbaton.protocol.machines.inbound import Intake
+from kvbaton.protocol.machines.push_write import Outlet
 from kvbaton.sim.life import Life
 from kvbaton.sim.promises import RULE, WRONG, Broken
 from kvbaton.sim.transport import Fabric, SimTransport

@@ -17,13 +17,13 @@ from kvbaton.node.doorway import Doorway, DoorwayConfig
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node
 from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.effects import Copy
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested
+from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, RequestId, TransferId, WorkerId, rank_peer
-from kvbaton.protocol.layout import EngineLayout
-from kvbaton.protocol.ledger import Ledger
+from kvbaton.protocol.machines.context import Identity
+from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
 from kvbaton.transports.core.transport import TransportEvent
 

@@ -3,7 +3,7 @@
 The order is that of what the bytes pass through: another process's device memory, another process's host memory, an
 RDMA fabric, a kernel's sockets. Both sides of a pair list what they have in this order (an operator may give another),
 P takes the first that D has too, D opens it before anything depends on it, and where that fails the pair takes the next
-(`protocol/links.py`).
+(`protocol/machines/pairing_target.py`).
 
 `auto` offers what is best without being told more: NIXL only where there is an RDMA device, since over TCP kvbaton's
 own planes are faster or can cancel and fence; MoRI not, since it has not run on hardware; Mooncake not, since its

@@ -12,7 +12,7 @@ from kvbaton.integrations.vllm.tables import Grouping
 from kvbaton.node.doorway import Match, MatchState
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind
 
 FOR_D = {"do_remote_prefill": True, "mode": "pull", "ticket": "t"}
 

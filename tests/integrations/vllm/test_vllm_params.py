@@ -14,7 +14,7 @@ from kvbaton.api.params import Mode
 from kvbaton.integrations.vllm.params import Lookup, Source, Target, ask_of
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.ticket import unseal
+from kvbaton.protocol.wire.ticket import unseal
 
 KEY = b"k" * 32
 HEX = "0123456789abcdef" * 2

@@ -18,7 +18,7 @@ from kvbaton.integrations.vllm.layout import GroupFacts, RankFacts
 from kvbaton.integrations.vllm.second_loads import SecondLoads
 from kvbaton.integrations.vllm.settings import ConnectorSettings
 from kvbaton.integrations.vllm.shelving import keyring_of, rank_identity, rank_shelf
-from kvbaton.protocol.layout import Cell, Kind, Place, Plane
+from kvbaton.protocol.geometry.layout import Cell, Kind, Place, Plane
 from kvbaton.ranks import device_store
 from kvbaton.ranks.device_store import DeviceShelf
 from kvbaton.ranks.store_interface import RankShelf

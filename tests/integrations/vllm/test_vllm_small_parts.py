@@ -18,7 +18,7 @@ from kvbaton.integrations.vllm.pool import PinnedPool
 from kvbaton.integrations.vllm.presence import AddressBook
 from kvbaton.integrations.vllm.tables import Grouping, real
 from kvbaton.node.epochs import UNTOLD, EpochTable
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind
 
 
 class FakePool:

@@ -19,7 +19,7 @@ from kvbaton.protocol import ids
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, PeerId, WorkerId, is_worker_id
 from kvbaton.protocol.numbers import ID, Version
 from kvbaton.protocol.numbers import Number as Count
-from kvbaton.protocol.ticket import TICKET_CHARS_MAX
+from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX
 
 VERSION = 1
 WORKERS_MAX = 1024

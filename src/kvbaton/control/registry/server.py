@@ -27,7 +27,7 @@ from kvbaton.control.registry.roster import Entry, RegistrySettings, Roster, Sta
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.privileges import Act, Role, may
-from kvbaton.protocol.ticket import TICKET_CHARS_MAX
+from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import msgspec
 
 from kvbaton.control.registry.client import RegistryClient
 from kvbaton.control.registry.messages import Held
-from kvbaton.protocol.ledger import Ledger
+from kvbaton.protocol.machines.ledger import Ledger
 
 POLL_S = 0.5
 QUIET_S = 2.0

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.protocol.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share, validate
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share, validate
 
 KINDS: Mapping[str, Kind] = {
     "MLAAttentionSpec": Kind.LATENT,

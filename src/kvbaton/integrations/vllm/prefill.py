@@ -20,8 +20,8 @@ from kvbaton.integrations.vllm.tables import Grouping, Tables, real
 from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import Groups
+from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.ids import LeaseId, RequestId
-from kvbaton.protocol.progress import whole
 
 
 @dataclass(slots=True)

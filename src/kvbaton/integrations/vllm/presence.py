@@ -38,11 +38,11 @@ from kvbaton.node.node_loop import NodeLoop
 from kvbaton.node.observation import Watch, dump_on_signal
 from kvbaton.node.ticket_discard import discarded
 from kvbaton.protocol.compat import digest as compat_digest
-from kvbaton.protocol.desk import Identity
 from kvbaton.protocol.events import Departed
+from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.protocol.ids import Incarnation, PeerId, TransferId, WorkerId
-from kvbaton.protocol.layout import EngineLayout
-from kvbaton.protocol.ledger import Ledger
+from kvbaton.protocol.machines.context import Identity
+from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.ranks.engine_store import Shelf
 from kvbaton.ranks.rank_link import RankLinks
 from kvbaton.ranks.rank_messages import RankInvitation

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvbaton.integrations.vllm.pool import NULL_BLOCK_ID, PinnedPool
 from kvbaton.integrations.vllm.tables import Grouping, Tables
-from kvbaton.protocol.layout import needed_blocks
+from kvbaton.protocol.geometry.layout import needed_blocks
 
 
 class Room:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbaton.integrations.vllm.pool import PinnedPool
-from kvbaton.protocol.layout import needed_blocks
+from kvbaton.protocol.geometry.layout import needed_blocks
 
 SPARE_BLOCKS = 1
 """For each request, since vLLM rounds up and keeps a place for the next token."""

@@ -16,7 +16,7 @@ from kvbaton.control.base import check_authority, check_endpoint
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId, is_worker_id
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX
+from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX
 from kvbaton.ranks.engine_store import ShelfSettings
 from kvbaton.ranks.store_address import STORE_NAME, store_place
 from kvbaton.sealed.policy import Encrypt

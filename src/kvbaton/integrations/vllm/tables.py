@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvbaton.integrations.vllm.pool import NULL_BLOCK_ID
 from kvbaton.protocol.events import NO_BLOCK, Groups
-from kvbaton.protocol.layout import EngineLayout, Kind, needed_blocks
+from kvbaton.protocol.geometry.layout import EngineLayout, Kind, needed_blocks
 
 Tables = Sequence[Sequence[int]]
 """Per vLLM group the block ids of a request, in the order of its tokens."""

@@ -22,8 +22,8 @@ from kvbaton.integrations.vllm.layout import Parallel, RankFacts, rank_facts
 from kvbaton.integrations.vllm.settings import ConnectorSettings
 from kvbaton.integrations.vllm.shelving import rank_shelf
 from kvbaton.integrations.vllm.step import BatonStep, Leaving, RankCard, StepDone
+from kvbaton.protocol.geometry.progress import GroupProgress
 from kvbaton.protocol.ids import LeaseId
-from kvbaton.protocol.progress import GroupProgress
 from kvbaton.ranks.rank_host import RankHost
 
 log = logging.getLogger(__name__)

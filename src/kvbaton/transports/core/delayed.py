@@ -19,8 +19,8 @@ import msgspec
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.protocol.weave import Weave
 from kvbaton.transports.core.refusals import refusals_of
 from kvbaton.transports.core.transport import (
     Copy,

@@ -20,8 +20,8 @@ import numpy as np
 from kvbaton.protocol.effects import Direction, Loan
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded
+from kvbaton.protocol.geometry.pages import Band, PageTable
 from kvbaton.protocol.ids import JobId, PeerId, WorkerId
-from kvbaton.protocol.pages import Band, PageTable
 from kvbaton.transports.core.mover import Bands, Counts, Mover
 from kvbaton.transports.core.transport import Spans
 

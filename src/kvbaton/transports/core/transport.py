@@ -23,8 +23,8 @@ import msgspec
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Copy, DeviceEvent, Direction, Loan
 from kvbaton.protocol.events import CopyEnded, CopyRested
+from kvbaton.protocol.geometry.pages import PageTable
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.protocol.pages import PageTable
 from kvbaton.transports.core.device_memory import DeviceMemory
 
 __all__ = [

@@ -32,8 +32,8 @@ from typing import cast
 import msgspec
 
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.protocol.weave import Weave
 from kvbaton.transports.core.device_event_wait import Gate
 from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.jobs import Job, Jobs

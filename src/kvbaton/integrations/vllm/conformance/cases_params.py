@@ -21,7 +21,7 @@ from kvbaton.integrations.vllm.conformance.lab import (
 )
 from kvbaton.integrations.vllm.conformance.registry import MODES, case
 from kvbaton.protocol.ids import HandoffId, WorkerId
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire.ticket import Ticket, seal
 
 
 def _sealed(**fields: Any) -> str:

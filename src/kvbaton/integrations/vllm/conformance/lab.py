@@ -30,7 +30,7 @@ from kvbaton.integrations.vllm.conformance.engine import Engine
 from kvbaton.integrations.vllm.conformance.oracle import answer
 from kvbaton.integrations.vllm.conformance.stores import LabStore
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
-from kvbaton.protocol.ticket import Ticket, seal
+from kvbaton.protocol.wire.ticket import Ticket, seal
 
 NAMES = ("p0", "p1", "d0", "d1", "router")
 IDENTITIES = (*NAMES, "store", "p0.1", "d0.1")  # second ranks have names of their own towards a store

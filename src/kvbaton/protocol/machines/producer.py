@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvbaton.protocol.bounded import Remembered
-from kvbaton.protocol.codec import pack_blocks
-from kvbaton.protocol.desk import Desk, Parts
 from kvbaton.protocol.effects import Direction, End, Unpin
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import (
@@ -24,7 +22,8 @@ from kvbaton.protocol.events import (
     SourceEnded,
 )
 from kvbaton.protocol.ids import HandoffId, LeaseId, PeerId, Reader, WorkerId
-from kvbaton.protocol.lease import (
+from kvbaton.protocol.machines.context import Desk, Parts
+from kvbaton.protocol.machines.lease import (
     LEASE,
     READER,
     Lease,
@@ -36,9 +35,16 @@ from kvbaton.protocol.lease import (
     judge,
     new_lease,
 )
+from kvbaton.protocol.machines.pairing_state import Session
+from kvbaton.protocol.machines.push_writer import Writer
+from kvbaton.protocol.machines.quotas import Held, PerPeer, block_bytes, promised_bytes
+from kvbaton.protocol.machines.readiness import covers
 from kvbaton.protocol.marks import Begun, Ended, Step
 from kvbaton.protocol.marks import Side as Seen
-from kvbaton.protocol.messages import (
+from kvbaton.protocol.numbers import TERM_S_MIN
+from kvbaton.protocol.table import Verdict
+from kvbaton.protocol.wire.codec import pack_blocks
+from kvbaton.protocol.wire.messages import (
     DETAIL_CHARS_MAX,
     Abandon,
     Claim,
@@ -54,13 +60,7 @@ from kvbaton.protocol.messages import (
     SourceLost,
     Stale,
 )
-from kvbaton.protocol.numbers import TERM_S_MIN
-from kvbaton.protocol.peer import Session
-from kvbaton.protocol.quotas import Held, PerPeer, block_bytes, promised_bytes
-from kvbaton.protocol.readiness import covers
-from kvbaton.protocol.table import Verdict
-from kvbaton.protocol.ticket import TICKET_LIFE_S_MAX, Ticket, unseal
-from kvbaton.protocol.writer import Writer
+from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX, Ticket, unseal
 
 
 @dataclass(slots=True)

@@ -10,15 +10,15 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvbaton.protocol.desk import Parts
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import Allocated, Wanted
+from kvbaton.protocol.geometry.layout import Group
+from kvbaton.protocol.geometry.progress import Progress
 from kvbaton.protocol.ids import LeaseId, ReservationId
-from kvbaton.protocol.layout import Group
+from kvbaton.protocol.machines.context import Parts
+from kvbaton.protocol.machines.pairing_state import Link
 from kvbaton.protocol.marks import Ended
-from kvbaton.protocol.peer import Link
-from kvbaton.protocol.progress import Progress
 from kvbaton.protocol.table import Table, pairs
 
 

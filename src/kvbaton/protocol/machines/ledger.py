@@ -10,24 +10,24 @@ from collections.abc import Callable
 from typing import Any
 
 from kvbaton.protocol import events as ev
-from kvbaton.protocol import messages as m
-from kvbaton.protocol.codec import Envelope, Folded, FoldedHello, FoldedWelcome, read, unfolded
-from kvbaton.protocol.consumer import Consumer
-from kvbaton.protocol.desk import Desk, EpochsOf, Identity
 from kvbaton.protocol.effects import Effect
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.intake import Intake
-from kvbaton.protocol.lease import Lease
+from kvbaton.protocol.machines.consumer import Consumer
+from kvbaton.protocol.machines.context import Desk, EpochsOf, Identity
+from kvbaton.protocol.machines.inbound import Intake
+from kvbaton.protocol.machines.lease import Lease
+from kvbaton.protocol.machines.pairing_source import Sessions
+from kvbaton.protocol.machines.pairing_state import Link
+from kvbaton.protocol.machines.producer import Producer
+from kvbaton.protocol.machines.push_write import Outlet
+from kvbaton.protocol.machines.puts import Puts
+from kvbaton.protocol.machines.quotas import Buckets
 from kvbaton.protocol.marks import Mark
-from kvbaton.protocol.outlet import Outlet
-from kvbaton.protocol.peer import Link
 from kvbaton.protocol.privileges import may_say
-from kvbaton.protocol.producer import Producer
-from kvbaton.protocol.puts import Puts
-from kvbaton.protocol.quotas import Buckets
-from kvbaton.protocol.sessions import Sessions
 from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.codec import Envelope, Folded, FoldedHello, FoldedWelcome, read, unfolded
 
 Handler = Callable[[Any, Any, float], None]
 _UNFOLDED: dict[type, type] = {FoldedHello: m.Hello, FoldedWelcome: m.Welcome}

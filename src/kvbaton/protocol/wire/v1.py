@@ -10,10 +10,10 @@ import typing
 
 import msgspec
 
-from kvbaton.protocol import messages as m
 from kvbaton.protocol.ids import HandoffId
-from kvbaton.protocol.messages import Counts, LeaseId, Message, ReservationId
 from kvbaton.protocol.numbers import Number
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.messages import Counts, LeaseId, Message, ReservationId
 
 
 class Stale1(msgspec.Struct, frozen=True, array_like=True, tag=19):

@@ -20,10 +20,10 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.geometry import Lane, Part, Plan, Strip
-from kvbaton.protocol.layout import NULL_BLOCK, Group, Kind, needed_blocks
-from kvbaton.protocol.progress import Rect
-from kvbaton.protocol.weave import Weave
+from kvbaton.protocol.geometry.layout import NULL_BLOCK, Group, Kind, needed_blocks
+from kvbaton.protocol.geometry.plan import Lane, Part, Plan, Strip
+from kvbaton.protocol.geometry.progress import Rect
+from kvbaton.protocol.geometry.strided_spans import Weave
 
 SPANS_MAX = 1 << 22
 """Per call, so that one does not hold up the loop for seconds; `blocks_per_call` says where to cut."""

@@ -20,7 +20,7 @@ from typing import NoReturn
 import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.layout import (
+from kvbaton.protocol.geometry.layout import (
     Cell,
     EngineLayout,
     Group,

@@ -15,12 +15,12 @@ import msgspec
 from msgspec import Meta
 
 from kvbaton.protocol import ids
+from kvbaton.protocol.geometry.layout import EngineLayout
+from kvbaton.protocol.geometry.progress import Progress
 from kvbaton.protocol.ids import HandoffId
-from kvbaton.protocol.layout import EngineLayout
 from kvbaton.protocol.numbers import GROUPS_MAX, ID, LISTED_MAX, Listed, Number, Term, Tokens
-from kvbaton.protocol.progress import Progress
-from kvbaton.protocol.ticket import TICKET_CHARS_MAX
-from kvbaton.protocol.versions import NEWEST, version_bit, versions_in
+from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX
+from kvbaton.protocol.wire.versions import NEWEST, version_bit, versions_in
 
 PROTOCOL_VERSION = NEWEST
 RANK_PAIRS_MAX = 4096

@@ -12,8 +12,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
+from kvbaton.protocol.geometry.layout import EngineLayout, Group, Share, cell_axes
 from kvbaton.protocol.ids import LeaseId, Reader, WorkerId
-from kvbaton.protocol.layout import EngineLayout, Group, Share, cell_axes
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")

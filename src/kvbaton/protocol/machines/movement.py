@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvbaton.protocol.desk import Desk, Parts
 from kvbaton.protocol.effects import Direction
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.geometry import Plan
+from kvbaton.protocol.geometry.plan import Plan
+from kvbaton.protocol.geometry.progress import Progress, advance
+from kvbaton.protocol.geometry.spans import BlockLists, Move, Side, blocks_per_call, segments
 from kvbaton.protocol.ids import PeerId
-from kvbaton.protocol.progress import Progress, advance
-from kvbaton.protocol.spans import BlockLists, Move, Side, blocks_per_call, segments
+from kvbaton.protocol.machines.context import Desk, Parts
 
 SPANS_IN_ALL_MAX = 1 << 24
 """Of one step of a handoff, on all ranks: 128,000 tokens of 128 layers, keys and values apart, on 8 ranks. A peer whose

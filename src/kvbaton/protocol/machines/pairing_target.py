@@ -10,16 +10,24 @@ from array import array
 from collections.abc import Callable
 from typing import Protocol
 
-from kvbaton.protocol.desk import Desk, Parts
 from kvbaton.protocol.effects import Connect, Direction, Disconnect, GivenUp, Holder, Invitation, Send, StartFence
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import CopyEnded, Departed
+from kvbaton.protocol.geometry.spans import Move
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, rank_peer
-from kvbaton.protocol.messages import Card, Goodbye, Hello, HelloRefused, Joined, Message, Welcome
-from kvbaton.protocol.peer import LINK, Link, LinkEvent, LinkState, has_fallback, pair_as_target, reaches
-from kvbaton.protocol.shunned import Shunned
-from kvbaton.protocol.spans import Move
+from kvbaton.protocol.machines.backoff import Shunned
+from kvbaton.protocol.machines.context import Desk, Parts
+from kvbaton.protocol.machines.pairing_state import (
+    LINK,
+    Link,
+    LinkEvent,
+    LinkState,
+    has_fallback,
+    pair_as_target,
+    reaches,
+)
 from kvbaton.protocol.table import Verdict
+from kvbaton.protocol.wire.messages import Card, Goodbye, Hello, HelloRefused, Joined, Message, Welcome
 
 
 class LinkWatcher(Protocol):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from kvbaton.protocol.desk import Parts
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.geometry.progress import Progress
 from kvbaton.protocol.ids import LeaseId, Reader, ReservationId
-from kvbaton.protocol.progress import Progress
+from kvbaton.protocol.machines.context import Parts
 from kvbaton.protocol.table import Table, pairs
 
 

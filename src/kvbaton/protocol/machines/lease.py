@@ -11,13 +11,13 @@ import enum
 from dataclasses import dataclass, field
 
 from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.desk import EpochsOf, Parts
 from kvbaton.protocol.events import NO_BLOCK
+from kvbaton.protocol.geometry.progress import Progress, nothing, slowest
 from kvbaton.protocol.ids import HandoffId, LeaseId, Reader, WorkerId
-from kvbaton.protocol.progress import Progress, nothing, slowest
-from kvbaton.protocol.readiness import complete
+from kvbaton.protocol.machines.context import EpochsOf, Parts
+from kvbaton.protocol.machines.readiness import complete
 from kvbaton.protocol.table import Table, pairs
-from kvbaton.protocol.versions import NEWEST
+from kvbaton.protocol.wire.versions import NEWEST
 
 
 class LeaseState(enum.Enum):

@@ -15,14 +15,14 @@ from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.effects import CancelCopy, Copy, Direction, Effect, Lend, Loan, Send, StartCopy
 from kvbaton.protocol.events import Groups
+from kvbaton.protocol.geometry.layout import EngineLayout
+from kvbaton.protocol.geometry.spans import Move
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId, rank_peer
-from kvbaton.protocol.layout import EngineLayout
 from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
-from kvbaton.protocol.messages import ALL_FEATURES, Card, Message
 from kvbaton.protocol.privileges import Act, Role, may
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.spans import Move
-from kvbaton.protocol.versions import SPOKEN, Versions
+from kvbaton.protocol.wire.messages import ALL_FEATURES, Card, Message
+from kvbaton.protocol.wire.versions import SPOKEN, Versions
 
 MARKS_MAX = 16_384
 """That nobody has taken yet; the oldest are forgotten."""

@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvbaton.protocol.layout import EngineLayout, Share, cell_axes
+from kvbaton.protocol.geometry.layout import EngineLayout, Share, cell_axes
 from kvbaton.protocol.numbers import BLOCKS_MAX, BYTES_MAX, GROUPS_MAX, REGIONS_MAX
 
 Offset = Annotated[int, Meta(ge=0, le=BYTES_MAX)]

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvbaton.protocol.bounded import Remembered
-from kvbaton.protocol.desk import Desk
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import Disowned
 from kvbaton.protocol.ids import HandoffId
-from kvbaton.protocol.links import Links
-from kvbaton.protocol.messages import Abandon, Claim, Granted
-from kvbaton.protocol.peer import Link, LinkState
+from kvbaton.protocol.machines.context import Desk
+from kvbaton.protocol.machines.pairing_state import Link, LinkState
+from kvbaton.protocol.machines.pairing_target import Links
+from kvbaton.protocol.wire.messages import Abandon, Claim, Granted
 
 WAITING_MAX = 1024
 """For their source to be greeted; what comes beyond is left to its lease's end."""

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.compat import difference, validate_key
-from kvbaton.protocol.desk import Identity, Parts
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.geometry import Plan, compare, plan
+from kvbaton.protocol.geometry.layout import EngineLayout, validate_groups, validate_ranks
+from kvbaton.protocol.geometry.plan import Plan, compare, plan
 from kvbaton.protocol.ids import PeerId, WorkerId
-from kvbaton.protocol.layout import EngineLayout, validate_groups, validate_ranks
-from kvbaton.protocol.messages import RANK_PAIRS_MAX, Card, feature_names
+from kvbaton.protocol.machines.context import Identity, Parts
 from kvbaton.protocol.table import Table, pairs
-from kvbaton.protocol.versions import OLDEST
+from kvbaton.protocol.wire.messages import RANK_PAIRS_MAX, Card, feature_names
+from kvbaton.protocol.wire.versions import OLDEST
 
 
 class LinkState(enum.Enum):

@@ -11,21 +11,21 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvbaton.protocol.bounded import Remembered
-from kvbaton.protocol.codec import unpack_blocks
-from kvbaton.protocol.desk import Desk, Parts
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import CopyEnded
+from kvbaton.protocol.geometry.progress import nothing
+from kvbaton.protocol.geometry.spans import Side
 from kvbaton.protocol.ids import LeaseId, Reader, ReservationId
-from kvbaton.protocol.lease import Lease, LeaseState, ReaderEvent, ReaderState, judge
+from kvbaton.protocol.machines.context import Desk, Parts
+from kvbaton.protocol.machines.lease import Lease, LeaseState, ReaderEvent, ReaderState, judge
+from kvbaton.protocol.machines.movement import Cargo, Route, moves, start
+from kvbaton.protocol.machines.pairing_state import Session
+from kvbaton.protocol.machines.push_write import OUTLET, Outlet, OutletEvent, OutletState
 from kvbaton.protocol.marks import Side as Seen
 from kvbaton.protocol.marks import Step
-from kvbaton.protocol.messages import Accepted, Ack, Message, Offer, Quiesced, Revoke, Written
-from kvbaton.protocol.movement import Cargo, Route, moves, start
-from kvbaton.protocol.outlet import OUTLET, Outlet, OutletEvent, OutletState
-from kvbaton.protocol.peer import Session
-from kvbaton.protocol.progress import nothing
-from kvbaton.protocol.spans import Side
 from kvbaton.protocol.table import Verdict
+from kvbaton.protocol.wire.codec import unpack_blocks
+from kvbaton.protocol.wire.messages import Accepted, Ack, Message, Offer, Quiesced, Revoke, Written
 
 Key = tuple[int, ReservationId]
 """(session number, reservation)"""

@@ -15,12 +15,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvbaton.protocol import v1
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, is_worker_id
-from kvbaton.protocol.messages import Card, Endpoints, Hello, HelloRefused, Message, Name, Welcome
 from kvbaton.protocol.numbers import ID, Number, Version
-from kvbaton.protocol.versions import NEWEST, SPOKEN, Versions
+from kvbaton.protocol.wire import v1
+from kvbaton.protocol.wire.messages import Card, Endpoints, Hello, HelloRefused, Message, Name, Welcome
+from kvbaton.protocol.wire.versions import NEWEST, SPOKEN, Versions
 
 FRAME_BYTES_MAX = 8 << 20
 CARD_BYTES_MAX = 512 << 10

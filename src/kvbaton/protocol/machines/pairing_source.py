@@ -8,14 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvbaton.protocol.desk import Desk
 from kvbaton.protocol.effects import Connect, Disconnect, Holder, Invitation, Send
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.messages import DETAIL_CHARS_MAX, Goodbye, Hello, HelloRefused, Joined, Linked, Message, Welcome
-from kvbaton.protocol.peer import Session, pair_as_source
-from kvbaton.protocol.shunned import Shunned
-from kvbaton.protocol.versions import settle
+from kvbaton.protocol.machines.backoff import Shunned
+from kvbaton.protocol.machines.context import Desk
+from kvbaton.protocol.machines.pairing_state import Session, pair_as_source
+from kvbaton.protocol.wire.messages import (
+    DETAIL_CHARS_MAX,
+    Goodbye,
+    Hello,
+    HelloRefused,
+    Joined,
+    Linked,
+    Message,
+    Welcome,
+)
+from kvbaton.protocol.wire.versions import settle
 
 
 class Sessions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbaton.protocol.progress import Progress
+from kvbaton.protocol.geometry.progress import Progress
 
 _BEYOND = 1 << 30  # any layer past those ahead
 

@@ -7,19 +7,27 @@ before P's grant (rule 12) and nothing after its Commit was sent.
 
 from __future__ import annotations
 
-from kvbaton.protocol.codec import pack_blocks, unpack_blocks
-from kvbaton.protocol.desk import Desk, Parts
-from kvbaton.protocol.disowned import DisownedTickets
 from kvbaton.protocol.effects import Direction, DropHold, End, MatchFailed, MatchFound, Report
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import Allocated, CopyEnded, Disowned, GaveUp, NotNeeded, TurnedAway, Wanted
+from kvbaton.protocol.geometry.layout import Kind
+from kvbaton.protocol.geometry.progress import nothing
+from kvbaton.protocol.geometry.spans import Side
 from kvbaton.protocol.ids import HandoffId, RequestId, ReservationId, WorkerId
-from kvbaton.protocol.intake import INTAKE, WAITED_FOR, Intake, IntakeEvent, IntakeState, Source
-from kvbaton.protocol.layout import Kind
-from kvbaton.protocol.links import Links
+from kvbaton.protocol.machines.context import Desk, Parts
+from kvbaton.protocol.machines.disowned import DisownedTickets
+from kvbaton.protocol.machines.inbound import INTAKE, WAITED_FOR, Intake, IntakeEvent, IntakeState, Source
+from kvbaton.protocol.machines.movement import Cargo, Route, moves, start
+from kvbaton.protocol.machines.pairing_state import Link, LinkState
+from kvbaton.protocol.machines.pairing_target import Links
+from kvbaton.protocol.machines.readiness import covers
 from kvbaton.protocol.marks import Begun, Ended, Step
 from kvbaton.protocol.marks import Side as Seen
-from kvbaton.protocol.messages import (
+from kvbaton.protocol.numbers import DURATION_S_MIN
+from kvbaton.protocol.privileges import Act, may
+from kvbaton.protocol.table import Verdict
+from kvbaton.protocol.wire.codec import pack_blocks, unpack_blocks
+from kvbaton.protocol.wire.messages import (
     Abandon,
     Accepted,
     Ack,
@@ -40,14 +48,6 @@ from kvbaton.protocol.messages import (
     Stale,
     Written,
 )
-from kvbaton.protocol.movement import Cargo, Route, moves, start
-from kvbaton.protocol.numbers import DURATION_S_MIN
-from kvbaton.protocol.peer import Link, LinkState
-from kvbaton.protocol.privileges import Act, may
-from kvbaton.protocol.progress import nothing
-from kvbaton.protocol.readiness import covers
-from kvbaton.protocol.spans import Side
-from kvbaton.protocol.table import Verdict
 
 _S, _E = IntakeState, IntakeEvent
 GREETINGS_MAX = 8

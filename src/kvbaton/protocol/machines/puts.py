@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import enum
 
-from kvbaton.protocol.desk import Desk
 from kvbaton.protocol.effects import CancelPut, StorePut, UnpinPut
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import PutWanted, StoreEnded
 from kvbaton.protocol.ids import PutId
+from kvbaton.protocol.machines.context import Desk
 from kvbaton.protocol.table import Table, Verdict
 
 

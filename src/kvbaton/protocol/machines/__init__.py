@@ -1,0 +1,1 @@
+"""The state machines of P and D, their pairing, and the ledger that drives them."""

@@ -1,0 +1,1 @@
+"""Messages between nodes: their shapes, bytes, versions, and the ticket."""
