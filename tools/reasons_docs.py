@@ -1,4 +1,4 @@
-"""Writes docs/reasons.md, and the table of findings in docs/doctor.md, from the catalogue `kvbaton.codes`.
+"""Writes docs/reasons.md, and the table of findings in docs/doctor.md, from the catalogue `kvbaton.observe.codes`.
 
     python tools/reasons_docs.py
 
@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvbaton.codes.catalogue import CATALOGUE
-from kvbaton.codes.entry import Entry, Kind, Who
+from kvbaton.observe.codes.catalogue import CATALOGUE
+from kvbaton.observe.codes.entry import Entry, Kind, Who
 
 DOCS = Path(__file__).parents[1] / "docs"
 REASONS, DOCTOR = DOCS / "reasons.md", DOCS / "doctor.md"

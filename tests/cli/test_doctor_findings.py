@@ -18,10 +18,10 @@ import pytest
 
 from kvbaton.cli import doctor_machine, doctor_ports
 from kvbaton.cli.main import main
-from kvbaton.codes.entry import Severity
-from kvbaton.codes.findings import SEVERITY
 from kvbaton.control import key_rotation, keys
 from kvbaton.integrations.vllm.launching import CONNECTOR, PYTHON_VARIABLE, free_ports
+from kvbaton.observe.codes.entry import Severity
+from kvbaton.observe.codes.findings import SEVERITY
 from kvbaton.transports import catalogue
 from kvbaton.transports.core import mover
 
@@ -532,7 +532,7 @@ def test_a_machine_without_the_c_mover_or_encryption(
     slow = mover.choose_mover(pure_python=True)
     monkeypatch.setattr(mover, "choose_mover", lambda: slow)
     monkeypatch.setattr(doctor_machine, "can_seal", lambda: False)
-    monkeypatch.setattr("kvbaton.sealed.policy.can_seal", lambda: False)
+    monkeypatch.setattr("kvbaton.security.sealing.can_seal", lambda: False)
     place.extra("p")["control_host"] = place.extra("d")["control_host"] = ELSEWHERE
     status, found = told(capsys, place.words())
     assert status == 1 and {"mover-missing", "seal-missing", "encrypt-missing"} <= set(codes(found))

@@ -15,11 +15,11 @@ from types import ModuleType
 import pytest
 
 from kvbaton.cli.main import main
-from kvbaton.codes import api, findings, logs
-from kvbaton.codes.catalogue import CATALOGUE, close, every, find
-from kvbaton.codes.entry import Kind, Severity, Who
-from kvbaton.codes.reasons import ADVICE
-from kvbaton.metrics.names import BY_NAME
+from kvbaton.observe.codes import api, findings, logs
+from kvbaton.observe.codes.catalogue import CATALOGUE, close, every, find
+from kvbaton.observe.codes.entry import Kind, Severity, Who
+from kvbaton.observe.codes.reasons import ADVICE
+from kvbaton.observe.metrics.metric_names import BY_NAME
 from kvbaton.protocol.errors import MEANING, Reason
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +168,7 @@ def test_every_warning_of_the_product_begins_with_a_code_and_every_code_is_used(
             code = CODE.match(text)
             if code is None or code[1] not in known:
                 without.append(
-                    f"{path.relative_to(ROOT)}:{call.lineno}: {text!r}; begin it with a code of codes/logs.py"
+                    f"{path.relative_to(ROOT)}:{call.lineno}: {text!r}; begin it with a code of observe/codes/logs.py"
                 )
             else:
                 used.add(code[1])

@@ -16,8 +16,8 @@ from talker import dripping, talker
 
 from kvbaton.cli import inspect
 from kvbaton.cli.main import main
-from kvbaton.flight.journey import Journey, join
-from kvbaton.flight.records import Flight, Moment, Seat
+from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
+from kvbaton.observe.flight.journey import Journey, join
 
 HANDOFF = f"{'ab' * 16}.0"
 NOW = 1_700_000_000.0

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.codes.saying import worth_saying
 from kvbaton.control.base import check_authority, check_bind, check_endpoint
+from kvbaton.observe.codes.saying import worth_saying
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from urllib.parse import urljoin
 import pytest
 
 from kvbaton.api.errors import ApiError
-from kvbaton.dashboard.pages import FILES, HEADERS, REASONS, ROOT, STATE, fixed_pages
+from kvbaton.observe.dashboard.page_files import FILES, HEADERS, REASONS, ROOT, STATE, fixed_pages
 from kvbaton.protocol.errors import Reason
 from kvbaton.router.app import Router, router_app
 from kvbaton.router.directory import StaticDirectory
@@ -20,7 +20,7 @@ from kvbaton.router.live import live_page
 from kvbaton.router.settings import OperatorPages, RouterSettings
 from kvbaton.router.talk import Answer, Request
 
-FOLDER = resources.files("kvbaton.dashboard") / "page"
+FOLDER = resources.files("kvbaton.observe.dashboard") / "page"
 SCRIPTS = {name: (FOLDER / name).read_text() for name in FILES.values() if name.endswith(".js")}
 HTML = (FOLDER / "index.html").read_text()
 CSS = (FOLDER / "style.css").read_text()

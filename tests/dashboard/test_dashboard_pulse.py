@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvbaton.dashboard.pulse import BUCKET_S, BUCKETS, SAMPLES_MAX, Pulse, Sample, percentile
+from kvbaton.observe.dashboard.pulse import BUCKET_S, BUCKETS, SAMPLES_MAX, Pulse, Sample, percentile
 
 
 def test_percentiles_are_numbers_that_were_there() -> None:

@@ -7,11 +7,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton.dashboard import state
-from kvbaton.dashboard.pulse import Pulse
-from kvbaton.dashboard.scene import Failure, Moving, Scene, Seen
-from kvbaton.dashboard.state import DOTS_MAX, FAILURES_MAX, LINKS_MAX, STATE_BYTES_MAX, WORKERS_MAX, build, encode
-from kvbaton.flight.records import STAGES
+from kvbaton.observe.dashboard import state
+from kvbaton.observe.dashboard.pulse import Pulse
+from kvbaton.observe.dashboard.scene import Failure, Moving, Scene, Seen
+from kvbaton.observe.dashboard.state import (
+    DOTS_MAX,
+    FAILURES_MAX,
+    LINKS_MAX,
+    STATE_BYTES_MAX,
+    WORKERS_MAX,
+    build,
+    encode,
+)
+from kvbaton.observe.flight.flight_records import STAGES
 
 NOW = 1_800_000_000.0
 

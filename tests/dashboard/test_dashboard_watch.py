@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.dashboard.sights import Listed, failure_of
-from kvbaton.dashboard.state import DOTS_MAX, FAILURES_MAX
-from kvbaton.dashboard.watch import FRESH_S, FRESH_S_MAX, WAITING_KEPT, Figures, Watch
-from kvbaton.flight.gathering import Gathering
-from kvbaton.flight.journey import join
-from kvbaton.flight.records import WHOLE, Flight, Moment, Seat
-from kvbaton.flight.report import Report
+from kvbaton.observe.dashboard.sights import Listed, failure_of
+from kvbaton.observe.dashboard.state import DOTS_MAX, FAILURES_MAX
+from kvbaton.observe.dashboard.watch import FRESH_S, FRESH_S_MAX, WAITING_KEPT, Figures, Watch
+from kvbaton.observe.flight.collector import Gathering
+from kvbaton.observe.flight.flight_records import WHOLE, Flight, Moment, Seat
+from kvbaton.observe.flight.journey import join
+from kvbaton.observe.flight.report import Report
 
 BEGIN = 1_800_000_000.0
 HERE = (

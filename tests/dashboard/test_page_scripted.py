@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from kvbaton.dashboard import state
-from kvbaton.dashboard.pulse import Pulse
-from kvbaton.dashboard.scene import Failure, Moving, Scene, Seen
-from kvbaton.flight.journey import join
-from kvbaton.flight.records import Flight, Moment, Seat
+from kvbaton.observe.dashboard import state
+from kvbaton.observe.dashboard.pulse import Pulse
+from kvbaton.observe.dashboard.scene import Failure, Moving, Scene, Seen
+from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
+from kvbaton.observe.flight.journey import join
 from tests.dashboard.browser import a_browser, opened
 from tests.dashboard.scripted import Script, serving
 from tests.e2e.cluster import wait_for

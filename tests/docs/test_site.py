@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 from docs_commands import ROOT, pages, spans
 
-from kvbaton.metrics.names import METRICS
+from kvbaton.observe.metrics.metric_names import METRICS
 
 MKDOCS = ROOT / ".venv-docs" / "bin" / "mkdocs"
 BUILD_S = 110.0

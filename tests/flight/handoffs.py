@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbaton.flight.records import Flight, Moment, Seat
+from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
 
 NOW = 1_700_000_000.0
 HANDOFF = f"{'ab' * 16}.0"

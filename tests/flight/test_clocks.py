@@ -6,8 +6,8 @@ from handoffs import decode, moments, prefill, router
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.flight.clocks import BEFORE, BEFORE_IF_DELIVERED, SLACK_S, offsets
-from kvbaton.flight.records import Flight
+from kvbaton.observe.flight.clocks import BEFORE, BEFORE_IF_DELIVERED, SLACK_S, offsets
+from kvbaton.observe.flight.flight_records import Flight
 
 SKEWS = st.floats(-5000.0, 5000.0)
 

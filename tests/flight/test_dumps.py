@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.flight import dumps as under_test
-from kvbaton.flight.dumps import DumpError, Dumps, prepared, read
-from kvbaton.flight.records import Flight, Moment, Seat
+from kvbaton.observe.flight import dumps as under_test
+from kvbaton.observe.flight.dumps import DumpError, Dumps, prepared, read
+from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
 
 GOOD = Flight(Seat.DECODE, "d0", handoff="ab.0", moments=(Moment("asked", 1.0),), end="delivered")
 BAD = Flight(Seat.DECODE, "d0", handoff="cd.0", moments=(Moment("asked", 2.0),), end="stale", detail="reused")

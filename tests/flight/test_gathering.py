@@ -13,13 +13,13 @@ from handoffs import HANDOFF, LIFE, NOW, decode, moments, prefill, router
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.flight import journey as j
-from kvbaton.flight.gathering import LAST_MAX, SIDES_MAX, Gathering
-from kvbaton.flight.intake import printable
-from kvbaton.flight.recorder import is_shared
-from kvbaton.flight.records import NAME_CHARS_MAX, Flight, Moment, Seat
-from kvbaton.flight.report import Report
-from kvbaton.flight.telling import GONE_S, WORKERS_MAX
+from kvbaton.observe.flight import journey as j
+from kvbaton.observe.flight.collector import LAST_MAX, SIDES_MAX, Gathering
+from kvbaton.observe.flight.flight_records import NAME_CHARS_MAX, Flight, Moment, Seat
+from kvbaton.observe.flight.recorder import is_shared
+from kvbaton.observe.flight.report import Report
+from kvbaton.observe.flight.sanitize import printable
+from kvbaton.observe.flight.worker_reports import GONE_S, WORKERS_MAX
 
 
 class Clock:

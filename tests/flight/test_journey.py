@@ -10,9 +10,9 @@ from handoffs import HANDOFF, NOW, decode, moments, prefill, router
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.flight import journey as j
-from kvbaton.flight.journey import Journey, join
-from kvbaton.flight.records import Flight, Moment, Seat, stages
+from kvbaton.observe.flight import journey as j
+from kvbaton.observe.flight.flight_records import Flight, Moment, Seat, stages
+from kvbaton.observe.flight.journey import Journey, join
 
 
 def seconds(journey: Journey, name: str) -> float:

@@ -7,8 +7,8 @@ from handoffs import decode, moments, prefill, router
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.flight.journey import GONE, join
-from kvbaton.flight.picture import (
+from kvbaton.observe.flight.journey import GONE, join
+from kvbaton.observe.flight.terminal_timeline import (
     BRIEF_HEADER,
     WIDTH_MAX,
     WIDTH_MIN,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvbaton.flight import recorder as under_test
-from kvbaton.flight.recorder import FAILED_KEPT_MAX, KEPT_MAX, TAKEN_S, TOLD_PER_REPORT, Recorder, is_shared
-from kvbaton.flight.records import STAGES, Flight, Seat, stages
-from kvbaton.flight.report import FLIGHTS_MAX, REPORT_BYTES_MAX, decode
+from kvbaton.observe.flight import recorder as under_test
+from kvbaton.observe.flight.flight_records import STAGES, Flight, Seat, stages
+from kvbaton.observe.flight.recorder import FAILED_KEPT_MAX, KEPT_MAX, TAKEN_S, TOLD_PER_REPORT, Recorder, is_shared
+from kvbaton.observe.flight.report import FLIGHTS_MAX, REPORT_BYTES_MAX, decode
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import HandoffId, Incarnation, PeerId, RequestId, WorkerId

@@ -10,15 +10,15 @@ from guided import Target
 from mutators import Shape
 
 from kvbaton.api.errors import ApiError
-from kvbaton.dashboard.sights import Listed
-from kvbaton.dashboard.state import STATE_BYTES_MAX
-from kvbaton.dashboard.watch import Figures, Watch
-from kvbaton.flight import report as r
-from kvbaton.flight.gathering import LAST_MAX, Gathering
-from kvbaton.flight.journey import Journey
-from kvbaton.flight.records import Flight, Moment, Seat
+from kvbaton.observe.dashboard.sights import Listed
+from kvbaton.observe.dashboard.state import STATE_BYTES_MAX
+from kvbaton.observe.dashboard.watch import Figures, Watch
+from kvbaton.observe.flight import report as r
+from kvbaton.observe.flight.collector import LAST_MAX, Gathering
+from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
+from kvbaton.observe.flight.journey import Journey
+from kvbaton.observe.tracing import context
 from kvbaton.router.operators import ID_CHARS_MAX, Wanted
-from kvbaton.tracing import context
 
 NOW = 1_800_000_000.0
 HANDOFF = f"{'ab' * 16}.0"

@@ -8,8 +8,8 @@ import pytest
 from prometheus_client import parser
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 
-from kvbaton.metrics import names
-from kvbaton.metrics.exposition import (
+from kvbaton.observe.metrics import metric_names
+from kvbaton.observe.metrics.exposition import (
     CLASSIC,
     EXEMPLAR_CHARS_MAX,
     OPENMETRICS,
@@ -19,23 +19,23 @@ from kvbaton.metrics.exposition import (
     render,
     wants_openmetrics,
 )
-from kvbaton.metrics.histogram import Exemplar, Histogram
-from kvbaton.metrics.names import Kind, Metric, MetricError, Where
+from kvbaton.observe.metrics.histogram import Exemplar, Histogram
+from kvbaton.observe.metrics.metric_names import Kind, Metric, MetricError, Where
 
 
 def some() -> list[Family]:
-    times = Histogram(names.STAGE_SECONDS.buckets)
+    times = Histogram(metric_names.STAGE_SECONDS.buckets)
     times.observe(0.003, "t" * 32, 1700000000.25)
     times.observe(500.0, "u" * 32, 1700000001.0)
     times.observe(0.0)
     ends = {("pull", "shm", "delivered"): 7, ("push", "tcp", "stale"): 1}
     exemplars = {("push", "tcp", "stale"): Exemplar("v" * 32, 1.0, 1700000002.0)}
     return [
-        Family(names.HANDOFFS, ends, exemplars),
-        Family(names.STAGE_SECONDS, {("copy", "pull", "shm"): times}),
-        Family(names.PINNED, {(): 3}),
-        Family(names.BUILD, {('1.0 "quoted" \\ and\nbroken', "router", "none"): 1}),
-        Family(names.LEASES, {}),
+        Family(metric_names.HANDOFFS, ends, exemplars),
+        Family(metric_names.STAGE_SECONDS, {("copy", "pull", "shm"): times}),
+        Family(metric_names.PINNED, {(): 3}),
+        Family(metric_names.BUILD, {('1.0 "quoted" \\ and\nbroken', "router", "none"): 1}),
+        Family(metric_names.LEASES, {}),
     ]
 
 
@@ -73,7 +73,7 @@ def test_the_classic_format_has_the_same_series_and_no_exemplars() -> None:
 def test_a_page_of_everything_can_be_read() -> None:
     for where in Where:
         families = []
-        for metric in names.of(where):
+        for metric in metric_names.of(where):
             labels = tuple(label.values[0] if label.values else "x" for label in metric.labels)
             families.append(Family(metric, {labels: Histogram(metric.buckets) if metric.kind is Kind.HISTOGRAM else 1}))
         assert len(list(read_openmetrics(render(families, openmetrics=True)))) == len(families)
@@ -82,30 +82,30 @@ def test_a_page_of_everything_can_be_read() -> None:
 def test_what_is_not_on_the_list_is_not_exported() -> None:
     with pytest.raises(MetricError, match="kvbaton_private: no such metric"):
         Family(Metric("kvbaton_private", Kind.GAUGE, "Nothing.", (Where.ROUTER,)), {(): 1})
-    twin = Metric(names.PINNED.name, Kind.GAUGE, "Another.", (Where.ROUTER,))
+    twin = Metric(metric_names.PINNED.name, Kind.GAUGE, "Another.", (Where.ROUTER,))
     with pytest.raises(MetricError, match="no such metric"):
         Family(twin, {(): 1})
     with pytest.raises(MetricError, match="is not within"):
-        Family(names.ENDS, {("a reason of tomorrow",): 1})
+        Family(metric_names.ENDS, {("a reason of tomorrow",): 1})
     with pytest.raises(MetricError, match="label values"):
-        Family(names.ENDS, {(): 1})
+        Family(metric_names.ENDS, {(): 1})
     with pytest.raises(MetricError, match="a histogram cannot be"):
-        Family(names.HANDOFF_SECONDS, {("pull", "shm"): 1.0})
+        Family(metric_names.HANDOFF_SECONDS, {("pull", "shm"): 1.0})
     with pytest.raises(MetricError, match="exported twice"):
-        render([Family(names.PINNED, {(): 1}), Family(names.PINNED, {(): 2})], openmetrics=False)
+        render([Family(metric_names.PINNED, {(): 1}), Family(metric_names.PINNED, {(): 2})], openmetrics=False)
 
 
 def test_unknown_values_are_added_up_and_known_ones_begin_at_zero() -> None:
-    found = family(names.ENDS, {("stale",): 2, ("of tomorrow",): 3, ("of next week",): 4}).samples
+    found = family(metric_names.ENDS, {("stale",): 2, ("of tomorrow",): 3, ("of next week",): 4}).samples
     assert (found[("stale",)], found[("other",)], found[("delivered",)]) == (2, 7, 0)
-    assert family(names.LEASES_REFUSED, {}).samples == {}
+    assert family(metric_names.LEASES_REFUSED, {}).samples == {}
 
 
 def test_an_exemplar_that_is_too_long_for_the_standard_is_left_out() -> None:
     for size, count in ((EXEMPLAR_CHARS_MAX, 1), (EXEMPLAR_CHARS_MAX + 1, 0)):
-        histogram = Histogram(names.HANDOFF_BYTES.buckets)
+        histogram = Histogram(metric_names.HANDOFF_BYTES.buckets)
         histogram.observe(5.0, "x" * size, 1.0)
-        text = render([Family(names.HANDOFF_BYTES, {("pull", "shm"): histogram})], openmetrics=True)
+        text = render([Family(metric_names.HANDOFF_BYTES, {("pull", "shm"): histogram})], openmetrics=True)
         assert text.count("transfer_id") == count
         list(read_openmetrics(text))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvbaton.flight.records import Flight, Moment, Seat
-from kvbaton.metrics import names
-from kvbaton.metrics.exposition import Family, render
-from kvbaton.metrics.handoffs import OBSERVED, HandoffMetrics
-from kvbaton.metrics.histogram import Histogram
-from kvbaton.metrics.names import Metric
+from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
+from kvbaton.observe.metrics import metric_names
+from kvbaton.observe.metrics.exposition import Family, render
+from kvbaton.observe.metrics.handoff_metrics import OBSERVED, HandoffMetrics
+from kvbaton.observe.metrics.histogram import Histogram
+from kvbaton.observe.metrics.metric_names import Metric
 
 TIMES = ("asked", 10.0), ("granted", 10.5), ("allocated", 11.5), ("first_byte", 11.75), ("copied", 13.5)
 END = ("ended", 13.75), ("taken", 14.75), ("rested", 14.8)
@@ -44,41 +44,41 @@ def sums(metrics: HandoffMetrics, metric: Metric) -> dict[tuple[str, ...], tuple
 def test_a_delivered_handoff_is_counted_and_each_of_its_stages_timed() -> None:
     metrics = HandoffMetrics()
     metrics.observe(flight(retries=2))
-    assert found(metrics, names.HANDOFFS).samples == {("pull", "shm", "delivered"): 1}
-    assert sums(metrics, names.STAGE_SECONDS) == {
+    assert found(metrics, metric_names.HANDOFFS).samples == {("pull", "shm", "delivered"): 1}
+    assert sums(metrics, metric_names.STAGE_SECONDS) == {
         (stage, "pull", "shm"): (1, seconds)
         for stage, seconds in {
             "claim": 0.5, "queue": 1.0, "first_byte": 0.25, "copy": 2.0, "commit": 0.25, "deliver": 1.0,
         }.items()
     }  # fmt: skip
-    assert sums(metrics, names.HANDOFF_SECONDS) == {("pull", "shm"): (1, 4.75)}
-    assert sums(metrics, names.HANDOFF_BYTES) == {("pull", "shm"): (1, 4096.0)}
-    assert found(metrics, names.REPEATED).samples == {(): 2}
+    assert sums(metrics, metric_names.HANDOFF_SECONDS) == {("pull", "shm"): (1, 4.75)}
+    assert sums(metrics, metric_names.HANDOFF_BYTES) == {("pull", "shm"): (1, 4096.0)}
+    assert found(metrics, metric_names.REPEATED).samples == {(): 2}
 
 
 def test_a_failure_is_counted_by_its_reason_and_not_timed() -> None:
     metrics = HandoffMetrics()
     for _ in range(2):
         metrics.observe(flight(end="claim_timeout", times=[("asked", 1.0), ("ended", 11.0)], transport="", size=0))
-    assert found(metrics, names.HANDOFFS).samples == {("pull", "none", "claim_timeout"): 2}
-    assert sums(metrics, names.STAGE_SECONDS) == sums(metrics, names.HANDOFF_SECONDS) == {}
+    assert found(metrics, metric_names.HANDOFFS).samples == {("pull", "none", "claim_timeout"): 2}
+    assert sums(metrics, metric_names.STAGE_SECONDS) == sums(metrics, metric_names.HANDOFF_SECONDS) == {}
 
 
 def test_a_lease_is_counted_at_p_with_how_long_it_was_held() -> None:
     metrics = HandoffMetrics()
     times = [("begun", 5.0), ("seated", 6.0), ("closed", 8.0), ("rested", 9.0)]
     metrics.observe(flight(Seat.PREFILL, times=times, mode="push", transport="tcp"))
-    assert found(metrics, names.LEASE_ENDS).samples == {("push", "delivered"): 1}
-    assert sums(metrics, names.LEASE_HELD_SECONDS) == {("push",): (1, 4.0)}
-    assert sums(metrics, names.HANDOFF_BYTES) == {("push", "tcp"): (1, 4096.0)}, "in push P copies"
-    assert found(metrics, names.HANDOFFS).samples == {}
+    assert found(metrics, metric_names.LEASE_ENDS).samples == {("push", "delivered"): 1}
+    assert sums(metrics, metric_names.LEASE_HELD_SECONDS) == {("push",): (1, 4.0)}
+    assert sums(metrics, metric_names.HANDOFF_BYTES) == {("push", "tcp"): (1, 4096.0)}, "in push P copies"
+    assert found(metrics, metric_names.HANDOFFS).samples == {}
 
 
 def test_the_routers_flights_and_those_under_way_are_not_counted_here() -> None:
     metrics = HandoffMetrics()
     metrics.observe(flight(Seat.ROUTER))
     metrics.observe(flight(end=""))
-    samples = [each.samples for each in metrics.families() if each.metric is not names.REPEATED]
+    samples = [each.samples for each in metrics.families() if each.metric is not metric_names.REPEATED]
     assert samples == [{}] * len(samples) and len(samples) == len(OBSERVED) - 1
 
 
@@ -97,7 +97,7 @@ def test_what_peers_make_up_does_not_grow_the_page() -> None:
     metrics = HandoffMetrics()
     for number in range(500):
         metrics.observe(flight(end=f"reason {number}", mode=f"mode {number}", transport=f"plane {number}"))
-    assert found(metrics, names.HANDOFFS).samples == {("other", "other", "other"): 500}
+    assert found(metrics, metric_names.HANDOFFS).samples == {("other", "other", "other"): 500}
 
 
 def test_it_is_read_while_it_is_written() -> None:
@@ -105,7 +105,7 @@ def test_it_is_read_while_it_is_written() -> None:
     writer = threading.Thread(target=lambda: [metrics.observe(flight()) for _ in range(2000)])
     writer.start()
     while writer.is_alive():
-        for count, total in sums(metrics, names.HANDOFF_SECONDS).values():
+        for count, total in sums(metrics, metric_names.HANDOFF_SECONDS).values():
             assert abs(total - 4.75 * count) < 1e-6
     writer.join(30)
-    assert sums(metrics, names.HANDOFF_SECONDS)["pull", "shm"][0] == 2000
+    assert sums(metrics, metric_names.HANDOFF_SECONDS)["pull", "shm"][0] == 2000

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.metrics import names
-from kvbaton.metrics.names import BY_NAME, METRICS, Kind, Metric, MetricError, Where
+from kvbaton.observe.metrics import metric_names
+from kvbaton.observe.metrics.metric_names import BY_NAME, METRICS, Kind, Metric, MetricError, Where
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -41,21 +41,21 @@ def test_names_follow_the_conventions(metric: Metric) -> None:
 
 
 def test_values_that_are_not_on_a_closed_list_are_counted_together() -> None:
-    assert names.HANDOFFS.labelled(("pull", "shm", "stale")) == ("pull", "shm", "stale")
-    assert names.HANDOFFS.labelled(("", "", "a reason of tomorrow")) == ("none", "none", "other")
-    assert names.ROUTER_REQUESTS.labelled(("worker_timeout",)) == ("worker_timeout",)
+    assert metric_names.HANDOFFS.labelled(("pull", "shm", "stale")) == ("pull", "shm", "stale")
+    assert metric_names.HANDOFFS.labelled(("", "", "a reason of tomorrow")) == ("none", "none", "other")
+    assert metric_names.ROUTER_REQUESTS.labelled(("worker_timeout",)) == ("worker_timeout",)
     with pytest.raises(MetricError, match="1 label values"):
-        names.HANDOFFS.labelled(("pull",))
+        metric_names.HANDOFFS.labelled(("pull",))
 
 
 def test_a_name_that_is_not_listed_is_an_error() -> None:
-    assert names.named("kvbaton_pinned_blocks") is names.PINNED
+    assert metric_names.named("kvbaton_pinned_blocks") is metric_names.PINNED
     with pytest.raises(MetricError, match="kvbaton_nonsense: no such metric"):
-        names.named("kvbaton_nonsense")
+        metric_names.named("kvbaton_nonsense")
 
 
 def test_every_one_is_told_by_somebody_and_in_one_section_of_the_page() -> None:
-    assert {metric.name for where in Where for metric in names.of(where)} == set(BY_NAME)
+    assert {metric.name for where in Where for metric in metric_names.of(where)} == set(BY_NAME)
     assert metrics_docs.reference().count("\n| `kvbaton_") + 1 >= len(METRICS)
 
 

@@ -16,11 +16,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from kvbaton.control import keys
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.engine.worker import Worker
-from kvbaton.metrics import names, node
-from kvbaton.metrics.exposition import render
-from kvbaton.metrics.handoffs import OBSERVED, HandoffMetrics
-from kvbaton.metrics.names import BY_NAME, Kind, Where
-from kvbaton.metrics.worker import NOT_METRICS, RENAMED, render_worker
+from kvbaton.observe.metrics import metric_names, node_metrics
+from kvbaton.observe.metrics.exposition import render
+from kvbaton.observe.metrics.handoff_metrics import OBSERVED, HandoffMetrics
+from kvbaton.observe.metrics.metric_names import BY_NAME, Kind, Where
+from kvbaton.observe.metrics.worker_metrics import NOT_METRICS, RENAMED, render_worker
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.router.stats import RouterStats, count
 from kvbaton.testing.transport_harness import poll
@@ -48,8 +48,8 @@ def test_every_figure_of_a_real_worker_is_a_metric_or_said_to_be_none(tmp_path: 
     unknown = [k for k in stats if k not in RENAMED and k not in NOT_METRICS and f"kvbaton_{k}" not in BY_NAME]
     assert unknown == []
     shown = {sample.name for family in read(text) for sample in family.samples}
-    quiet = {m.name for m in names.of(Where.WORKER) if m.labels and not m.from_zero} | {m.name for m in OBSERVED}
-    silent = [m.name for m in names.of(Where.WORKER) if m.name not in quiet and not set(m.series) <= shown]
+    quiet = {m.name for m in metric_names.of(Where.WORKER) if m.labels and not m.from_zero} | {m.name for m in OBSERVED}
+    silent = [m.name for m in metric_names.of(Where.WORKER) if m.name not in quiet and not set(m.series) <= shown]
     assert silent == [], "all that is said to be told by workers is told, if it can be before anything has happened"
 
 
@@ -108,7 +108,7 @@ def test_figures_become_series_with_the_labels_of_the_list() -> None:
 
 def test_the_oldest_lease_ages_and_connections_are_told() -> None:
     control = Counter({"connections": 5, "admitted": 3, "refused": 1, "frames_in": 9})
-    assert node.connections(control) == {
+    assert node_metrics.connections(control) == {
         "connections_total": 5, "connections_admitted_total": 3, "connections_refused_total": 1
     }  # fmt: skip
 
@@ -122,7 +122,7 @@ def test_all_that_the_router_counts_is_shown() -> None:
     stats.failures["prefill:late:worker_timeout"] += 1
     count(stats.failures, "an odd code of a worker", "decode")
     stats.waits.note("pull", 2.0, (0.5, 1.5), "t1")
-    stats.elsewhere = lambda: node.connections({"connections": 2})
+    stats.elsewhere = lambda: node_metrics.connections({"connections": 2})
     numbers = {**stats.as_numbers(), **stats.elsewhere(), "workers": {"prefill:serving": 1}, "pairs": {"pull": 0},
                "breakers_opened_total": 0, "draining": True}  # fmt: skip
     text = render(stats.families(numbers), openmetrics=True)
@@ -139,8 +139,8 @@ def test_all_that_the_router_counts_is_shown() -> None:
     assert text.count('transfer_id="t1"') == 3, "TTFT, P's leg, and what came after"
     shown = {name for name, _ in samples}
     quiet = {"kvbaton_router_probes_total"}
-    assert shown <= {series for m in names.of(Where.ROUTER) for series in m.series}
-    missing = [m.name for m in names.of(Where.ROUTER) if not set(m.series) <= shown and m.name not in quiet]
+    assert shown <= {series for m in metric_names.of(Where.ROUTER) for series in m.series}
+    missing = [m.name for m in metric_names.of(Where.ROUTER) if not set(m.series) <= shown and m.name not in quiet]
     assert missing == []
 
 
@@ -164,7 +164,7 @@ def test_a_clients_wait_is_ps_and_the_handovers(
 
 
 def test_a_router_that_counts_something_new_has_to_list_it() -> None:
-    with pytest.raises(names.MetricError, match="kvbaton_novelty: no such metric"):
+    with pytest.raises(metric_names.MetricError, match="kvbaton_novelty: no such metric"):
         RouterStats().families({"novelty": 1})
 
 

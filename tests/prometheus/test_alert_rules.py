@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.flight.records import DELIVERED, QUIET
-from kvbaton.metrics.names import BY_NAME, METRICS
+from kvbaton.observe.flight.flight_records import DELIVERED, QUIET
+from kvbaton.observe.metrics.metric_names import BY_NAME, METRICS
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.core.refusals import Cause
 from tests.prometheus.server import CONFIG, ROOT, RULES, alerts, promtool

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from fake_workers import QUICK, FakeWorker, cluster, run
 
-from kvbaton.flight.dumps import Dumps
+from kvbaton.observe.flight.dumps import Dumps
 
 BODY = {"prompt": "abc", "max_tokens": 4}
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")

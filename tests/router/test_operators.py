@@ -11,10 +11,10 @@ import pytest
 from fake_workers import QUICK, cluster, die, run
 
 from kvbaton.api.errors import ApiError
-from kvbaton.flight.gathering import Gathering
-from kvbaton.flight.journey import Journey
-from kvbaton.flight.records import Flight, Moment, Seat
-from kvbaton.flight.report import Report
+from kvbaton.observe.flight.collector import Gathering
+from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
+from kvbaton.observe.flight.journey import Journey
+from kvbaton.observe.flight.report import Report
 from kvbaton.router.app import Board, router_app
 from kvbaton.router.directory import StaticDirectory
 from kvbaton.router.operators import ASK_S, FlightsPage, Wanted, guarded, why_not

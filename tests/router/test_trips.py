@@ -29,8 +29,8 @@ from fake_workers import (
     until,
 )
 
-from kvbaton.flight.gathering import Gathering
-from kvbaton.flight.records import Flight
+from kvbaton.observe.flight.collector import Gathering
+from kvbaton.observe.flight.flight_records import Flight
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, WorkerId
 from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
 from kvbaton.router import dialects

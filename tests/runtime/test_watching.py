@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.flight import dumps
-from kvbaton.flight.dumps import Dumps, read
-from kvbaton.flight.report import decode
 from kvbaton.node.observation import Watch, dump_on_signal
+from kvbaton.observe.flight import dumps
+from kvbaton.observe.flight.dumps import Dumps, read
+from kvbaton.observe.flight.report import decode
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import TurnedAway
 from kvbaton.protocol.ids import RequestId

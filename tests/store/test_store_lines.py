@@ -15,8 +15,8 @@ import zmq
 from kvbaton.control.keys import Keyring
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.sealed.policy import Encrypt
-from kvbaton.sealed.records import OVERHEAD_BYTES, RECORD_BYTES
+from kvbaton.security.records import OVERHEAD_BYTES, RECORD_BYTES
+from kvbaton.security.sealing import Encrypt
 from kvbaton.store import line_server
 from kvbaton.store.client import ServedBackend, ServerSilent
 from kvbaton.store.line_client import LinedBackend

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbaton.flight.records import Flight, Moment, Seat
+from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CLIENT, TRY = "c" * 16, "1" * 16

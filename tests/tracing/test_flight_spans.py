@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.flight.records import MOMENTS_MAX, STAGES, Flight, Moment, Seat, stages
+from kvbaton.observe.flight.flight_records import MOMENTS_MAX, STAGES, Flight, Moment, Seat, stages
+from kvbaton.observe.tracing.trace_spans import Kind, Span, spans_of
 from kvbaton.protocol.marks import Step
-from kvbaton.tracing.spans import Kind, Span, spans_of
 from tests.tracing.flights import (
     CLIENT,
     HANDOFF,

@@ -11,13 +11,13 @@ import time
 import pytest
 
 import kvbaton
-from kvbaton.tracing.export import ExportError, ExportSettings, SpanExport, traces_url
-from kvbaton.tracing.spans import spans_of
+from kvbaton.observe.tracing.export import ExportError, ExportSettings, SpanExport, traces_url
+from kvbaton.observe.tracing.trace_spans import spans_of
 from tests.tracing.collector import collecting, wait_until
 from tests.tracing.flights import CLIENT, LEG_D, LEG_P, TRACE, TRY, at_ns, decode, header, moments, prefill, router
 
 QUICK = ExportSettings(gather_s=0.01, timeout_s=30.0, close_s=30.0)
-SPEAKERS = ("kvbaton.tracing", "opentelemetry", "requests", "urllib3")
+SPEAKERS = ("kvbaton.observe.tracing", "opentelemetry", "requests", "urllib3")
 """Whose words these tests are about; what other tests left behind may speak as well."""
 SLACK_S = 20.0
 """For a machine that is busy; nothing that is tested here takes that long."""
@@ -153,7 +153,9 @@ def test_a_collector_that_fails_is_told_of_once_in_a_while_and_tried_on(caplog):
                 for record in caplog.records
                 if record.levelno >= logging.WARNING and record.name.startswith(SPEAKERS)
             ]
-            assert [record.name for record in told] == ["kvbaton.tracing.export"], "the library's own words stay away"
+            assert [record.name for record in told] == ["kvbaton.observe.tracing.export"], (
+                "the library's own words stay away"
+            )
             assert told[0].getMessage().startswith(f"[spans-unsent] {collector.url}/v1/traces: Failed to export")
             assert "500" in told[0].getMessage()
             collector.status = 200
@@ -246,7 +248,7 @@ def test_what_is_no_endpoint_is_refused_in_one_line(endpoint):
 
 
 def test_a_missing_library_is_told_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.delitem(sys.modules, "kvbaton.tracing.otlp", raising=False)
+    monkeypatch.delitem(sys.modules, "kvbaton.observe.tracing.otlp", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ExportError) as missing:
         SpanExport("http://localhost:4318", "kvbaton-router")
@@ -258,7 +260,9 @@ def test_the_library_is_not_imported_before_it_is_used():
     """A worker without traces pays nothing for them."""
     import subprocess
 
-    code = "import sys, kvbaton.tracing.export; print([name for name in sys.modules if 'opentelemetry' in name])"
+    code = (
+        "import sys, kvbaton.observe.tracing.export; print([name for name in sys.modules if 'opentelemetry' in name])"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.strip() == "[]"
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.tracing import context
-from kvbaton.tracing.context import Traceparent, new_span_id, new_trace, parse
+from kvbaton.observe.tracing import context
+from kvbaton.observe.tracing.context import Traceparent, new_span_id, new_trace, parse
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"

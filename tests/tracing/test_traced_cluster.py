@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import aiohttp
 import pytest
 
-from kvbaton.flight.records import STAGES
-from kvbaton.tracing.context import Traceparent, new_trace
+from kvbaton.observe.flight.flight_records import STAGES
+from kvbaton.observe.tracing.context import Traceparent, new_trace
 from tests.e2e.cluster import STOP_S, Up, up, wait_for
 from tests.tracing.collector import Collector, Received, collecting
 

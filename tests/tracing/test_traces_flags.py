@@ -15,7 +15,7 @@ from kvbaton.cli import router as router_command
 from kvbaton.cli import traces, up, worker
 from kvbaton.cli.arguments import CommandError
 from kvbaton.cli.main import main
-from kvbaton.flight.gathering import Gathering
+from kvbaton.observe.flight.collector import Gathering
 from tests.tracing.collector import Collector, collecting
 from tests.tracing.flights import router
 
@@ -53,7 +53,7 @@ def test_an_endpoint_of_the_environment_that_cannot_be_used_stops_nobody(caplog)
 
 
 def test_a_missing_library_is_one_line_for_the_flag_and_a_warning_for_the_environment(monkeypatch, caplog):
-    monkeypatch.delitem(sys.modules, "kvbaton.tracing.otlp", raising=False)
+    monkeypatch.delitem(sys.modules, "kvbaton.observe.tracing.otlp", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(CommandError, match=r"argument --otlp-endpoint: .*pip install 'kvbaton\[otel\]'"):
         traces.endpoint_of(URL, {})
@@ -131,7 +131,7 @@ def test_nothing_is_started_without_an_endpoint():
 def test_the_operators_names_go_before_ours():
     """Read by the library, in a process of its own: it reads the environment once."""
     code = (
-        "import sys, time; from kvbaton.tracing.export import of_worker; from tests.tracing.flights import decode\n"
+        "import sys, time; from kvbaton.observe.tracing.export import of_worker; from tests.tracing.flights import decode\n"
         "export = of_worker(sys.argv[1], 'decode', 'd0'); export.take(decode())\n"
         "while not export.counts['exported']: time.sleep(0.01)  # a close waits for two seconds at most\n"
         "export.close()"

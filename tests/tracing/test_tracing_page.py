@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from kvbaton.cli.traces import BASE_VARIABLE, OFF_VARIABLE, SAMPLE_DEFAULT, TRACES_VARIABLE
-from kvbaton.tracing.export import ExportSettings
-from kvbaton.tracing.spans import spans_of
+from kvbaton.observe.tracing.export import ExportSettings
+from kvbaton.observe.tracing.trace_spans import spans_of
 from tests.tracing.flights import decode, moments, prefill, router
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tracing.md").read_text()

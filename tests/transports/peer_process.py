@@ -13,7 +13,7 @@ from typing import Literal, cast
 import msgspec
 
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.sealed.policy import Encrypt
+from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.core.shared_memory import Region
 from kvbaton.transports.core.transport import (
     Copy,

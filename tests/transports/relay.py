@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from kvbaton.sealed.records import HEAD, OVERHEAD_BYTES
+from kvbaton.security.records import HEAD, OVERHEAD_BYTES
 from kvbaton.transports.net.handshake import _HELLO, NONCE_BYTES, PROOF_BYTES
 
 Edit = Callable[[str, int, bytes], list[bytes] | None]

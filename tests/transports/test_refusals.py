@@ -16,7 +16,7 @@ from kvbaton.protocol.errors import ProtocolError
 from kvbaton.ranks import rank_host
 from kvbaton.ranks.rank_messages import Refusals as RefusalNews
 from kvbaton.ranks.rank_planes import HostedPlane
-from kvbaton.sealed.policy import Encrypt
+from kvbaton.security.sealing import Encrypt
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.checksum import checksum_endpoint
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.protocol.errors import ProtocolError
-from kvbaton.sealed import policy, records
-from kvbaton.sealed.policy import agree, is_loopback, is_required, is_required_on
-from kvbaton.sealed.records import HEAD, OVERHEAD_BYTES, RECORD_BYTES, Seals
+from kvbaton.security import records, sealing
+from kvbaton.security.records import HEAD, OVERHEAD_BYTES, RECORD_BYTES, Seals
+from kvbaton.security.sealing import agree, is_loopback, is_required, is_required_on
 from kvbaton.transports.net.sealed_stream import SealedStream
 from kvbaton.transports.net.stream_socket import Bytes
 
@@ -215,7 +215,7 @@ def test_a_connection_is_judged_by_its_addresses_and_a_unix_socket_never_leaves(
     near, far = socket.socketpair()
     with near, far:
         assert not is_required_on("on", far)
-    monkeypatch.setattr(policy, "is_loopback", lambda host: False)
+    monkeypatch.setattr(sealing, "is_loopback", lambda host: False)
     assert is_required_on("auto", ends[1]) and not is_required_on("off", ends[1])
 
 
@@ -226,14 +226,14 @@ def test_the_stricter_side_wins_and_who_cannot_is_refused_by_name(monkeypatch: p
     assert agree("p", "on", "127.0.0.1", wanted=False, able=True)
     with pytest.raises(ValueError, match=r"encrypt: p at 10\.0\.0\.1 cannot encrypt"):
         agree("p", "auto", "10.0.0.1", wanted=False, able=False)
-    monkeypatch.setattr(policy, "can_seal", lambda: False)
+    monkeypatch.setattr(sealing, "can_seal", lambda: False)
     with pytest.raises(ValueError, match="pip install"):
         agree("p", "off", "10.0.0.1", wanted=True, able=True)
     with pytest.raises(ValueError, match="pip install"):
-        policy.check("auto", "10.0.0.1")
-    policy.check("auto", "127.0.0.1")
+        sealing.check("auto", "10.0.0.1")
+    sealing.check("auto", "127.0.0.1")
     with pytest.raises(ValueError, match="expected one of auto, on, off"):
-        policy.check("maybe", "127.0.0.1")  # type: ignore[arg-type]
+        sealing.check("maybe", "127.0.0.1")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("version", "enough"), [("46.0.3", False), ("47.0.0", True), ("50.0.2", True), (None, False)])
@@ -246,4 +246,4 @@ def test_a_library_that_is_missing_or_too_old_is_noticed(
         return version
 
     monkeypatch.setattr(importlib.metadata, "version", found)
-    assert policy.can_seal.__wrapped__() is enough
+    assert sealing.can_seal.__wrapped__() is enough

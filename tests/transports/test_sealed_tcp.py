@@ -15,8 +15,8 @@ import pytest
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.sealed import policy
-from kvbaton.sealed.policy import Encrypt
+from kvbaton.security import sealing
+from kvbaton.security.sealing import Encrypt
 from kvbaton.testing import check_transport
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports import catalogue
@@ -128,7 +128,7 @@ def test_the_stricter_wins_and_then_no_plaintext_is_on_the_wire(
 
 
 def test_beyond_loopback_auto_encrypts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "is_loopback", lambda host: False)
+    monkeypatch.setattr(sealing, "is_loopback", lambda host: False)
     endpoint = rig.serve("auto").endpoint(D)
     assert isinstance(parsed(endpoint), SealedTcpEndpoint)
     relay = rig.relay(endpoint)
@@ -342,7 +342,7 @@ def test_digests_are_encrypted_with_the_bytes_they_are_of(rig: Rig) -> None:
 
 
 def test_a_host_without_the_library_is_refused_when_it_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "can_seal", lambda: False)
+    monkeypatch.setattr(sealing, "can_seal", lambda: False)
     TcpConfig()
     for wrong in ({"encrypt": "on"}, {"host": "10.1.2.3"}, {"host": "0.0.0.0", "advertise": "10.1.2.3"}):
         with pytest.raises(ValueError, match="pip install"):
@@ -362,7 +362,7 @@ def test_a_host_without_the_library_is_refused_when_it_is_configured(monkeypatch
 def test_staging_over_tcp_is_encrypted_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sealed: list[Wire] = []
     seal = Wire.seal
-    monkeypatch.setattr(policy, "is_loopback", lambda host: False)
+    monkeypatch.setattr(sealing, "is_loopback", lambda host: False)
     monkeypatch.setattr(Wire, "seal", lambda wire, seals: (sealed.append(wire), seal(wire, seals))[1])
     harness = DeviceHarness("staged-tcp", together=True)
     try:

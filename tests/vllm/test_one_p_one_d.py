@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from kvbaton.flight.records import STAGES
-from kvbaton.metrics import names
+from kvbaton.observe.flight.flight_records import STAGES
+from kvbaton.observe.metrics import metric_names
 from kvbaton.protocol.wire.ticket import seal, unseal
 from tests.journeys import inspect_whole
 from tests.vllm.cache_memory import overwrite_cache
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(700)
 
 Oracle = Callable[[list[int]], Answer]
 EXTRA_PROMPTS = 60
-QUIET = (names.LEASES_REFUSED, names.OFFERS_REFUSED)
+QUIET = (metric_names.LEASES_REFUSED, metric_names.OFFERS_REFUSED)
 """Of kvbaton's metrics, those that nothing here makes count anything."""
 
 
@@ -102,7 +102,9 @@ def test_vllm_tells_the_metrics_that_every_worker_tells(duo: Duo) -> None:
     for number, mode in enumerate((*MODES, *MODES)):
         duo.ask(extra(40 + number), mode)
     duo.come_to_rest()
-    wanted = {series for metric in names.of(names.Where.VLLM) if metric not in QUIET for series in metric.series}
+    wanted = {
+        series for metric in metric_names.of(metric_names.Where.VLLM) if metric not in QUIET for series in metric.series
+    }
 
     def told() -> bool:
         """With the step after the next request, at the latest."""

@@ -12,7 +12,7 @@ import traceback
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from kvbaton.codes.saying import worth_saying
+from kvbaton.observe.codes.saying import worth_saying
 
 log = logging.getLogger(__name__)
 

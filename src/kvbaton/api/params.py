@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.errors import bad_field
+from kvbaton.observe.tracing.context import parse as parse_trace
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX
-from kvbaton.tracing.context import parse as parse_trace
 
 FIELD = "kv_transfer_params"
 SHOWN_CHARS = 200

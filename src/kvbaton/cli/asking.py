@@ -16,7 +16,7 @@ from email.message import Message
 
 import msgspec
 
-from kvbaton.flight.intake import printable
+from kvbaton.observe.flight.sanitize import printable
 
 SAID_CHARS_MAX = 200
 """Of what the other side put into its first line."""

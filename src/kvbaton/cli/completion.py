@@ -15,7 +15,7 @@ from kvbaton.cli.arguments import CommandError, planes_choice
 from kvbaton.cli.completion_bash import bash
 from kvbaton.cli.completion_others import fish, zsh
 from kvbaton.cli.completion_words import Node, Taker, Takes
-from kvbaton.codes.catalogue import CATALOGUE
+from kvbaton.observe.codes.catalogue import CATALOGUE
 from kvbaton.transports import catalogue
 
 SHELLS = {"bash": bash, "zsh": zsh, "fish": fish}

@@ -31,7 +31,7 @@ from kvbaton.cli.doctor_cluster import WorkerState
 from kvbaton.cli.doctor_config import Engine
 from kvbaton.cli.doctor_finding import Finding, ordered
 from kvbaton.cli.screen import Screen, Style, stdout
-from kvbaton.codes.entry import Severity
+from kvbaton.observe.codes.entry import Severity
 from kvbaton.transports import catalogue as planes
 
 SHM = "/dev/shm"

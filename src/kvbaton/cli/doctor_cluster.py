@@ -18,7 +18,7 @@ import msgspec
 from kvbaton.cli.arguments import CommandError
 from kvbaton.cli.asking import asked
 from kvbaton.cli.doctor_finding import Finding, finding
-from kvbaton.flight.intake import printable, printable_all
+from kvbaton.observe.flight.sanitize import printable, printable_all
 
 ANSWER_BYTES_MAX = 4 << 20
 CLOCK_S_MAX = 5.0

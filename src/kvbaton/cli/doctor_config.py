@@ -24,7 +24,7 @@ from kvbaton.integrations.vllm import supported
 from kvbaton.integrations.vllm.launching import CONNECTOR
 from kvbaton.integrations.vllm.settings import FIELD, ConnectorSettings
 from kvbaton.protocol.settings import Settings
-from kvbaton.sealed.policy import MISSING, Encrypt, check, is_loopback
+from kvbaton.security.sealing import MISSING, Encrypt, check, is_loopback
 
 if TYPE_CHECKING:  # it needs aiohttp, which vLLM's P and D do not
     from kvbaton.engine.options import WorkerOptions

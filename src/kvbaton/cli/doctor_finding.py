@@ -1,14 +1,14 @@
 """What `kvbaton doctor` found: a code of the catalogue, where, what, and the next step for this very case.
 
-Law: a finding's severity is the catalogue's (`kvbaton.codes.findings`), so `kvbaton explain CODE` knows all of them.
+Law: a finding's severity is the catalogue's (`kvbaton.observe.codes.findings`), so `kvbaton explain CODE` knows all of them.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from kvbaton.codes.entry import Severity
-from kvbaton.codes.findings import SEVERITY
+from kvbaton.observe.codes.entry import Severity
+from kvbaton.observe.codes.findings import SEVERITY
 
 ORDER = (Severity.ERROR, Severity.WARNING, Severity.NOTE)
 

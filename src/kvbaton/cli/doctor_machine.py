@@ -18,7 +18,7 @@ from kvbaton.cli.doctor_config import ANYWHERE, Engine
 from kvbaton.cli.doctor_finding import Finding, finding
 from kvbaton.integrations.vllm import launching
 from kvbaton.integrations.vllm.versions import SUPPORTED, vllm_version
-from kvbaton.sealed.policy import MISSING, can_seal
+from kvbaton.security.sealing import MISSING, can_seal
 from kvbaton.transports import catalogue
 from kvbaton.transports.core import mover
 

@@ -17,7 +17,7 @@ from kvbaton.cli.doctor_finding import Finding, finding
 from kvbaton.integrations.vllm.compat import config_digest, weights_digest
 from kvbaton.integrations.vllm.settings import ConnectorSettings
 from kvbaton.protocol.compat import difference
-from kvbaton.sealed.policy import is_loopback
+from kvbaton.security.sealing import is_loopback
 from kvbaton.transports import catalogue
 
 CPU_BLOCK = "128"  # vLLM's own choice on CPU

@@ -1,6 +1,6 @@
 """`kvbaton explain WORD`: a failure reason, an error code, a log code or a finding, with what to do about it.
 
-Law: what the product can say, this can explain (`kvbaton.codes`); it needs nothing that runs.
+Law: what the product can say, this can explain (`kvbaton.observe.codes`); it needs nothing that runs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import msgspec
 
 from kvbaton.cli.arguments import CommandError
-from kvbaton.codes.catalogue import CATALOGUE, TITLES, close, find
-from kvbaton.codes.entry import Entry, Kind, Who
+from kvbaton.observe.codes.catalogue import CATALOGUE, TITLES, close, find
+from kvbaton.observe.codes.entry import Entry, Kind, Who
 
 WIDTH = 100
 ACTS: dict[Who, str] = {

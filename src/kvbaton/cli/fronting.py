@@ -16,14 +16,14 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton.codes.saying import worth_saying
 from kvbaton.control.keys import Keyring
 from kvbaton.control.plain import PlainListener, PlainSettings
 from kvbaton.control.registry import Entry, Networks, RegistryServer
-from kvbaton.flight.dumps import Dumps, default_directory
-from kvbaton.flight.gathering import Gathering
-from kvbaton.flight.report import ReportError, decode
-from kvbaton.metrics.node import connections
+from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.flight.collector import Gathering
+from kvbaton.observe.flight.dumps import Dumps, default_directory
+from kvbaton.observe.flight.report import ReportError, decode
+from kvbaton.observe.metrics.node_metrics import connections
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.announced import AnnouncedDirectory, Directories
 from kvbaton.router.app import Pages, Router, router_app

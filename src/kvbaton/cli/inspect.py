@@ -18,12 +18,12 @@ import msgspec
 from kvbaton.cli import screen
 from kvbaton.cli.arguments import CommandError, url, whole
 from kvbaton.cli.asking import asked
-from kvbaton.flight import dumps, picture
-from kvbaton.flight.gathering import LAST_MAX
-from kvbaton.flight.intake import printable, printable_all
-from kvbaton.flight.joining import joined
-from kvbaton.flight.journey import Journey
-from kvbaton.flight.picture import Ink
+from kvbaton.observe.flight import dumps, terminal_timeline
+from kvbaton.observe.flight.collector import LAST_MAX
+from kvbaton.observe.flight.joining import joined
+from kvbaton.observe.flight.journey import Journey
+from kvbaton.observe.flight.sanitize import printable, printable_all
+from kvbaton.observe.flight.terminal_timeline import Ink
 
 ROUTER = "http://127.0.0.1:8000"
 ANSWER_S = 10.0
@@ -123,14 +123,14 @@ def _said(error: urllib.error.HTTPError) -> str:
 def _show(found: Sequence[Journey], is_list: bool) -> None:
     shown = screen.stdout()
     if is_list:
-        rows = [picture.brief(journey) for journey in found]
+        rows = [terminal_timeline.brief(journey) for journey in found]
         for row, journey in zip(rows, found, strict=True):
             row[-1] = shown.style(row[-1], "bad" if journey.failed else "good" if journey.is_over else "dim")
-        print("\n".join(shown.table(picture.BRIEF_HEADER, rows, right=[4, 5])))
+        print("\n".join(shown.table(terminal_timeline.BRIEF_HEADER, rows, right=[4, 5])))
         print(f"{len(found)} shown; one of them: kvbaton inspect ID")
         return
     ink = Ink(shown.style, fancy=shown.either("█▏─·→µ", "") != "")
-    pictures = ["\n".join(picture.draw(journey, shown.width(), ink)) for journey in found]
+    pictures = ["\n".join(terminal_timeline.draw(journey, shown.width(), ink)) for journey in found]
     print("\n\n".join(pictures))
 
 

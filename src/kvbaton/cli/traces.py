@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Protocol
 
 from kvbaton.cli.arguments import CommandError
-from kvbaton.flight.records import Flight
-from kvbaton.tracing.export import TRACES_PATH, ExportError, SpanExport, needed, traces_url
+from kvbaton.observe.flight.flight_records import Flight
+from kvbaton.observe.tracing.export import TRACES_PATH, ExportError, SpanExport, needed, traces_url
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from kvbaton.cli.limits import raise_file_limit
 from kvbaton.cli.vllm_engine import ServerOptions, free_ports
 from kvbaton.engine.options import POLICIES, WorkerOptions
 from kvbaton.router.settings import RouterSettings
-from kvbaton.sealed.policy import ENCRYPT
+from kvbaton.security.sealing import ENCRYPT
 from kvbaton.transports.catalogue import CHECKSUMS
 
 _WORKER = WorkerOptions(name="p0", role="prefill", keys="-", registry="tcp://-:1")

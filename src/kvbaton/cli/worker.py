@@ -23,7 +23,7 @@ from kvbaton.cli import traces
 from kvbaton.cli.arguments import CommandError, planes_choice, port, seconds, whole
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.engine.options import DIALECTS, HTTP_ACCESS, MODES, POLICIES, ROLES, WorkerOptions
-from kvbaton.sealed.policy import ENCRYPT
+from kvbaton.security.sealing import ENCRYPT
 from kvbaton.transports.catalogue import CHECKSUMS
 
 _HELP: Mapping[str, str] = {

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import zmq
 
-from kvbaton.codes.saying import worth_saying
 from kvbaton.control.base import is_ipv6
 from kvbaton.control.sockets import Heard, Plane, Socket, has_frame
+from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import WorkerId
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import zmq
 from zmq.utils import z85
 
-from kvbaton.codes.saying import worth_saying
 from kvbaton.control.sockets import Plane, Socket
+from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import WorkerId
 
 log = logging.getLogger(__name__)

@@ -13,12 +13,12 @@ import msgspec
 from kvbaton.api.tokens import is_loopback
 from kvbaton.control.base import check_authority
 from kvbaton.control.moriio import FORGET_S
+from kvbaton.observe.tracing.export import traces_url
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
 from kvbaton.protocol.numbers import DURATION_S_MIN, TERM_S_MAX
 from kvbaton.protocol.settings import LEASE_S_MIN
 from kvbaton.ranks.store_address import store_place
-from kvbaton.sealed.policy import ENCRYPT, Encrypt
-from kvbaton.tracing.export import traces_url
+from kvbaton.security.sealing import ENCRYPT, Encrypt
 from kvbaton.transports import catalogue
 from kvbaton.transports.catalogue import CHECKSUMS, ChecksumMode
 

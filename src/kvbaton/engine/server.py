@@ -26,9 +26,9 @@ from kvbaton.api.params import FIELD, TransferParams
 from kvbaton.api.responses import ResponseShape
 from kvbaton.api.stops import StopFilter
 from kvbaton.engine.server_plan import GenerateRequest, Job, ModelCard, plan
-from kvbaton.metrics import exposition
-from kvbaton.metrics.handoffs import HandoffMetrics
-from kvbaton.metrics.worker import render_worker
+from kvbaton.observe.metrics import exposition
+from kvbaton.observe.metrics.handoff_metrics import HandoffMetrics
+from kvbaton.observe.metrics.worker_metrics import render_worker
 from kvbaton.protocol.errors import MEANING, Blame, Reason
 
 __all__ = [

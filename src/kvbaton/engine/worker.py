@@ -43,7 +43,6 @@ from kvbaton.engine.request import EngineRequest, Sampling
 from kvbaton.engine.server import worker_app
 from kvbaton.engine.store_access import StoreAccess, open_store
 from kvbaton.engine.storing import NO_STATS
-from kvbaton.metrics import node as node_figures
 from kvbaton.node.doorway import Doorway, DoorwayConfig
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.key_renewal import renewed_keys
@@ -51,13 +50,14 @@ from kvbaton.node.node import Node
 from kvbaton.node.node_loop import NodeLoop
 from kvbaton.node.observation import Watch
 from kvbaton.node.ticket_discard import discarded
+from kvbaton.observe.metrics import node_metrics as node_figures
+from kvbaton.observe.tracing.export import of_worker
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.events import Departed, DrainStarted
 from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId, rank_peer
 from kvbaton.protocol.machines.context import Identity
 from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
-from kvbaton.tracing.export import of_worker
 from kvbaton.transports import catalogue
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Transport

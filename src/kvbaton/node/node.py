@@ -17,10 +17,10 @@ from typing import cast
 
 import msgspec
 
-from kvbaton.codes.saying import worth_saying
-from kvbaton.flight.recorder import Recorder
 from kvbaton.node.doorway import Doorway
 from kvbaton.node.ports import ControlPort, StorePort
+from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.flight.recorder import Recorder
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, Departed, Event, PlaneFailed, RankFenced, StoreEnded

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from kvbaton.flight.dumps import Dumps, default_directory
-from kvbaton.flight.recorder import KEPT_MAX, Recorder
-from kvbaton.flight.records import Flight
-from kvbaton.metrics import node as figures
-from kvbaton.metrics.handoffs import HandoffMetrics
 from kvbaton.node.node import Node
+from kvbaton.observe.flight.dumps import Dumps, default_directory
+from kvbaton.observe.flight.flight_records import Flight
+from kvbaton.observe.flight.recorder import KEPT_MAX, Recorder
+from kvbaton.observe.metrics import node_metrics as figures
+from kvbaton.observe.metrics.handoff_metrics import HandoffMetrics
+from kvbaton.observe.tracing.export import SpanExport
 from kvbaton.protocol.ids import PeerId
-from kvbaton.tracing.export import SpanExport
 
 More = Callable[[], Mapping[str, float]]
 _COUNTED = ("bytes_total", "copies_total", "leases_total", "leases_expired_total", "commits_stale_total")

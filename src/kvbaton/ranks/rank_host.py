@@ -28,7 +28,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from kvbaton.codes.saying import worth_saying
+from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.geometry.progress import Progress
 from kvbaton.protocol.ids import LeaseId
 from kvbaton.ranks.rank_carrying import Carrier, Clock

@@ -28,8 +28,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from kvbaton.codes.saying import worth_saying
-from kvbaton.metrics.node import data_refused
+from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.metrics.node_metrics import data_refused
 from kvbaton.protocol.events import LeaseProgressed
 from kvbaton.protocol.ids import LeaseId, PeerId, rank_peer
 from kvbaton.ranks.rank_carrying import Carrier, Clock

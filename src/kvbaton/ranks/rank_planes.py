@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
-from kvbaton.codes.saying import worth_saying
+from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.ranks.rank_messages import (

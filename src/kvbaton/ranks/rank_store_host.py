@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvbaton.codes.saying import worth_saying
+from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks.rank_store_messages import (
     COUNTERS_MAX,

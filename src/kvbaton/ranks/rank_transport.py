@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvbaton.codes.saying import worth_saying
+from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId

@@ -18,7 +18,7 @@ import msgspec
 from kvbaton.api.bodies import Kind
 from kvbaton.api.errors import ApiError
 from kvbaton.api.gather import cancel
-from kvbaton.flight.gathering import Gathering
+from kvbaton.observe.flight.collector import Gathering
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.desk import Desk
 from kvbaton.router.dialects import TicketMinter

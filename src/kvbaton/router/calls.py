@@ -10,6 +10,7 @@ import msgspec
 
 from kvbaton.api.bodies import Kind
 from kvbaton.api.params import Mode
+from kvbaton.observe.tracing.context import Traceparent
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.directory import Worker
 from kvbaton.router.flights import Trip
@@ -17,7 +18,6 @@ from kvbaton.router.legs import LegError
 from kvbaton.router.policy import NO_DOUBTS, Doubts
 from kvbaton.router.room import Tab
 from kvbaton.router.wire import Header
-from kvbaton.tracing.context import Traceparent
 
 
 class Call(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.errors import unavailable
-from kvbaton.metrics import exposition
+from kvbaton.observe.metrics import exposition
 from kvbaton.router import policy
 from kvbaton.router.directory import State, Worker
 from kvbaton.router.flow import Flow

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from kvbaton.api.errors import ApiError
-from kvbaton.codes.api import CODES
-from kvbaton.flight.gathering import Gathering
-from kvbaton.flight.intake import printable
-from kvbaton.flight.records import NAME_CHARS_MAX, QUIET, TEXT_CHARS_MAX, Flight, Moment, Seat
+from kvbaton.observe.codes.api import CODES
+from kvbaton.observe.flight.collector import Gathering
+from kvbaton.observe.flight.flight_records import NAME_CHARS_MAX, QUIET, TEXT_CHARS_MAX, Flight, Moment, Seat
+from kvbaton.observe.flight.sanitize import printable
+from kvbaton.observe.tracing.context import HEADER, Traceparent, new_span_id, new_trace, parse
 from kvbaton.protocol.errors import Reason
 from kvbaton.router.wire import Header
-from kvbaton.tracing.context import HEADER, Traceparent, new_span_id, new_trace, parse
 
 RECEIVED = "received"
 CHOSEN = "chosen"

@@ -36,8 +36,8 @@ from kvbaton.api.bodies import Kind
 from kvbaton.api.errors import ApiError, bare, out_of_time, unavailable
 from kvbaton.api.gather import cancel
 from kvbaton.api.params import FIELD, Mode
-from kvbaton.flight.gathering import Gathering
-from kvbaton.flight.records import WHOLE
+from kvbaton.observe.flight.collector import Gathering
+from kvbaton.observe.flight.flight_records import WHOLE
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router import dialects, policy

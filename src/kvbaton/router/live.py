@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvbaton import __version__
-from kvbaton.dashboard.pages import STATE, Page, fixed_pages, json_page
-from kvbaton.dashboard.sights import Listed
-from kvbaton.dashboard.watch import Figures, Watch
+from kvbaton.observe.dashboard.page_files import STATE, Page, fixed_pages, json_page
+from kvbaton.observe.dashboard.sights import Listed
+from kvbaton.observe.dashboard.watch import Figures, Watch
 from kvbaton.router.app import Board
 from kvbaton.router.directory import State
 from kvbaton.router.talk import Answer, Handler, Request

@@ -15,10 +15,10 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from kvbaton.api.errors import ApiError, bad_field
-from kvbaton.flight.gathering import LAST_MAX, Gathering
-from kvbaton.flight.joining import FIND_CHARS_MIN
-from kvbaton.flight.journey import Journey
-from kvbaton.flight.records import Seat
+from kvbaton.observe.flight.collector import LAST_MAX, Gathering
+from kvbaton.observe.flight.flight_records import Seat
+from kvbaton.observe.flight.joining import FIND_CHARS_MIN
+from kvbaton.observe.flight.journey import Journey
 from kvbaton.router.settings import OperatorPages
 from kvbaton.router.talk import Answer, Events, Handler, Request, json_answer
 

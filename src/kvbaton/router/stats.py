@@ -1,4 +1,4 @@
-"""What the router counts: `/stats` shows it as JSON, `/metrics` to Prometheus by the names of `metrics/names.py`.
+"""What the router counts: `/stats` shows it as JSON, `/metrics` to Prometheus by the names of `observe/metrics/metric_names.py`.
 
 Law: codes come from workers, so a label that is odd, or one too many, is counted as `other`: no series grows for ever.
 """
@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbaton.metrics import names
-from kvbaton.metrics.exposition import Family, family
-from kvbaton.metrics.handoffs import Histograms
-from kvbaton.metrics.names import BY_NAME, Metric, Where
-from kvbaton.metrics.worker import process_families, samples
+from kvbaton.observe.metrics import metric_names
+from kvbaton.observe.metrics.exposition import Family, family
+from kvbaton.observe.metrics.handoff_metrics import Histograms
+from kvbaton.observe.metrics.metric_names import BY_NAME, Metric, Where
+from kvbaton.observe.metrics.worker_metrics import process_families, samples
 from kvbaton.router.room import Room
 
 LABELS_MAX = 128
 _LABEL = re.compile(r"[A-Za-z0-9_.:-]{1,80}")
-_RENAMED: Mapping[str, Metric] = {"ends_total": names.ROUTER_REQUESTS}
+_RENAMED: Mapping[str, Metric] = {"ends_total": metric_names.ROUTER_REQUESTS}
 NOT_METRICS = frozenset({"first_byte_seconds_sum_total", "first_byte_count_total"})
 
 
@@ -42,9 +42,9 @@ class Waits:
     """
 
     def __init__(self) -> None:
-        self.first_byte = Histograms(names.ROUTER_FIRST_BYTE)
-        self.prefill = Histograms(names.ROUTER_PREFILL)
-        self.handover = Histograms(names.ROUTER_HANDOVER)
+        self.first_byte = Histograms(metric_names.ROUTER_FIRST_BYTE)
+        self.prefill = Histograms(metric_names.ROUTER_PREFILL)
+        self.handover = Histograms(metric_names.ROUTER_HANDOVER)
         self.sum_s = 0.0
         self.count = 0
 
@@ -113,6 +113,8 @@ class RouterStats:
         found = [*process_families(Where.ROUTER)]
         for key, value in numbers.items():
             if key not in NOT_METRICS:
-                metric = _RENAMED.get(key) or BY_NAME.get(f"kvbaton_router_{key}") or names.named(f"kvbaton_{key}")
+                metric = (
+                    _RENAMED.get(key) or BY_NAME.get(f"kvbaton_router_{key}") or metric_names.named(f"kvbaton_{key}")
+                )
                 found.append(family(metric, samples(metric, value)))
         return [*found, *self.waits.families()]

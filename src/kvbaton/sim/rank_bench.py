@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.codes.saying import worth_saying
+from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.sim.promises import RULE, Broken
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
-from kvbaton.metrics.node import data_refused
+from kvbaton.observe.metrics.node_metrics import data_refused
 from kvbaton.protocol.events import LeaseProgressed
 from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.ids import JobId, LeaseId, rank_peer

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvbaton.sealed import policy
-from kvbaton.sealed.policy import Encrypt
+from kvbaton.security import sealing
+from kvbaton.security.sealing import Encrypt
 from kvbaton.store.client import ServedBackend, ServerSilent
 from kvbaton.store.lines import SIZE, Item, Line, LineError, Op, greet
 
@@ -126,9 +126,9 @@ class LinedBackend:
         line = Line(socket.create_connection((self._host, port), max(0.001, until - time.monotonic())))
         line.until = until
         try:
-            sealed = policy.is_required_on(self._encrypt, line.socket)
-            if sealed and not policy.can_seal():
-                raise LineError(policy.MISSING)
+            sealed = sealing.is_required_on(self._encrypt, line.socket)
+            if sealed and not sealing.can_seal():
+                raise LineError(sealing.MISSING)
             greet(line, number, secret, sealed)
         except BaseException:
             line.close()

@@ -16,8 +16,8 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
-from kvbaton.sealed import policy
-from kvbaton.sealed.policy import Encrypt
+from kvbaton.security import sealing
+from kvbaton.security.sealing import Encrypt
 from kvbaton.store.base import Backend
 from kvbaton.store.lines import SECRET_BYTES, SIZE, Item, Line, LineError, Op, PlainLine, admit
 from kvbaton.store.memory import MemoryBackend, room
@@ -39,7 +39,7 @@ class LineServer:
     """Serves a back end, which it does not own, on a port of its own."""
 
     def __init__(self, backend: Backend, host: str, *, value_bytes_max: int, encrypt: Encrypt = "auto") -> None:
-        policy.check(encrypt, host)
+        sealing.check(encrypt, host)
         self._encrypt: Encrypt = encrypt
         self.counters: Counter[str] = Counter()
         self._backend = backend
@@ -106,7 +106,7 @@ class LineServer:
     def _serve(self, line: Line) -> None:
         try:
             line.until = time.monotonic() + GREETING_S
-            must_seal = policy.is_required_on(self._encrypt, line.socket)
+            must_seal = sealing.is_required_on(self._encrypt, line.socket)
             admit(line, self._invitations.get, self._enter(line), must_seal)
             self.counters["lines"] += 1
             buffer = bytearray()

@@ -26,8 +26,8 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from kvbaton.protocol.errors import ProtocolError
-from kvbaton.sealed.policy import MISSING, can_seal
-from kvbaton.sealed.records import HEAD, OVERHEAD_BYTES, RECORD_BYTES, Seals
+from kvbaton.security.records import HEAD, OVERHEAD_BYTES, RECORD_BYTES, Seals
+from kvbaton.security.sealing import MISSING, can_seal
 from kvbaton.store.keys import KEY_CHARS_MAX, VALUE_BYTES_MAX, is_key
 
 PLAIN, SEALED = 1, 2

@@ -29,7 +29,7 @@ import msgspec
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import PeerId
-from kvbaton.sealed.policy import Encrypt, is_loopback
+from kvbaton.security.sealing import Encrypt, is_loopback
 from kvbaton.transports.checksum.checksum_portions import Checksum
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport, summed
 from kvbaton.transports.core.device_memory import DeviceMemory

@@ -15,10 +15,10 @@ import msgspec
 import prometheus_client
 import pytest
 
-from kvbaton.flight.records import Flight, Moment, Seat
 from kvbaton.integrations.vllm.tray import FLIGHTS_MAX, Tray
-from kvbaton.metrics import names
-from kvbaton.metrics.names import Where
+from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
+from kvbaton.observe.metrics import metric_names
+from kvbaton.observe.metrics.metric_names import Where
 
 THEIRS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 
@@ -61,17 +61,17 @@ def test_flights_are_told_once_and_as_plain_data() -> None:
         tray.add(each)
     rows = tray.take()
     assert rows == msgspec.msgpack.decode(msgspec.msgpack.encode(rows)) and tray.take() == []
-    counted = [row for row in rows if row[0] == names.HANDOFFS.name]
-    assert counted == [[names.HANDOFFS.name, ["pull", "shm", end], 1] for end in ("delivered", "stale")]
-    assert [names.STAGE_SECONDS.name, ["copy", "pull", "shm"], 1.0] in rows
-    assert [names.LEASE_ENDS.name, ["pull", "delivered"], 1] in rows
+    counted = [row for row in rows if row[0] == metric_names.HANDOFFS.name]
+    assert counted == [[metric_names.HANDOFFS.name, ["pull", "shm", end], 1] for end in ("delivered", "stale")]
+    assert [metric_names.STAGE_SECONDS.name, ["copy", "pull", "shm"], 1.0] in rows
+    assert [metric_names.LEASE_ENDS.name, ["pull", "delivered"], 1] in rows
 
 
 def test_a_tray_that_nobody_empties_stays_small() -> None:
     tray = Tray()
     for _ in range(3 * FLIGHTS_MAX):
         tray.add(flight())
-    assert sum(row[0] == names.HANDOFFS.name for row in tray.take()) == FLIGHTS_MAX
+    assert sum(row[0] == metric_names.HANDOFFS.name for row in tray.take()) == FLIGHTS_MAX
 
 
 class Side:
@@ -154,7 +154,7 @@ def test_vllms_page_has_the_names_of_the_list(stats: ModuleType) -> None:
         return registry.get_sample_value(name, {"model_name": "tiny", "engine": "0", **labels})
 
     shown = {sample.name for family in registry.collect() for sample in family.samples}
-    ours = {name for metric in names.of(Where.VLLM) for name in metric.series}
+    ours = {name for metric in metric_names.of(Where.VLLM) for name in metric.series}
     made = {name for name in shown if name.startswith("kvbaton_") and not name.endswith("_created")}
     assert made <= ours
     assert value("kvbaton_leases_total") == 2 and value("kvbaton_ends_total", end="delivered") == 1

@@ -18,13 +18,13 @@ from collections.abc import Callable
 
 import zmq
 
-from kvbaton.codes.saying import worth_saying
 from kvbaton.control.base import ControlError, check_bind, is_ipv6
 from kvbaton.control.looping import LoopThread
 from kvbaton.control.plain.messages import MESSAGE_BYTES_MAX, PlainFault, decode, payload_of
 from kvbaton.control.plain.roster import Listed, PlainRoster, PlainSettings
 from kvbaton.control.sockets import Context, Socket
 from kvbaton.control.waker import Waker
+from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import Incarnation
 
 log = logging.getLogger(__name__)

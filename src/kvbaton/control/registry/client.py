@@ -15,7 +15,6 @@ from functools import partial
 
 import msgspec
 
-from kvbaton.codes.saying import worth_saying
 from kvbaton.control.base import ControlError, Limits, check_endpoint
 from kvbaton.control.keys import Keyring
 from kvbaton.control.looping import LoopThread
@@ -23,6 +22,7 @@ from kvbaton.control.registry import messages as m
 from kvbaton.control.registry.member import Member, MemberState, News
 from kvbaton.control.registry.roster import RegistrySettings
 from kvbaton.control.zmq import ZmqControl
+from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import Incarnation, WorkerId
 
 log = logging.getLogger(__name__)

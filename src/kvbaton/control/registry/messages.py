@@ -129,7 +129,7 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     """What a worker tells of itself, for those who look on. Only to a registry that takes reports."""
 
     incarnation: Incarnation
-    data: Annotated[bytes, Meta(max_length=REPORT_BYTES_MAX)]  # opaque here; see kvbaton.flight
+    data: Annotated[bytes, Meta(max_length=REPORT_BYTES_MAX)]  # opaque here; see kvbaton.observe.flight
 
 
 # --- operator to registry, and on from there to the worker

@@ -11,9 +11,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvbaton.codes.saying import worth_saying
 from kvbaton.control.registry import messages as m
 from kvbaton.control.registry.roster import Roster
+from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 
 log = logging.getLogger(__name__)

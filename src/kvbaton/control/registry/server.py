@@ -16,7 +16,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvbaton.codes.saying import worth_saying
 from kvbaton.control.base import Limits
 from kvbaton.control.keys import Keyring
 from kvbaton.control.looping import LoopThread
@@ -25,6 +24,7 @@ from kvbaton.control.registry.networks import Networks
 from kvbaton.control.registry.reports import OnReport, Reports
 from kvbaton.control.registry.roster import Entry, RegistrySettings, Roster, Standing
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
+from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.privileges import Act, Role, may
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX

@@ -17,7 +17,6 @@ from typing import Any
 
 from kvbaton.api.foreign import tickets_in
 from kvbaton.api.params import Mode
-from kvbaton.codes.saying import worth_saying
 from kvbaton.integrations.vllm.content import content_digest, handed_position
 from kvbaton.integrations.vllm.guard import note
 from kvbaton.integrations.vllm.params import Target
@@ -26,6 +25,7 @@ from kvbaton.integrations.vllm.room import Room
 from kvbaton.integrations.vllm.step import Verdict
 from kvbaton.integrations.vllm.tables import Grouping, Tables, real
 from kvbaton.node.doorway import Doorway, LoadReport, MatchState
+from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups

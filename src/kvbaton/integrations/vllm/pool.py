@@ -14,8 +14,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvbaton.codes.saying import worth_saying
 from kvbaton.node.epochs import EpochTable
+from kvbaton.observe.codes.saying import worth_saying
 
 log = logging.getLogger(__name__)
 

@@ -37,6 +37,7 @@ from kvbaton.node.node import Node
 from kvbaton.node.node_loop import NodeLoop
 from kvbaton.node.observation import Watch, dump_on_signal
 from kvbaton.node.ticket_discard import discarded
+from kvbaton.observe.tracing.export import SpanExport, of_worker
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.events import Departed
 from kvbaton.protocol.geometry.layout import EngineLayout
@@ -46,7 +47,6 @@ from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.ranks.engine_store import Shelf
 from kvbaton.ranks.rank_link import RankLinks
 from kvbaton.ranks.rank_messages import RankInvitation
-from kvbaton.tracing.export import SpanExport, of_worker
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ import msgspec
 
 from kvbaton.api.params import Mode
 from kvbaton.control.base import check_authority, check_endpoint
+from kvbaton.observe.tracing.export import traces_url
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId, is_worker_id
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX
 from kvbaton.ranks.engine_store import ShelfSettings
 from kvbaton.ranks.store_address import STORE_NAME, store_place
-from kvbaton.sealed.policy import Encrypt
-from kvbaton.tracing.export import traces_url
+from kvbaton.security.sealing import Encrypt
 from kvbaton.transports import catalogue
 from kvbaton.transports.catalogue import ChecksumChoice
 from kvbaton.transports.cuda.cuda_driver import SHARE, check_share

@@ -1,4 +1,4 @@
-"""What vLLM's own metrics show of kvbaton, by the names of `metrics/names.py`, with vLLM's labels.
+"""What vLLM's own metrics show of kvbaton, by the names of `observe/metrics/metric_names.py`, with vLLM's labels.
 
 Laws: scheduler and workers cross process borders with plain msgpack data. Counts are told as what was added since the
 last time, so that nothing is counted twice and a restart starts at zero. vLLM's front end answers an exception with the
@@ -18,24 +18,27 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 import kvbaton
-from kvbaton.flight.records import DELIVERED
 from kvbaton.integrations.vllm import guard
 from kvbaton.integrations.vllm.guard import guarded, returns
-from kvbaton.metrics import names
-from kvbaton.metrics import node as node_figures
-from kvbaton.metrics.names import BY_NAME, Kind, Metric, Where
+from kvbaton.observe.flight.flight_records import DELIVERED
+from kvbaton.observe.metrics import metric_names
+from kvbaton.observe.metrics import node_metrics as node_figures
+from kvbaton.observe.metrics.metric_names import BY_NAME, Kind, Metric, Where
 
 if TYPE_CHECKING:
     from kvbaton.integrations.vllm.scheduler_side import SchedulerSide
 
 AS_NIXL = {
-    names.LEASES_EXPIRED.name: ("vllm:nixl_num_kv_expired_reqs", "Leases that ran out."),
-    names.ENDS.name: ("vllm:nixl_num_failed_transfers", "Handoffs that failed: kvbaton_ends_total, all but delivered."),
+    metric_names.LEASES_EXPIRED.name: ("vllm:nixl_num_kv_expired_reqs", "Leases that ran out."),
+    metric_names.ENDS.name: (
+        "vllm:nixl_num_failed_transfers",
+        "Handoffs that failed: kvbaton_ends_total, all but delivered.",
+    ),
 }
 """Names that dashboards for vLLM know, for what means the same."""
 AS_NIXL_HISTOGRAMS = {
-    names.STAGE_SECONDS.name: ("vllm:nixl_xfer_time_seconds", "How long copies took.", names.SECONDS),
-    names.HANDOFF_BYTES.name: ("vllm:nixl_bytes_transferred", "Bytes of a handoff.", names.SIZES),
+    metric_names.STAGE_SECONDS.name: ("vllm:nixl_xfer_time_seconds", "How long copies took.", metric_names.SECONDS),
+    metric_names.HANDOFF_BYTES.name: ("vllm:nixl_bytes_transferred", "Bytes of a handoff.", metric_names.SIZES),
 }
 ROWS_MAX = 8192
 EVERY_S = 0.1
@@ -148,7 +151,7 @@ class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._made = {metric.name: self._make(metric, labelnames) for metric in names.of(Where.VLLM)}
+        self._made = {metric.name: self._make(metric, labelnames) for metric in metric_names.of(Where.VLLM)}
         self._nixl = {
             name: self._counter_cls(theirs, text, labelnames=labelnames) for name, (theirs, text) in AS_NIXL.items()
         }
@@ -157,10 +160,10 @@ class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             for name, (theirs, text, buckets) in AS_NIXL_HISTOGRAMS.items()
         }
         worker = str((vllm_config.kv_transfer_config.kv_connector_extra_config or {}).get("name", ""))
-        build = names.BUILD.labelled((kvbaton.__version__, str(Where.VLLM), worker))
+        build = metric_names.BUILD.labelled((kvbaton.__version__, str(Where.VLLM), worker))
         for values in per_engine_labelvalues.values():
             labels = [str(value) for value in values]
-            self._made[names.BUILD.name].labels(*labels, *build).set(1)
+            self._made[metric_names.BUILD.name].labels(*labels, *build).set(1)
             for metric, own in _from_start():
                 self._made[metric.name].labels(*labels, *own)
 
@@ -205,7 +208,7 @@ class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             series.inc(value)
             return
         series.observe(value)
-        if metric is names.HANDOFF_BYTES or (metric is names.STAGE_SECONDS and own[0] == "copy"):
+        if metric is metric_names.HANDOFF_BYTES or (metric is metric_names.STAGE_SECONDS and own[0] == "copy"):
             self._nixl[metric.name].labels(*labels).observe(value)
 
 
@@ -221,6 +224,6 @@ class NoMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 def _from_start() -> Iterator[tuple[Metric, tuple[str, ...]]]:
     """Series that are there before anything happened."""
-    for metric in names.of(Where.VLLM):
+    for metric in metric_names.of(Where.VLLM):
         if metric.kind in (Kind.COUNTER, Kind.GAUGE) and (not metric.labels or metric.from_zero):
             yield from ((metric, own) for own in itertools.product(*(label.values for label in metric.labels)))

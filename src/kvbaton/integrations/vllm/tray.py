@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from kvbaton.flight.records import Flight
-from kvbaton.metrics.handoffs import observations
+from kvbaton.observe.flight.flight_records import Flight
+from kvbaton.observe.metrics.handoff_metrics import observations
 
 FLIGHTS_MAX = 512
 Row = list[Any]

@@ -28,9 +28,9 @@ import msgspec
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.sealed import policy
-from kvbaton.sealed.policy import Encrypt
-from kvbaton.sealed.records import load
+from kvbaton.security import sealing
+from kvbaton.security.records import load
+from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.checksum import checksum_endpoint
 from kvbaton.transports.checksum.checksum_client import Question, SumLink
 from kvbaton.transports.checksum.checksum_comparison import Comparison
@@ -82,12 +82,12 @@ class SumConfig(msgspec.Struct, frozen=True):
             raise ValueError(
                 f"threads, copies_max, strangers_max, answer_s and dial_deadline_s must be positive: {self}"
             )
-        policy.check(self.encrypt, self.advertise or self.host)
+        sealing.check(self.encrypt, self.advertise or self.host)
 
     @property
     def must_seal(self) -> bool:
         """Whether this side insists on encryption, with whoever dials it."""
-        return policy.is_required(self.encrypt, self.advertise or self.host)
+        return sealing.is_required(self.encrypt, self.advertise or self.host)
 
 
 def summed(inner: Capabilities) -> Capabilities:
@@ -164,7 +164,7 @@ class SummedTransport:
         inner, config = self._inner.endpoint(peer), self._config
         port = self._service.listen(config.host, config.port)
         secret = self._service.keyring.mint(peer)
-        seals = INSISTS if config.must_seal else CAN if policy.can_seal() else CANNOT
+        seals = INSISTS if config.must_seal else CAN if sealing.can_seal() else CANNOT
         there = SumEndpoint(config.advertise or config.host, port, secret, inner, seals)
         return checksum_endpoint.pack(there, self._sums.kind)
 
@@ -172,7 +172,7 @@ class SummedTransport:
         """ValueError, naming `checksum`, for a peer that has no sum service; and as of any encrypted connection."""
         there = checksum_endpoint.parse(peer, endpoint, self._sums.kind)
         insists, able = there.seals == INSISTS, there.seals != CANNOT
-        sealed = policy.agree(str(peer), self._config.encrypt, there.host, insists, able)
+        sealed = sealing.agree(str(peer), self._config.encrypt, there.host, insists, able)
         if sealed:
             load()
         self._inner.connect(peer, there.inner)

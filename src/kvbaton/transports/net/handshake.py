@@ -23,8 +23,8 @@ import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.sealed.policy import MISSING, can_seal
-from kvbaton.sealed.records import Seals
+from kvbaton.security.records import Seals
+from kvbaton.security.sealing import MISSING, can_seal
 from kvbaton.transports.core.refusals import Cause, Refused
 from kvbaton.transports.net.stream_socket import Bytes, Sink, Wire, take
 

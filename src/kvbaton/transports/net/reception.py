@@ -11,10 +11,10 @@ import logging
 import socket
 from collections.abc import Callable
 
-from kvbaton.codes.saying import worth_saying
+from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import PeerId
-from kvbaton.sealed.policy import Encrypt, is_required_on
+from kvbaton.security.sealing import Encrypt, is_required_on
 from kvbaton.transports.core.refusals import Cause, Refusals, cause_of
 from kvbaton.transports.net.handshake import Admitted, Keyring, admit
 from kvbaton.transports.net.socket_loop import IN, Loop

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvbaton.protocol.errors import ProtocolError
-from kvbaton.sealed.records import HEAD, OVERHEAD_BYTES, RECORD_BYTES, Seals
+from kvbaton.security.records import HEAD, OVERHEAD_BYTES, RECORD_BYTES, Seals
 from kvbaton.transports.net.pieces import Source
 
 INBOX_BYTES = RECORD_BYTES + OVERHEAD_BYTES + HEAD.size

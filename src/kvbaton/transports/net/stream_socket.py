@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvbaton.protocol.errors import ProtocolError
-from kvbaton.sealed.records import Seals
+from kvbaton.security.records import Seals
 from kvbaton.transports.net.pieces import Bytes, Script, Sink, Skip, Source, Strip, Take, take
 from kvbaton.transports.net.sealed_stream import TURN_BYTES as SEALED_TURN_BYTES
 from kvbaton.transports.net.sealed_stream import SealedStream

@@ -22,7 +22,7 @@ import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
-from kvbaton.sealed.policy import Encrypt
+from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.loans import Loans
 from kvbaton.transports.core.mover import Mover

@@ -22,9 +22,9 @@ import msgspec
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.sealed import policy
-from kvbaton.sealed.policy import Encrypt
-from kvbaton.sealed.records import load
+from kvbaton.security import sealing
+from kvbaton.security.records import load
+from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.core.device_event_wait import Gate
 from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.jobs import Job, Jobs
@@ -92,7 +92,7 @@ class StagedConfig(msgspec.Struct, frozen=True):
         if ipaddress.ip_address(self.advertise or self.host).is_unspecified:
             raise ValueError(f"peers cannot dial {self.advertise or self.host}: set advertise to this host's address")
         if self.carrier == "tcp":
-            policy.check(self.encrypt, self.advertise or self.host)
+            sealing.check(self.encrypt, self.advertise or self.host)
 
     @property
     def width(self) -> int:
@@ -102,7 +102,7 @@ class StagedConfig(msgspec.Struct, frozen=True):
     @property
     def must_seal(self) -> bool:
         """Whether this side insists on encryption, with whoever dials it."""
-        return self.carrier == "tcp" and policy.is_required(self.encrypt, self.advertise or self.host)
+        return self.carrier == "tcp" and sealing.is_required(self.encrypt, self.advertise or self.host)
 
 
 class StagedTransport:
@@ -162,7 +162,7 @@ class StagedTransport:
         kind = SealedStagedEndpoint if config.must_seal else StagedEndpoint
         place_of = host_identity(), place, port
         return msgspec.msgpack.encode(
-            kind(self._me, config.carrier, *place_of, secret, policy.can_seal(), config.width)
+            kind(self._me, config.carrier, *place_of, secret, sealing.can_seal(), config.width)
         )
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
@@ -171,7 +171,7 @@ class StagedTransport:
         there = parse_endpoint(peer, config.carrier, endpoint)
         insists, sealed = isinstance(there, SealedStagedEndpoint), False
         if config.carrier == "tcp":
-            sealed = policy.agree(str(peer), config.encrypt, there.place, insists, there.seals)
+            sealed = sealing.agree(str(peer), config.encrypt, there.place, insists, there.seals)
         if sealed:
             load()
         with self._jobs:

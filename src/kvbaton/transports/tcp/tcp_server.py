@@ -13,7 +13,7 @@ from functools import partial
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
-from kvbaton.sealed.policy import Encrypt
+from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.core.loans import Flight, Loans
 from kvbaton.transports.core.mover import Mover, Wait
 from kvbaton.transports.core.refusals import Cause, Refusals, cause_of

@@ -28,9 +28,9 @@ import msgspec
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.protocol.numbers import Bytes, Number, Port
-from kvbaton.sealed import policy
-from kvbaton.sealed.policy import Encrypt
-from kvbaton.sealed.records import load
+from kvbaton.security import sealing
+from kvbaton.security.records import load
+from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.core.device_event_wait import Gate
 from kvbaton.transports.core.jobs import Job, Jobs
 from kvbaton.transports.core.loans import GRACE_S, Loans
@@ -84,12 +84,12 @@ class TcpConfig(msgspec.Struct, frozen=True):
             raise ValueError(f"peers cannot dial {self.advertise or host}: set advertise to this host's own address")
         if not 1 <= self.streams <= STREAMS_PER_PEER_MAX or self.window_bytes < 1 or self.threads < 1:
             raise ValueError(f"streams, window_bytes and threads are out of bounds: {self}")
-        policy.check(self.encrypt, self.advertise or self.host)
+        sealing.check(self.encrypt, self.advertise or self.host)
 
     @property
     def must_seal(self) -> bool:
         """Whether this side insists on encryption, with whoever dials it."""
-        return policy.is_required(self.encrypt, self.advertise or self.host)
+        return sealing.is_required(self.encrypt, self.advertise or self.host)
 
 
 class TcpEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="tcp1"):
@@ -158,7 +158,7 @@ class TcpTransport:
         secret = self._server.keyring.mint(peer)
         kind = SealedTcpEndpoint if config.must_seal else TcpEndpoint
         place = config.advertise or config.host, port
-        return msgspec.msgpack.encode(kind(self._me, *place, secret, self._memory.sizes(), policy.can_seal()))
+        return msgspec.msgpack.encode(kind(self._me, *place, secret, self._memory.sizes(), sealing.can_seal()))
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         """A new endpoint of a known peer replaces the old one, and ends what was under way on it. ValueError, naming
@@ -166,7 +166,7 @@ class TcpTransport:
         there = _parse(peer, endpoint)
         config = self._config
         insists = isinstance(there, SealedTcpEndpoint)
-        sealed = policy.agree(str(peer), config.encrypt, there.host, insists, there.seals)
+        sealed = sealing.agree(str(peer), config.encrypt, there.host, insists, there.seals)
         if sealed:
             load()
         route = Route(

@@ -1,0 +1,1 @@
+"""Seeing a handoff: records, metrics, traces, codes, and the dashboard."""

@@ -1,0 +1,75 @@
+"""The page's files and the headers under which they go out.
+
+Law: only what stands in `FILES` is served, as it was packed, read once. A browser that heeds the headers runs and loads
+nothing of anybody else on this page, and shows it within no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+
+import msgspec
+
+from kvbaton.observe.codes.catalogue import CATALOGUE
+from kvbaton.observe.codes.entry import Kind
+
+ROOT = "/dashboard"
+STATE = f"{ROOT}/state"
+REASONS = f"{ROOT}/reasons"
+
+FILES = {
+    ROOT: "index.html",
+    **{
+        f"{ROOT}/{name}": name
+        for name in (
+            "style.css", "icon.svg", "theme.js", "app.js", "dom.js", "dots.js", "drawer.js", "failures.js", "format.js",
+            "stages.js", "tiles.js", "timeline.js", "topology.js", "workers.js",
+        )
+    },
+}  # fmt: skip
+
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+    "json": "application/json",
+}
+
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-cache",
+}
+
+
+class Page(msgspec.Struct, frozen=True):
+    """A whole answer."""
+
+    body: bytes
+    content_type: str
+    headers: Mapping[str, str]
+
+
+def json_page(body: bytes) -> Page:
+    """Something that changes: never kept."""
+    return Page(body, _TYPES["json"], {**HEADERS, "Cache-Control": "no-store"})
+
+
+def fixed_pages() -> dict[str, Page]:
+    """All that does not change, by path."""
+    folder = resources.files("kvbaton.observe.dashboard") / "page"
+    found = {}
+    for path, name in FILES.items():
+        found[path] = Page((folder / name).read_bytes(), _TYPES[name.rpartition(".")[2]], HEADERS)
+    known = {kind: {entry.code: entry for entry in CATALOGUE[kind]} for kind in (Kind.REASON, Kind.API)}
+    found[REASONS] = Page(msgspec.json.encode(known), _TYPES["json"], HEADERS)
+    return found

@@ -1,0 +1,100 @@
+"""What the page shows of one worker, one try, one failure: from the router's records to values of `scene`.
+
+Law: pure. The side that failed is named, though the client was answered all the same; a worker that left is shown with
+what it told last, and one that started again is not shown what its former life told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvbaton.observe.dashboard.scene import Failure, Moving, Seen
+from kvbaton.observe.flight.flight_records import DELIVERED, QUIET, Flight, Seat
+from kvbaton.observe.flight.journey import Journey, Lane
+from kvbaton.observe.flight.worker_reports import Told
+
+_STEPS = {"prefill_sent": "prefill", "chosen": "prefill", "prefill_answered": "handoff", "decode_sent": "handoff"}
+_ORDER = {Seat.DECODE: 0, Seat.PREFILL: 1, Seat.ROUTER: 2}
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """A worker as the router lists it."""
+
+    name: str
+    role: str
+    state: str  # ready, draining, suspect, broken
+    incarnation: str = ""
+    note: str = ""
+
+
+def failure_of(journey: Journey) -> Failure:
+    """The part of a journey that failed: D's word goes before P's, and both before the router's."""
+    failed = sorted(filter(_has_failed, journey.lanes), key=lambda lane: _ORDER[lane.seat])
+    lane = failed[0] if failed else None
+    prefill, decode = journey.lane(Seat.PREFILL), journey.lane(Seat.DECODE)
+    names = {missing.seat: missing.worker for missing in journey.missing}
+    last = max((moment.at for moment in lane.moments), default=journey.seconds) if lane else journey.seconds
+    return Failure(
+        at=journey.began + last,
+        reason=lane.end if lane else journey.end,
+        find=journey.handoff or journey.request,
+        handoff=journey.handoff,
+        request=journey.request,
+        source=prefill.worker if prefill else names.get(Seat.PREFILL, ""),
+        target=decode.worker if decode else names.get(Seat.DECODE, ""),
+        seen_by=lane.worker if lane else "",
+        mode=journey.mode,
+        transport=journey.transport,
+        detail=(lane.detail if lane else "") or journey.detail,
+    )
+
+
+def _has_failed(lane: Lane) -> bool:
+    return lane.end not in ("", DELIVERED, *QUIET)
+
+
+def seen(listed: Sequence[Listed], workers: Sequence[Told]) -> list[Seen]:
+    """Who is listed, with what each told; and who told something and is listed no more."""
+    told = {each.name: each for each in workers}
+    found = [_joined(each, told.get(each.name)) for each in listed]
+    here = {each.name for each in listed}
+    for each in workers:
+        if each.name not in here and each.seat and each.age_s is not None:
+            found.append(Seen(each.name, each.seat, "gone", each.incarnation, each.age_s))
+    return found
+
+
+def _joined(listed: Listed, told: Told | None) -> Seen:
+    if told is None or (listed.incarnation and told.incarnation != listed.incarnation):
+        return Seen(listed.name, listed.role, listed.state, listed.incarnation, note=listed.note)
+    return Seen(
+        listed.name,
+        listed.role,
+        listed.state,
+        listed.incarnation,
+        told.age_s,
+        told.gauges,
+        told.rates,
+        told.links,
+        listed.note,
+    )
+
+
+def pair_of(flight: Flight) -> tuple[str, str] | None:
+    """P and D of one of the router's tries; None where there was no handoff to be."""
+    if len(flight.peers) != 2 or flight.peers[0] in ("", "-"):
+        return None
+    return flight.peers[0], flight.peers[1]
+
+
+def key_of(flight: Flight) -> str:
+    return f"{flight.request[:40]}#{flight.retries}@{flight.began:.6f}"
+
+
+def moving_of(flight: Flight) -> Moving:
+    stage = "prefill"
+    for moment in flight.moments:
+        stage = "decode" if moment.step == "first_byte" else _STEPS.get(moment.step, stage)
+    return Moving(0, flight.peers[0], flight.peers[1], stage=stage, tokens=flight.tokens, key=key_of(flight))

@@ -1,0 +1,146 @@
+"""Records on disk: failures as they happen, and all there is when somebody asks by a signal.
+
+Laws: files are written on a thread of their own, so that a slow disk costs no handoff; what waits to be written, each
+file and the number of files are bounded; a disk that fails is said once and costs nothing else. A file is readable by
+its owner only, and one JSON object to the line: `kvbaton inspect --files` joins those of several processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import re
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from kvbaton.observe.flight.flight_records import Flight
+
+log = logging.getLogger(__name__)
+
+QUEUED_MAX = 1024
+FAILED_BYTES_MAX = 4 << 20
+"""Of one file of failures; one older file is kept beside it."""
+DUMPS_MAX = 8
+DUMP = ".dump.jsonl"
+CLOSE_S = 2.0
+
+
+class DumpError(Exception):
+    """The directory cannot be used; the text says why, and what to do."""
+
+
+def default_directory() -> Path:
+    """Where dumps go unless a place was named: of this user alone."""
+    return Path(tempfile.gettempdir()) / f"kvbaton-flights-{os.getuid()}"
+
+
+def prepared(directory: Path) -> Path:
+    """The directory, made if need be; `DumpError` where somebody else could have put it there."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.lstat()
+    except OSError as error:
+        raise DumpError(f"flight directory {directory}: {error.strerror}; name another with --flight-dir") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise DumpError(f"flight directory {directory}: not a directory of this user; name another with --flight-dir")
+    return directory
+
+
+class Dumps:
+    """One process's files. `on_flight` and `ask` may be called from any thread, and from a signal's handler."""
+
+    def __init__(self, directory: Path, name: str, flights: Callable[[], Iterable[Flight]]) -> None:
+        self.directory = directory
+        self.dropped = 0
+        self._name = name
+        self._flights = flights
+        self._work: queue.SimpleQueue[Flight | str | None] = queue.SimpleQueue()
+        self._complained = False
+        self._thread = threading.Thread(target=self._run, name="kvbaton-flights", daemon=True)
+        self._thread.start()
+
+    def on_flight(self, flight: Flight) -> None:
+        """Keep it on disk if it failed."""
+        if not flight.failed:
+            return
+        if self._work.qsize() >= QUEUED_MAX:
+            self.dropped += 1
+        else:
+            self._work.put(flight)
+
+    def ask(self, why: str = "signal") -> None:
+        """Write down all there is."""
+        if self._work.qsize() < QUEUED_MAX:
+            self._work.put(why)
+
+    def close(self) -> None:
+        """What was asked for is written first, but not waited for long."""
+        self._work.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                if isinstance(work, Flight):
+                    self._append(work)
+                else:
+                    log.warning("[flights-dumped] %d records (%s): %s", *self._dump(work))
+            except Exception as error:  # noqa: BLE001 - of the disk, or of a record: one file is lost, and nothing else
+                if not self._complained:
+                    self._complained = True
+                    log.warning("[flights-not-written] %s: %s", self.directory, error)
+
+    def _append(self, flight: Flight) -> None:
+        path = prepared(self.directory) / f"{self._name}.failed.jsonl"
+        if path.exists() and path.stat().st_size >= FAILED_BYTES_MAX:
+            path.replace(path.with_suffix(".jsonl.1"))
+        with _opened(path, os.O_APPEND) as file:
+            file.write(_line(flight))
+
+    def _dump(self, why: str) -> tuple[int, str, Path]:
+        flights = list(self._flights())
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        path = prepared(self.directory) / f"{self._name}.{stamp}-{time.monotonic_ns() % 1_000_000:06}{DUMP}"
+        part = path.with_suffix(".part")
+        with _opened(part, os.O_TRUNC) as file:
+            file.writelines(map(_line, flights))
+        part.replace(path)  # whoever finds it finds all of it
+        own = re.compile(re.escape(self._name) + r"\.[0-9]{8}T[0-9]{6}-[0-9]{6}" + re.escape(DUMP))  # p is not p.1
+        for old in sorted(each for each in self.directory.iterdir() if own.fullmatch(each.name))[:-DUMPS_MAX]:
+            old.unlink(missing_ok=True)
+        return len(flights), why, path
+
+
+def _opened(path: Path, how: int) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | how, 0o600), "ab")
+
+
+def _line(flight: Flight) -> bytes:
+    return msgspec.json.encode(flight) + b"\n"
+
+
+def read(path: Path) -> list[Flight]:
+    """The records of one file: one to the line, or one JSON list. `ValueError` names the line that is none."""
+    data = path.read_bytes()
+    if data.lstrip().startswith(b"["):
+        try:
+            return msgspec.json.decode(data, type=list[Flight])
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{path}: {error}") from None
+    found: list[Flight] = []
+    for number, line in enumerate(data.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(msgspec.json.decode(line, type=Flight))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+    return found

@@ -1,0 +1,270 @@
+"""One handoff as all its sides saw it, on one clock: what took how long, how it ended, and who has not told yet.
+
+Law: pure. What a side did not tell is named as missing, with why; nothing is made up. Times of a journey are seconds
+from its first moment, by the router's clock where the router saw it. The JSON form is that of these structs, and
+documented in docs/inspect.md: fields may be added, none changes its meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from kvbaton.observe.flight.clocks import offsets
+from kvbaton.observe.flight.flight_records import DELIVERED, Flight, Moment, Seat
+
+NOT_YET = "not told yet"
+GONE = "gone"
+SAMPLED_OUT = "sampled out"
+FOREIGN = "does not report"
+FORGOTTEN = "not known there any more"
+NOT_SEEN = "not seen here"
+
+ROUTER_STAGES = {
+    "choose": ("received", "chosen"),
+    "prefill": ("prefill_sent", "prefill_answered"),
+    "handover": ("prefill_answered", "decode_sent"),
+    "first_token": ("decode_sent", "first_byte"),
+    "answer": ("first_byte", "ended"),
+}
+PREFILL_STAGES = {"compute": ("begun", "complete"), "hold": ("complete", "closed")}
+DECODE_STAGES = {
+    "connect": ("asked", "claimed"),
+    "claim": ("asked", "granted"),
+    "queue": ("granted", "allocated"),
+    "first_byte": ("allocated", "first_byte"),
+    "copy": ("allocated", "copied"),
+    "commit": ("copied", "ended"),
+    "deliver": ("ended", "taken"),
+}
+"""As `records.stages`, which a test compares; the first part of a claim is to have a link to P at all."""
+STAGES: Mapping[Seat, Mapping[str, tuple[str, str]]] = {
+    Seat.ROUTER: ROUTER_STAGES,
+    Seat.PREFILL: PREFILL_STAGES,
+    Seat.DECODE: DECODE_STAGES,
+}
+_ORDER = list(Seat)
+Why = Callable[[Seat, str], str]
+"""Says why a side's record is not here, given the worker's name."""
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """A stretch of one side's time; one that was never finished is not listed."""
+
+    name: str
+    seat: Seat
+    worker: str
+    begin_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+
+class Lane(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One side's part. Its own clock's time of a moment is `journey.began + moment.at - clock_offset_s`."""
+
+    seat: Seat
+    worker: str
+    incarnation: str = ""
+    request: str = ""  # its own id of the request
+    moments: tuple[Moment, ...] = ()  # `at` is in seconds from the journey's beginning
+    clock_offset_s: float = 0.0
+    end: str = ""  # "" while it is under way, as far as was told
+    detail: str = ""
+    gone: bool = False  # the process is no longer there; this is what it told last
+    bytes: int = 0
+    blocks: int = 0
+    retries: int = 0
+    transport: str = ""
+    trace: str = ""
+
+
+class Missing(msgspec.Struct, frozen=True):
+    seat: Seat
+    worker: str  # "" where nobody knows who it was
+    why: str
+
+
+class Journey(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One try of one request, from the router's door to D's first token, or what is known of it."""
+
+    began: float  # Unix seconds
+    seconds: float  # from its first moment to the last that is known
+    handoff: str = ""  # "" where none came about
+    request: str = ""  # the client's id where the router saw it
+    number: int = 0  # which try of that request this is, from 0
+    tries: int = 1  # of that request that are known
+    mode: str = ""
+    transport: str = ""
+    tokens: int = 0
+    blocks: int = 0
+    bytes: int = 0  # that were copied
+    end: str = ""  # "" under way; ok or delivered; else why not
+    failed: bool = False  # on any side: a request may be answered although its handoff failed
+    detail: str = ""
+    lanes: tuple[Lane, ...] = ()  # router, P, D, as far as they told
+    stages: tuple[Stage, ...] = ()
+    missing: tuple[Missing, ...] = ()
+    ttft_s: float | None = None  # at the router: from the request to the first byte of its answer
+    transfer_s: float | None = None  # D wanted the KV and P had all of it, until D's engine took it
+    transfer_share: float | None = None  # of ttft_s
+    bytes_per_s: float | None = None  # while copying
+    clocks_doubtful: bool = False  # no correction puts every effect after its cause
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.end)
+
+    def lane(self, seat: Seat) -> Lane | None:
+        return next((lane for lane in self.lanes if lane.seat is seat), None)
+
+
+def join(
+    flights: Iterable[Flight],
+    *,
+    why: Why = lambda _, __: NOT_SEEN,
+    gone: Callable[[Flight], bool] = lambda _: False,
+    tries: int = 1,
+) -> Journey:
+    """The journey of one handoff; at least one record. Those of one seat may be several: a lease can have readers."""
+    known = sorted(flights, key=lambda flight: (_ORDER.index(flight.seat), flight.began, flight.worker))
+    found = offsets(known)
+    timed = [flight for flight in known if flight.moments]
+    shifts = dict(zip(map(id, known), found.seconds, strict=True))
+    starts = [flight.began + shifts[id(flight)] for flight in timed]
+    began = min(starts, default=0.0)
+    lanes = tuple(_lane(flight, shifts[id(flight)], began, gone(flight)) for flight in known)
+    stages = tuple(stage for lane in lanes for stage in _stages(lane))
+    router = next((flight for flight in known if flight.seat is Seat.ROUTER), None)
+    decode = next((flight for flight in known if flight.seat is Seat.DECODE), None)
+    head = router or decode or known[0]
+    end, detail = _end(known, router)
+    ttft_s = _between(lanes, Seat.ROUTER, "received", "first_byte")
+    transfer_s = _transfer_s(lanes)
+    copied = max((flight.bytes for flight in known), default=0)
+    copy_s = next((stage.seconds for stage in stages if stage.name == "copy"), 0.0)
+    return Journey(
+        began=began,
+        seconds=round(max((moment.at for lane in lanes for moment in lane.moments), default=0.0), 6),
+        handoff=next((flight.handoff for flight in known if flight.handoff), ""),
+        request=head.request,
+        number=0 if router is None else router.retries,
+        tries=tries,
+        mode=_first(known, "mode"),
+        transport=_first((flight for flight in known if flight.seat is not Seat.ROUTER), "transport"),
+        tokens=next((flight.tokens for flight in reversed(known) if flight.tokens), 0),
+        blocks=max((flight.blocks for flight in known), default=0),
+        bytes=copied,
+        end=end,
+        failed=any(flight.failed for flight in known),
+        detail=detail,
+        lanes=lanes,
+        stages=stages,
+        missing=_missing(known, router, why),
+        ttft_s=ttft_s,
+        transfer_s=transfer_s,
+        transfer_share=round(min(transfer_s / ttft_s, 1.0), 6) if ttft_s and transfer_s is not None else None,
+        bytes_per_s=round(copied / copy_s, 1) if copied and copy_s > 0 else None,
+        clocks_doubtful=found.doubtful,
+    )
+
+
+def _lane(flight: Flight, shift: float, began: float, gone: bool) -> Lane:
+    moments = tuple(
+        Moment(moment.step, round(moment.at + shift - began, 6), moment.detail) for moment in flight.moments
+    )
+    return Lane(
+        flight.seat,
+        flight.worker,
+        flight.incarnation,
+        flight.request,
+        moments,
+        round(shift, 6),
+        flight.end,
+        flight.detail,
+        gone,
+        flight.bytes,
+        flight.blocks,
+        flight.retries,
+        flight.transport,
+        flight.trace,
+    )
+
+
+def _stages(lane: Lane) -> Iterable[Stage]:
+    when = _when(lane)
+    for name, (first, last) in STAGES[lane.seat].items():
+        begin, end = when.get(first), when.get(last)
+        if name == "handover" and lane.seat is Seat.ROUTER and when.get(last, 0.0) < when.get(first, 0.0):
+            continue  # both were asked at once
+        if begin is not None and end is not None:
+            yield Stage(name, lane.seat, lane.worker, begin, max(end, begin))
+
+
+def _when(lane: Lane) -> dict[str, float]:
+    """Each step's first moment."""
+    return {moment.step: moment.at for moment in reversed(lane.moments)}
+
+
+def _between(lanes: Sequence[Lane], seat: Seat, first: str, last: str) -> float | None:
+    for lane in lanes:
+        if lane.seat is seat:
+            when = _when(lane)
+            if first in when and last in when:
+                return round(max(when[last] - when[first], 0.0), 6)
+    return None
+
+
+def _transfer_s(lanes: Sequence[Lane]) -> float | None:
+    decode = next((lane for lane in lanes if lane.seat is Seat.DECODE and lane.end == DELIVERED), None)
+    if decode is None:
+        return None
+    when = _when(decode)
+    until = when.get("taken", when.get("ended"))
+    if until is None or "asked" not in when:
+        return None
+    ready = [_when(lane).get("complete", 0.0) for lane in lanes if lane.seat is Seat.PREFILL]
+    return round(max(until - max([when["asked"], *ready]), 0.0), 6)
+
+
+def _end(known: Sequence[Flight], router: Flight | None) -> tuple[str, str]:
+    """The router's word goes before the others'; a failure before a success."""
+    if router is not None:
+        return router.end, router.detail
+    for flight in known:
+        if flight.failed:
+            return flight.end, flight.detail
+    ended = [flight for flight in known if flight.is_over]
+    decode = [flight for flight in ended if flight.seat is Seat.DECODE]
+    return (decode or ended)[0].end if ended else "", ""
+
+
+def _missing(known: Sequence[Flight], router: Flight | None, why: Why) -> tuple[Missing, ...]:
+    here = {flight.seat for flight in known}
+    found = []
+    if router is None:
+        found.append(Missing(Seat.ROUTER, "", why(Seat.ROUTER, "")))
+    elif router.mode == "alone" or not router.peers:
+        return ()
+    for index, seat in enumerate((Seat.PREFILL, Seat.DECODE)):
+        if seat in here:
+            continue
+        if router is not None and router.at(f"{seat}_sent") is None:
+            continue  # it was never asked
+        worker = _named(known, router, seat, index)
+        found.append(Missing(seat, worker, why(seat, worker)))
+    return tuple(found)
+
+
+def _named(known: Sequence[Flight], router: Flight | None, seat: Seat, index: int) -> str:
+    if router is not None:
+        return router.peers[index] if index < len(router.peers) else ""
+    other = Seat.DECODE if seat is Seat.PREFILL else Seat.PREFILL
+    return next((flight.peers[0] for flight in known if flight.seat is other and flight.peers), "")
+
+
+def _first(flights: Iterable[Flight], field: str) -> str:
+    return next((str(value) for flight in flights if (value := getattr(flight, field))), "")

@@ -1,0 +1,169 @@
+"""What each worker told the router last: its gauges, its rates, and whether it is still there.
+
+Law: a worker's new life replaces the one before; of one that is gone the last word stays for a while, and is marked.
+Not locked: `gathering` sees to that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvbaton.observe.flight import journey as j
+from kvbaton.observe.flight.flight_records import Flight
+from kvbaton.observe.flight.recorder import LEVEL_MAX, is_shared
+from kvbaton.observe.flight.report import Report
+
+WORKERS_MAX = 1024
+GONE_S = 300.0
+"""For which the last word of a worker that is gone is shown."""
+RATE_SPAN_S = 0.25
+"""Reports closer together than this say nothing of a rate."""
+LATE_S = 3.0
+"""After its end a flight is told within this, or it is not told."""
+
+
+class Told(msgspec.Struct, frozen=True):
+    """One worker, as it told last."""
+
+    name: str
+    incarnation: str = ""  # hexadecimal
+    seat: str = ""  # prefill, decode or both; "" if nobody said
+    here: bool = False  # registered now
+    age_s: float | None = None  # since its last report; None: it never sent one
+    lag_s: float = 0.0  # the router's clock less the worker's when that came; small is the way it took
+    gauges: Mapping[str, float] = {}
+    links: Mapping[str, str] = {}  # source worker: data plane
+    rates: Mapping[str, float] = {}  # per second, of the gauges that end in _total
+    share: float = 1.0  # of its flights that ended well and are told
+    missed: int = 0
+
+
+@dataclass(slots=True)
+class _Worker:
+    incarnation: int = 0
+    seat: str = ""
+    here: bool = False
+    left_at: float = 0.0
+    heard_at: float = 0.0
+    reports: int = 0
+    report: Report = field(default_factory=lambda: Report(0.0))
+    rates: dict[str, float] = field(default_factory=dict)
+
+
+class Telling:
+    """All workers of one router."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, _Worker] = {}
+
+    def heard(self, name: str, incarnation: int, tidy: Report, now: float) -> None:
+        """Take a report that was cleaned."""
+        worker = self._workers.get(name)
+        if worker is None:
+            self._make_room(now)
+            worker = self._workers[name] = _Worker(incarnation)
+        if worker.incarnation != incarnation:
+            if worker.here:  # the life before this one, telling late: its flights count, its gauges do not
+                return
+            worker.incarnation, worker.report, worker.rates = incarnation, Report(0.0), {}
+            worker.reports = 0
+        before = worker.report
+        span_s = tidy.at - before.at
+        if before.at and span_s >= RATE_SPAN_S:
+            worker.rates = _rates(before.gauges, tidy.gauges, span_s)
+        if not before.at or span_s >= RATE_SPAN_S or span_s < 0:
+            worker.report = msgspec.structs.replace(tidy, flights=())
+        worker.heard_at = now
+        worker.reports += 1
+
+    def listed(self, workers: Mapping[str, tuple[int, str]], now: float) -> None:
+        for name, (incarnation, seat) in workers.items():
+            worker = self._workers.get(name)
+            if worker is None or worker.incarnation != incarnation:
+                if worker is None:
+                    self._make_room(now)
+                worker = self._workers[name] = _Worker(incarnation)
+            worker.seat, worker.here = seat, True
+        for name, worker in self._workers.items():
+            if worker.here and name not in workers:
+                worker.here, worker.left_at = False, now
+
+    def told(self, now: float) -> list[Told]:
+        self._drop_old(now)
+        return [_told(name, worker, now) for name, worker in sorted(self._workers.items())]
+
+    def reporters(self) -> list[tuple[str, int]]:
+        return [(name, each.incarnation) for name, each in sorted(self._workers.items()) if each.here and each.heard_at]
+
+    def seats_of(self, name: str) -> tuple[str, ...]:
+        """In which a worker can have been, by the role that it registered in."""
+        worker = self._workers.get(name)
+        return (worker.seat,) if worker is not None and worker.seat in ("prefill", "decode") else ("prefill", "decode")
+
+    def reports_of(self, name: str) -> int:
+        worker = self._workers.get(name)
+        return 0 if worker is None else worker.reports
+
+    def is_gone(self, flight: Flight) -> bool:
+        """Whether the process that wrote this is no longer there; the router's own is."""
+        worker = self._workers.get(flight.worker)
+        if worker is None or not flight.incarnation:
+            return False
+        return f"{worker.incarnation:016x}" != flight.incarnation or (not worker.here and worker.left_at > 0)
+
+    def why(self, name: str, handoff: str, latest: float) -> str:
+        """Why a worker's record of a handoff is not here."""
+        worker = self._workers.get(name)
+        if worker is None:
+            return j.FOREIGN
+        if not worker.here and worker.left_at:
+            return j.GONE
+        if not worker.heard_at:
+            return j.FOREIGN
+        if not is_shared(handoff, _level(worker.report.share)):
+            return j.SAMPLED_OUT
+        return j.NOT_YET if worker.heard_at < latest + LATE_S else j.FORGOTTEN
+
+    def _make_room(self, now: float) -> None:
+        if len(self._workers) < WORKERS_MAX:
+            return
+        self._drop_old(now)
+        while len(self._workers) >= WORKERS_MAX:
+            name = min(self._workers, key=lambda name: (self._workers[name].here, self._workers[name].heard_at))
+            del self._workers[name]
+
+    def _drop_old(self, now: float) -> None:
+        old = [name for name, each in self._workers.items() if each.left_at and not each.here]
+        for name in old:
+            if now - self._workers[name].left_at > GONE_S:
+                del self._workers[name]
+
+
+def _level(share: float) -> int:
+    return 0 if share >= 1.0 else round(-math.log2(max(share, 2.0**-LEVEL_MAX)))
+
+
+def _rates(before: Mapping[str, float], after: Mapping[str, float], span_s: float) -> dict[str, float]:
+    totals = (name for name in after if name.endswith("_total") and name in before)
+    return {name: round(max(after[name] - before[name], 0.0) / span_s, 6) for name in totals}
+
+
+def _told(name: str, worker: _Worker, now: float) -> Told:
+    report = worker.report
+    return Told(
+        name,
+        f"{worker.incarnation:016x}",
+        worker.seat,
+        worker.here,
+        round(max(now - worker.heard_at, 0.0), 3) if worker.heard_at else None,
+        round(worker.heard_at - report.at, 6) if report.at else 0.0,
+        report.gauges,
+        report.links,
+        worker.rates,
+        report.share,
+        report.missed,
+    )

@@ -1,0 +1,136 @@
+"""Families of samples as the text that Prometheus reads: the classic format, or OpenMetrics where it is asked for.
+
+Laws: a family is of a metric on the list (`names`), each of its label sets once; anything else raises `MetricError`
+before a byte is written. Series are named alike in both formats. Only OpenMetrics has exemplars.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from kvbaton.observe.metrics.histogram import Exemplar, Histogram
+from kvbaton.observe.metrics.metric_names import BY_NAME, Kind, Metric, MetricError
+
+CLASSIC = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+EXEMPLAR_LABEL = "transfer_id"
+EXEMPLAR_CHARS_MAX = 128 - len(EXEMPLAR_LABEL)
+"""By the standard all of an exemplar's labels together have at most 128 characters."""
+
+Labels = tuple[str, ...]
+Value = float | Histogram
+
+
+@dataclass(slots=True)
+class Family:
+    """One metric's samples, by the values of its labels."""
+
+    metric: Metric
+    samples: dict[Labels, Value] = field(default_factory=dict)
+    exemplars: Mapping[Labels, Exemplar] = field(default_factory=dict)  # of a counter
+
+    def __post_init__(self) -> None:
+        metric = self.metric
+        if BY_NAME.get(metric.name) is not metric:
+            raise MetricError(f"{metric.name}: no such metric; list it in observe/metrics/metric_names.py")
+        for labels, value in self.samples.items():
+            if labels != metric.labelled(labels):
+                raise MetricError(f"{metric.name}: {labels} is not within {metric.label_names}")
+            if isinstance(value, Histogram) is not (metric.kind is Kind.HISTOGRAM):
+                raise MetricError(f"{metric.name}: a {metric.kind} cannot be {value!r}")
+
+
+def family(metric: Metric, samples: Mapping[Labels, Value]) -> Family:
+    """Samples whose labels have yet to be checked: what is not on a closed list is counted together as `other`."""
+    found: dict[Labels, Value] = {}
+    if metric.from_zero:
+        found = dict.fromkeys(itertools.product(*(label.values for label in metric.labels)), 0)
+    for labels, value in samples.items():
+        checked = metric.labelled(labels)
+        before = found.get(checked)
+        if before is not None and isinstance(value, int | float) and isinstance(before, int | float):
+            value += before
+        found[checked] = value
+    return Family(metric, found)
+
+
+def wants_openmetrics(accept: str | None) -> bool:
+    """Whether a scraper's Accept header asks for it; all who can read it name it."""
+    return accept is not None and "application/openmetrics-text" in accept
+
+
+def content_type(openmetrics: bool) -> str:
+    return OPENMETRICS if openmetrics else CLASSIC
+
+
+def render(families: Iterable[Family], *, openmetrics: bool) -> str:
+    """The whole page."""
+    lines: list[str] = []
+    seen: set[str] = set()
+    for each in families:
+        name = each.metric.name
+        if name in seen:
+            raise MetricError(f"{name}: exported twice")
+        seen.add(name)
+        if each.samples:
+            lines += _heading(each.metric, openmetrics)
+            for labels, value in sorted(each.samples.items()):
+                pairs = list(zip(each.metric.label_names, labels, strict=True))
+                if isinstance(value, Histogram):
+                    lines += _histogram(name, pairs, value, openmetrics)
+                else:
+                    tail = _exemplar(each.exemplars.get(labels)) if openmetrics else ""
+                    lines.append(f"{name}{_labels(pairs)} {_number(value)}{tail}")
+    if openmetrics:
+        lines.append("# EOF")
+    return "\n".join(lines) + "\n"
+
+
+def _heading(metric: Metric, openmetrics: bool) -> Iterator[str]:
+    name, kind = metric.name, metric.kind.value
+    if openmetrics:
+        name = name.removesuffix("_total" if metric.kind is Kind.COUNTER else "_info")
+    elif metric.kind is Kind.INFO:
+        kind = "gauge"
+    yield f"# HELP {name} {_escape(metric.help)}" if openmetrics else f"# HELP {name} {_plain(metric.help)}"
+    yield f"# TYPE {name} {kind}"
+    if openmetrics and metric.unit:
+        yield f"# UNIT {name} {metric.unit}"
+
+
+def _histogram(name: str, pairs: list[tuple[str, str]], value: Histogram, openmetrics: bool) -> Iterator[str]:
+    running = 0
+    for bound, count, example in zip((*value.bounds, math.inf), value.counts, value.exemplars, strict=True):
+        running += count
+        tail = _exemplar(example) if openmetrics else ""
+        yield f"{name}_bucket{_labels([*pairs, ('le', _number(float(bound)))])} {running}{tail}"
+    yield f"{name}_sum{_labels(pairs)} {_number(value.sum)}"
+    yield f"{name}_count{_labels(pairs)} {running}"
+
+
+def _exemplar(example: Exemplar | None) -> str:
+    if example is None or len(example.transfer) > EXEMPLAR_CHARS_MAX:
+        return ""
+    labels = _labels([(EXEMPLAR_LABEL, example.transfer)])
+    return f" # {labels} {_number(example.value)} {example.at:.3f}"
+
+
+def _labels(pairs: list[tuple[str, str]]) -> str:
+    return "{" + ",".join(f'{name}="{_escape(value)}"' for name, value in pairs) + "}" if pairs else ""
+
+
+def _number(value: float) -> str:
+    if isinstance(value, bool):
+        return str(int(value))
+    return "+Inf" if value == math.inf else repr(value)
+
+
+def _plain(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n")
+
+
+def _escape(text: str) -> str:
+    return _plain(text).replace('"', '\\"')

@@ -1,0 +1,104 @@
+"""OpenTelemetry's library: our spans through its SDK to a collector, as OTLP over HTTP.
+
+Law: the only module that imports `opentelemetry`. Nothing of it becomes global: a process that has traces of its own,
+as vLLM has, keeps its provider and its log. Used by one thread, but for `close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+
+from opentelemetry import trace as otel
+from opentelemetry.exporter.otlp.proto.http import trace_exporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from kvbaton.observe.tracing.trace_spans import Kind, Span
+
+SCOPE = "kvbaton"
+_SAMPLED = otel.TraceFlags(otel.TraceFlags.SAMPLED)
+_WELL = otel.Status(otel.StatusCode.UNSET)
+_KINDS = {Kind.INTERNAL: otel.SpanKind.INTERNAL, Kind.SERVER: otel.SpanKind.SERVER, Kind.CLIENT: otel.SpanKind.CLIENT}
+
+
+class Otlp:
+    """One collector. `send` blocks for as long as that takes, `timeout_s` at most where the collector is silent.
+
+    Of the environment the library itself reads headers, certificates and compression (OTEL_EXPORTER_OTLP_*), and what
+    the operator calls this process (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES), which goes before our own names.
+    """
+
+    def __init__(
+        self, url: str, service_name: str, attributes: Mapping[str, str], version: str, timeout_s: float
+    ) -> None:
+        ours = Resource({**attributes, "service.name": service_name, "service.version": version})
+        self._resource = Resource.create({}).merge(ours).merge(OTELResourceDetector().detect())
+        self._scope = InstrumentationScope(SCOPE, version)
+        self._exporter = OTLPSpanExporter(endpoint=url, timeout=timeout_s)
+        self._closed = False
+        self._said = _Said()
+        self._said.logger.addFilter(self._said)
+
+    def send(self, spans: Sequence[Span]) -> str:
+        """Have the collector take them: "", or why it did not."""
+        made = [self._made(span) for span in spans]
+        self._said.thread, self._said.last = threading.get_ident(), ""
+        try:
+            taken = self._exporter.export(made) is SpanExportResult.SUCCESS
+        finally:
+            self._said.thread = None
+            if self._closed:
+                self._said.logger.removeFilter(self._said)
+        return "" if taken else self._said.last or "no reason given"
+
+    def close(self) -> None:
+        """Let go, also of a `send` that waits for its next try."""
+        self._closed = True
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+        if self._said.thread is None:
+            self._said.logger.removeFilter(self._said)
+
+    def _made(self, span: Span) -> ReadableSpan:
+        """An ended span, with the ids that others were told and the times that it had.
+
+        Made directly, since a `Tracer` draws its own ids and takes twenty times as long; and sent without the SDK's
+        queue, which counts no drops and may take 30 s to close.
+        """
+        trace_id, parent = int(span.trace_id, 16), None
+        if span.parent_id:
+            parent = otel.SpanContext(trace_id, int(span.parent_id, 16), span.is_entry, _SAMPLED)
+        return ReadableSpan(
+            name=span.name,
+            context=otel.SpanContext(trace_id, int(span.span_id, 16), False, _SAMPLED),
+            parent=parent,
+            resource=self._resource,
+            attributes=span.attributes,
+            events=[Event(each.name, each.attributes, each.at_ns) for each in span.events],
+            kind=_KINDS[span.kind],
+            status=otel.Status(otel.StatusCode.ERROR, span.error) if span.error else _WELL,
+            start_time=span.begin_ns,
+            end_time=span.end_ns,
+            instrumentation_scope=self._scope,
+        )
+
+
+class _Said(logging.Filter):
+    """The exporter says only in its log why it failed, and for each batch: takes from there what our thread says."""
+
+    logger = logging.getLogger(trace_exporter.__name__)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread: int | None = None
+        self.last = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.thread != self.thread:
+            return True
+        self.last = record.getMessage()
+        return False
