@@ -27,7 +27,7 @@ import aiohttp
 
 from kvbaton.cli.check import MAX_TOKENS, Prompt, prompts
 from kvbaton.engine.worker import reference_answers
-from kvbaton.router.front import MODE_HEADER
+from kvbaton.router.openai_api import MODE_HEADER
 
 HERE = Path(__file__).resolve().parents[1]
 START_S = 90.0

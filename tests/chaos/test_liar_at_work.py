@@ -36,7 +36,7 @@ from kvbaton.protocol.ids import (
 )
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import Envelope, decode
-from kvbaton.router.dialects import handover
+from kvbaton.router.kv_params import handover
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
 from kvbaton.transports.tcp.tcp_transport import TcpEndpoint
 from tests.e2e.cluster import some_prompts

@@ -15,10 +15,10 @@ from kvbaton.api.errors import ApiError
 from kvbaton.observe.dashboard.page_files import FILES, HEADERS, REASONS, ROOT, STATE, fixed_pages
 from kvbaton.protocol.errors import Reason
 from kvbaton.router.app import Router, router_app
-from kvbaton.router.directory import StaticDirectory
-from kvbaton.router.live import live_page
-from kvbaton.router.settings import OperatorPages, RouterSettings
-from kvbaton.router.talk import Answer, Request
+from kvbaton.router.dashboard_page import live_page
+from kvbaton.router.http.http_types import Answer, Request
+from kvbaton.router.router_settings import OperatorPages, RouterSettings
+from kvbaton.router.workers.directory import StaticDirectory
 
 FOLDER = resources.files("kvbaton.observe.dashboard") / "page"
 SCRIPTS = {name: (FOLDER / name).read_text() for name in FILES.values() if name.endswith(".js")}

@@ -30,10 +30,10 @@ from kvbaton.control.registry import RegistryServer, RegistrySettings
 from kvbaton.engine.worker import reference_answers
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.app import Router, router_app
-from kvbaton.router.directory import State, Worker
-from kvbaton.router.door import serving
-from kvbaton.router.registered import RegistryDirectory
-from kvbaton.router.settings import RouterSettings
+from kvbaton.router.http.http_server import serving
+from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.workers.directory import State, Worker
+from kvbaton.router.workers.registered import RegistryDirectory
 from tests.e2e.cluster import eventually, get_json, wait_for
 from tests.e2e.faulty import Door, Seen, open_door, passes
 

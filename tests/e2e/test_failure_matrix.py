@@ -23,7 +23,7 @@ from kvbaton.api.params import FIELD, Mode, target_params
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.router.policy import Policy
-from kvbaton.router.settings import Fallback, RouterSettings
+from kvbaton.router.router_settings import Fallback, RouterSettings
 from tests.e2e import faulty
 from tests.e2e.cluster import eventually, pauses
 from tests.e2e.crew import EVICT_S, WAITING_MAX, Crew, Got, Town, crew_in, decoded, only, row, until

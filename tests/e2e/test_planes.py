@@ -19,7 +19,7 @@ from kvbaton.cli.fronting import Sources, fronted
 from kvbaton.control import keys
 from kvbaton.engine.worker import reference_answers
 from kvbaton.router.policy import Policy
-from kvbaton.router.settings import RouterSettings
+from kvbaton.router.router_settings import RouterSettings
 from tests.e2e.cluster import ask_all, eventually, some_prompts
 from tests.e2e.fleet import HELD, START_S, STOP_S, Member
 

@@ -19,9 +19,9 @@ from kvbaton.api.responses import Asked, ResponseShape
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, unseal
-from kvbaton.router import dialects, front
-from kvbaton.router.load import ANSWER_TOKENS_MAX, answer_tokens, prompt_tokens
-from kvbaton.router.prefixes import pieces
+from kvbaton.router import kv_params, openai_api
+from kvbaton.router.workers.prefixes import pieces
+from kvbaton.router.workers.worker_load import ANSWER_TOKENS_MAX, answer_tokens, prompt_tokens
 
 KEY = b"the key of the fuzzed cluster..."
 JSON = msgspec.json.encode
@@ -39,12 +39,12 @@ def body_of(kind: Kind, data: bytes) -> None:
     """A refusal that names a field, or a body of bounded parts whose two legs say what the client said."""
     try:
         body = parse(kind, data)
-        front._check_steering(body.fields)
+        openai_api._check_steering(body.fields)
     except ApiError as error:
         refused(error)
         return
     assert 1 <= body.parts <= PARTS_MAX
-    front.alone_reason(body)
+    openai_api.alone_reason(body)
     parts = split(body)
     assert len(parts) == body.parts and [part.index for part in parts] == list(range(len(parts)))
     assert prompt_tokens(kind, body.fields, 4.0) >= 1 and 1 <= answer_tokens(body.fields) <= ANSWER_TOKENS_MAX
@@ -57,10 +57,10 @@ def body_of(kind: Kind, data: bytes) -> None:
 
 def _legs(kind: Kind, fields: Any, data: bytes | None) -> None:
     params = JSON(target_params(Mode.PULL, "ticket"))
-    asked = msgspec.json.decode(dialects.decode_body(data, fields, params))
+    asked = msgspec.json.decode(kv_params.decode_body(data, fields, params))
     assert asked.pop(FIELD) == msgspec.json.decode(params)
     assert asked == {name: value for name, value in msgspec.json.decode(JSON(fields)).items() if name != FIELD}
-    first = msgspec.json.decode(dialects.prefill_body(kind, fields, JSON(LEASE_FOR_PULL)))
+    first = msgspec.json.decode(kv_params.prefill_body(kind, fields, JSON(LEASE_FOR_PULL)))
     assert first["stream"] is False and first[FIELD] == LEASE_FOR_PULL
     assert first["max_output_tokens" if kind is Kind.RESPONSES else "max_tokens"] == 1
 

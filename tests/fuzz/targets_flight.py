@@ -18,7 +18,7 @@ from kvbaton.observe.flight.collector import LAST_MAX, Gathering
 from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
 from kvbaton.observe.flight.journey import Journey
 from kvbaton.observe.tracing import context
-from kvbaton.router.operators import ID_CHARS_MAX, Wanted
+from kvbaton.router.operator_access import ID_CHARS_MAX, Wanted
 
 NOW = 1_800_000_000.0
 HANDOFF = f"{'ab' * 16}.0"

@@ -17,11 +17,12 @@ from kvbaton.api.bodies import Kind
 from kvbaton.api.errors import ApiError
 from kvbaton.api.params import FIELD
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.router import dialects, legs, talk, wire
-from kvbaton.router.directory import Worker
-from kvbaton.router.front import Front
-from kvbaton.router.settings import RouterSettings
-from kvbaton.router.stats import LABELS_MAX, RouterStats, count
+from kvbaton.router import kv_params, worker_calls
+from kvbaton.router.http import http_client, http_types
+from kvbaton.router.openai_api import Front
+from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.router_stats import LABELS_MAX, RouterStats, count
+from kvbaton.router.workers.directory import Worker
 
 JSON, PACK = msgspec.json.encode, msgspec.msgpack.encode
 SETTINGS = RouterSettings(answer_bytes_max=1 << 20)
@@ -42,7 +43,7 @@ def loop() -> asyncio.AbstractEventLoop:
 class Spoken:
     """A worker's answer, as the flow would give it."""
 
-    headers: Sequence[wire.Header] = ((b"content-type", b"application/json"), (b"x-worker", b"d\xff\r\n0"))
+    headers: Sequence[http_client.Header] = ((b"content-type", b"application/json"), (b"x-worker", b"d\xff\r\n0"))
     route = "p0/d0"
     mode = "pull"
     handoff = ""
@@ -73,7 +74,7 @@ class Nonsense:
     async def serve(self, call: Any) -> Spoken:
         said = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         try:
-            return Spoken(said if call.stream else dialects.without_params(said))
+            return Spoken(said if call.stream else kv_params.without_params(said))
         except (ValueError, RecursionError):
             raise ApiError(502, "not a JSON object", type="worker_error", code="bad_answer") from None
 
@@ -89,23 +90,23 @@ class Script(msgspec.Struct, array_like=True):
 async def _front(kind: Kind, body: bytes, answers: Sequence[bytes]) -> None:
     stats = RouterStats()
     front = Front(Nonsense(answers), SETTINGS, stats, asyncio.Event())  # type: ignore[arg-type]
-    request = talk.Request("POST", kind.value, [], body)
+    request = http_types.Request("POST", kind.value, [], body)
     handlers = {Kind.COMPLETION: front.completions, Kind.CHAT: front.chat, Kind.RESPONSES: front.responses}
     try:
         answer = await handlers[kind](request)
-        if isinstance(answer, talk.Answer):
+        if isinstance(answer, http_types.Answer):
             if kind is not Kind.RESPONSES:  # else one part, and the answer goes on as it came
                 assert isinstance(msgspec.json.decode(answer.body), dict)
-            talk.whole_bytes(answer, True, True, False)
+            http_types.whole_bytes(answer, True, True, False)
         else:
             async with contextlib.aclosing(answer.source) as events:
                 async for event in events:
                     assert event.endswith((b"\n\n", b"\r\n\r\n"))
-            head = talk.stream_head(answer.headers, True, True)
+            head = http_types.stream_head(answer.headers, True, True)
             assert head.count(b"\r\n\r\n") == 1 and head.endswith(b"\r\n\r\n")
     except ApiError as error:
         assert 400 <= error.status < 600 and len(error.message) < 4000
-        talk.whole_bytes(talk.error_answer(error), True, True, False)
+        http_types.whole_bytes(http_types.error_answer(error), True, True, False)
     assert stats.in_flight == 0 and sum(stats.ends.values()) == 1 and "broken" not in stats.ends, stats.ends
 
 
@@ -141,17 +142,19 @@ def answer_seeds() -> list[bytes]:
 def bare_answer(data: bytes) -> None:
     """What P hands over, and what D answers: read, or the two errors that the flow takes for nonsense."""
     with contextlib.suppress(ValueError, RecursionError):
-        found = dialects.handover(data)
+        found = kv_params.handover(data)
         if found is not None:
-            msgspec.json.decode(dialects.decode_body(b'{"prompt":"a"}', {"prompt": "a"}, found[0]))
+            msgspec.json.decode(kv_params.decode_body(b'{"prompt":"a"}', {"prompt": "a"}, found[0]))
     with contextlib.suppress(ValueError, RecursionError):
-        assert FIELD not in msgspec.json.decode(dialects.without_params(data))
+        assert FIELD not in msgspec.json.decode(kv_params.without_params(data))
     stats = RouterStats()
     for status in (400, 429, 500):
-        error = legs._refusal(legs.Leg("decode", WORKER, "/v1/completions", (), b""), status, data, None)
+        error = worker_calls._refusal(
+            worker_calls.Leg("decode", WORKER, "/v1/completions", (), b""), status, data, None
+        )
         assert 400 <= error.fault.status < 600 and len(error.fault.message) < 2400
         count(stats.failures, f"decode:{error.fault.code}")
-    assert legs._status_in(data) in range(400, 600) and len(stats.failures) <= LABELS_MAX
+    assert worker_calls._status_in(data) in range(400, 600) and len(stats.failures) <= LABELS_MAX
 
 
 def bare_seeds() -> list[bytes]:
@@ -188,20 +191,20 @@ class Line:
         return 0
 
 
-class Answering(wire.Pool):
+class Answering(http_client.Pool):
     """A pool of connections to one worker that has said everything already and then hung up."""
 
     def __init__(self, chunks: Sequence[bytes]) -> None:
         super().__init__(1.0)
         self._chunks = chunks
 
-    async def _connect(self, place: wire.Origin) -> wire.Exchange:
-        made = wire.Exchange(self, place)
+    async def _connect(self, place: http_client.Origin) -> http_client.Exchange:
+        made = http_client.Exchange(self, place)
         made.connection_made(Line())  # type: ignore[arg-type]
         self.loop.call_soon(self._speak, made)
         return made
 
-    def _speak(self, exchange: wire.Exchange) -> None:
+    def _speak(self, exchange: http_client.Exchange) -> None:
         for chunk in self._chunks:
             exchange.data_received(chunk)
         exchange.connection_lost(None)
@@ -209,11 +212,11 @@ class Answering(wire.Pool):
 
 async def _leg(chunks: Sequence[bytes]) -> None:
     deadline = asyncio.get_running_loop().time() + 60
-    leg = legs.Leg("decode", WORKER, "/v1/completions", (), b"{}")
+    leg = worker_calls.Leg("decode", WORKER, "/v1/completions", (), b"{}")
     for streams in (False, True):
         pool = Answering(chunks)
-        sender = legs.Legs(pool, SETTINGS)
-        with contextlib.suppress(legs.LegError):
+        sender = worker_calls.Legs(pool, SETTINGS)
+        with contextlib.suppress(worker_calls.LegError):
             if streams:
                 stream = await sender.stream(leg, deadline, 60.0)
                 try:
@@ -244,7 +247,7 @@ def http_seeds() -> list[bytes]:
     body = JSON({"choices": []})
     event = sse.event({"id": "x"}) + sse.DONE
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
-    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n" + talk.chunk(event) + b"0\r\n\r\n"
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n" + http_types.chunk(event) + b"0\r\n\r\n"
     return [
         PACK([head + b"Content-Length: %d\r\n\r\n" % len(body), body]),
         PACK([chunked]),

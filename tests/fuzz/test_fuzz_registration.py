@@ -38,7 +38,7 @@ from kvbaton.control.plain.messages import RANKS_MAX, decode, payload_of
 from kvbaton.control.plain.roster import PlainRoster
 from kvbaton.control.registry import messages as m
 from kvbaton.protocol.ids import Incarnation, PeerId
-from kvbaton.router.announced import AnnouncedDirectory
+from kvbaton.router.workers.announced import AnnouncedDirectory
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 plain, registry = Family(), Family(examples=500)

@@ -15,10 +15,10 @@ from aiohttp import web
 from kvbaton.api.http import serving
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.router import door
 from kvbaton.router.app import Router, router_app
-from kvbaton.router.directory import ALL_MODES, State, StaticDirectory, Worker
-from kvbaton.router.settings import RouterSettings
+from kvbaton.router.http import http_server
+from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.workers.directory import ALL_MODES, State, StaticDirectory, Worker
 
 KEY = b"k" * 32
 QUICK = RouterSettings(first_byte_s=20, deadline_s=40, suspect_s=0.01, settle_s=1)  # a busy machine may stand still
@@ -292,6 +292,6 @@ async def cluster(
         discarded: list[tuple[str, str]] = []
         router = router_app(directory, settings, key, lambda who, ticket: discarded.append((who.name, ticket)))
         app = await stack.enter_async_context(router)
-        url = await stack.enter_async_context(door.serving(app, "127.0.0.1", 0))
+        url = await stack.enter_async_context(http_server.serving(app, "127.0.0.1", 0))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         yield Cluster(url, session, p, d, app, directory, discarded)

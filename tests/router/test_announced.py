@@ -10,8 +10,8 @@ from kvbaton.api.params import Mode
 from kvbaton.api.request_ids import parse_address
 from kvbaton.control.plain import Announcement, Fleet, Listed
 from kvbaton.protocol.ids import Incarnation, WorkerId, is_worker_id
-from kvbaton.router.announced import AnnouncedDirectory, Directories, worker_name
-from kvbaton.router.directory import Dialect, State, StaticDirectory, Worker
+from kvbaton.router.workers.announced import AnnouncedDirectory, Directories, worker_name
+from kvbaton.router.workers.directory import Dialect, State, StaticDirectory, Worker
 
 ZMQ = "host:10.0.0.1,handshake:6301,notify:61005"
 

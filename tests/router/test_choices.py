@@ -29,9 +29,9 @@ from fake_workers import (
 
 from kvbaton.api import request_ids
 from kvbaton.api.params import Mode
-from kvbaton.router.directory import Dialect
 from kvbaton.router.policy import Policy
-from kvbaton.router.settings import Fallback
+from kvbaton.router.router_settings import Fallback
+from kvbaton.router.workers.directory import Dialect
 
 BODY = {"prompt": "abc", "max_tokens": 4}
 MODES = ("pull", "stream", "push")

@@ -21,11 +21,11 @@ from fake_workers import until
 from raw_server import LOOPS, run_on
 
 from kvbaton.api.errors import ApiError, PortInUseError, bad_field, full
-from kvbaton.router import door
-from kvbaton.router.door import AHEAD_MAX, UNREAD_BYTES_MAX
-from kvbaton.router.room import Room
-from kvbaton.router.talk import HEADERS_MAX, Answer, Events, Handler, Request, Site, json_answer
-from kvbaton.router.wire import HEADERS_BYTES_MAX
+from kvbaton.router.client_quotas import Room
+from kvbaton.router.http import http_server
+from kvbaton.router.http.http_client import HEADERS_BYTES_MAX
+from kvbaton.router.http.http_server import AHEAD_MAX, UNREAD_BYTES_MAX
+from kvbaton.router.http.http_types import HEADERS_MAX, Answer, Events, Handler, Request, Site, json_answer
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 Source = AsyncGenerator[bytes, None]
@@ -147,7 +147,7 @@ class Town:
 
 @contextlib.asynccontextmanager
 async def town(site: Site, host: str = "127.0.0.1") -> AsyncIterator[Town]:
-    async with contextlib.AsyncExitStack() as stack, door.serving(site, host, 0) as url:
+    async with contextlib.AsyncExitStack() as stack, http_server.serving(site, host, 0) as url:
         found = Town(url)
         stack.callback(found.close)  # clients are still there when the door closes
         yield found
@@ -422,7 +422,7 @@ def test_an_answer_that_cannot_be_written_cuts_the_connection_and_is_logged(
 
     with caplog.at_level(logging.ERROR):
         run(told(story, Stage(nothing=nothing, stream=handler)))
-    assert [record.name for record in caplog.records].count(door.__name__) == 2
+    assert [record.name for record in caplog.records].count(http_server.__name__) == 2
 
 
 # --- requests sent ahead
@@ -473,8 +473,8 @@ def test_what_is_sent_while_a_request_is_answered_is_bounded_and_read_later(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    accept = door.Door.connection
-    monkeypatch.setattr(door.Door, "connection", lambda self: made.append(accept(self)) or made[-1])
+    accept = http_server.Door.connection
+    monkeypatch.setattr(http_server.Door, "connection", lambda self: made.append(accept(self)) or made[-1])
     gate = asyncio.Event()
 
     async def slow(_: Request) -> Answer:
@@ -793,7 +793,7 @@ def test_a_tunnel_is_refused() -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "SWEEP_S", 0.01)
+    monkeypatch.setattr(http_server, "SWEEP_S", 0.01)
 
 
 @pytest.mark.usefixtures("quick")
@@ -804,7 +804,7 @@ def test_headers_that_do_not_come_are_not_waited_for(run: Run, monkeypatch: pyte
         if begun.startswith(GET):
             await client.say(GET)
             await client.expect(whole(b"GET"))
-        monkeypatch.setattr(door, "HEAD_S", 0.05)
+        monkeypatch.setattr(http_server, "HEAD_S", 0.05)
         await client.say(begun.removeprefix(GET))
         assert await client.refusal() == (408, "headers_timeout")
 
@@ -833,7 +833,7 @@ def test_an_idle_connection_is_closed_without_a_word(run: Run, monkeypatch: pyte
         silent, served = await town.client(), await town.client()
         await served.say(GET)
         await served.expect(whole(b"GET"))
-        monkeypatch.setattr(door, "KEEPALIVE_S", 0.05)
+        monkeypatch.setattr(http_server, "KEEPALIVE_S", 0.05)
         await served.end()
         await silent.end()
 
@@ -843,16 +843,16 @@ def test_an_idle_connection_is_closed_without_a_word(run: Run, monkeypatch: pyte
 @pytest.mark.usefixtures("quick")
 def test_a_handler_may_take_longer_than_any_client(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KEEPALIVE_S", "HEAD_S"):
-        monkeypatch.setattr(door, name, 0.02)
+        monkeypatch.setattr(http_server, name, 0.02)
     looked = 0
-    overdue = door._Connection.overdue
+    overdue = http_server._Connection.overdue
 
     def looking(self: Any, now: float) -> bool:
         nonlocal looked
         looked += 1
         return self.is_busy and overdue(self, now + 1000)  # before its request it is rightly overdue
 
-    monkeypatch.setattr(door._Connection, "overdue", looking)
+    monkeypatch.setattr(http_server._Connection, "overdue", looking)
 
     async def slow(_: Request) -> Answer:
         before = looked
@@ -870,7 +870,7 @@ def test_a_handler_may_take_longer_than_any_client(run: Run, monkeypatch: pytest
 
 @pytest.mark.usefixtures("quick")
 def test_a_refused_client_that_sends_on_for_ever_is_cut_off(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "LINGER_S", 0.05)
+    monkeypatch.setattr(http_server, "LINGER_S", 0.05)
 
     async def story(town: Town, _: Stage) -> None:
         client = await town.client()
@@ -940,10 +940,10 @@ def test_a_client_that_does_not_read_its_whole_answer_is_cut_off(
     run: Run, monkeypatch: pytest.MonkeyPatch, connection: bytes
 ) -> None:
     """Closing alone would wait for it for ever, and count it as a connection."""
-    monkeypatch.setattr(door, "UNREAD_S", 0.05)
+    monkeypatch.setattr(http_server, "UNREAD_S", 0.05)
     lost: list[Any] = []
-    forget = door.Door.forget
-    monkeypatch.setattr(door.Door, "forget", lambda self, each: (forget(self, each), lost.append(each)))
+    forget = http_server.Door.forget
+    monkeypatch.setattr(http_server.Door, "forget", lambda self, each: (forget(self, each), lost.append(each)))
 
     async def large(_: Request) -> Answer:
         return Answer(b"x" * (8 << 20))
@@ -960,11 +960,11 @@ def test_a_client_that_does_not_read_its_whole_answer_is_cut_off(
 @pytest.mark.usefixtures("quick")
 def test_a_closed_connection_that_waits_for_its_reader_is_swept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than a full buffer may be left when an answer is done, and still never be read."""
-    monkeypatch.setattr(door, "KEEPALIVE_S", 0.5)
-    monkeypatch.setattr(door._Connection, "pause_writing", lambda _: None)  # as if it were not full
+    monkeypatch.setattr(http_server, "KEEPALIVE_S", 0.5)
+    monkeypatch.setattr(http_server._Connection, "pause_writing", lambda _: None)  # as if it were not full
     lost: list[Any] = []
-    forget = door.Door.forget
-    monkeypatch.setattr(door.Door, "forget", lambda self, each: (forget(self, each), lost.append(each)))
+    forget = http_server.Door.forget
+    monkeypatch.setattr(http_server.Door, "forget", lambda self, each: (forget(self, each), lost.append(each)))
 
     async def large(_: Request) -> Answer:
         return Answer(b"x" * (8 << 20))
@@ -994,11 +994,11 @@ def test_one_that_sent_more_than_is_answered_is_swept_too(
     run: Run, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
     """A closed connection with requests, or a fault, behind its last answer was never looked at again."""
-    monkeypatch.setattr(door, "KEEPALIVE_S", 0.5)
-    monkeypatch.setattr(door._Connection, "pause_writing", lambda _: None)  # less than a full buffer is left
+    monkeypatch.setattr(http_server, "KEEPALIVE_S", 0.5)
+    monkeypatch.setattr(http_server._Connection, "pause_writing", lambda _: None)  # less than a full buffer is left
     lost: list[Any] = []
-    forget = door.Door.forget
-    monkeypatch.setattr(door.Door, "forget", lambda self, each: (forget(self, each), lost.append(each)))
+    forget = http_server.Door.forget
+    monkeypatch.setattr(http_server.Door, "forget", lambda self, each: (forget(self, each), lost.append(each)))
 
     async def events() -> Source:
         yield b"x" * (8 << 20)
@@ -1197,7 +1197,7 @@ def test_a_refusal_to_one_who_has_just_reset_escapes_nowhere() -> None:
             self.aborted = True
 
     async def story() -> None:
-        connection = door.Door(Stage()).connection()
+        connection = http_server.Door(Stage()).connection()
         connection.connection_made(Broken())
         connection.data_received(b"nonsense\r\n\r\n")
         connection.connection_lost(None)
@@ -1210,7 +1210,7 @@ def test_a_refusal_to_one_who_has_just_reset_escapes_nowhere() -> None:
 
 @pytest.fixture
 def three_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "connections_max", lambda: 3)
+    monkeypatch.setattr(http_server, "connections_max", lambda: 3)
 
 
 async def asked(client: Client) -> Client:
@@ -1302,7 +1302,7 @@ def test_where_all_are_being_answered_a_new_one_is_cut_off_and_room_comes_back(r
 
 
 def test_an_address_with_more_than_its_share_makes_room_for_itself(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "connections_max", lambda: 8)
+    monkeypatch.setattr(http_server, "connections_max", lambda: 8)
 
     async def story(town: Town, stage: Stage) -> None:
         client = await asked(await town.client("127.0.0.2"))  # the oldest of all
@@ -1413,14 +1413,14 @@ def test_a_connection_that_ends_is_free_without_the_garbage_collector(run: Run) 
         raise full("no room")
 
     async def story(town: Town, stage: Stage) -> None:
-        made = door._Connection.connection_made
+        made = http_server._Connection.connection_made
 
         def noted(self: Any, transport: Any) -> None:
             found.append(weakref.ref(self))
             made(self, transport)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(door._Connection, "connection_made", noted)
+            patch.setattr(http_server._Connection, "connection_made", noted)
             said = (
                 b"POST /echo HTTP/1.1\r\nContent-Length: 900\r\n\r\nx",
                 b"GET /echo HTTP/1.1\r\nX-A",
@@ -1450,7 +1450,7 @@ def test_a_connection_that_ends_is_free_without_the_garbage_collector(run: Run) 
 def test_a_port_that_is_taken_is_told_with_what_to_do(run: Run) -> None:
     async def story(town: Town, stage: Stage) -> None:
         with pytest.raises(PortInUseError, match=rf"port {town.address[1]} on 127.0.0.1 is in use; choose another"):
-            async with door.serving(stage, *town.address):
+            async with http_server.serving(stage, *town.address):
                 raise AssertionError
 
     run(told(story))
@@ -1476,7 +1476,7 @@ def test_closing_lets_what_is_under_way_end_and_says_so(run: Run) -> None:
             return Answer(b"slow")
 
         stage = Stage(slow=slow)
-        serving = door.serving(stage, "127.0.0.1", 0)
+        serving = http_server.serving(stage, "127.0.0.1", 0)
         found = Town(await serving.__aenter__())
         idle, busy = await found.client(), await found.client()
         await idle.say(GET)
@@ -1500,7 +1500,7 @@ def test_closing_lets_what_is_under_way_end_and_says_so(run: Run) -> None:
 def test_closing_ends_all_that_is_under_way_in_a_bounded_time_and_leaves_nothing(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "SHUTDOWN_S", 0.2)
+    monkeypatch.setattr(http_server, "SHUTDOWN_S", 0.2)
 
     async def scene() -> None:
         held = Held()
@@ -1530,7 +1530,7 @@ def test_closing_ends_all_that_is_under_way_in_a_bounded_time_and_leaves_nothing
 def test_a_handler_that_will_not_end_does_not_hold_the_door(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(door, "SHUTDOWN_S", 0.1)
+    monkeypatch.setattr(http_server, "SHUTDOWN_S", 0.1)
 
     async def scene() -> None:
         gate = asyncio.Event()
@@ -1544,7 +1544,7 @@ def test_a_handler_that_will_not_end_does_not_hold_the_door(
             return Answer(b"")
 
         stage = Stage(stubborn=stubborn)
-        async with door.serving(stage, "127.0.0.1", 0) as url:
+        async with http_server.serving(stage, "127.0.0.1", 0) as url:
             found = Town(url)
             await (await found.client()).say(post(b"", path=b"/stubborn"))
             await until(lambda: stage.seen)
@@ -1607,7 +1607,7 @@ def test_each_request_is_answered_once_however_it_is_cut_and_spoilt(seed: int, s
             at = rng.randrange(len(data))
             data[at : at + rng.randint(0, 9)] = rng.choice(ODD)
         stage, paper = Stage(), Paper()
-        connection = door.Door(stage).connection()
+        connection = http_server.Door(stage).connection()
         connection.connection_made(paper)
         while data and not paper.closed:
             size = rng.choice([1, 3, 17, 100, 10_000])

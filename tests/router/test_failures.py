@@ -29,7 +29,7 @@ from fake_workers import (
 )
 
 from kvbaton.api import sse
-from kvbaton.router.settings import RouterSettings
+from kvbaton.router.router_settings import RouterSettings
 
 BODY = {"prompt": "abc", "max_tokens": 4}
 MODES = ("pull", "stream", "push")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.router.directory import State, StaticDirectory, Worker
-from kvbaton.router.health import Health, Standing
-from kvbaton.router.roster import VIEW_S, Roster
+from kvbaton.router.workers.available import VIEW_S, Roster
+from kvbaton.router.workers.directory import State, StaticDirectory, Worker
+from kvbaton.router.workers.health import Health, Standing
 
 P0 = Worker(WorkerId("p0"), "prefill", "http://a", Incarnation(1))
 D0 = Worker(WorkerId("d0"), "decode", "http://b", Incarnation(2))

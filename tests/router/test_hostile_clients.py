@@ -19,7 +19,7 @@ from fake_workers import QUICK, Cluster, FakeWorker, cluster, run, until
 from kvbaton.api.params import Mode
 from kvbaton.api.shapes import NESTING_MAX
 from kvbaton.router.policy import Policy
-from kvbaton.router.settings import Fallback
+from kvbaton.router.router_settings import Fallback
 
 COMPLETION = "/v1/completions"
 ENDPOINTS: dict[str, dict[str, Any]] = {

@@ -34,10 +34,10 @@ from fake_workers import (
 )
 
 from kvbaton.api import sse
-from kvbaton.router import legs
-from kvbaton.router.dialects import PARAMS_BYTES_MAX
-from kvbaton.router.legs import BRIEF_BYTES_MAX, COMMENTS_BYTES_MAX
-from kvbaton.router.settings import Fallback
+from kvbaton.router import worker_calls
+from kvbaton.router.kv_params import PARAMS_BYTES_MAX
+from kvbaton.router.router_settings import Fallback
+from kvbaton.router.worker_calls import BRIEF_BYTES_MAX, COMMENTS_BYTES_MAX
 
 BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
 
@@ -183,7 +183,7 @@ def test_a_few_comments_before_the_first_event_pass_and_are_told() -> None:
 
 def test_the_answers_of_a_worker_fill_no_more_than_the_routers_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """48 answers of 63 MiB took 3 GiB of a router: each was within its bound, and nobody counted them."""
-    monkeypatch.setattr(legs, "LARGE_BYTES", 3 << 20)
+    monkeypatch.setattr(worker_calls, "LARGE_BYTES", 3 << 20)
 
     async def story() -> None:
         gate = asyncio.Event()
@@ -242,7 +242,7 @@ def test_what_is_no_clients_answer_is_bounded_by_what_was_asked(side: str) -> No
         async with cluster(*scripts[side]) as c:
             if side == "models":
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(legs, "BRIEF_BYTES_MAX", 10)
+                    patch.setattr(worker_calls, "BRIEF_BYTES_MAX", 10)
                     status, _ = await c.get("/v1/models")
                 assert status == 503
                 return

@@ -14,11 +14,11 @@ from raw_server import LOOPS, OK, Conn, Script, Server, answers, listening, run_
 from kvbaton.api import sse
 from kvbaton.api.errors import ApiError
 from kvbaton.protocol.ids import Incarnation, WorkerId
-from kvbaton.router import wire
-from kvbaton.router.directory import Worker
-from kvbaton.router.legs import RETRY_AFTER_S_MAX, Leg, LegError, Legs
-from kvbaton.router.settings import RouterSettings
-from kvbaton.router.wire import UNREAD_BYTES_MAX
+from kvbaton.router.http import http_client
+from kvbaton.router.http.http_client import UNREAD_BYTES_MAX
+from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.worker_calls import RETRY_AFTER_S_MAX, Leg, LegError, Legs
+from kvbaton.router.workers.directory import Worker
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 Story = Callable[[Legs, Leg], Awaitable[None]]
@@ -30,8 +30,8 @@ FIRST = event({"choices": [{"text": "one"}]})
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections grow stale and old only where a test wants it: the machine may stand still for seconds."""
-    monkeypatch.setattr(wire, "STALE_S", 60.0)
-    monkeypatch.setattr(wire, "IDLE_S", 60.0)
+    monkeypatch.setattr(http_client, "STALE_S", 60.0)
+    monkeypatch.setattr(http_client, "IDLE_S", 60.0)
 
 
 @pytest.fixture(params=LOOPS)

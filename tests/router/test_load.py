@@ -9,9 +9,9 @@ import pytest
 
 from kvbaton.api.bodies import Kind
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.router.load import ANSWER_TOKENS_GUESS, Loads, answer_tokens, prompt_tokens
-from kvbaton.router.prefixes import HOLDERS_MAX, PIECE_BYTES, PIECES_MAX, Prefixes, pieces
-from kvbaton.router.stats import LABELS_MAX, count
+from kvbaton.router.router_stats import LABELS_MAX, count
+from kvbaton.router.workers.prefixes import HOLDERS_MAX, PIECE_BYTES, PIECES_MAX, Prefixes, pieces
+from kvbaton.router.workers.worker_load import ANSWER_TOKENS_GUESS, Loads, answer_tokens, prompt_tokens
 
 A, B = (PeerId(WorkerId(name), Incarnation(0)) for name in "ab")
 

@@ -16,10 +16,10 @@ from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
 from kvbaton.observe.flight.journey import Journey
 from kvbaton.observe.flight.report import Report
 from kvbaton.router.app import Board, router_app
-from kvbaton.router.directory import StaticDirectory
-from kvbaton.router.operators import ASK_S, FlightsPage, Wanted, guarded, why_not
-from kvbaton.router.settings import OperatorPages, RouterSettings
-from kvbaton.router.talk import Answer, Events, Request
+from kvbaton.router.http.http_types import Answer, Events, Request
+from kvbaton.router.operator_access import ASK_S, FlightsPage, Wanted, guarded, why_not
+from kvbaton.router.router_settings import OperatorPages, RouterSettings
+from kvbaton.router.workers.directory import StaticDirectory
 
 BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
 HANDOFF = f"{'ef' * 16}.0"

@@ -10,7 +10,6 @@ import pytest
 
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.router.directory import Dialect, State, Worker
 from kvbaton.router.policy import (
     FAR_TOKENS,
     WEIGHED_MAX,
@@ -25,6 +24,7 @@ from kvbaton.router.policy import (
     pairs,
 )
 from kvbaton.router.policy import choose as choose_of
+from kvbaton.router.workers.directory import Dialect, State, Worker
 
 
 def worker(name: str, role: Any = None, **more: Any) -> Worker:

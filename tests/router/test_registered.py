@@ -8,8 +8,8 @@ import pytest
 
 from kvbaton.control.registry import Entry, Registration, WorkerState
 from kvbaton.protocol.ids import Incarnation, WorkerId
-from kvbaton.router.directory import State, Worker
-from kvbaton.router.registered import RegistryDirectory
+from kvbaton.router.workers.directory import State, Worker
+from kvbaton.router.workers.registered import RegistryDirectory
 
 
 class Registry:

@@ -7,8 +7,8 @@ import resource
 
 import pytest
 
-from kvbaton.router import room
-from kvbaton.router.room import ADDRESS_SHARE, CONNECTIONS_MAX, Crowd, Room, Tab, caller
+from kvbaton.router import client_quotas
+from kvbaton.router.client_quotas import ADDRESS_SHARE, CONNECTIONS_MAX, Crowd, Room, Tab, caller
 
 # --- bytes
 
@@ -104,9 +104,9 @@ def test_a_network_of_ipv6_is_one_client(peer: str, who: str) -> None:
     ],
 )
 def test_clients_have_a_third_of_the_descriptors(soft: int, clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room.resource, "getrlimit", lambda _: (soft, soft))
-    assert room.connections_max() == clients
-    assert room.descriptors() - room.connections_max() >= 2 * clients
+    monkeypatch.setattr(client_quotas.resource, "getrlimit", lambda _: (soft, soft))
+    assert client_quotas.connections_max() == clients
+    assert client_quotas.descriptors() - client_quotas.connections_max() >= 2 * clients
 
 
 def test_the_oldest_idle_one_is_the_next_to_go() -> None:

@@ -33,10 +33,10 @@ from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.flight_records import Flight
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, WorkerId
 from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
-from kvbaton.router import dialects
-from kvbaton.router.directory import Dialect, Worker
-from kvbaton.router.flights import LogBook, begun
-from kvbaton.router.settings import RouterSettings
+from kvbaton.router import kv_params
+from kvbaton.router.router_flights import LogBook, begun
+from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.workers.directory import Dialect, Worker
 
 BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
 HANDOFF = HandoffId(f"{'cd' * 16}.0")
@@ -266,10 +266,10 @@ def test_parts_of_one_body_are_flights_of_their_own() -> None:
 
 def test_a_tickets_handoff_is_read_without_its_key_and_nothing_else_is() -> None:
     ticket = seal(Ticket(HANDOFF, WorkerId("p0"), 1.0, Incarnation(9), LeaseId(4), digest=b"d" * 32), b"another key")
-    assert dialects.handoff_of(ticket) == HANDOFF
+    assert kv_params.handoff_of(ticket) == HANDOFF
     odd = seal(Ticket(HandoffId("../../etc"), WorkerId("p0"), 1.0), KEY)
     for text in (None, "", "ticket-p0-1", "é", "x" * 5000, odd, ticket[:40], "A" * 100):
-        assert dialects.handoff_of(text) == ""
+        assert kv_params.handoff_of(text) == ""
 
 
 @pytest.mark.parametrize("mode", ["pull", "stream", "push"])
@@ -347,10 +347,10 @@ def test_only_workers_of_ours_are_told_in_the_parameters() -> None:
         msgspec.structs.replace(ours, incarnation=Incarnation(0)),
         msgspec.structs.replace(ours, dialect=Dialect.MORIIO),
     ):
-        assert dialects.traced(b'{"a":1}', CALLER, other) == b'{"a":1}'
-    assert dialects.traced(b'{"a":1}', "", ours) == b'{"a":1}'
+        assert kv_params.traced(b'{"a":1}', CALLER, other) == b'{"a":1}'
+    assert kv_params.traced(b'{"a":1}', "", ours) == b'{"a":1}'
     for params in (b'{"a":1}', b"{}", b' { "a" : {"b":1} } ', b"{ }"):
-        told = msgspec.json.decode(dialects.traced(params, CALLER, ours))
+        told = msgspec.json.decode(kv_params.traced(params, CALLER, ours))
         assert told == {**msgspec.json.decode(params), "traceparent": CALLER}
 
 

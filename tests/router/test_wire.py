@@ -12,8 +12,8 @@ import pytest
 from fake_workers import until
 from raw_server import LOOPS, OK, Conn, Script, Server, answers, listening, run_on
 
-from kvbaton.router import wire
-from kvbaton.router.wire import (
+from kvbaton.router.http import http_client
+from kvbaton.router.http.http_client import (
     HEADERS_BYTES_MAX,
     UNREAD_BYTES_MAX,
     BrokenError,
@@ -40,8 +40,8 @@ READ_BYTES_MAX = 256 << 10
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections grow stale and old only where a test wants it: the machine may stand still for seconds."""
-    monkeypatch.setattr(wire, "STALE_S", 60.0)
-    monkeypatch.setattr(wire, "IDLE_S", 60.0)
+    monkeypatch.setattr(http_client, "STALE_S", 60.0)
+    monkeypatch.setattr(http_client, "IDLE_S", 60.0)
 
 
 @pytest.fixture(params=LOOPS)
@@ -425,7 +425,7 @@ def test_a_worker_that_goes_long_after_it_was_asked_did_not_close_an_idle_connec
     run: Run, how: Callable[[Conn], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had the request and died with it: it is to blame, and its end is a failure on record."""
-    monkeypatch.setattr(wire, "STALE_S", 0.02)
+    monkeypatch.setattr(http_client, "STALE_S", 0.02)
 
     async def script(conn: Conn) -> None:
         await conn.request()
@@ -965,7 +965,7 @@ def test_https_with_a_server_that_does_not_speak_it_is_unreachable(run: Run) -> 
 
 
 def test_idle_connections_are_bounded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "IDLE_MAX", 2)
+    monkeypatch.setattr(http_client, "IDLE_MAX", 2)
     gone: list[int] = []
     gate = asyncio.Event()
 
@@ -988,7 +988,7 @@ def test_idle_connections_are_bounded(run: Run, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_idle_connections_are_let_go_in_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "IDLE_S", 0.02)
+    monkeypatch.setattr(http_client, "IDLE_S", 0.02)
     gone = asyncio.Event()
 
     async def script(conn: Conn) -> None:
@@ -1011,7 +1011,7 @@ def test_one_that_was_idle_too_long_is_not_used_even_before_it_is_swept(run: Run
         exchange = await pool.exchange(*get(server))
         await exchange.whole(9)
         exchange.close()
-        exchange.idle_since -= wire.IDLE_S
+        exchange.idle_since -= http_client.IDLE_S
         assert await fetch(pool, server) == (200, b"ok")
         assert server.conns == 2
         assert exchange._transport.is_closing()
@@ -1026,7 +1026,7 @@ def test_the_sweep_leaves_those_that_were_used_lately(run: Run) -> None:
         for exchange in (first, second):
             await exchange.whole(9)
             exchange.close()
-        first.idle_since -= wire.IDLE_S
+        first.idle_since -= http_client.IDLE_S
         pool._sweep()
         assert (pool.idle, first.usable, second.usable) == (1, False, True)
         assert pool._sweeping is not None

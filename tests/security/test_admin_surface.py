@@ -14,9 +14,9 @@ from kvbaton.api.errors import ApiError
 from kvbaton.chaos.strangers_visits import ADMIN
 from kvbaton.engine.server import worker_app
 from kvbaton.router.app import router_app
-from kvbaton.router.directory import Worker
-from kvbaton.router.live import live_page
-from kvbaton.router.settings import RouterSettings
+from kvbaton.router.dashboard_page import live_page
+from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.workers.directory import Worker
 from tests.engine.test_server import FakeBackend
 
 DOC = Path(__file__).parents[2] / "docs" / "security.md"

@@ -19,10 +19,10 @@ from kvbaton.control import key_files, key_rotation, keys
 from kvbaton.control.following import Following
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import Incarnation, WorkerId
-from kvbaton.router import door
 from kvbaton.router.app import router_app
-from kvbaton.router.directory import StaticDirectory, Worker
-from kvbaton.router.settings import RouterSettings
+from kvbaton.router.http import http_server
+from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.workers.directory import StaticDirectory, Worker
 from tests.router.fake_workers import QUICK, FakeWorker, lease, run, speak
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -44,7 +44,7 @@ def test_a_worker_that_does_not_take_the_routers_token_costs_no_client_an_answer
                 url = await stack.enter_async_context(serving(app, "127.0.0.1", 0))
                 listed.append(Worker(WorkerId(name), "prefill" if name == "p0" else "decode", url, Incarnation(5)))
             router = await stack.enter_async_context(router_app(StaticDirectory(listed), QUICK, KEY))
-            front = await stack.enter_async_context(door.serving(router, "127.0.0.1", 0))
+            front = await stack.enter_async_context(http_server.serving(router, "127.0.0.1", 0))
             session = await stack.enter_async_context(aiohttp.ClientSession())
             for shown in [""] * 6 + ["a client's own"] * 2:
                 headers = {HEADER: shown} if shown else {}

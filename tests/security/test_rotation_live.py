@@ -27,7 +27,7 @@ from kvbaton.engine.options import WorkerOptions
 from kvbaton.engine.server import worker_app
 from kvbaton.engine.worker import Worker, reference_answers
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.router.settings import RouterSettings
+from kvbaton.router.router_settings import RouterSettings
 from tests.e2e.cluster import some_prompts
 
 pytestmark = pytest.mark.timeout(240)

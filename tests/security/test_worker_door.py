@@ -17,9 +17,9 @@ from kvbaton.engine.options import WorkerOptions
 from kvbaton.engine.server import worker_app
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.app import router_app
-from kvbaton.router.directory import Dialect, StaticDirectory, Worker
-from kvbaton.router.door import serving as router_serving
-from kvbaton.router.settings import RouterSettings
+from kvbaton.router.http.http_server import serving as router_serving
+from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.workers.directory import Dialect, StaticDirectory, Worker
 from tests.engine.test_server import FakeBackend
 
 OLD, NEW = b"o" * 32, b"n" * 32

@@ -20,7 +20,7 @@ from kvbaton.cli.fronting import Sources, fronted
 from kvbaton.control import keys
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
-from kvbaton.router.settings import RouterSettings
+from kvbaton.router.router_settings import RouterSettings
 from tests.vllm.engines import Answer, Engine, connector_config, free_port, make_cluster_keys, start_engine, until
 
 MODES = ("pull", "stream", "push")

@@ -16,7 +16,7 @@ from kvbaton.api import sse
 from kvbaton.api.bodies import Kind
 from kvbaton.api.params import Mode
 from kvbaton.chaos.board import Board, Ended, Verdict
-from kvbaton.router.front import MODE_HEADER, PAIR_HEADER
+from kvbaton.router.openai_api import MODE_HEADER, PAIR_HEADER
 
 CODE_CHARS_MAX = 40
 

@@ -33,7 +33,7 @@ from kvbaton.cli.bench_targets import versions as vllm_versions
 from kvbaton.cli.fronting import told_to_stop
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.cli.vllm_engine import ServerOptions
-from kvbaton.router.front import MODE_HEADER
+from kvbaton.router.openai_api import MODE_HEADER
 
 INTERRUPTED = 130
 HURRIED_S = 0.5  # for engines to come to rest when somebody waits for this to end

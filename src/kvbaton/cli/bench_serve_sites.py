@@ -32,7 +32,7 @@ from kvbaton.cli.vllm_up import TINY_KINDS, TINY_SEED, VllmPlan
 from kvbaton.control import keys
 from kvbaton.control.key_room import key_room
 from kvbaton.engine.options import WorkerOptions
-from kvbaton.router.settings import RouterSettings
+from kvbaton.router.router_settings import RouterSettings
 
 DISAGGREGATED = "disaggregated"
 REST_S = 30.0

@@ -39,7 +39,7 @@ from kvbaton.cli.fronting import told_to_stop
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.cli.screen import stdout
 from kvbaton.cli.vllm_engine import ServerOptions
-from kvbaton.router.front import MODE_HEADER
+from kvbaton.router.openai_api import MODE_HEADER
 
 LEVEL_S, LEVEL_EACH_S = 120.0, 0.5  # default deadline of a level; 2 to 15 requests/s were seen on two cores
 IDLE_S = 3.0  # over which a target is watched that has nothing to do: whether anything spins

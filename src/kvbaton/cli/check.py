@@ -23,7 +23,7 @@ from kvbaton.api.params import Mode
 from kvbaton.cli.arguments import CommandError, StoppedError
 from kvbaton.cli.cluster import Cluster, Plan, running
 from kvbaton.cli.screen import stdout
-from kvbaton.router.front import MODE_HEADER
+from kvbaton.router.openai_api import MODE_HEADER
 
 MAX_TOKENS = 12
 REST_S = 20.0

@@ -30,8 +30,8 @@ from kvbaton.control import keys
 from kvbaton.control.key_room import key_room
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.ranks.store_address import STORE_NAME
-from kvbaton.router.directory import Worker
-from kvbaton.router.settings import RouterSettings
+from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.workers.directory import Worker
 
 COMMAND: list[str] = [sys.executable, "-m", "kvbaton.cli.main"]
 """Starts a process of this program."""

@@ -25,13 +25,13 @@ from kvbaton.observe.flight.dumps import Dumps, default_directory
 from kvbaton.observe.flight.report import ReportError, decode
 from kvbaton.observe.metrics.node_metrics import connections
 from kvbaton.protocol.ids import Incarnation, WorkerId
-from kvbaton.router.announced import AnnouncedDirectory, Directories
 from kvbaton.router.app import Pages, Router, router_app
-from kvbaton.router.directory import StaticDirectory, Worker, WorkerDirectory
-from kvbaton.router.door import serving
-from kvbaton.router.live import live_page
-from kvbaton.router.registered import RegistryDirectory
-from kvbaton.router.settings import RouterSettings
+from kvbaton.router.dashboard_page import live_page
+from kvbaton.router.http.http_server import serving
+from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.workers.announced import AnnouncedDirectory, Directories
+from kvbaton.router.workers.directory import StaticDirectory, Worker, WorkerDirectory
+from kvbaton.router.workers.registered import RegistryDirectory
 
 log = logging.getLogger(__name__)
 

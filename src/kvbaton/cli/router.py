@@ -21,10 +21,10 @@ from kvbaton.control import keys
 from kvbaton.control.plain import Fleet, PlainSettings
 from kvbaton.control.registry import Networks
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.router import wire
-from kvbaton.router.directory import Worker
+from kvbaton.router.http import http_client
 from kvbaton.router.policy import Policy
-from kvbaton.router.settings import Fallback, OperatorPages, RouterSettings, is_origin
+from kvbaton.router.router_settings import Fallback, OperatorPages, RouterSettings, is_origin
+from kvbaton.router.workers.directory import Worker
 
 _DEFAULT = RouterSettings()
 
@@ -281,7 +281,7 @@ def _static(args: argparse.Namespace) -> list[Worker]:
     for role, urls in (("prefill", args.prefill_url), ("decode", args.decode_url)):
         for number, url in enumerate(urls):
             try:
-                wire.origin(url.rstrip("/"))
+                http_client.origin(url.rstrip("/"))
             except ValueError:
                 raise CommandError(f"argument --{role}-url: got {url!r}, expected http://host:port") from None
             name = WorkerId(f"{role}{number}")

@@ -24,7 +24,7 @@ from kvbaton.cli.fronting import told_to_stop
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.cli.vllm_engine import ServerOptions, free_ports
 from kvbaton.engine.options import POLICIES, WorkerOptions
-from kvbaton.router.settings import RouterSettings
+from kvbaton.router.router_settings import RouterSettings
 from kvbaton.security.sealing import ENCRYPT
 from kvbaton.transports.catalogue import CHECKSUMS
 

@@ -26,7 +26,7 @@ from kvbaton.cli.cluster import NEWS_S, Child, Cluster, Place, end, last_line, o
 from kvbaton.cli.screen import stdout
 from kvbaton.cli.vllm_engine import HOST, free_ports
 from kvbaton.cli.vllm_up import VllmPlan, member
-from kvbaton.router.front import MODE_HEADER
+from kvbaton.router.openai_api import MODE_HEADER
 
 MAX_TOKENS = 12
 ASK_S = 120.0

@@ -18,7 +18,7 @@ import kvbaton.cli.vllm_engine as server_words
 from kvbaton.cli.arguments import CommandError, whole
 from kvbaton.cli.cluster import Member, Place, places
 from kvbaton.cli.vllm_engine import Handoff, ServerOptions, free_ports, tiny_model
-from kvbaton.router.settings import RouterSettings
+from kvbaton.router.router_settings import RouterSettings
 
 ENGINES = ("embedded", "vllm")
 TINY_KINDS = ("llama", "mla", "gemma3")

@@ -23,7 +23,7 @@ from kvbaton.gpu_test.oracle import SURE_MIN, Doubt, Right
 from kvbaton.gpu_test.record import Page, Table
 from kvbaton.gpu_test.servers import GIB, Group, Say, Spec
 from kvbaton.gpu_test.sizes import Sizes, Variant
-from kvbaton.router.front import MODE_HEADER
+from kvbaton.router.openai_api import MODE_HEADER
 
 DEADLINE_S = 90.0
 HEAD = ("runner", "what", "right", "wrong", "errors", "handed over", "seen")

@@ -19,7 +19,7 @@ from kvbaton.gpu_test.client import Prompt, prompt_of, streamed
 from kvbaton.gpu_test.record import Page
 from kvbaton.gpu_test.servers import GRAPHS, Group, Say, Spec
 from kvbaton.gpu_test.sizes import Sizes
-from kvbaton.router.front import MODE_HEADER
+from kvbaton.router.openai_api import MODE_HEADER
 
 WARM_UPS = 2
 TOKENS = 3

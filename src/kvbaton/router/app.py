@@ -20,20 +20,20 @@ from kvbaton.api.errors import ApiError
 from kvbaton.api.gather import cancel
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router.desk import Desk
-from kvbaton.router.dialects import TicketMinter
-from kvbaton.router.directory import Worker, WorkerDirectory
-from kvbaton.router.flights import LogBook
-from kvbaton.router.flow import Discard, Flow
-from kvbaton.router.front import Front
-from kvbaton.router.health import Health
-from kvbaton.router.legs import LegError, Legs
-from kvbaton.router.operators import FlightsPage, Show, guarded
-from kvbaton.router.room import Room
-from kvbaton.router.roster import Roster
-from kvbaton.router.settings import RouterSettings
-from kvbaton.router.stats import RouterStats
-from kvbaton.router.talk import Answer, Handler, Request
+from kvbaton.router.client_quotas import Room
+from kvbaton.router.http.http_types import Answer, Handler, Request
+from kvbaton.router.kv_params import TicketMinter
+from kvbaton.router.openai_api import Front
+from kvbaton.router.operator_access import FlightsPage, Show, guarded
+from kvbaton.router.operator_api import Desk
+from kvbaton.router.request_flow import Discard, Flow
+from kvbaton.router.router_flights import LogBook
+from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.router_stats import RouterStats
+from kvbaton.router.worker_calls import LegError, Legs
+from kvbaton.router.workers.available import Roster
+from kvbaton.router.workers.directory import Worker, WorkerDirectory
+from kvbaton.router.workers.health import Health
 
 log = logging.getLogger(__name__)
 

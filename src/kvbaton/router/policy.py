@@ -20,7 +20,7 @@ import msgspec
 
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router.directory import State, Worker
+from kvbaton.router.workers.directory import State, Worker
 
 FAR_TOKENS = 1024
 """What a copy over the network is worth, in tokens: shared memory goes first until its workers are this much busier."""

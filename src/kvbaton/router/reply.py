@@ -11,14 +11,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvbaton.api.gather import cancel
-from kvbaton.router.calls import Route
-from kvbaton.router.flights import OK, Trip
-from kvbaton.router.legs import Answer, EventStream
-from kvbaton.router.load import Load
-from kvbaton.router.wire import Header
+from kvbaton.router.attempt import Route
+from kvbaton.router.http.http_client import Header
+from kvbaton.router.router_flights import OK, Trip
+from kvbaton.router.worker_calls import Answer, EventStream
+from kvbaton.router.workers.worker_load import Load
 
 if TYPE_CHECKING:
-    from kvbaton.router.flow import Flow
+    from kvbaton.router.request_flow import Flow
 
 
 class Reply:

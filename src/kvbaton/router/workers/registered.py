@@ -8,7 +8,7 @@ from typing import Protocol
 from kvbaton.api.params import Mode
 from kvbaton.control.registry import Entry, WorkerState
 from kvbaton.protocol.ids import Incarnation, WorkerId
-from kvbaton.router.directory import ALL_MODES, State, Worker
+from kvbaton.router.workers.directory import ALL_MODES, State, Worker
 
 
 class _Registry(Protocol):

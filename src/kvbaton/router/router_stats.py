@@ -17,7 +17,7 @@ from kvbaton.observe.metrics.exposition import Family, family
 from kvbaton.observe.metrics.handoff_metrics import Histograms
 from kvbaton.observe.metrics.metric_names import BY_NAME, Metric, Where
 from kvbaton.observe.metrics.worker_metrics import process_families, samples
-from kvbaton.router.room import Room
+from kvbaton.router.client_quotas import Room
 
 LABELS_MAX = 128
 _LABEL = re.compile(r"[A-Za-z0-9_.:-]{1,80}")

@@ -22,14 +22,14 @@ from kvbaton.api.gather import all_of, interleave
 from kvbaton.api.http import REQUEST_ID, checked_request_id
 from kvbaton.api.merge import Joiner, Part, join, read, split
 from kvbaton.api.params import FIELD, Mode
-from kvbaton.router import flights
-from kvbaton.router.calls import Call
-from kvbaton.router.flow import Flow
+from kvbaton.router import router_flights
+from kvbaton.router.attempt import Call
+from kvbaton.router.http.http_client import Header
+from kvbaton.router.http.http_types import Answer, Events, Request
 from kvbaton.router.reply import Reply
-from kvbaton.router.settings import RouterSettings
-from kvbaton.router.stats import RouterStats, count
-from kvbaton.router.talk import Answer, Events, Request
-from kvbaton.router.wire import Header
+from kvbaton.router.request_flow import Flow
+from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.router_stats import RouterStats, count
 
 PARTS_BYTES_MAX = 128 << 20
 """Of one body, once for each of its choices."""
@@ -140,7 +140,7 @@ class Front:
         name = checked_request_id("" if _holds_addresses(name) else name)
         modes = self._modes(request.header(_MODE_HEADER))
         headers = passed(request.headers, _NOT_TO_WORKERS)
-        trace, begins = flights.begun(request.headers, self._trace_share)
+        trace, begins = router_flights.begun(request.headers, self._trace_share)
         deadline = asyncio.get_running_loop().time() + self._settings.deadline_s
         if len(parts) == 1:
             fields, whole, tab = body.fields, request.body, request.tab

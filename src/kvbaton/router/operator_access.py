@@ -19,8 +19,8 @@ from kvbaton.observe.flight.collector import LAST_MAX, Gathering
 from kvbaton.observe.flight.flight_records import Seat
 from kvbaton.observe.flight.joining import FIND_CHARS_MIN
 from kvbaton.observe.flight.journey import Journey
-from kvbaton.router.settings import OperatorPages
-from kvbaton.router.talk import Answer, Events, Handler, Request, json_answer
+from kvbaton.router.http.http_types import Answer, Events, Handler, Request, json_answer
+from kvbaton.router.router_settings import OperatorPages
 
 LAST = 20
 ID_CHARS_MAX = 256

@@ -11,9 +11,9 @@ import msgspec
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router import policy
-from kvbaton.router.directory import State, Worker, WorkerDirectory
-from kvbaton.router.health import Health, Standing
 from kvbaton.router.policy import Pair
+from kvbaton.router.workers.directory import State, Worker, WorkerDirectory
+from kvbaton.router.workers.health import Health, Standing
 
 VIEW_S = 0.25
 """A view with a suspect in it is looked at again after this long."""

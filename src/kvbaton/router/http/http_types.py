@@ -13,8 +13,8 @@ import msgspec
 
 from kvbaton.api import sse
 from kvbaton.api.errors import ApiError
-from kvbaton.router.room import Room, Tab
-from kvbaton.router.wire import HEADERS_BYTES_MAX, Header
+from kvbaton.router.client_quotas import Room, Tab
+from kvbaton.router.http.http_client import HEADERS_BYTES_MAX, Header
 
 HEADERS_MAX = 128
 

@@ -12,8 +12,8 @@ from kvbaton.observe.dashboard.page_files import STATE, Page, fixed_pages, json_
 from kvbaton.observe.dashboard.sights import Listed
 from kvbaton.observe.dashboard.watch import Figures, Watch
 from kvbaton.router.app import Board
-from kvbaton.router.directory import State
-from kvbaton.router.talk import Answer, Handler, Request
+from kvbaton.router.http.http_types import Answer, Handler, Request
+from kvbaton.router.workers.directory import State
 
 
 def live_page(board: Board) -> Mapping[str, Handler]:

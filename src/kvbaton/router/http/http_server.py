@@ -22,8 +22,9 @@ import httptools
 from kvbaton.api.errors import ApiError, bare, internal, too_large
 from kvbaton.api.gather import cancel
 from kvbaton.api.http import BACKLOG, KEEPALIVE_S, SHUTDOWN_S, port_error
-from kvbaton.router.room import Crowd, caller, connections_max
-from kvbaton.router.talk import (
+from kvbaton.router.client_quotas import Crowd, caller, connections_max
+from kvbaton.router.http.http_client import HEADERS_BYTES_MAX, Header
+from kvbaton.router.http.http_types import (
     HEADERS_MAX,
     Events,
     Request,
@@ -36,7 +37,6 @@ from kvbaton.router.talk import (
     too_many_headers,
     whole_bytes,
 )
-from kvbaton.router.wire import HEADERS_BYTES_MAX, Header
 
 log = logging.getLogger(__name__)
 

@@ -14,13 +14,13 @@ import msgspec
 from kvbaton.api.errors import unavailable
 from kvbaton.observe.metrics import exposition
 from kvbaton.router import policy
-from kvbaton.router.directory import State, Worker
-from kvbaton.router.flow import Flow
-from kvbaton.router.legs import LegError, Legs
-from kvbaton.router.roster import Roster, View
-from kvbaton.router.settings import Fallback, RouterSettings
-from kvbaton.router.stats import RouterStats
-from kvbaton.router.talk import Answer, Request, json_answer
+from kvbaton.router.http.http_types import Answer, Request, json_answer
+from kvbaton.router.request_flow import Flow
+from kvbaton.router.router_settings import Fallback, RouterSettings
+from kvbaton.router.router_stats import RouterStats
+from kvbaton.router.worker_calls import LegError, Legs
+from kvbaton.router.workers.available import Roster, View
+from kvbaton.router.workers.directory import State, Worker
 
 _AUTH = b"authorization"
 MODELS_ASKED_MAX = 3

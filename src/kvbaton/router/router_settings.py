@@ -10,8 +10,8 @@ import msgspec
 
 from kvbaton.api.params import Mode
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX
+from kvbaton.router.client_quotas import BYTES_MAX
 from kvbaton.router.policy import Policy
-from kvbaton.router.room import BYTES_MAX
 
 _ORIGIN = re.compile(r"https?://[^/?#@\s*A-Z]+")
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 import httptools
 import msgspec
 
-from kvbaton.router.room import Tab, connections_max, descriptors
+from kvbaton.router.client_quotas import Tab, connections_max, descriptors
 
 IDLE_S = 4.0
 IDLE_MAX = 1024

@@ -14,7 +14,7 @@ from kvbaton.api.params import Mode
 from kvbaton.api.request_ids import parse_address
 from kvbaton.control.plain import Announcement, Fleet, Listed
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, WorkerId
-from kvbaton.router.directory import Dialect, State, Worker, WorkerDirectory
+from kvbaton.router.workers.directory import Dialect, State, Worker, WorkerDirectory
 
 _ROLES: dict[str, Literal["prefill", "decode"]] = {"P": "prefill", "D": "decode"}
 _DIALECTS = {

@@ -18,11 +18,11 @@ from kvbaton.api import sse
 from kvbaton.api.errors import RETRY_AFTER_S, ApiError, bare, no_room, out_of_time, read_error
 from kvbaton.api.tokens import NOT_THE_ROUTER
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router import wire
-from kvbaton.router.directory import Worker
-from kvbaton.router.room import Tab
-from kvbaton.router.settings import RouterSettings
-from kvbaton.router.wire import Exchange, Header, Pool
+from kvbaton.router.client_quotas import Tab
+from kvbaton.router.http import http_client
+from kvbaton.router.http.http_client import Exchange, Header, Pool
+from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.workers.directory import Worker
 
 Side = Literal["prefill", "decode"]
 RETRY_AFTER_S_MAX = 3600
@@ -126,13 +126,13 @@ class Legs:
                 await exchange.head()
                 data = await exchange.whole(leg.bytes_max(exchange.status, self._settings.answer_bytes_max))
                 if exchange.status != 200:
-                    raise _refusal(leg, exchange.status, data, wire.header(exchange.headers, b"retry-after"))
+                    raise _refusal(leg, exchange.status, data, http_client.header(exchange.headers, b"retry-after"))
                 if leg.tab is not None and tab is not None and leg.side == "decode":
                     leg.tab.absorb(tab)  # until it has gone to the client
                 return Answer(data, exchange.headers)
             finally:
                 self._close(leg, exchange)
-        except wire.WireError as error:
+        except http_client.WireError as error:
             raise _told(leg, error, timeout_s) from None
 
     async def stream(self, leg: Leg, deadline: float, timeout_s: float | None = None) -> EventStream:
@@ -146,13 +146,13 @@ class Legs:
                 await exchange.head()
                 if exchange.status != 200:
                     data = await exchange.whole(leg.bytes_max(exchange.status, self._settings.answer_bytes_max))
-                    raise _refusal(leg, exchange.status, data, wire.header(exchange.headers, b"retry-after"))
+                    raise _refusal(leg, exchange.status, data, http_client.header(exchange.headers, b"retry-after"))
                 await stream.begin()
             except BaseException:
                 stream.close()
                 raise
             return stream
-        except wire.WireError as error:
+        except http_client.WireError as error:
             raise _told(leg, error, timeout_s) from None
 
     async def get(self, worker: Worker, path: str, headers: Sequence[Header] = (), tab: Tab | None = None) -> bytes:
@@ -169,13 +169,13 @@ class Legs:
 
     async def _send(self, leg: Leg, timeout_s: float | None) -> Exchange:
         try:
-            place = wire.origin(leg.worker.url)
+            place = http_client.origin(leg.worker.url)
         except ValueError as error:
-            raise wire.UnreachableError(str(error)) from None
+            raise http_client.UnreachableError(str(error)) from None
         method = "GET" if leg.body is None else "POST"
         shown = self.token(leg.worker)
         headers = leg.headers if shown is None else (*leg.headers, shown)
-        data = wire.request_bytes(method, place, leg.path, headers, leg.body)
+        data = http_client.request_bytes(method, place, leg.path, headers, leg.body)
         exchange = await self._pool.exchange(place, data)
         if timeout_s is not None:
             exchange.expire_in(timeout_s)
@@ -192,24 +192,24 @@ class Legs:
         exchange.close()
 
 
-def _told(leg: Leg, error: wire.WireError, timeout_s: float | None) -> LegError:
+def _told(leg: Leg, error: http_client.WireError, timeout_s: float | None) -> LegError:
     """The wire's error as the router's."""
     bare(error)  # the exchange has it too
     match error:
-        case wire.LateError():
+        case http_client.LateError():
             return leg.failed(504, f"gave no answer within {timeout_s} s", "worker_timeout", lost=True)
-        case wire.UnreachableError():
+        case http_client.UnreachableError():
             return leg.failed(502, f"cannot be reached ({error})", "worker_unreachable", lost=True)
-        case wire.StaleError():
+        case http_client.StaleError():
             return leg.failed(502, str(error), "worker_died", stale=True)
-        case wire.GarbageError():
+        case http_client.GarbageError():
             return leg.failed(502, str(error), "bad_answer")
-        case wire.NoRoomError():
+        case http_client.NoRoomError():
             return _crowded_out(leg, error)
     return leg.failed(502, f"went away before its answer was complete ({error})", "worker_died", lost=True)
 
 
-def _crowded_out(leg: Leg, error: wire.NoRoomError) -> LegError:
+def _crowded_out(leg: Leg, error: http_client.NoRoomError) -> LegError:
     """The router itself could not take it: nobody is blamed, but for an answer that would crowd out others'."""
     full = no_room(str(error)) if leg.tab is None or not error.answered_bytes else leg.tab.room.full("answer")
     if error.answered_bytes >= LARGE_BYTES:
@@ -267,9 +267,9 @@ class EventStream:
             try:
                 data = await self._exchange.read()
                 whole = self._feed(data)
-            except wire.WireError as error:
+            except http_client.WireError as error:
                 bare(error)
-                if isinstance(error, wire.LateError):
+                if isinstance(error, http_client.LateError):
                     raise self._failed(out_of_time("the request's deadline passed in mid-stream")) from None
                 raise self._broke(str(error)) from None
             except LegError as error:
@@ -298,9 +298,9 @@ class EventStream:
         except sse.TooLongError as error:
             raise self._leg.failed(502, f"sent {error}", "bad_answer") from None
         held = self._relay.held + more
-        if self._tab is not None and not self._tab.hold(held if held > wire.BYTES_FREE else 0):
+        if self._tab is not None and not self._tab.hold(held if held > http_client.BYTES_FREE else 0):
             said = f"sent {held} bytes of its stream, for which the router has no room"
-            raise _crowded_out(self._leg, wire.NoRoomError(said, held))
+            raise _crowded_out(self._leg, http_client.NoRoomError(said, held))
         return whole
 
     def _broke(self, what: str) -> ApiError:

@@ -40,20 +40,20 @@ from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.flight_records import WHOLE
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router import dialects, policy
-from kvbaton.router.calls import Call, Route, Tries
-from kvbaton.router.dialects import TicketMinter
-from kvbaton.router.directory import State, Worker
-from kvbaton.router.flights import DECODE_SENT, FIRST_BYTE, PREFILL_ANSWERED, PREFILL_SENT, LogBook, Trip
-from kvbaton.router.legs import Answer, EventStream, Leg, LegError, Legs
-from kvbaton.router.load import Load, Loads, answer_tokens, prompt_tokens
+from kvbaton.router import kv_params, policy
+from kvbaton.router.attempt import Call, Route, Tries
+from kvbaton.router.http.http_client import Header
+from kvbaton.router.kv_params import TicketMinter
 from kvbaton.router.policy import Pair, Weights
-from kvbaton.router.prefixes import Prefixes, pieces
 from kvbaton.router.reply import Reply
-from kvbaton.router.roster import Roster, View
-from kvbaton.router.settings import Fallback, RouterSettings
-from kvbaton.router.stats import RouterStats, count
-from kvbaton.router.wire import Header
+from kvbaton.router.router_flights import DECODE_SENT, FIRST_BYTE, PREFILL_ANSWERED, PREFILL_SENT, LogBook, Trip
+from kvbaton.router.router_settings import Fallback, RouterSettings
+from kvbaton.router.router_stats import RouterStats, count
+from kvbaton.router.worker_calls import Answer, EventStream, Leg, LegError, Legs
+from kvbaton.router.workers.available import Roster, View
+from kvbaton.router.workers.directory import State, Worker
+from kvbaton.router.workers.prefixes import Prefixes, pieces
+from kvbaton.router.workers.worker_load import Load, Loads, answer_tokens, prompt_tokens
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class Flow:
         able = view.pairs(mode)
         if mode is Mode.PULL or self._minter is not None:
             return able
-        return [pair for pair in able if dialects.can_mint(pair, mode, None)]
+        return [pair for pair in able if kv_params.can_mint(pair, mode, None)]
 
     def _weights(self, tries: Tries) -> Weights:
         settings = self._settings
@@ -192,14 +192,14 @@ class Flow:
     # --- asking
 
     async def _handed_over(self, call: Call, tries: Tries, route: Route, pair: Pair) -> Reply:
-        ask = dialects.ask(pair, route.mode, self._minter)
+        ask = kv_params.ask(pair, route.mode, self._minter)
         trip = tries.trip
         trip.handoff = ask.handoff
         headers = call.named(ask.request_id, trip.leg("decode"))
         if ask.request_id is not None and call.kind is Kind.RESPONSES:  # vLLM reads it from the body there
             call = msgspec.structs.replace(call, fields={**call.fields, "request_id": ask.request_id}, data=None)
-        asked = dialects.traced(ask.source, trip.leg("prefill"), pair.prefill)
-        body = dialects.prefill_body(call.kind, call.fields, asked)
+        asked = kv_params.traced(ask.source, trip.leg("prefill"), pair.prefill)
+        body = kv_params.prefill_body(call.kind, call.fields, asked)
         named = call.named(ask.request_id, trip.leg("prefill"))
         source = Leg("prefill", pair.prefill, call.kind.value, named, body, call.tab)
         prefilling = self._loads.take(pair.prefill.peer, tries.tokens)
@@ -210,7 +210,7 @@ class Flow:
             if ask.target is None:
                 try:
                     found = await self._prefilled(source, ask.needs_answer, self._patience(call))
-                    trip.answered(dialects.handoff_of(found[1]))
+                    trip.answered(kv_params.handoff_of(found[1]))
                     times.append(_now())
                 finally:
                     prefilling.give()
@@ -251,8 +251,8 @@ class Flow:
         """What P hands to D, and the ticket within, if it is one of ours."""
         answer = await self._legs.whole(leg, patience_s)
         try:
-            found = dialects.handover(answer.data)
-        except dialects.ParamsError as error:
+            found = kv_params.handover(answer.data)
+        except kv_params.ParamsError as error:
             raise leg.failed(502, f"answered {FIELD} {error}", "bad_answer") from None
         except (ValueError, RecursionError):
             raise leg.failed(502, "answered something that is no JSON object", "bad_answer") from None
@@ -315,7 +315,7 @@ class Flow:
         return min(self._settings.first_byte_s, max(0.9 * (call.deadline - _now()), 0.001))
 
     def _give_back_of(self, worker: Worker, params: bytes) -> None:
-        self._give_back(worker, msgspec.json.decode(params, type=dialects.Handover).ticket)
+        self._give_back(worker, msgspec.json.decode(params, type=kv_params.Handover).ticket)
 
     def _give_back(self, worker: Worker, ticket: str | None) -> None:
         if ticket is not None and self._discard is not None:
@@ -326,15 +326,15 @@ class Flow:
         self, call: Call, trip: Trip, headers: Sequence[Header], worker: Worker, params: bytes | None
     ) -> Answer | EventStream:
         if params is not None:
-            params = dialects.traced(params, trip.leg("decode"), worker)
-        body = dialects.decode_body(call.data, call.fields, params)
+            params = kv_params.traced(params, trip.leg("decode"), worker)
+        body = kv_params.decode_body(call.data, call.fields, params)
         leg = Leg("decode", worker, call.kind.value, headers, body, call.tab)
         trip.mark(DECODE_SENT)
         if call.stream:
             return await self._legs.stream(leg, call.deadline, self._patience(call))
         answer = await self._legs.whole(leg)
         try:
-            return Answer(dialects.without_params(answer.data), answer.headers)
+            return Answer(kv_params.without_params(answer.data), answer.headers)
         except (ValueError, RecursionError):
             raise leg.failed(502, "answered something that is not a JSON object", "bad_answer") from None
 

@@ -12,12 +12,12 @@ from kvbaton.api.bodies import Kind
 from kvbaton.api.params import Mode
 from kvbaton.observe.tracing.context import Traceparent
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router.directory import Worker
-from kvbaton.router.flights import Trip
-from kvbaton.router.legs import LegError
+from kvbaton.router.client_quotas import Tab
+from kvbaton.router.http.http_client import Header
 from kvbaton.router.policy import NO_DOUBTS, Doubts
-from kvbaton.router.room import Tab
-from kvbaton.router.wire import Header
+from kvbaton.router.router_flights import Trip
+from kvbaton.router.worker_calls import LegError
+from kvbaton.router.workers.directory import Worker
 
 
 class Call(msgspec.Struct, frozen=True):

@@ -24,9 +24,9 @@ from kvbaton.api.params import FIELD, LEASE_FOR_PULL, Mode, source_params, targe
 from kvbaton.protocol.ids import HandoffId, TransferId, handoff_id, is_handoff_id
 from kvbaton.protocol.numbers import Version
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, Ticket, seal
-from kvbaton.router.directory import Dialect, Worker
+from kvbaton.router.http.http_client import Header
 from kvbaton.router.policy import Pair
-from kvbaton.router.wire import Header
+from kvbaton.router.workers.directory import Dialect, Worker
 
 _encode = msgspec.json.Encoder().encode
 _LEASE = _encode(LEASE_FOR_PULL)

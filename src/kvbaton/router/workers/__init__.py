@@ -1,0 +1,1 @@
+"""Which workers there are, how they fare, and which of them may be asked now."""
