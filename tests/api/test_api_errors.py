@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.api.errors import ApiError, read_error
+from kvbaton.api.api_errors import ApiError, read_error
 
 
 @pytest.mark.parametrize(

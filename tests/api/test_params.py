@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.api.errors import ApiError
+from kvbaton.api.api_errors import ApiError
 from kvbaton.api.params import Mode, TransferParams
 
 

@@ -11,7 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from kvbaton.api import sse
 from kvbaton.api.answers import Token
-from kvbaton.api.errors import unavailable
+from kvbaton.api.api_errors import unavailable
 from kvbaton.api.responses import Asked, ResponseShape, error_event, usage
 
 EVENTS: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvbaton.api.api_errors import ApiError
 from kvbaton.api.bodies import MESSAGES_MAX, Kind, parse
-from kvbaton.api.errors import ApiError
 from kvbaton.api.merge import split
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.api import screening
-from kvbaton.api.errors import ApiError
+from kvbaton.api.api_errors import ApiError
 
 
 def refused(headers: dict[str, list[str]], origins: tuple[str, ...] = ()) -> str | None:

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from kvbaton.api import shapes
+from kvbaton.api.api_errors import ApiError
 from kvbaton.api.bodies import Kind, parse
-from kvbaton.api.errors import ApiError
 from kvbaton.api.shapes import (
     CONTAINERS_MAX,
     EASY_BYTES,

@@ -26,7 +26,7 @@ from kvbaton.bench.device_world import (
     weave_of,
 )
 from kvbaton.cli.main import main
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.cuda import cuda_driver
 
@@ -117,7 +117,7 @@ def test_without_a_driver_the_command_says_what_is_missing(
 def test_a_whole_handoff_brings_the_blocks(tmp_path: Path, plane: str) -> None:
     directory, gpu = str(tmp_path / "keys"), FakeGpu()
     make = partial(make_plane, plane, gpu=gpu, slots=(1 << 20, 2))
-    keys.mint(directory, ["p", "d"])
+    keyring.mint(directory, ["p", "d"])
     memory = {name: gpu.allocate(REGION_BYTES) for name in "pd"}  # never touched but for a few pages
     sides = {name: DeviceSide(name, directory, DeviceMemory(memory[name], REGION_BYTES), gpu, make) for name in "pd"}
     try:

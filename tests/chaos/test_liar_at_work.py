@@ -20,7 +20,7 @@ from kvbaton.chaos import lies, lies_to_readers
 from kvbaton.chaos.liar_door import ANSWERS, ODD, Door, Question
 from kvbaton.chaos.liar_post import CHUNKS, Asked, Errand, Member, Post, honest_card
 from kvbaton.chaos.lies import Count, Guise
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.engine.worker import Worker, reference_answers
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -82,7 +82,7 @@ class _Plane:
 
 @contextlib.contextmanager
 def _posted(tmp_path: Path, plane: Any) -> Iterator[Post]:
-    keys.mint(tmp_path / "keys", ["p0", "liar"])
+    keyring.mint(tmp_path / "keys", ["p0", "liar"])
     post = Post(_errand(str(tmp_path / "keys"), {"p0": Member("prefill", "tcp://127.0.0.1:1")}))
     post._plane.close()
     post._plane = plane
@@ -206,13 +206,13 @@ def test_no_answer_over_http_holds_kv_that_anybody_but_the_liar_has(name: str) -
 
 def test_real_workers_believe_no_liar_and_answer_as_before(tmp_path: Path) -> None:
     directory = str(tmp_path / "keys")
-    keys.mint(directory, ["p0", "d0", "liar"])
+    keyring.mint(directory, ["p0", "d0", "liar"])
     prompts = some_prompts(PROMPTS, "lies")
     right = reference_answers(prompts, 4)
     workers = [
         Worker(
             WorkerOptions(name=name, role=role, keys=directory, registry="tcp://127.0.0.1:1", transport="tcp"),  # type: ignore[arg-type]
-            keys.load(directory, name),
+            keyring.load(directory, name),
         )
         for name, role in (("p0", "prefill"), ("d0", "decode"))
     ]
@@ -230,7 +230,7 @@ def test_real_workers_believe_no_liar_and_answer_as_before(tmp_path: Path) -> No
             worker.start()
         try:
             d.control.set_directory({WorkerId("p0"): (p.control.endpoint, "")})
-            both = Pair(p, d, keys.load(directory, "p0").ticket_keys[0])
+            both = Pair(p, d, keyring.load(directory, "p0").ticket_keys[0])
             lying = asyncio.create_task(asyncio.to_thread(subprocess.run, words, capture_output=True, timeout=60))
             numbers = itertools.count()
             while not lying.done():

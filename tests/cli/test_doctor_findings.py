@@ -18,7 +18,7 @@ import pytest
 
 from kvbaton.cli import doctor_machine, doctor_ports
 from kvbaton.cli.main import main
-from kvbaton.control import key_rotation, keys
+from kvbaton.control import key_rotation, keyring
 from kvbaton.integrations.vllm.launching import CONNECTOR, PYTHON_VARIABLE, free_ports
 from kvbaton.observe.codes.entry import Severity
 from kvbaton.observe.codes.findings import SEVERITY
@@ -42,7 +42,7 @@ class Place:
     def __init__(self, base: Path) -> None:
         self.base = base
         self.keys = base / "keys"
-        keys.mint(self.keys, ["router", "operator", "p0", "d0"])
+        keyring.mint(self.keys, ["router", "operator", "p0", "d0"])
         self.ports = free_ports(2)
         self.p = self._launch("p0", "kv_producer", self.ports[0])
         self.d = self._launch("d0", "kv_consumer", self.ports[1])
@@ -131,7 +131,7 @@ def test_a_healthy_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_workers_of_our_own_engine_are_well_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keys.mint(tmp_path / "keys", ["router", "p0", "d0"])
+    keyring.mint(tmp_path / "keys", ["router", "p0", "d0"])
     common = f"--keys {tmp_path / 'keys'} --registry tcp://127.0.0.1:7700"
     p = f"kvbaton worker --name p0 --role prefill {common} --tp 2 --block-tokens 32"
     status, found = told(
@@ -178,7 +178,7 @@ def without_tickets(place: Place) -> None:
 
 
 def two_clusters(place: Place) -> None:
-    keys.mint(place.base / "others", ["router", "p0", "d0"])
+    keyring.mint(place.base / "others", ["router", "p0", "d0"])
     place.extra("d")["keys"] = str(place.base / "others")
 
 
@@ -209,7 +209,7 @@ def space(place: Place) -> None:
     command = f"VLLM_CPU_KVCACHE_SPACE=1000000 vllm serve {place.p['model']} {more} --kv-transfer-config '{transfer}'"
     place.more = ["--prefill", command]
     place.extra("p")["name"] = "p1"
-    keys.add(place.keys, "p1")
+    keyring.add(place.keys, "p1")
     port = free_ports(1)[0]
     place.p["port"], place.extra("p")["http_address"] = port, f"{HERE}:{port}"
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvbaton.cli import drain as command
 from kvbaton.cli import main as cli
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.control.registry import DrainState, Registration, RegistryClient, RegistryServer, RegistrySettings
 from kvbaton.protocol.ids import Incarnation, WorkerId
 
@@ -25,8 +25,8 @@ class Town:
 
     def __init__(self, directory: Path) -> None:
         self.keys = str(directory / "keys")
-        keys.mint(self.keys, ["router", "operator", "p0"])
-        self.server = RegistryServer(keys.load(self.keys, "router"), settings=CALM)
+        keyring.mint(self.keys, ["router", "operator", "p0"])
+        self.server = RegistryServer(keyring.load(self.keys, "router"), settings=CALM)
         self.server.start()
         self.on_drain: Callable[[], None] = lambda: None
         self.client: RegistryClient | None = None
@@ -36,7 +36,7 @@ class Town:
             P0, Incarnation(0xAB), "prefill", "127.0.0.1:80", "tcp://127.0.0.1:5000", stays=stays
         )
         self.client = RegistryClient(
-            keys.load(self.keys, "p0"),
+            keyring.load(self.keys, "p0"),
             (WorkerId("router"), self.server.endpoint),
             registration,
             on_directory=lambda entries: None,

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from kvbaton.cli.main import main
-from kvbaton.control import key_rotation, keys
+from kvbaton.control import key_rotation, keyring
 from kvbaton.control.key_report import fingerprint, report
 
 
 @pytest.fixture
 def minted(tmp_path: Path) -> str:
-    keys.mint(tmp_path / "keys", ["router", "operator", "p0", "d0"])
+    keyring.mint(tmp_path / "keys", ["router", "operator", "p0", "d0"])
     return str(tmp_path / "keys")
 
 
@@ -30,7 +30,7 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
 
 
 def test_show_prints_names_fingerprints_and_no_secret(capsys: pytest.CaptureFixture[str], minted: str) -> None:
-    ring = keys.load(minted, "p0")
+    ring = keyring.load(minted, "p0")
     later = time.time() + 600  # however long it takes from here to there
     os.utime(Path(minted) / "public" / "p0.json", (later, later))
     status, out, _ = call(capsys, "show", minted)
@@ -57,45 +57,45 @@ def test_show_fails_with_what_is_wrong(capsys: pytest.CaptureFixture[str], minte
 def test_tickets_are_rotated_in_two_commands_where_all_see_one_directory(
     capsys: pytest.CaptureFixture[str], minted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = keys.load(minted, "p0").ticket_keys
+    old = keyring.load(minted, "p0").ticket_keys
     status, out, _ = call(capsys, "rotate", minted, "--tickets", "--settle-s", "0.01")
     assert status == 0 and "the new key signs" in out and "in 150 s: kvbaton keys rotate" in out
-    new = keys.load(minted, "p0").ticket_keys
+    new = keyring.load(minted, "p0").ticket_keys
     assert new[1:] == old
     status, _, err = call(capsys, "rotate", minted, "--tickets", "--finish")
-    assert status == 2 and "finish after that" in err and keys.load(minted, "p0").ticket_keys == new
+    assert status == 2 and "finish after that" in err and keyring.load(minted, "p0").ticket_keys == new
     monkeypatch.setattr(key_rotation, "TICKETS_LIVE_S", 0.0)
     monkeypatch.setattr(key_rotation.finish_tickets, "__defaults__", (0.0, key_rotation.time.time))
     status, out, _ = call(capsys, "rotate", minted, "--tickets", "--finish")
-    assert status == 0 and "1 old key is gone" in out and keys.load(minted, "p0").ticket_keys == new[:1]
+    assert status == 0 and "1 old key is gone" in out and keyring.load(minted, "p0").ticket_keys == new[:1]
 
 
 def test_tickets_are_rotated_in_three_where_files_are_copied(capsys: pytest.CaptureFixture[str], minted: str) -> None:
-    old = keys.load(minted, "p0").ticket_keys
+    old = keyring.load(minted, "p0").ticket_keys
     began = time.monotonic()
     status, out, _ = call(capsys, "rotate", minted, "--tickets", "--prepare")
     assert status == 0 and "a new key verifies; the old one signs" in out
-    assert keys.load(minted, "p0").ticket_keys[0] == old[0]
+    assert keyring.load(minted, "p0").ticket_keys[0] == old[0]
     status, out, _ = call(capsys, "rotate", minted, "--tickets", "--settle-s", "0.8")
     assert time.monotonic() - began > 0.7, "it was prepared just now, so not everybody may have it"
-    assert status == 0 and keys.load(minted, "p0").ticket_keys[1:] == old
+    assert status == 0 and keyring.load(minted, "p0").ticket_keys[1:] == old
 
 
 def test_an_identity_is_rotated_and_finished(capsys: pytest.CaptureFixture[str], minted: str) -> None:
-    old = keys.load(minted, "p0").public
+    old = keyring.load(minted, "p0").public
     status, out, _ = call(capsys, "rotate", minted, "p0")
     assert status == 0 and f"kvbaton keys rotate {minted} p0 --finish" in out
-    assert keys.load(minted, "d0").also == {"p0": (old,)}
+    assert keyring.load(minted, "d0").also == {"p0": (old,)}
     status, out, _ = call(capsys, "show", minted)
     assert f"being rotated: {fingerprint(old)} is let in too" in out
     status, out, _ = call(capsys, "rotate", minted, "p0", "d0", "--finish")
     assert status == 0 and "p0: only its new key is let in" in out and "d0: was not being rotated" in out
-    assert keys.load(minted, "d0").also == {}
+    assert keyring.load(minted, "d0").also == {}
 
 
 def test_a_name_is_removed(capsys: pytest.CaptureFixture[str], minted: str) -> None:
     status, out, _ = call(capsys, "remove", minted, "d0")
-    assert status == 0 and "removed d0" in out and "d0" not in keys.load(minted, "p0").peers
+    assert status == 0 and "removed d0" in out and "d0" not in keyring.load(minted, "p0").peers
     status, _, err = call(capsys, "remove", minted, "d0")
     assert status == 2 and "there is no d0; see: kvbaton keys show" in err
 
@@ -116,10 +116,10 @@ def test_a_name_is_removed(capsys: pytest.CaptureFixture[str], minted: str) -> N
 def test_what_does_not_go_together_is_refused_before_anything_is_touched(
     capsys: pytest.CaptureFixture[str], minted: str, words: list[str], part: str
 ) -> None:
-    before = keys.load(minted, "p0")
+    before = keyring.load(minted, "p0")
     status, _, err = call(capsys, words[0], minted, *words[1:])
     assert (status, part in err) == (2, True), err
-    assert keys.load(minted, "p0") == before
+    assert keyring.load(minted, "p0") == before
 
 
 @pytest.mark.parametrize(("age_s", "said"), [(5, "5 s"), (125, "2 min"), (7300, "2 h"), (200_000, "2 d")])

@@ -14,7 +14,7 @@ import pytest
 
 import kvbaton
 from kvbaton.cli import main as cli
-from kvbaton.control import keys
+from kvbaton.control import keyring
 
 WORKER = ["worker", "--name", "p0", "--role", "prefill", "--keys", "/nowhere", "--registry", "tcp://127.0.0.1:1"]
 
@@ -137,7 +137,7 @@ def test_keys_are_minted_with_a_router_and_added_to(capsys: pytest.CaptureFixtur
     assert status == 0
     assert "minted router, operator, p0, d0" in out
     assert call(capsys, "keys", "add", directory, "d1")[0] == 0
-    assert sorted(keys.load(directory, "d1").peers) == ["d0", "d1", "operator", "p0", "router"]
+    assert sorted(keyring.load(directory, "d1").peers) == ["d0", "d1", "operator", "p0", "router"]
     status, _, err = call(capsys, "keys", "add", directory, "d1")
     assert (status, "there is a d1 already" in err) == (2, True)
 

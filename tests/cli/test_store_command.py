@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from kvbaton.cli import main as cli
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.ranks.store_address import bytes_of, opener, store_place
-from kvbaton.store.base import Backend
-from kvbaton.store.client import ServerSilent
+from kvbaton.store.interface import Backend
+from kvbaton.store.store_client import ServerSilent
 
 WORDS = [sys.executable, "-m", "kvbaton.cli.main", "store", "--port", "0", "--json"]
 
@@ -48,7 +48,7 @@ class Served:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    keys.mint(tmp_path / "keys", ["store", "p0"])
+    keyring.mint(tmp_path / "keys", ["store", "p0"])
     return tmp_path / "keys"
 
 
@@ -60,7 +60,7 @@ def served(directory: Path) -> Iterator[Served]:
 
 
 def client(directory: Path, url: str, name: str = "p0", timeout_s: float = 10.0) -> Backend:
-    make, owned = opener(store_place(url), keys.load(directory, name), timeout_s=timeout_s)
+    make, owned = opener(store_place(url), keyring.load(directory, name), timeout_s=timeout_s)
     assert not owned
     return make()
 
@@ -79,7 +79,7 @@ def test_it_keeps_values_tells_figures_and_ends_on_sigterm(directory: Path, serv
 
 
 def test_a_worker_of_another_cluster_gets_no_answer(tmp_path: Path, directory: Path, served: Served) -> None:
-    keys.mint(tmp_path / "others", ["p0"])
+    keyring.mint(tmp_path / "others", ["p0"])
     (tmp_path / "others" / "public" / "store.json").write_bytes((directory / "public" / "store.json").read_bytes())
     stranger = client(tmp_path / "others", served.url, timeout_s=1.0)
     for call in (lambda: stranger.exists(["a"]), lambda: stranger.put(["a"], [memoryview(b"1")])):

@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 
 import zmq
 
-from kvbaton.control.base import Limits
-from kvbaton.control.keys import Keyring
+from kvbaton.control.addressing import Limits
+from kvbaton.control.keyring import Keyring
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
 from kvbaton.protocol.ids import WorkerId
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.control.base import check_authority, check_bind, check_endpoint
+from kvbaton.control.addressing import check_authority, check_bind, check_endpoint
 from kvbaton.observe.codes.saying import worth_saying
 
 

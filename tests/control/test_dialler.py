@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import pytest
 import zmq
 
-from kvbaton.control.base import Limits
+from kvbaton.control.addressing import Limits
 from kvbaton.control.dialler import Dialler
 from kvbaton.control.sockets import Plane
 from kvbaton.protocol.ids import WorkerId

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.control import following, key_files, key_rotation, keys
-from kvbaton.control.following import LOOK_S, Following
-from kvbaton.control.keys import Keyring
+from kvbaton.control import key_files, key_following, key_rotation, keyring
+from kvbaton.control.key_following import LOOK_S, Following
+from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry import RegistryServer
 from kvbaton.control.zmq import ZmqControl
 from tests.control.rig import Post, exchange, posted, repeat_until_answered, steady_bind, until
@@ -18,39 +18,39 @@ from tests.control.rig import Post, exchange, posted, repeat_until_answered, ste
 
 @pytest.fixture
 def minted(tmp_path: Path) -> Path:
-    keys.mint(tmp_path / "cluster", ["p0", "d0", "router"])
+    keyring.mint(tmp_path / "cluster", ["p0", "d0", "router"])
     return tmp_path / "cluster"
 
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(following, "LOOK_S", 0.02)
+    monkeypatch.setattr(key_following, "LOOK_S", 0.02)
     yield
 
 
 class TestFollowing:
     def test_what_did_not_change_is_not_read_again(self, minted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        followed = Following(keys.load(minted, "p0"), 0.0)
+        followed = Following(keyring.load(minted, "p0"), 0.0)
         assert followed.look(0.0) is None, "as it was loaded"
-        monkeypatch.setattr(following, "reload", lambda _: pytest.fail("nothing changed"))
+        monkeypatch.setattr(key_following, "reload", lambda _: pytest.fail("nothing changed"))
         assert followed.look(LOOK_S) is None
         assert followed.next_look == 2 * LOOK_S
 
     def test_what_changed_since_it_was_loaded_is_noticed_at_once(self, minted: Path) -> None:
-        followed = Following(keys.load(minted, "p0"), 0.0)
-        keys.add(minted, "d1")
+        followed = Following(keyring.load(minted, "p0"), 0.0)
+        keyring.add(minted, "d1")
         fresh = followed.look(0.0)
         assert fresh is not None and "d1" in fresh.peers and fresh is followed.keyring
 
     def test_a_directory_that_is_wrong_changes_nothing_and_is_said_once(
         self, minted: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        followed = Following(before := keys.load(minted, "p0"), 0.0)
+        followed = Following(before := keyring.load(minted, "p0"), 0.0)
         followed.look(0.0)
         (minted / "public" / "d0.json").write_text("{")
         with caplog.at_level(logging.ERROR):
             assert [followed.look(now) for now in (2.0, 4.0, 6.0)] == [None] * 3
-        said = [record for record in caplog.records if record.name == following.__name__]
+        said = [record for record in caplog.records if record.name == key_following.__name__]
         assert followed.keyring == before and len(said) == 1
         assert "stay as they were" in caplog.text and before.secret not in caplog.text
         key_rotation.rotate(minted, "router")
@@ -59,13 +59,13 @@ class TestFollowing:
         assert fresh is not None and "d0" not in fresh.peers and fresh.also.keys() == {"router"}
 
     def test_a_directory_that_is_gone_changes_nothing(self, minted: Path) -> None:
-        followed = Following(keys.load(minted, "p0"), 0.0)
+        followed = Following(keyring.load(minted, "p0"), 0.0)
         minted.rename(minted.parent / "moved")
         assert followed.look(0.0) is None and "d0" in followed.keyring.peers
 
 
 def pair(minted: Path) -> tuple[Post, Post]:
-    p0, d0 = Post(keys.load(minted, "p0"), bind=steady_bind()), Post(keys.load(minted, "d0"))
+    p0, d0 = Post(keyring.load(minted, "p0"), bind=steady_bind()), Post(keyring.load(minted, "d0"))
     d0.control.set_directory({p0.name: (p0.control.endpoint, "")})
     return p0, d0
 
@@ -87,8 +87,8 @@ class TestLive:
     def test_who_is_added_is_let_in(self, minted: Path) -> None:
         p0, d0 = pair(minted)
         with posted(p0, d0):
-            keys.add(minted, "d1")
-            d1 = Post(keys.load(minted, "d1"))
+            keyring.add(minted, "d1")
+            d1 = Post(keyring.load(minted, "d1"))
             with posted(d1):
                 d1.control.set_directory({p0.name: p0.address})
                 until(lambda: p0.control.counters["keys_changed"], p0)
@@ -101,7 +101,7 @@ class TestLive:
             key_rotation.rotate(minted, "d0")
             until(lambda: p0.control.counters["keys_changed"], p0, d0)
             exchange(d0, p0)  # the process before, with its old secret
-            again = Post(keys.load(minted, "d0"))
+            again = Post(keyring.load(minted, "d0"))
             with posted(again):
                 again.control.set_directory({p0.name: (p0.control.endpoint, "")})
                 exchange(again, p0)
@@ -121,7 +121,7 @@ class TestLive:
             until(lambda: d0.control.counters["keys_changed"], d0)
             with posted(p0):
                 repeat_until_answered(d0, p0)  # it was not restarted: the first key that is tried is the wrong one
-            again = Post(keys.load(minted, "p0"), bind=p0.control.endpoint)
+            again = Post(keyring.load(minted, "p0"), bind=p0.control.endpoint)
             with posted(again):
                 repeat_until_answered(d0, again)
                 key_rotation.finish(minted, "p0")
@@ -130,7 +130,7 @@ class TestLive:
 
     def test_ticket_keys_reach_whoever_wants_to_know(self, minted: Path) -> None:
         heard: list[Keyring] = []
-        control = ZmqControl(keys.load(minted, "p0"))
+        control = ZmqControl(keyring.load(minted, "p0"))
         control.on_keys = heard.append
         key_rotation.prepare_tickets(minted)
         until(lambda: control.wait(0.01) or heard)
@@ -138,16 +138,16 @@ class TestLive:
         control.close()
 
     def test_a_wait_without_a_limit_looks_too_and_goes_on_waiting(self, minted: Path) -> None:
-        control = ZmqControl(keys.load(minted, "p0"))
+        control = ZmqControl(keyring.load(minted, "p0"))
         control.on_keys = lambda _: control.wake()
-        keys.add(minted, "d1")
+        keyring.add(minted, "d1")
         control.wait(None)
         assert control.counters["keys_changed"] == 1
         control.close()
 
     def test_a_registry_tells_when_its_keys_changed(self, minted: Path) -> None:
         heard: list[Keyring] = []
-        server = RegistryServer(keys.load(minted, "router"))
+        server = RegistryServer(keyring.load(minted, "router"))
         server.on_keys = heard.append
         server.start()
         try:

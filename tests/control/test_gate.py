@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 import zmq
 
-from kvbaton.control.base import Limits
+from kvbaton.control.addressing import Limits
 
 from .rig import Post, cluster, exchange, posted, raw_client, until
 

@@ -8,41 +8,41 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvbaton.control import key_files, key_modes, key_rotation, keys
-from kvbaton.control.base import ControlError
+from kvbaton.control import key_files, key_modes, key_rotation, keyring
+from kvbaton.control.addressing import ControlError
 from kvbaton.control.key_report import fingerprint, report
 
 
 @pytest.fixture
 def minted(tmp_path: Path) -> Path:
-    keys.mint(tmp_path / "cluster", ["p0", "d0", "router", "operator"])
+    keyring.mint(tmp_path / "cluster", ["p0", "d0", "router", "operator"])
     return tmp_path / "cluster"
 
 
 class TestTickets:
     def test_a_key_verifies_before_it_signs_and_after_it_signed(self, minted: Path) -> None:
-        old = keys.load(minted, "p0").ticket_keys
+        old = keyring.load(minted, "p0").ticket_keys
         assert key_rotation.prepare_tickets(minted)
-        prepared = keys.load(minted, "p0").ticket_keys
+        prepared = keyring.load(minted, "p0").ticket_keys
         assert prepared[0] == old[0] and len(prepared) == 2
         key_rotation.promote_tickets(minted, wall=lambda: 1000.0)
-        promoted = keys.load(minted, "p0").ticket_keys
+        promoted = keyring.load(minted, "p0").ticket_keys
         assert promoted == (prepared[1], old[0])
         assert key_rotation.finish_tickets(minted, wall=lambda: 1000.0 + key_rotation.TICKETS_LIVE_S) == 1
-        assert keys.load(minted, "p0").ticket_keys == (prepared[1],)
+        assert keyring.load(minted, "p0").ticket_keys == (prepared[1],)
 
     def test_finishing_waits_for_what_the_old_key_signed(self, minted: Path) -> None:
         key_rotation.prepare_tickets(minted)
         key_rotation.promote_tickets(minted, wall=lambda: 1000.0)
         with pytest.raises(ControlError, match="may live for another 100 s; finish after that"):
             key_rotation.finish_tickets(minted, live_s=150.0, wall=lambda: 1050.0)
-        assert len(keys.load(minted, "p0").ticket_keys) == 2
+        assert len(keyring.load(minted, "p0").ticket_keys) == 2
 
     def test_preparing_twice_is_preparing_once(self, minted: Path) -> None:
         assert key_rotation.prepare_tickets(minted)
-        before = keys.load(minted, "p0").ticket_keys
+        before = keyring.load(minted, "p0").ticket_keys
         assert not key_rotation.prepare_tickets(minted)
-        assert keys.load(minted, "p0").ticket_keys == before
+        assert keyring.load(minted, "p0").ticket_keys == before
 
     def test_there_must_be_something_to_promote(self, minted: Path) -> None:
         with pytest.raises(ControlError, match="no key that was prepared"):
@@ -56,9 +56,9 @@ class TestTickets:
             key_rotation.prepare_tickets(minted)
 
     def test_finishing_without_a_rotation_changes_nothing(self, minted: Path) -> None:
-        before = keys.load(minted, "p0").ticket_keys
+        before = keyring.load(minted, "p0").ticket_keys
         assert key_rotation.finish_tickets(minted) == 0
-        assert keys.load(minted, "p0").ticket_keys == before
+        assert keyring.load(minted, "p0").ticket_keys == before
 
     def test_the_file_stays_private(self, minted: Path) -> None:
         key_rotation.prepare_tickets(minted)
@@ -68,14 +68,14 @@ class TestTickets:
 
 class TestIdentities:
     def test_the_old_key_is_let_in_until_it_is_finished(self, minted: Path) -> None:
-        old = keys.load(minted, "p0")
+        old = keyring.load(minted, "p0")
         key_rotation.rotate(minted, "p0")
-        new = keys.load(minted, "p0")
+        new = keyring.load(minted, "p0")
         assert new.secret != old.secret and new.peers["p0"] == new.public != old.public
         assert new.also == {"p0": (old.public,)}
-        assert keys.reload(old).also == new.also and keys.reload(old).secret == old.secret
+        assert keyring.reload(old).also == new.also and keyring.reload(old).secret == old.secret
         assert key_rotation.finish(minted, "p0")
-        assert keys.load(minted, "p0").also == {}
+        assert keyring.load(minted, "p0").also == {}
         assert not key_rotation.finish(minted, "p0")
 
     def test_a_second_rotation_waits_for_the_first(self, minted: Path) -> None:
@@ -84,14 +84,14 @@ class TestIdentities:
             key_rotation.rotate(minted, "p0")
 
     def test_a_rotation_that_was_broken_off_can_be_repeated(self, minted: Path) -> None:
-        old = keys.load(minted, "p0")
+        old = keyring.load(minted, "p0")
         lost = zmq.curve_keypair()[0].decode()
         key_files.replace(minted / "public" / "p0.json", key_files.Public("p0", lost, (old.public,)))
-        assert keys.load(minted, "p0").public == old.public, "it can be started in between"
+        assert keyring.load(minted, "p0").public == old.public, "it can be started in between"
         with pytest.raises(ControlError, match="still the old one"):
             key_rotation.finish(minted, "p0")
         key_rotation.rotate(minted, "p0")
-        assert keys.load(minted, "p0").also == {"p0": (old.public,)}
+        assert keyring.load(minted, "p0").also == {"p0": (old.public,)}
 
     def test_it_is_done_where_the_secret_is(self, minted: Path) -> None:
         (minted / "secret" / "p0.json").unlink()
@@ -115,20 +115,20 @@ class TestIdentities:
 
     def test_who_is_removed_is_gone_with_its_secret(self, minted: Path) -> None:
         key_rotation.remove(minted, "d0")
-        assert "d0" not in keys.load(minted, "p0").peers
+        assert "d0" not in keyring.load(minted, "p0").peers
         assert not (minted / "secret" / "d0.json").exists()
         key_rotation.remove(minted, "p0")
 
     def test_an_old_key_that_another_has_is_refused(self, minted: Path) -> None:
-        p0, d0 = keys.load(minted, "p0"), keys.load(minted, "d0")
+        p0, d0 = keyring.load(minted, "p0"), keyring.load(minted, "d0")
         key_files.replace(minted / "public" / "d0.json", key_files.Public("d0", d0.public, (p0.public,)))
         with pytest.raises(ControlError, match="another identity has this key"):
-            keys.load(minted, "p0")
+            keyring.load(minted, "p0")
 
 
 class TestReport:
     def test_names_and_fingerprints_but_no_secret(self, minted: Path) -> None:
-        ring = keys.load(minted, "p0")
+        ring = keyring.load(minted, "p0")
         key_rotation.rotate(minted, "d0")
         key_rotation.prepare_tickets(minted)
         (minted / "secret" / "router.json").unlink()
@@ -146,7 +146,7 @@ class TestReport:
         (minted / "public" / "d0.json").write_text("{}")
         key_files.write(minted / "secret" / "gone.json", key_files.Secret("gone", zmq.curve_keypair()[1].decode()))
         key_files.replace(minted / "public" / "router.json", key_files.Public("x", zmq.curve_keypair()[0].decode()))
-        other = key_files.Public("operator", keys.files.cards(Path(_fresh(minted)))[0].public)
+        other = key_files.Public("operator", keyring.files.cards(Path(_fresh(minted)))[0].public)
         key_files.replace(minted / "public" / "operator.json", other)
         os.chmod(minted, 0o777)
         told = "\n".join(report(minted).problems)
@@ -213,7 +213,7 @@ class TestReport:
         assert report(minted).problems == ()
 
     def test_a_rotation_that_was_broken_off_and_keys_that_two_have_are_problems(self, minted: Path) -> None:
-        p0 = keys.load(minted, "p0").public
+        p0 = keyring.load(minted, "p0").public
         key_files.replace(minted / "public" / "p0.json", key_files.Public("p0", zmq.curve_keypair()[0].decode(), (p0,)))
         key_files.replace(minted / "public" / "d0.json", key_files.Public("d0", p0))
         (minted / "tickets.json").unlink()
@@ -223,5 +223,5 @@ class TestReport:
 
 
 def _fresh(minted: Path) -> Path:
-    keys.mint(minted.parent / "other", ["a"])
+    keyring.mint(minted.parent / "other", ["a"])
     return minted.parent / "other"

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvbaton.control import key_files, key_rotation, keys
-from kvbaton.control.base import ControlError
+from kvbaton.control import key_files, key_rotation, keyring
+from kvbaton.control.addressing import ControlError
 from kvbaton.protocol.ids import WorkerId
 
 
 @pytest.fixture
 def minted(tmp_path: Path) -> Path:
-    keys.mint(tmp_path / "cluster", ["p0", "d0", "router"])
+    keyring.mint(tmp_path / "cluster", ["p0", "d0", "router"])
     return tmp_path / "cluster"
 
 
@@ -26,11 +26,11 @@ def _rewrite(path: Path, **fields: object) -> None:
 
 
 def test_a_minted_identity_loads_with_its_keys_and_those_of_its_peers(minted: Path) -> None:
-    p0, d0 = keys.load(minted, "p0"), keys.load(minted, "d0")
+    p0, d0 = keyring.load(minted, "p0"), keyring.load(minted, "d0")
     assert set(p0.peers) == {"p0", "d0", "router"}
     assert p0.peers == d0.peers and p0.peers[d0.name] == d0.public
     assert zmq.curve_public(p0.secret.encode()).decode() == p0.public
-    assert p0.ticket_keys == d0.ticket_keys and len(p0.ticket_keys[0]) == keys.TICKET_KEY_BYTES
+    assert p0.ticket_keys == d0.ticket_keys and len(p0.ticket_keys[0]) == keyring.TICKET_KEY_BYTES
 
 
 def test_nothing_that_is_minted_can_be_read_by_others(minted: Path) -> None:
@@ -41,8 +41,8 @@ def test_nothing_that_is_minted_can_be_read_by_others(minted: Path) -> None:
 def test_modes_hold_under_a_permissive_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        keys.mint(tmp_path / "cluster", ["p0"])
-        keys.add(tmp_path / "cluster", "p1")
+        keyring.mint(tmp_path / "cluster", ["p0"])
+        keyring.add(tmp_path / "cluster", "p1")
     finally:
         os.umask(before)
     for path in (tmp_path / "cluster").rglob("*"):
@@ -52,7 +52,7 @@ def test_modes_hold_under_a_permissive_umask(tmp_path: Path) -> None:
 def test_minting_over_a_cluster_is_refused_and_leaves_it_as_it_was(minted: Path) -> None:
     before = {path: path.read_bytes() for path in minted.rglob("*.json")}
     with pytest.raises(ControlError, match="exists; add identities"):
-        keys.mint(minted, ["p0"])
+        keyring.mint(minted, ["p0"])
     assert {path: path.read_bytes() for path in minted.rglob("*.json")} == before
     assert [path.name for path in minted.parent.iterdir()] == ["cluster"]
 
@@ -60,39 +60,39 @@ def test_minting_over_a_cluster_is_refused_and_leaves_it_as_it_was(minted: Path)
 def test_minting_over_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cluster").write_text("precious")
     with pytest.raises(ControlError, match="exists"):
-        keys.mint(tmp_path / "cluster", ["p0"])
+        keyring.mint(tmp_path / "cluster", ["p0"])
     assert (tmp_path / "cluster").read_text() == "precious"
 
 
 @pytest.mark.parametrize("name", ["", "../p0", "a/b", "p 0", "x" * 65, ".hidden", "p0#1"])
 def test_a_name_that_is_no_worker_id_is_refused(minted: Path, name: str) -> None:
     with pytest.raises(ControlError, match="name: got"):
-        keys.mint(minted.parent / "other", [name])
+        keyring.mint(minted.parent / "other", [name])
     with pytest.raises(ControlError, match="name: got"):
-        keys.add(minted, name)
+        keyring.add(minted, name)
     with pytest.raises(ControlError, match="name: got"):
-        keys.load(minted, name)
+        keyring.load(minted, name)
     assert not (minted.parent / "other").exists()
 
 
 def test_the_same_name_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ControlError, match="repeats one"):
-        keys.mint(tmp_path / "cluster", ["p0", "p0"])
+        keyring.mint(tmp_path / "cluster", ["p0", "p0"])
 
 
 def test_an_added_identity_is_known_to_all_and_changes_no_other(minted: Path) -> None:
-    before = keys.load(minted, "p0")
-    keys.add(minted, "d1")
-    after, d1 = keys.load(minted, "p0"), keys.load(minted, "d1")
+    before = keyring.load(minted, "p0")
+    keyring.add(minted, "d1")
+    after, d1 = keyring.load(minted, "p0"), keyring.load(minted, "d1")
     assert after.secret == before.secret and after.ticket_keys == before.ticket_keys
     assert dict(after.peers) == {**before.peers, d1.name: d1.public}
 
 
 def test_adding_a_name_that_exists_is_refused(minted: Path) -> None:
-    before = keys.load(minted, "p0")
+    before = keyring.load(minted, "p0")
     with pytest.raises(ControlError, match="there is a p0 already"):
-        keys.add(minted, "p0")
-    assert keys.load(minted, "p0") == before
+        keyring.add(minted, "p0")
+    assert keyring.load(minted, "p0") == before
 
 
 @pytest.mark.parametrize("name", ["d1", "d2", "d3"])
@@ -110,7 +110,7 @@ def test_of_many_who_add_one_name_at_once_one_succeeds(
 
     def attempt() -> None:
         try:
-            keys.add(minted, name)
+            keyring.add(minted, name)
             outcomes.append("added")
         except ControlError:
             outcomes.append("refused")
@@ -122,7 +122,7 @@ def test_of_many_who_add_one_name_at_once_one_succeeds(
     for thread in threads:
         thread.join()
     assert sorted(outcomes) == ["added"] + ["refused"] * 3
-    assert keys.load(minted, name).name == name
+    assert keyring.load(minted, name).name == name
 
 
 def test_a_file_that_exists_is_never_overwritten(minted: Path) -> None:
@@ -135,24 +135,24 @@ def test_a_file_that_exists_is_never_overwritten(minted: Path) -> None:
 
 
 def test_an_interrupted_add_can_be_repeated(minted: Path) -> None:
-    keys.add(minted, "d1")
+    keyring.add(minted, "d1")
     (minted / "public" / "d1.json").unlink()
-    keys.add(minted, "d1")
-    assert keys.load(minted, "d1").name == "d1"
+    keyring.add(minted, "d1")
+    assert keyring.load(minted, "d1").name == "d1"
 
 
 def test_a_cluster_that_is_not_there_is_named_with_the_next_step(tmp_path: Path) -> None:
     with pytest.raises(ControlError, match="none: no key directory; mint one"):
-        keys.load(tmp_path / "none", "p0")
+        keyring.load(tmp_path / "none", "p0")
     with pytest.raises(ControlError, match="none: no key directory; mint one"):
-        keys.add(tmp_path / "none", "p0")
+        keyring.add(tmp_path / "none", "p0")
 
 
 @pytest.mark.parametrize("file", ["secret/p0.json", "tickets.json"])
 def test_a_missing_file_is_named_with_the_next_step(minted: Path, file: str) -> None:
     (minted / file).unlink()
     with pytest.raises(ControlError, match=f"{file} is missing; add that identity, or copy"):
-        keys.load(minted, "p0")
+        keyring.load(minted, "p0")
 
 
 @pytest.mark.parametrize("file", ["secret/p0.json", "tickets.json"])
@@ -160,7 +160,7 @@ def test_a_missing_file_is_named_with_the_next_step(minted: Path, file: str) -> 
 def test_a_secret_that_others_can_read_is_refused(minted: Path, file: str, mode: int) -> None:
     (minted / file).chmod(mode)
     with pytest.raises(ControlError, match=f"mode {mode:04o}: others could read it; chmod 600"):
-        keys.load(minted, "p0")
+        keyring.load(minted, "p0")
 
 
 @pytest.mark.parametrize(
@@ -182,57 +182,57 @@ def test_a_malformed_file_is_refused_by_the_name_of_its_field(
 ) -> None:
     _rewrite(minted / file, **fields)
     with pytest.raises(ControlError, match=part) as caught:
-        keys.load(minted, "p0")
+        keyring.load(minted, "p0")
     assert Path(file).name in str(caught.value)
 
 
 def test_a_file_that_is_not_json_or_far_too_long_is_refused(minted: Path) -> None:
     (minted / "secret" / "p0.json").write_bytes(b"\x80\x04\x95 pickle?")
     with pytest.raises(ControlError, match="restore the file"):
-        keys.load(minted, "p0")
-    (minted / "secret" / "p0.json").write_bytes(b" " * (keys.FILE_BYTES_MAX + 1))
+        keyring.load(minted, "p0")
+    (minted / "secret" / "p0.json").write_bytes(b" " * (keyring.FILE_BYTES_MAX + 1))
     with pytest.raises(ControlError, match="bytes; restore the file"):
-        keys.load(minted, "p0")
+        keyring.load(minted, "p0")
 
 
 def test_two_names_with_one_key_are_refused(minted: Path) -> None:
-    _rewrite(minted / "public" / "d0.json", public=keys.load(minted, "p0").public)
+    _rewrite(minted / "public" / "d0.json", public=keyring.load(minted, "p0").public)
     with pytest.raises(ControlError, match="another identity has this key"):
-        keys.load(minted, "p0")
+        keyring.load(minted, "p0")
 
 
 def test_a_public_key_that_is_not_the_secrets_is_refused(minted: Path) -> None:
     _rewrite(minted / "public" / "p0.json", public=zmq.curve_keypair()[0].decode())
     with pytest.raises(ControlError, match="does not belong to its secret"):
-        keys.load(minted, "p0")
+        keyring.load(minted, "p0")
 
 
 def test_ticket_keys_can_be_rotated_by_putting_a_new_one_first(minted: Path) -> None:
-    old = keys.load(minted, "p0").ticket_keys
+    old = keyring.load(minted, "p0").ticket_keys
     _rewrite(minted / "tickets.json", keys=["ab" * 32, old[0].hex()])
-    assert keys.load(minted, "p0").ticket_keys == (b"\xab" * 32, *old)
+    assert keyring.load(minted, "p0").ticket_keys == (b"\xab" * 32, *old)
 
 
 def test_no_secret_shows_in_a_repr_or_an_error(minted: Path) -> None:
-    ring = keys.load(minted, "p0")
+    ring = keyring.load(minted, "p0")
     told = f"{ring!r} {ring} {ring.__rich_repr__()} {[ring]}"
     _rewrite(minted / "public" / "p0.json", public=zmq.curve_keypair()[0].decode())
     with pytest.raises(ControlError) as caught:
-        keys.load(minted, "p0")
+        keyring.load(minted, "p0")
     for secret in (ring.secret, ring.ticket_keys[0].hex(), str(ring.ticket_keys[0])):
         assert secret not in told + str(caught.value)
 
 
 def test_a_key_is_for_what_its_file_says_or_its_name(tmp_path: Path) -> None:
-    keys.mint(tmp_path / "cluster", ["p0:prefill", "p0.1", "d0:decode", "router", "operator-a", "w", "w.1"])
-    keys.add(tmp_path / "cluster", "s:store")
-    found = keys.load(tmp_path / "cluster", "p0")
+    keyring.mint(tmp_path / "cluster", ["p0:prefill", "p0.1", "d0:decode", "router", "operator-a", "w", "w.1"])
+    keyring.add(tmp_path / "cluster", "s:store")
+    found = keyring.load(tmp_path / "cluster", "p0")
     names = ("p0", "p0.1", "d0", "router", "operator-a", "w", "w.1", "s", "unknown")
     assert [found.role_of(WorkerId(name)).value for name in names] == [
         "prefill", "prefill", "decode", "router", "operator", "both", "both", "store", "both",
     ]  # fmt: skip
     key_rotation.rotate(tmp_path / "cluster", "d0")
     key_rotation.finish(tmp_path / "cluster", "d0")
-    assert keys.reload(found).role_of(WorkerId("d0")).value == "decode"
+    assert keyring.reload(found).role_of(WorkerId("d0")).value == "decode"
     with pytest.raises(ControlError, match="role of x: got 'king', expected one of prefill"):
-        keys.add(tmp_path / "cluster", "x:king")
+        keyring.add(tmp_path / "cluster", "x:king")

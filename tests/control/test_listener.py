@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from kvbaton.control.base import ControlError, Limits
+from kvbaton.control.addressing import ControlError, Limits
 from kvbaton.protocol.ids import WorkerId
 
 from .rig import Post, cluster, exchange, posted, raw_client, until

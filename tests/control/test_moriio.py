@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from kvbaton.api.request_ids import MoriioAddress, parse_address
-from kvbaton.control.base import ControlError
+from kvbaton.control.addressing import ControlError
 from kvbaton.control.moriio import MoriioAnnouncer, Registration, p2p_nccl_registration, registration
 
 from .rig import STALL_S, costs_less, steady_bind, until

@@ -16,13 +16,13 @@ import msgspec
 import pytest
 import zmq
 
-from kvbaton.control.base import ControlError
+from kvbaton.control.addressing import ControlError
 from kvbaton.control.moriio import MoriioAnnouncer, Registration, p2p_nccl_registration, registration
 from kvbaton.control.plain import Fleet, PlainListener, PlainSettings
-from kvbaton.control.plain import listener as plain_listener
-from kvbaton.control.plain.listener import MESSAGES_PER_WINDOW_MAX, WINDOW_S
-from kvbaton.control.plain.messages import MESSAGE_BYTES_MAX
-from kvbaton.control.plain.roster import WORKERS_MAX
+from kvbaton.control.plain import announcement_listener as plain_listener
+from kvbaton.control.plain.announced_roster import WORKERS_MAX
+from kvbaton.control.plain.announcement_listener import MESSAGES_PER_WINDOW_MAX, WINDOW_S
+from kvbaton.control.plain.announcements import MESSAGE_BYTES_MAX
 from kvbaton.observe.codes.saying import FIRST
 
 from .rig import steady_bind, until

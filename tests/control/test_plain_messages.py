@@ -7,7 +7,7 @@ import pytest
 
 from kvbaton.control.moriio import p2p_nccl_registration, registration
 from kvbaton.control.plain import Announcement, Fleet, PlainFault
-from kvbaton.control.plain.messages import MESSAGE_BYTES_MAX, decode, payload_of
+from kvbaton.control.plain.announcements import MESSAGE_BYTES_MAX, decode, payload_of
 
 HTTP = "127.0.0.1:8100"
 ZMQ = "host:127.0.0.1,handshake:6301,notify:61005"

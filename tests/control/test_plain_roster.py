@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from kvbaton.control.plain import Announcement, Fleet, Listed, PlainFault, PlainSettings
-from kvbaton.control.plain.messages import Role
-from kvbaton.control.plain.roster import WORKERS_MAX, PlainRoster
+from kvbaton.control.plain.announced_roster import WORKERS_MAX, PlainRoster
+from kvbaton.control.plain.announcements import Role
 from kvbaton.protocol.ids import Incarnation
 
 READ, WRITE, P2P = Fleet.MORIIO_READ, Fleet.MORIIO_WRITE, Fleet.P2P_NCCL

@@ -4,7 +4,7 @@ import gc
 
 import zmq
 
-from kvbaton.control.base import Limits
+from kvbaton.control.addressing import Limits
 from kvbaton.control.sockets import Plane
 
 from .rig import cluster

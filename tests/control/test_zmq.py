@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kvbaton.control.base import Limits
+from kvbaton.control.addressing import Limits
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.node.node_loop import LoopControl
 from kvbaton.node.ports import ControlPort

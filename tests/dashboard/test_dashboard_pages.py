@@ -11,7 +11,7 @@ from urllib.parse import urljoin
 
 import pytest
 
-from kvbaton.api.errors import ApiError
+from kvbaton.api.api_errors import ApiError
 from kvbaton.observe.dashboard.page_files import FILES, HEADERS, REASONS, ROOT, STATE, fixed_pages
 from kvbaton.protocol.errors import Reason
 from kvbaton.router.app import Router, router_app

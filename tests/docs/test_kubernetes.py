@@ -19,7 +19,7 @@ from docs_rules import check_transfer_config, parsed
 from docs_running import answered, until
 from kubernetes_pods import Object, Pod, container, main_container, pod_spec
 
-from kvbaton.control import keys as key_files
+from kvbaton.control import keyring as key_files
 from kvbaton.engine.server import worker_app
 from kvbaton.integrations.vllm.settings import ConnectorSettings
 

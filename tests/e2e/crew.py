@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.control.registry import RegistryServer, RegistrySettings
 from kvbaton.engine.worker import reference_answers
 from kvbaton.protocol.ids import WorkerId
@@ -70,8 +70,8 @@ class Crew:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        keys.mint(directory / "keys", ["router", *SPECS])
-        self.keyring = keys.load(directory / "keys", "router")
+        keyring.mint(directory / "keys", ["router", *SPECS])
+        self.keyring = keyring.load(directory / "keys", "router")
         settings = RegistrySettings(suspect_s=4.0, evict_s=EVICT_S)
         self.registry = RegistryServer(self.keyring, settings=settings)
         self.registry.start()

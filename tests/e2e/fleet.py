@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.control.registry import RegistryServer
 from tests.e2e.cluster import eventually, get_json
 
@@ -80,8 +80,8 @@ class Fleet:
 async def fleet(directory: Path, *flags: str, prefill: int = 1, decode: int = 1) -> AsyncIterator[Fleet]:
     """Start the workers and wait until each serves and knows all the others."""
     roles = {f"p{n}": "prefill" for n in range(prefill)} | {f"d{n}": "decode" for n in range(decode)}
-    keys.mint(directory / "keys", ["router", *roles])
-    registry = RegistryServer(keys.load(directory / "keys", "router"))
+    keyring.mint(directory / "keys", ["router", *roles])
+    registry = RegistryServer(keyring.load(directory / "keys", "router"))
     registry.start()
     members: list[Member] = []
     try:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from kvbaton.api.params import Mode, TransferParams, source_params, target_params
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.engine import tokenizer
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.options import WorkerOptions
@@ -100,8 +100,8 @@ async def pair(
     d: dict[str, object] | None = None,
 ) -> AsyncIterator[Pair]:
     directory = f"{tmp_path}/keys"
-    keys.mint(directory, ["p0", "d0"])
-    rings = keys.load(directory, "p0"), keys.load(directory, "d0")
+    keyring.mint(directory, ["p0", "d0"])
+    rings = keyring.load(directory, "p0"), keyring.load(directory, "d0")
     workers = []
     for ring, role, options, config in zip(rings, ("prefill", "decode"), (p or {}, d or {}), configs, strict=True):
         base = {"registry": "tcp://127.0.0.1:1", "transport": transport, "keys": directory, "name": ring.name}

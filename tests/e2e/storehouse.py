@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.engine.worker import Worker
 from tests.e2e.pair import generate, idle
@@ -94,7 +94,7 @@ class House:
 
 def key_directory(tmp_path: Path) -> Path:
     directory = tmp_path / "keys"
-    keys.mint(directory, [*NAMES, "store", "router"])
+    keyring.mint(directory, [*NAMES, "store", "router"])
     return directory
 
 
@@ -104,7 +104,7 @@ async def house(directory: Path, store: str, *names: str, **options: object) -> 
     found = House(directory)
     base = {"registry": "tcp://127.0.0.1:1", "keys": str(directory), "store": store, "role": "both"}
     base |= {**PATIENT, **options}
-    rings = {name: keys.load(directory, name) for name in names}
+    rings = {name: keyring.load(directory, name) for name in names}
     try:
         for name, ring in rings.items():
             found.workers[name] = Worker(WorkerOptions(**{**base, "name": name}), ring)

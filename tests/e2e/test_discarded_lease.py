@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvbaton.api.params import FIELD, LEASE_FOR_PULL
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.control.registry import RegistryServer
 from kvbaton.protocol.ids import HandoffId, Incarnation, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
@@ -47,9 +47,9 @@ class Prefiller:
             )
 
     @staticmethod
-    def _mint(directory: Path) -> keys.Keyring:
-        keys.mint(directory / "keys", ["router", "operator", "p0", "d0"])
-        return keys.load(directory / "keys", "router")
+    def _mint(directory: Path) -> keyring.Keyring:
+        keyring.mint(directory / "keys", ["router", "operator", "p0", "d0"])
+        return keyring.load(directory / "keys", "router")
 
     @property
     def life(self) -> Incarnation:

@@ -16,7 +16,7 @@ import pytest
 
 from kvbaton.api.params import Mode
 from kvbaton.cli.fronting import Sources, fronted
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.engine.worker import reference_answers
 from kvbaton.router.policy import Policy
 from kvbaton.router.router_settings import RouterSettings
@@ -86,8 +86,8 @@ async def cluster(
     p_words: Sequence[str] = WORKER,
 ) -> AsyncIterator[Cluster]:
     """`ds`: the words that start each decode worker, before those that say who and where it is."""
-    keys.mint(directory / "keys", ["router", "p0", *ds])
-    sources = Sources(keyring=keys.load(directory / "keys", "router"), registry_bind="tcp://127.0.0.1:0")
+    keyring.mint(directory / "keys", ["router", "p0", *ds])
+    sources = Sources(keyring=keyring.load(directory / "keys", "router"), registry_bind="tcp://127.0.0.1:0")
     settings = RouterSettings(policy=Policy.ROUND_ROBIN, decode_retries=0, prefill_retries=0)
     async with fronted(sources, settings, host="127.0.0.1", port=0) as front:
         where = ("--keys", str(directory / "keys"), "--registry", front.registry_endpoint)

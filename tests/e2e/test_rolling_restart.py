@@ -21,7 +21,7 @@ import msgspec
 import pytest
 
 from kvbaton.api import sse
-from kvbaton.control import keys
+from kvbaton.control import keyring as keys
 from kvbaton.engine.worker import reference_answers
 from tests.e2e.cluster import eventually, get_json, some_prompts, wait_for
 

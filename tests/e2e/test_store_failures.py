@@ -14,9 +14,9 @@ import pytest
 
 from kvbaton.engine import store_access
 from kvbaton.engine.worker import reference_answers
-from kvbaton.store.base import Backend
-from kvbaton.store.memory import MemoryBackend
-from kvbaton.store.mooncake import MooncakeBackend, MooncakeSettings
+from kvbaton.store.interface import Backend
+from kvbaton.store.memory_backend import MemoryBackend
+from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
 from kvbaton.testing.store_harness import FaultyBackend
 from tests.e2e.storehouse import House, house, key_directory
 from tests.mooncake_store.mooncake_processes import Master, Owner

@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from kvbaton.api.params import TransferParams
-from kvbaton.control import keys
-from kvbaton.control.base import ControlError
+from kvbaton.control import keyring
+from kvbaton.control.addressing import ControlError
 from kvbaton.control.registry import RegistryServer
 from kvbaton.engine.config import CacheConfig, EngineConfig, ModelConfig
 from kvbaton.engine.options import WorkerOptions
@@ -84,7 +84,7 @@ def test_a_prompt_that_p_loads_from_the_store_is_handed_over_in_every_mode(tmp_p
             async with house(directory, store, "p0", "d0", "e0") as three:
                 assert await three.answer("e0", PROMPTS[0]) == right[0]
                 await three.until(lambda: three.stat("e0", "store_puts_total") == 1)
-                both = Pair(three["p0"], three["d0"], keys.load(directory, "p0").ticket_keys[0])
+                both = Pair(three["p0"], three["d0"], keyring.load(directory, "p0").ticket_keys[0])
                 assert [await both.answer(prompt, mode) for prompt in PROMPTS[:2]] == right
                 assert three.stat("p0", "store_hits_blocks_total") >= (len(PROMPTS[0]) - 1) // 16
                 assert both.ends() == {"delivered": 2}
@@ -137,7 +137,7 @@ async def prefilled(session: aiohttp.ClientSession, url: str, prompt: str) -> Tr
 def test_a_prefiller_killed_after_its_prompt_was_put_costs_nothing(tmp_path: Path, policy: str, kind: str) -> None:
     """kill -9 between P's answer and D's claim: the ticket leads nowhere, the store has the prompt."""
     directory = key_directory(tmp_path)
-    registry = RegistryServer(keys.load(directory, "router"))
+    registry = RegistryServer(keyring.load(directory, "router"))
     registry.start()
     log = tmp_path / "p0.log"
     with some_store(kind, directory) as store:
@@ -161,7 +161,7 @@ async def _second_source(
 ) -> None:
     right = reference_answers(PROMPTS[:2], 12)
     [listed] = registry.workers()
-    ring = keys.load(directory, "d0")
+    ring = keyring.load(directory, "d0")
     async with house(directory, store, "d0", policy=policy, claim_timeout=1.0) as one:
         d: Worker = one["d0"]
         d.control.set_directory({listed.registration.worker: (listed.registration.control_endpoint, ring.peers["p0"])})
@@ -191,7 +191,7 @@ def test_a_store_is_refused_for_kv_that_it_cannot_keep(tmp_path: Path) -> None:
     )
     config = EngineConfig(ModelConfig(sliding_layers=(1,)), CacheConfig(blocks=64))
     with pytest.raises(ControlError, match="'sliding' is sliding"):
-        Worker(options, keys.load(directory, "p0"), config)
+        Worker(options, keyring.load(directory, "p0"), config)
 
 
 def test_up_starts_a_store_beside_the_cluster(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, Wor
 from kvbaton.ranks.engine_store import Shelf, ShelfSettings
 from kvbaton.ranks.rank_store import LocalShelf
 from kvbaton.ranks.rank_values import rank_values
-from kvbaton.store.base import Backend
+from kvbaton.store.interface import Backend
 from kvbaton.testing.store_harness import FaultyBackend
 from kvbaton.testing.transport_harness import poll
 

@@ -12,7 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvbaton.control.base import ControlError
+from kvbaton.control.addressing import ControlError
 from kvbaton.engine.announcing import Herald, announcement
 from kvbaton.engine.options import WorkerOptions
 

@@ -15,7 +15,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import RequestId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.ranks.engine_store import ShelfSettings
-from kvbaton.store.memory import MemoryBackend
+from kvbaton.store.memory_backend import MemoryBackend
 
 from .helpers import answer_alone, prompt, request
 from .store_rig import KEY, PATIENT, StoreRig, store_rig

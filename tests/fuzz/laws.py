@@ -15,8 +15,8 @@ from kvbaton.api.request_ids import (
     transfer_hex,
 )
 from kvbaton.control.plain import Announcement, Fleet, PlainFault
-from kvbaton.control.plain.messages import RANKS_MAX, decode
-from kvbaton.control.registry import messages as m
+from kvbaton.control.plain.announcements import RANKS_MAX, decode
+from kvbaton.control.registry import registry_messages as m
 from kvbaton.protocol.ids import is_worker_id
 from kvbaton.router.workers.announced import worker_name
 

@@ -11,8 +11,8 @@ from laws import HEX, looked_at
 from mutators import Shape
 
 from kvbaton.api import foreign, request_ids, sse
+from kvbaton.api.api_errors import ApiError, read_error
 from kvbaton.api.bodies import PARTS_MAX, Body, Kind, parse
-from kvbaton.api.errors import ApiError, read_error
 from kvbaton.api.merge import split
 from kvbaton.api.params import FIELD, LEASE_FOR_PULL, Mode, TransferParams, source_params, target_params
 from kvbaton.api.responses import Asked, ResponseShape

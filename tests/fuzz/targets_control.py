@@ -15,10 +15,10 @@ from laws import DECODERS, heard, understood
 from mutators import Shape
 
 from kvbaton.chaos import plan as chaos
-from kvbaton.control import keys
-from kvbaton.control.base import ControlError, check_authority, check_bind, check_endpoint
+from kvbaton.control import keyring
+from kvbaton.control.addressing import ControlError, check_authority, check_bind, check_endpoint
 from kvbaton.control.moriio import Registration, p2p_nccl_registration, registration
-from kvbaton.control.registry import messages as m
+from kvbaton.control.registry import registry_messages as m
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.ranks.store_address import store_place
 
@@ -159,10 +159,10 @@ class KeyFiles:
         if self._base is None or self._owner != os.getpid():
             self._owner = os.getpid()
             self._base = Path(tempfile.mkdtemp(prefix="kvbaton-fuzz-")) / "keys"
-            keys.mint(self._base, ["d0", "p0"])
+            keyring.mint(self._base, ["d0", "p0"])
             names = ("public/d0.json", "secret/d0.json", "tickets.json")
             self._good = {name: (self._base / name).read_bytes() for name in names}
-            self._secret = keys.load(self._base, "d0").secret
+            self._secret = keyring.load(self._base, "d0").secret
         return self._base
 
     def close(self) -> None:
@@ -187,9 +187,9 @@ class KeyFiles:
         for name, good in self._good.items():
             (base / name).write_bytes(data)
             try:
-                ring = keys.load(base, "d0")
+                ring = keyring.load(base, "d0")
             except ControlError as error:
-                assert len(str(error)) < 2 * keys.FILE_BYTES_MAX and self._secret not in str(error)
+                assert len(str(error)) < 2 * keyring.FILE_BYTES_MAX and self._secret not in str(error)
             else:
                 assert ring.name == "d0" and ring.peers and all(len(key) == 32 for key in ring.ticket_keys)
                 assert ring.secret not in repr(ring)

@@ -9,7 +9,7 @@ import msgspec
 from guided import Target
 from mutators import Shape
 
-from kvbaton.api.errors import ApiError
+from kvbaton.api.api_errors import ApiError
 from kvbaton.observe.dashboard.sights import Listed
 from kvbaton.observe.dashboard.state import STATE_BYTES_MAX
 from kvbaton.observe.dashboard.watch import Figures, Watch

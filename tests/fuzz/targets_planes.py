@@ -23,8 +23,8 @@ from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
 from kvbaton.ranks import rank_messages as rm
 from kvbaton.ranks import rank_store_messages as sm
 from kvbaton.ranks.rank_stream import WINDOW_FRAMES_MAX, Envelope, Stream
-from kvbaton.store import frames, lines, wire
-from kvbaton.store.keys import HASH_BYTES
+from kvbaton.store import store_messages, tcp_connection, value_header
+from kvbaton.store.content_keys import HASH_BYTES
 from kvbaton.transports.checksum import checksum_endpoint
 from kvbaton.transports.cuda import cuda_listener
 from kvbaton.transports.local.region_listener import ShmEndpoint, host_identity
@@ -174,36 +174,36 @@ def greeting_seeds() -> list[bytes]:
 
 def store_frame(data: bytes) -> None:
     """None, or a request or a reply within bounds."""
-    asked = wire.request(data)
+    asked = store_messages.request(data)
     if asked is not None:
-        assert wire.request(wire.encode(asked)) == asked
-        assert len(getattr(asked, "data", b"")) <= wire.PIECE_BYTES
-    answered = wire.reply(data)
+        assert store_messages.request(store_messages.encode(asked)) == asked
+        assert len(getattr(asked, "data", b"")) <= store_messages.PIECE_BYTES
+    answered = store_messages.reply(data)
     if answered is not None:
-        assert wire.reply(wire.encode(answered)) == answered
+        assert store_messages.reply(store_messages.encode(answered)) == answered
 
 
 def store_seeds() -> list[bytes]:
     key = "kv1-" + "a" * 32
     said = [
-        wire.Ask(1, (key, key)), wire.Keep(2, key, 0, 8, b"12345678"), wire.Fetch(3, key, 64), wire.Discard(4, (key,)),
-        wire.Dial(5), wire.Told(1, b"\1\0"), wire.Kept(2, ""), wire.Piece(3, 0, 4, b"1234"),
-        wire.Invited(5, 99, 7, SECRET),
+        store_messages.Ask(1, (key, key)), store_messages.Keep(2, key, 0, 8, b"12345678"), store_messages.Fetch(3, key, 64), store_messages.Discard(4, (key,)),
+        store_messages.Dial(5), store_messages.Told(1, b"\1\0"), store_messages.Kept(2, ""), store_messages.Piece(3, 0, 4, b"1234"),
+        store_messages.Invited(5, 99, 7, SECRET),
     ]  # fmt: skip
-    return [wire.encode(each) for each in said]
+    return [store_messages.encode(each) for each in said]
 
 
 def kept_value(data: bytes) -> None:
     """A value that holds for a key is the one that was sealed for it: nothing else, altered anywhere, does."""
     key, size = "kv1-a", 16
-    assert not frames.holds(memoryview(data), key, size) or data[: frames.FRAME_BYTES + size] == _sealed()
-    assert not frames.holds(memoryview(data), "kv1-b", size)
+    assert not value_header.holds(memoryview(data), key, size) or data[: value_header.FRAME_BYTES + size] == _sealed()
+    assert not value_header.holds(memoryview(data), "kv1-b", size)
 
 
 def _sealed() -> bytes:
-    room = bytearray(frames.FRAME_BYTES + 16)
-    room[frames.FRAME_BYTES :] = bytes(range(16))
-    frames.seal(memoryview(room), "kv1-a", 16)
+    room = bytearray(value_header.FRAME_BYTES + 16)
+    room[value_header.FRAME_BYTES :] = bytes(range(16))
+    value_header.seal(memoryview(room), "kv1-a", 16)
     return bytes(room)
 
 
@@ -230,21 +230,21 @@ class Canned:
 def line(data: bytes) -> None:
     """`LineError`, or a question within bounds; nobody is let in, and no more is said than a greeting."""
 
-    def fresh() -> lines.Line:
-        made = lines.Line(Canned(data))  # type: ignore[arg-type]
+    def fresh() -> tcp_connection.Line:
+        made = tcp_connection.Line(Canned(data))  # type: ignore[arg-type]
         made.until = float("inf")
         return made
 
-    with contextlib.suppress(lines.LineError):
+    with contextlib.suppress(tcp_connection.LineError):
         _, items = fresh().asked()
-        assert 0 < len(items) <= lines.KEYS_MAX
-    with contextlib.suppress(lines.LineError):
-        assert len(fresh().told()) <= lines.KEYS_MAX
+        assert 0 < len(items) <= tcp_connection.KEYS_MAX
+    with contextlib.suppress(tcp_connection.LineError):
+        assert len(fresh().told()) <= tcp_connection.KEYS_MAX
     for script in (
-        lambda: lines.admit(fresh(), {7: SECRET}.get, {7: SECRET}.get),
-        lambda: lines.greet(fresh(), 7, SECRET),
+        lambda: tcp_connection.admit(fresh(), {7: SECRET}.get, {7: SECRET}.get),
+        lambda: tcp_connection.greet(fresh(), 7, SECRET),
     ):
-        with contextlib.suppress(lines.LineError):
+        with contextlib.suppress(tcp_connection.LineError):
             script()
             raise AssertionError("a stranger was let in")
 
@@ -260,17 +260,17 @@ class _Ears(Canned):
 
 def line_seeds() -> list[bytes]:
     found = []
-    for op in lines.Op:
+    for op in tcp_connection.Op:
         ears = _Ears()
-        said = lines.Line(ears)  # type: ignore[arg-type]
+        said = tcp_connection.Line(ears)  # type: ignore[arg-type]
         said.until = float("inf")
         said.ask(op, [("kv1-a", 64), ("kv1-b", 0)])
         found.append(ears.heard)
     ears = _Ears()
-    said = lines.Line(ears)  # type: ignore[arg-type]
+    said = tcp_connection.Line(ears)  # type: ignore[arg-type]
     said.until = float("inf")
     said.tell(["", "full"])
-    hello = lines._HELLO.pack(lines._MAGIC, 1, 7, bytes(32), bytes(32))
+    hello = tcp_connection._HELLO.pack(tcp_connection._MAGIC, 1, 7, bytes(32), bytes(32))
     return [*found, ears.heard, hello, bytes(96)]
 
 

@@ -13,8 +13,8 @@ from guided import Target
 from mutators import Shape
 
 from kvbaton.api import sse
+from kvbaton.api.api_errors import ApiError
 from kvbaton.api.bodies import Kind
-from kvbaton.api.errors import ApiError
 from kvbaton.api.params import FIELD
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router import kv_params, worker_calls

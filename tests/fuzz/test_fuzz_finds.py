@@ -12,7 +12,7 @@ from mutators import Shape
 from targets import TARGETS
 
 from kvbaton.api import bodies
-from kvbaton.control.plain import messages as plain
+from kvbaton.control.plain import announcements as plain
 from kvbaton.protocol.wire import codec
 from kvbaton.protocol.wire import messages as m
 

@@ -34,9 +34,9 @@ from laws import DECODERS, heard, told, understood
 from kvbaton.api.request_ids import RequestIdError, parse_address
 from kvbaton.control.moriio import p2p_nccl_registration, registration
 from kvbaton.control.plain import Announcement, Fleet, Listed, PlainFault, PlainSettings
-from kvbaton.control.plain.messages import RANKS_MAX, decode, payload_of
-from kvbaton.control.plain.roster import PlainRoster
-from kvbaton.control.registry import messages as m
+from kvbaton.control.plain.announced_roster import PlainRoster
+from kvbaton.control.plain.announcements import RANKS_MAX, decode, payload_of
+from kvbaton.control.registry import registry_messages as m
 from kvbaton.protocol.ids import Incarnation, PeerId
 from kvbaton.router.workers.announced import AnnouncedDirectory
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read
 
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.engine.worker import Worker
 from kvbaton.observe.metrics import metric_names, node_metrics
@@ -32,9 +32,9 @@ D = PeerId(WorkerId("d0"), Incarnation(1))
 
 async def asked(directory: Path) -> tuple[Mapping[str, Any], str]:
     """The figures and the page of a worker that has just started."""
-    keys.mint(directory, ["p0"])
+    keyring.mint(directory, ["p0"])
     options = WorkerOptions(name="p0", role="prefill", keys=str(directory), registry="tcp://127.0.0.1:1", blocks=8)
-    worker = Worker(options, keys.load(directory, "p0"))
+    worker = Worker(options, keyring.load(directory, "p0"))
     worker.start()
     try:
         stats = {**worker.door.stats(), "http_malformed_total": 0}  # which its HTTP server adds
@@ -55,7 +55,7 @@ def test_every_figure_of_a_real_worker_is_a_metric_or_said_to_be_none(tmp_path: 
 
 async def visited(directory: Path) -> tuple[str, str]:
     """The page of a worker before and after a stranger was at the data port of its second rank."""
-    keys.mint(directory, ["p0"])
+    keyring.mint(directory, ["p0"])
     options = WorkerOptions(
         name="p0",
         role="prefill",
@@ -65,7 +65,7 @@ async def visited(directory: Path) -> tuple[str, str]:
         tp=2,
         transport="tcp,shm",
     )
-    worker = Worker(options, keys.load(directory, "p0"))
+    worker = Worker(options, keyring.load(directory, "p0"))
     worker.start()
     try:
         port = worker.node.ranks[1]["tcp"]

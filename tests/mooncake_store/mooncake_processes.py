@@ -19,9 +19,9 @@ _given: set[int] = set()  # to whoever may not have bound it yet
 # Lends memory, puts what it is told on its input, and says when it has done so.
 OWNER = """
 import sys
-from kvbaton.store.kept import KeptStore
-from kvbaton.store.base import OrderId, Put, StoreSettings
-from kvbaton.store.mooncake import MooncakeBackend, MooncakeSettings
+from kvbaton.store.threaded_store import KeptStore
+from kvbaton.store.interface import OrderId, Put, StoreSettings
+from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
 from kvbaton.testing.store_case import VALUE_BYTES, names, values
 from kvbaton.testing.store_harness import Ends, PinBook
 backend = MooncakeBackend(MooncakeSettings(master=sys.argv[1], segment_bytes=int(sys.argv[2])))

@@ -16,8 +16,8 @@ from mooncake.store import MooncakeDistributedStore
 from mooncake_processes import Master, Owner
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.store.base import Backend
-from kvbaton.store.mooncake import MooncakeBackend, MooncakeSettings
+from kvbaton.store.interface import Backend
+from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
 from kvbaton.testing.store_case import NOTHING, StoreCase, blank, data, engine, names, values
 from kvbaton.testing.store_contract import check_store
 from kvbaton.testing.transport_harness import poll

@@ -14,7 +14,7 @@ import openai
 import pytest
 from fake_workers import QUICK, FakeWorker, cluster, hang, only_first, refuse, run, say, speak, until
 
-from kvbaton.api.errors import PortInUseError
+from kvbaton.api.api_errors import PortInUseError
 from kvbaton.api.http import serving
 from kvbaton.api.params import Mode
 

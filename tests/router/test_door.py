@@ -20,7 +20,7 @@ import pytest
 from fake_workers import until
 from raw_server import LOOPS, run_on
 
-from kvbaton.api.errors import ApiError, PortInUseError, bad_field, full
+from kvbaton.api.api_errors import ApiError, PortInUseError, bad_field, full
 from kvbaton.router.client_quotas import Room
 from kvbaton.router.http import http_server
 from kvbaton.router.http.http_client import HEADERS_BYTES_MAX

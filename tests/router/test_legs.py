@@ -12,7 +12,7 @@ from fake_workers import QUICK, event, until
 from raw_server import LOOPS, OK, Conn, Script, Server, answers, listening, run_on
 
 from kvbaton.api import sse
-from kvbaton.api.errors import ApiError
+from kvbaton.api.api_errors import ApiError
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.http import http_client
 from kvbaton.router.http.http_client import UNREAD_BYTES_MAX

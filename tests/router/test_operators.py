@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from fake_workers import QUICK, cluster, die, run
 
-from kvbaton.api.errors import ApiError
+from kvbaton.api.api_errors import ApiError
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
 from kvbaton.observe.flight.journey import Journey

@@ -18,9 +18,9 @@ from kvbaton.ranks import device_store
 from kvbaton.ranks.device_store import DeviceShelf, Shape
 from kvbaton.ranks.rank_store import LocalShelf
 from kvbaton.ranks.rank_values import NotStorable, RankValues, Run
-from kvbaton.store.base import Backend, OrderEnded, OrderId
-from kvbaton.store.keys import Space, chain
-from kvbaton.store.memory import MemoryBackend
+from kvbaton.store.content_keys import Space, chain
+from kvbaton.store.interface import Backend, OrderEnded, OrderId
+from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.testing.store_harness import FaultyBackend
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.device_memory import DeviceMemory

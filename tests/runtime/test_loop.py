@@ -14,7 +14,7 @@ from typing import cast
 import pytest
 import zmq
 
-from kvbaton.control.keys import Keyring
+from kvbaton.control.keyring import Keyring
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.node.doorway import Doorway, DoorwayConfig, LoadReport, Match, MatchState
 from kvbaton.node.epochs import EpochTable

@@ -17,7 +17,7 @@ from kvbaton.protocol.ids import JobId, LeaseId, rank_peer
 from kvbaton.ranks import rank_host
 from kvbaton.ranks.rank_host import RankHost, host_of
 from kvbaton.ranks.rank_transport import RemoteTransport
-from kvbaton.store.base import OrderId
+from kvbaton.store.interface import OrderId
 from kvbaton.testing import Side
 from kvbaton.transports.core.late_identity import UnnamedTransport
 from kvbaton.transports.core.transport import CopyEnded

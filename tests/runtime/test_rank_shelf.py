@@ -15,9 +15,9 @@ from kvbaton.protocol.content import Content
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks.rank_store import LocalShelf, shelf_settings
 from kvbaton.ranks.rank_values import rank_values
-from kvbaton.store.base import OrderEnded, OrderId
-from kvbaton.store.keys import chain
-from kvbaton.store.memory import MemoryBackend
+from kvbaton.store.content_keys import chain
+from kvbaton.store.interface import OrderEnded, OrderId
+from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.testing.store_harness import FaultyBackend
 from kvbaton.testing.transport_harness import poll
 

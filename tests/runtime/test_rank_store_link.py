@@ -41,7 +41,7 @@ from kvbaton.ranks.rank_store_messages import (
     pack_ids,
 )
 from kvbaton.ranks.rank_stream import Envelope
-from kvbaton.store.base import OrderEnded, OrderId
+from kvbaton.store.interface import OrderEnded, OrderId
 from kvbaton.testing import Side
 
 from .rank_rig import NEAR, Rig, endpoint, until

@@ -23,7 +23,7 @@ from kvbaton.protocol.geometry.layout import (
     validate,
 )
 from kvbaton.ranks.rank_values import NotStorable, RankValues, rank_values
-from kvbaton.store.keys import prefix
+from kvbaton.store.content_keys import prefix
 
 COMPAT = "a" * 32
 MODEL = ModelConfig()

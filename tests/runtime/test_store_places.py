@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from kvbaton.control.base import ControlError
-from kvbaton.control.keys import Keyring
+from kvbaton.control.addressing import ControlError
+from kvbaton.control.keyring import Keyring
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.ranks.store_address import LEND_BYTES, Mooncake, Served, bytes_of, opener, store_place
-from kvbaton.store.line_client import LinedBackend
-from kvbaton.store.mooncake import MooncakeBackend, MooncakeSettings
+from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
+from kvbaton.store.tcp_backend import LinedBackend
 
 
 def keyring(*names: str) -> Keyring:

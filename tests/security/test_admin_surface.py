@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.api.errors import ApiError
+from kvbaton.api.api_errors import ApiError
 from kvbaton.chaos.strangers_visits import ADMIN
 from kvbaton.engine.server import worker_app
 from kvbaton.router.app import router_app

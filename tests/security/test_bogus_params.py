@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbaton.api.params import Mode
-from kvbaton.control import keys
+from kvbaton.control import keyring as keys
 from kvbaton.integrations.vllm.params import Lookup, Target, ask_of
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId

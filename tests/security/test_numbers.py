@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton.control.registry import messages as registry
+from kvbaton.control.registry import registry_messages as registry
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire import v1
 from kvbaton.protocol.wire.codec import Envelope, FoldedHello, FoldedWelcome
 from kvbaton.protocol.wire.ticket import Ticket
-from kvbaton.store import lines, wire
+from kvbaton.store import store_messages, tcp_connection
 from kvbaton.transports.checksum import checksum_endpoint
 from kvbaton.transports.cuda import cuda_listener
 from kvbaton.transports.local import region_listener
@@ -34,9 +34,9 @@ ROOTS: dict[str, Any] = {
     "a word to the registry": registry.ToRegistry,
     "a word of the registry": registry.FromRegistry,
     "an answer to an operator": registry.ToOperator,
-    "a request to a store": wire.Request,
-    "a reply of a store": wire.Reply,
-    "an item on a store's line": lines.Item,
+    "a request to a store": store_messages.Request,
+    "a reply of a store": store_messages.Reply,
+    "an item on a store's line": tcp_connection.Item,
     "an endpoint of tcp": tcp_transport.TcpEndpoint,
     "an endpoint of staged": staged_listener.StagedEndpoint,
     "slots of staged": staged_listener.Hello,

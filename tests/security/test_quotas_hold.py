@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.engine.worker import Worker, reference_answers
 from kvbaton.protocol.ids import WorkerId
@@ -65,13 +65,13 @@ def flooding(directory: str, endpoint: str) -> Iterator[None]:
 
 def test_an_honest_peers_handoffs_complete_beside_a_flood(tmp_path: Path) -> None:
     directory = str(tmp_path / "keys")
-    keys.mint(directory, ["p0", "d0", "bad"])
+    keyring.mint(directory, ["p0", "d0", "bad"])
     prompts = some_prompts(2 * HANDOFFS, "flood")
     right = reference_answers(prompts, 4)
     workers = [
         Worker(
             WorkerOptions(name=name, role=role, keys=directory, registry="tcp://127.0.0.1:1", policy="fail"),  # type: ignore[arg-type]
-            keys.load(directory, name),
+            keyring.load(directory, name),
         )
         for name, role in (("p0", "prefill"), ("d0", "decode"))
     ]
@@ -82,7 +82,7 @@ def test_an_honest_peers_handoffs_complete_beside_a_flood(tmp_path: Path) -> Non
             worker.start()
         try:
             d.control.set_directory({WorkerId("p0"): (p.control.endpoint, "")})
-            both = Pair(p, d, keys.load(directory, "p0").ticket_keys[0])
+            both = Pair(p, d, keyring.load(directory, "p0").ticket_keys[0])
             calm = [await _timed(both, prompts[i], right[i], i) for i in range(HANDOFFS)]
             p.control._plane.quota = Buckets(FRAMES_PER_S, FRAMES_PER_S)
             with flooding(directory, p.control.endpoint):
@@ -116,7 +116,7 @@ async def _timed(both: Pair, prompt: str, right: str, number: int) -> float:
 LISTENER = """
 import sys, time
 from kvbaton.control import keys
-from kvbaton.control.base import Limits
+from kvbaton.control.addressing import Limits
 from kvbaton.control.zmq import ZmqControl
 control = ZmqControl(keys.load(sys.argv[1], "p0"), limits=Limits(frames_queued_max=64))
 print(control.endpoint, flush=True)
@@ -164,7 +164,7 @@ def unread(port: int) -> int:
 def test_a_peer_that_dies_while_all_queues_from_it_are_full_ends_nobody_else(tmp_path: Path) -> None:
     """Promise 4. With heartbeats of libzmq's the next one after the reset met an assertion: the process was gone."""
     directory = str(tmp_path / "keys")
-    keys.mint(directory, ["p0", "bad"])
+    keyring.mint(directory, ["p0", "bad"])
     piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     p0 = subprocess.Popen([sys.executable, "-c", LISTENER, directory], **piped)  # type: ignore[call-overload]
     try:

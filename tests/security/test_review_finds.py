@@ -15,8 +15,8 @@ from aiohttp import web
 from kvbaton.api import crowding, http
 from kvbaton.api.http import errors_as_json, json_response, new_app, serving
 from kvbaton.api.tokens import HEADER, guard, is_good, token
-from kvbaton.control import key_files, key_rotation, keys
-from kvbaton.control.following import Following
+from kvbaton.control import key_files, key_rotation, keyring
+from kvbaton.control.key_following import Following
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.app import router_app
@@ -30,7 +30,7 @@ KEY, OTHER = b"k" * 32, b"o" * 32
 
 @pytest.fixture
 def minted(tmp_path: Path) -> Path:
-    keys.mint(tmp_path / "keys", ["router", "p0", "d0"])
+    keyring.mint(tmp_path / "keys", ["router", "p0", "d0"])
     return tmp_path / "keys"
 
 
@@ -91,7 +91,7 @@ def test_a_worker_waits_longer_for_a_reader_than_a_router_does() -> None:
 
 @pytest.mark.parametrize("broken", ["emptied", "finished before the restart"])
 def test_a_directory_that_does_not_know_its_own_process_changes_nothing(minted: Path, broken: str) -> None:
-    followed = Following(keys.load(minted, "p0"), 0.0)
+    followed = Following(keyring.load(minted, "p0"), 0.0)
     followed.look(0.0)
     if broken == "emptied":
         for path in (minted / "public").iterdir():
@@ -105,7 +105,7 @@ def test_a_directory_that_does_not_know_its_own_process_changes_nothing(minted: 
 def test_a_directory_on_a_file_system_that_is_away_holds_nobody_up(
     minted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    control = ZmqControl(keys.load(minted, "p0"))
+    control = ZmqControl(keyring.load(minted, "p0"))
     back = threading.Event()
     monkeypatch.setattr(key_files, "stamp", lambda _: back.wait(60))
     began = time.monotonic()

@@ -20,7 +20,8 @@ import pytest
 
 from kvbaton.api.http import serving
 from kvbaton.cli.fronting import Front, Sources, fronted
-from kvbaton.control import following, key_rotation, keys
+from kvbaton.control import key_following, key_rotation
+from kvbaton.control import keyring as keys
 from kvbaton.engine import worker as engine_worker
 from kvbaton.engine.draining import Stopping
 from kvbaton.engine.options import WorkerOptions
@@ -156,7 +157,7 @@ async def town(directory: Path) -> AsyncIterator[Town]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "LOOK_S", 0.1)
+    monkeypatch.setattr(key_following, "LOOK_S", 0.1)
 
 
 def test_all_keys_are_renewed_under_load_and_no_request_is_lost(tmp_path: Path) -> None:

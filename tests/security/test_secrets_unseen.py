@@ -25,7 +25,7 @@ import pytest
 from zmq.utils import z85
 
 from kvbaton.cli.main import main
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.transports.net import handshake
 from tests.e2e.cluster import wait_for
 from tests.e2e.pair import pair
@@ -71,7 +71,7 @@ class Talkative:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.keys = directory / "keys"
-        keys.mint(self.keys, NAMES)
+        keyring.mint(self.keys, NAMES)
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         where = ("--keys", str(self.keys))
         self._start("router", "router", *where, "--port", "0", "--registry-port", "0", "--show-pair")

@@ -23,7 +23,7 @@ from aiohttp import web
 from kvbaton.api.http import json_response, new_app, read_body, serving
 from kvbaton.chaos.strangers import crowd
 from kvbaton.chaos.strangers_ports import Place, listening
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.control.registry import RegistryServer
 from tests.e2e.cluster import wait_for
 from tests.security.besieged import protocol_of, until, use_of
@@ -40,8 +40,8 @@ class Poor:
     """A worker that may have few descriptors."""
 
     def __init__(self, directory: Path) -> None:
-        keys.mint(directory / "keys", ["router", "w0"])
-        self.registry = RegistryServer(keys.load(directory / "keys", "router"))
+        keyring.mint(directory / "keys", ["router", "w0"])
+        self.registry = RegistryServer(keyring.load(directory / "keys", "router"))
         self.registry.start()
         self.log = directory / "log"
         words = ["worker", "--name", "w0", "--role", "both", "--keys", str(directory / "keys")]

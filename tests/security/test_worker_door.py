@@ -12,7 +12,7 @@ import pytest
 from kvbaton.api.http import serving
 from kvbaton.api.tokens import HEADER, OPEN_PATHS, guard, token
 from kvbaton.cli.main import main
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.engine.server import worker_app
 from kvbaton.protocol.ids import Incarnation, WorkerId
@@ -125,6 +125,6 @@ def test_a_router_without_keys_has_no_registry_and_a_worker_without_keys_does_no
     words = ["--name", "p0", "--role", "prefill", "--registry", "tcp://127.0.0.1:1", "--keys", str(tmp_path)]
     status = main(["worker", *words])
     assert status == 2 and "no key directory; mint one" in capsys.readouterr().err
-    keys.mint(tmp_path / "keys", ["router"])
+    keyring.mint(tmp_path / "keys", ["router"])
     status = main(["store", "--keys", str(tmp_path / "keys"), "--port", "0"])
     assert status == 2 and "store.json is missing; add that identity" in capsys.readouterr().err

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvbaton.store import kept, scripts, work
-from kvbaton.store.base import OrderEnded, Pins, Put
+from kvbaton.store import backend_threads, order_scripts, threaded_store
 from kvbaton.store.breaker import Breaker
-from kvbaton.store.kept import KeptStore
-from kvbaton.store.memory import MemoryBackend
-from kvbaton.store.scripts import Call, Kind, Script, Task
+from kvbaton.store.interface import OrderEnded, Pins, Put
+from kvbaton.store.memory_backend import MemoryBackend
+from kvbaton.store.order_scripts import Call, Kind, Script, Task
+from kvbaton.store.threaded_store import KeptStore
 from kvbaton.testing import store_case, store_failing, store_harness
 from kvbaton.testing.store_contract import check_store
 from kvbaton.testing.store_harness import FaultyBackend
@@ -26,7 +26,7 @@ def put_without_finally(task: Task, order: Put, pins: Pins) -> Script:
     answer = yield Call(Kind.EXISTS, order.keys)
     wanted = [index for index, is_there in enumerate(answer.good) if not is_there]
     for start in range(0, len(wanted), task.batch):
-        yield from scripts._kept(task, scripts._staged(task, order, wanted[start : start + task.batch]))
+        yield from order_scripts._kept(task, order_scripts._staged(task, order, wanted[start : start + task.batch]))
     pins.unpin(order.order)
 
 
@@ -42,9 +42,9 @@ def put_that_releases_early(task: Task, order: Put, pins: Pins) -> Script:
     pins.pin(order.order, order.blocks)
     pins.unpin(order.order)
     yield Call(Kind.EXISTS, order.keys)
-    call = scripts._staged(task, order, range(len(order.keys)))
+    call = order_scripts._staged(task, order, range(len(order.keys)))
     real = tuple(_Live(frame, pieces) for frame, pieces in zip(call.frames, order.values, strict=True))
-    yield from scripts._kept(task, Call(Kind.PUT, call.keys, real))  # type: ignore[arg-type]
+    yield from order_scripts._kept(task, Call(Kind.PUT, call.keys, real))  # type: ignore[arg-type]
 
 
 class _Live:
@@ -54,7 +54,7 @@ class _Live:
         self.nbytes, self._frame, self._pieces = frame.nbytes, frame, pieces
 
     def now(self) -> memoryview:
-        scripts.gather(self._pieces, self._frame)
+        order_scripts.gather(self._pieces, self._frame)
         return self._frame
 
 
@@ -63,12 +63,12 @@ class ReadsLate(FaultyBackend):
         self._enter("put")
         late = [value.now() if isinstance(value, _Live) else value for value in values]
         for key, frame in zip(keys, late, strict=True):
-            work.seal(frame, key, frame.nbytes - work.FRAME_BYTES)
+            backend_threads.seal(frame, key, frame.nbytes - backend_threads.FRAME_BYTES)
         return self.backend.put(keys, late)
 
 
-ORIGINAL_PUT = scripts._put
-SEAL = work.seal
+ORIGINAL_PUT = order_scripts._put
+SEAL = backend_threads.seal
 
 
 class EndsTwice(KeptStore):
@@ -110,7 +110,7 @@ class Harness:
 
 
 def patch_put(script: Callable[..., Script]) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda patch: patch.setattr(scripts, "_put", script)
+    return lambda patch: patch.setattr(order_scripts, "_put", script)
 
 
 def patch_store(store: type[KeptStore]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -120,15 +120,15 @@ def patch_store(store: type[KeptStore]) -> Callable[[pytest.MonkeyPatch], None]:
 def reads_late(patch: pytest.MonkeyPatch) -> None:
     patch_put(put_that_releases_early)(patch)
     patch.setattr(store_case, "FaultyBackend", ReadsLate)
-    patch.setattr(work, "seal", lambda frame, *_: None if isinstance(frame, _Live) else SEAL(frame, *_))
+    patch.setattr(backend_threads, "seal", lambda frame, *_: None if isinstance(frame, _Live) else SEAL(frame, *_))
 
 
 def trusts_back_ends(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(work, "holds", lambda *_: True)
+    patch.setattr(backend_threads, "holds", lambda *_: True)
 
 
 def never_gives_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kept.Keeper, "on_time", lambda *_: None)
+    patch.setattr(threaded_store.Keeper, "on_time", lambda *_: None)
 
 
 def always_asks(patch: pytest.MonkeyPatch) -> None:
@@ -140,11 +140,11 @@ def never_asks_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def closes_under_a_call(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kept.Keeper, "under_way", 0)
+    patch.setattr(threaded_store.Keeper, "under_way", 0)
 
 
 def lands_what_is_behind_a_hole(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scripts.Answer, "lead", property(lambda self: len(self.good)))
+    patch.setattr(order_scripts.Answer, "lead", property(lambda self: len(self.good)))
 
 
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [

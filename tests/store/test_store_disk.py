@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.store import disk
-from kvbaton.store.base import Get, OrderEnded, OrderId, Put, StoreSettings
-from kvbaton.store.disk import DiskError, DiskTier, _name
-from kvbaton.store.kept import KeptStore
-from kvbaton.store.memory import MemoryBackend
+from kvbaton.store import disk_tier
+from kvbaton.store.disk_tier import DiskError, DiskTier, _name
+from kvbaton.store.interface import Get, OrderEnded, OrderId, Put, StoreSettings
+from kvbaton.store.memory_backend import MemoryBackend
+from kvbaton.store.threaded_store import KeptStore
 from kvbaton.testing.store_case import VALUE_BYTES, blank, data, names, values
 from kvbaton.testing.store_harness import Ends, PinBook
 
@@ -105,7 +105,7 @@ def test_a_value_that_is_read_while_it_is_being_written_is_not_lost(
 ) -> None:
     tier = DiskTier(tmp_path / "kv", 1 << 20)
     begun, looked, go_on = threading.Event(), threading.Event(), threading.Event()
-    real, real_open = disk._write_private, disk._open_private
+    real, real_open = disk_tier._write_private, disk_tier._open_private
 
     def slow(path: Path, data: bytes | memoryview) -> None:
         begun.set()
@@ -118,8 +118,8 @@ def test_a_value_that_is_read_while_it_is_being_written_is_not_lost(
         finally:
             looked.set()
 
-    monkeypatch.setattr(disk, "_write_private", slow)
-    monkeypatch.setattr(disk, "_open_private", seen)
+    monkeypatch.setattr(disk_tier, "_write_private", slow)
+    monkeypatch.setattr(disk_tier, "_open_private", seen)
     writer = threading.Thread(target=lambda: tier.write("a", b"value"))
     writer.start()
     assert begun.wait(20)

@@ -7,7 +7,7 @@ import random
 import struct
 import zlib
 
-from kvbaton.store.frames import FRAME_BYTES, holds, seal
+from kvbaton.store.value_header import FRAME_BYTES, holds, seal
 
 SIZE = 300
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.store.base import Get, Lookup, Order, OrderEnded, OrderId, Put, StoreSettings
-from kvbaton.store.keeper import Keeper
-from kvbaton.store.scripts import Answer, Call, Kind, Task
+from kvbaton.store.interface import Get, Lookup, Order, OrderEnded, OrderId, Put, StoreSettings
+from kvbaton.store.order_scheduler import Keeper
+from kvbaton.store.order_scripts import Answer, Call, Kind, Task
 from kvbaton.testing.store_case import VALUE_BYTES, blank, data, names, values
 from kvbaton.testing.store_harness import PinBook
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.store.base import Get, Lookup, OrderId, Put, StoreSettings
-from kvbaton.store.frames import FRAME_BYTES
-from kvbaton.store.kept import KeptStore
-from kvbaton.store.memory import MemoryBackend
-from kvbaton.store.scripts import Call, Kind
-from kvbaton.store.work import perform
+from kvbaton.store.backend_threads import perform
+from kvbaton.store.interface import Get, Lookup, OrderId, Put, StoreSettings
+from kvbaton.store.memory_backend import MemoryBackend
+from kvbaton.store.order_scripts import Call, Kind
+from kvbaton.store.threaded_store import KeptStore
+from kvbaton.store.value_header import FRAME_BYTES
 from kvbaton.testing.store_case import VALUE_BYTES, blank, data, names, values
 from kvbaton.testing.store_harness import Ends, FaultyBackend, PinBook
 from kvbaton.testing.transport_harness import poll

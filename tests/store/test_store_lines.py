@@ -12,18 +12,18 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from kvbaton.control.keys import Keyring
+from kvbaton.control.keyring import Keyring
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.security.records import OVERHEAD_BYTES, RECORD_BYTES
 from kvbaton.security.sealing import Encrypt
-from kvbaton.store import line_server
-from kvbaton.store.client import ServedBackend, ServerSilent
-from kvbaton.store.line_client import LinedBackend
-from kvbaton.store.line_server import LineServer
-from kvbaton.store.lines import _HELLO, NONCE_BYTES, PROOF_BYTES, Line, LineError, Op, admit, greet
-from kvbaton.store.memory import MemoryBackend
-from kvbaton.store.server import StoreServer
+from kvbaton.store import tcp_server_side
+from kvbaton.store.memory_backend import MemoryBackend
+from kvbaton.store.store_client import ServedBackend, ServerSilent
+from kvbaton.store.store_server import StoreServer
+from kvbaton.store.tcp_backend import LinedBackend
+from kvbaton.store.tcp_connection import _HELLO, NONCE_BYTES, PROOF_BYTES, Line, LineError, Op, admit, greet
+from kvbaton.store.tcp_server_side import LineServer
 from kvbaton.testing.store_case import StoreCase
 from kvbaton.testing.store_contract import check_store
 from kvbaton.testing.store_harness import FaultyBackend
@@ -272,8 +272,8 @@ def test_nonsense_costs_its_line_alone(harness: LinedHarness, said: bytes) -> No
 
 
 def test_lines_and_invitations_are_bounded(harness: LinedHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_server, "LINES_MAX", 2)
-    monkeypatch.setattr(line_server, "INVITATIONS_MAX", 3)
+    monkeypatch.setattr(tcp_server_side, "LINES_MAX", 2)
+    monkeypatch.setattr(tcp_server_side, "INVITATIONS_MAX", 3)
     held = [connect(harness), connect(harness)]
     for line in held:
         greet(line, *harness.lines.invite())
@@ -296,8 +296,8 @@ def test_lines_and_invitations_are_bounded(harness: LinedHarness, monkeypatch: p
 
 
 def test_strangers_take_no_members_place(harness: LinedHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_server, "LINES_MAX", 2)
-    monkeypatch.setattr(line_server, "GREETING_MAX", 4)
+    monkeypatch.setattr(tcp_server_side, "LINES_MAX", 2)
+    monkeypatch.setattr(tcp_server_side, "GREETING_MAX", 4)
     strangers = [connect(harness) for _ in range(20)]
     backend = harness.backend()
     assert backend.exists(["a"]) == [False]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.store.base import Backend
-from kvbaton.store.disk import DiskTier
-from kvbaton.store.memory import KEY_COST_BYTES, MemoryBackend
+from kvbaton.store.disk_tier import DiskTier
+from kvbaton.store.interface import Backend
+from kvbaton.store.memory_backend import KEY_COST_BYTES, MemoryBackend
 from kvbaton.testing.store_case import StoreCase
 from kvbaton.testing.store_contract import check_store
 

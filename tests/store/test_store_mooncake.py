@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.store.base import Backend
-from kvbaton.store.mooncake import ALREADY_THERE, NOT_FOUND, MooncakeBackend, MooncakeError, MooncakeSettings
+from kvbaton.store.interface import Backend
+from kvbaton.store.mooncake_backend import ALREADY_THERE, NOT_FOUND, MooncakeBackend, MooncakeError, MooncakeSettings
 from kvbaton.testing.store_case import StoreCase
 from kvbaton.testing.store_contract import check_store
 
@@ -172,7 +172,7 @@ def test_a_set_up_that_failed_is_tried_again_and_a_closed_one_is_not(master: Fak
 
 
 def test_a_missing_package_is_told_with_the_next_step(master: FakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbaton.store.mooncake.PACKAGE", "no_such_package")
+    monkeypatch.setattr("kvbaton.store.mooncake_backend.PACKAGE", "no_such_package")
     with pytest.raises(MooncakeError, match=r"install mooncake-transfer-engine"):
         MooncakeBackend(MooncakeSettings(master=master.address)).exists(["a"])
 

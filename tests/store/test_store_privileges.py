@@ -8,9 +8,9 @@ import pytest
 
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.privileges import Act, Role, may
-from kvbaton.store.memory import MemoryBackend
-from kvbaton.store.server import StoreServer
-from kvbaton.store.wire import Ask, Keep, encode
+from kvbaton.store.memory_backend import MemoryBackend
+from kvbaton.store.store_messages import Ask, Keep, encode
+from kvbaton.store.store_server import StoreServer
 from kvbaton.testing.transport_harness import poll
 
 

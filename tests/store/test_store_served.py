@@ -9,14 +9,26 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from kvbaton.control.keys import Keyring
+from kvbaton.control.keyring import Keyring
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.store.client import ServedBackend, ServerSilent
-from kvbaton.store.memory import MemoryBackend
-from kvbaton.store.server import StoreServer
-from kvbaton.store.wire import PIECE_BYTES, Ask, Discard, Fetch, Keep, Kept, Piece, Told, encode, reply, request
+from kvbaton.store.memory_backend import MemoryBackend
+from kvbaton.store.store_client import ServedBackend, ServerSilent
+from kvbaton.store.store_messages import (
+    PIECE_BYTES,
+    Ask,
+    Discard,
+    Fetch,
+    Keep,
+    Kept,
+    Piece,
+    Told,
+    encode,
+    reply,
+    request,
+)
+from kvbaton.store.store_server import StoreServer
 from kvbaton.testing.store_case import StoreCase, engine, names, values
 from kvbaton.testing.store_contract import check_store
 from kvbaton.testing.transport_harness import poll

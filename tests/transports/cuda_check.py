@@ -19,9 +19,9 @@ from typing import cast
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.ranks.device_store import DeviceShelf
 from kvbaton.ranks.rank_values import RankValues, Run
-from kvbaton.store.base import OrderEnded, OrderId
-from kvbaton.store.keys import Space
-from kvbaton.store.memory import MemoryBackend
+from kvbaton.store.content_keys import Space
+from kvbaton.store.interface import OrderEnded, OrderId
+from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.testing import Log, TransportHarness, check_transport
 from kvbaton.testing.transport_case import READ, SMALL_BYTES, Case, Cases, copy, fill, moved
 from kvbaton.testing.transport_harness import poll

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.cli.fronting import Sources, fronted
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.router.router_settings import RouterSettings
@@ -61,7 +61,7 @@ class Duo:
         self.p = p
         self.d = d
         self.url = url
-        self.keyring = keys.load(key_directory, "router")
+        self.keyring = keyring.load(key_directory, "router")
 
     def ask(self, prompt: Prompt, mode: str, **more: Any) -> Answer:
         """Through the router."""
@@ -158,7 +158,7 @@ def running_duo(
 @contextlib.contextmanager
 def _router(key_directory: Path) -> Iterator[tuple[str, str, Callable[[], set[str]]]]:
     """kvbaton's router and registry on a thread of this process."""
-    sources = Sources(keyring=keys.load(key_directory, "router"), registry_bind="tcp://127.0.0.1:0")
+    sources = Sources(keyring=keyring.load(key_directory, "router"), registry_bind="tcp://127.0.0.1:0")
     loop = asyncio.new_event_loop()
     started, stop = threading.Event(), asyncio.Event()
     found: list[Any] = []

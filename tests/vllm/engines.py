@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.cli import vllm_engine
-from kvbaton.control import keys
+from kvbaton.control import keyring
 
 READY_S = 240.0
 STOP_S = 20.0
@@ -192,7 +192,7 @@ def free_port() -> int:
 
 def make_cluster_keys(directory: Path, names: Sequence[str]) -> Path:
     """Keys of a router and of workers, in `directory`."""
-    keys.mint(directory, ["router", *names])
+    keyring.mint(directory, ["router", *names])
     return directory
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.api import shapes
-from kvbaton.api.errors import ApiError, bad_field
+from kvbaton.api.api_errors import ApiError, bad_field
 
 CHOICES_MAX = 128
 PARTS_MAX = 256

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from kvbaton.api.errors import ApiError, bare
+from kvbaton.api.api_errors import ApiError, bare
 
 T = TypeVar("T")
 QUEUED_MAX = 4

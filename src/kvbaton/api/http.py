@@ -21,8 +21,8 @@ import uvloop
 from aiohttp import web
 
 from kvbaton.api import screening, sse
+from kvbaton.api.api_errors import ApiError, PortInUseError, internal, too_large
 from kvbaton.api.crowding import Crowd, connections_max, counted
-from kvbaton.api.errors import ApiError, PortInUseError, internal, too_large
 from kvbaton.api.mishearing import CLIENTS_FAULT, Misheard
 from kvbaton.api.request_ids import REQUEST_ID_CHARS_MAX
 

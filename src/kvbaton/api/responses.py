@@ -13,7 +13,7 @@ import msgspec
 
 from kvbaton.api import sse
 from kvbaton.api.answers import Token, chat_logprob, rounded
-from kvbaton.api.errors import ApiError
+from kvbaton.api.api_errors import ApiError
 
 _Object = dict[str, Any]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from kvbaton.api.errors import ApiError
+from kvbaton.api.api_errors import ApiError
 
 GetAll = Callable[[str], Sequence[str]]
 """Every value of a header, by its name in lower case."""

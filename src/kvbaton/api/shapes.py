@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 
-from kvbaton.api.errors import ApiError
+from kvbaton.api.api_errors import ApiError
 
 NESTING_MAX = 128
 """Of lists and objects within each other."""

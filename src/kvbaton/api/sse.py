@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.errors import ApiError
+from kvbaton.api.api_errors import ApiError
 
 EVENT_BYTES_MAX = 8 << 20
 """The first and the last event of a response repeat its instructions, so this is more than any chunk needs."""

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from kvbaton.api.errors import ApiError
+from kvbaton.api.api_errors import ApiError
 
 HEADER = "X-Kvbaton-Token"
 NOT_THE_ROUTER = "not_the_router"

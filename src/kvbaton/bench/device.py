@@ -35,7 +35,7 @@ from kvbaton.bench.device_world import (
     spans_of,
     weave_of,
 )
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
@@ -220,7 +220,7 @@ def _size(count: int, rounds: list[dict[str, tuple[float, float]]], right: bool)
 def _bench() -> Iterator[DeviceBench]:
     with key_room() as scratch:
         directory = str(scratch / "keys")
-        keys.mint(directory, ["p", "d"])
+        keyring.mint(directory, ["p", "d"])
         with Child("kvbaton.bench.device_peer") as peer:
             bench = DeviceBench(peer, directory)
             try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvbaton.bench.device_world import BLOCK_TOKENS, BLOCKS, layout
-from kvbaton.control import keys
+from kvbaton.control import keyring as keys
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.node.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport, MatchState
 from kvbaton.node.epochs import EpochTable

@@ -24,7 +24,7 @@ from kvbaton.bench.children import Child
 from kvbaton.bench.device_peer import Offer, Order, P, Prompts, make_plane
 from kvbaton.bench.device_side import DeviceSide
 from kvbaton.bench.device_world import BLOCK_BYTES, DEVICE, Cache, TimedGpu, blocks_of, pattern, weave_of
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import JobId
@@ -65,7 +65,7 @@ class Pair:
     """A handoff's two ends over one plane: P in a process of its own, D here."""
 
     def __init__(self, plane: str, peer: Child, directory: str, gpu: TimedGpu, cache: Cache) -> None:
-        keys.mint(directory, ["p", "d"])
+        keyring.mint(directory, ["p", "d"])
         self._peer = peer
         order = Order(directory, {}, handoffs=plane)
         offer = peer.ask(order, Offer)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.node.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport, MatchState
@@ -72,7 +72,7 @@ class Side:
     """One end: a node with memory and a door, and nobody who computes."""
 
     def __init__(self, name: str, key_directory: str, transport: str) -> None:
-        self.keyring = keys.load(key_directory, name)
+        self.keyring = keyring.load(key_directory, name)
         self.peer = PeerId(WorkerId(name), Incarnation(secrets.randbits(63)))
         self.region: Region = allocate(LAYERS * BLOCKS * PAGE_BYTES)
         self.news = threading.Event()
@@ -183,7 +183,7 @@ def measure(transport: str, latency_handoffs: int = 300, rate_handoffs: int = 30
     """One data plane: latency alone, rate with many at once."""
     with key_room() as scratch:
         directory = str(scratch / "keys")
-        keys.mint(directory, ["p", "d"])
+        keyring.mint(directory, ["p", "d"])
         with _peer(directory, transport) as peer:
             side = Side("d", directory, transport)
             try:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvbaton.protocol.content import Content
-from kvbaton.store.base import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pieces, Put, StoreSettings
-from kvbaton.store.kept import KeptStore
-from kvbaton.store.keys import Space, chain, keys, prefix
+from kvbaton.store.content_keys import Space, chain, keys, prefix
+from kvbaton.store.interface import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pieces, Put, StoreSettings
+from kvbaton.store.threaded_store import KeptStore
 
 TIMEOUT_S = 30.0
 BLOCK_TOKENS = 4

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton.control import keys
+from kvbaton.control import keyring as keys
 from kvbaton.control.key_room import key_room
 from kvbaton.ranks.store_address import opener, store_place
-from kvbaton.store.base import Backend
-from kvbaton.store.mooncake import MooncakeBackend, MooncakeSettings
+from kvbaton.store.interface import Backend
+from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
 
 KVBATON, MOONCAKE = "kvbaton", "mooncake"
 BACKENDS = (KVBATON, MOONCAKE)

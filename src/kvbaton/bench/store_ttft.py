@@ -16,7 +16,7 @@ import msgspec
 
 from kvbaton.bench.store_moves import settled
 from kvbaton.bench.store_sites import CLIENTS, Site
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.engine import tokenizer
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.engine.server import Token
@@ -67,7 +67,7 @@ async def _worker(site: Site, name: str) -> AsyncIterator[Worker]:
     options = WorkerOptions(
         name=name, role="both", keys=site.keys, registry="tcp://127.0.0.1:1", store=site.place, blocks=2048
     )
-    worker = Worker(options, keys.load(site.keys, name))
+    worker = Worker(options, keyring.load(site.keys, name))
     worker.start()
     try:
         yield worker

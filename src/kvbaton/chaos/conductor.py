@@ -30,7 +30,7 @@ from kvbaton.chaos.outcome import Row
 from kvbaton.chaos.plan import Plan, Step
 from kvbaton.chaos.scene import WIRES, Scene
 from kvbaton.chaos.seen import AtRest, Finds, Sample, Seen, seen
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.engine.worker import reference_answers
 
 PROMPTS = 120
@@ -87,7 +87,7 @@ class Run:
         )
 
     def _surroundings(self, home: Path) -> members.Surroundings:
-        keys.mint(home / "keys", [*members.names(self.plan.prefills, self.plan.decodes), lies.OPERATORS_KEY])
+        keyring.mint(home / "keys", [*members.names(self.plan.prefills, self.plan.decodes), lies.OPERATORS_KEY])
         (home / "disk").mkdir()
         return members.Surroundings(
             keys=str(home / "keys"),

@@ -22,7 +22,7 @@ from kvbaton.api import tokens
 from kvbaton.chaos import members, rooms
 from kvbaton.chaos.members import ROUTER, STORE, Spec, Surroundings
 from kvbaton.chaos.network import Network
-from kvbaton.control import keys
+from kvbaton.control import keyring
 
 START_S = 180.0
 STOP_S = 10.0
@@ -217,7 +217,7 @@ class Fleet:
         """Headers that open a member's own door: as its router, the conductor holds the cluster's keys."""
         if not self.specs[name].is_engine:
             return {}
-        return {tokens.HEADER: tokens.token(keys.load(self.around.keys, ROUTER).ticket_keys[0], name)}
+        return {tokens.HEADER: tokens.token(keyring.load(self.around.keys, ROUTER).ticket_keys[0], name)}
 
     def last_lines(self, name: str, count: int = LAST_LINES) -> str:
         with contextlib.suppress(OSError):

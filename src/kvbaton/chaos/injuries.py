@@ -18,8 +18,8 @@ from kvbaton.chaos.members import ROUTER
 from kvbaton.chaos.plan import Step
 from kvbaton.chaos.scene import Scene
 from kvbaton.chaos.strangers_ports import listening
-from kvbaton.control import keys
-from kvbaton.store.disk import SUFFIX
+from kvbaton.control import keyring
+from kvbaton.store.disk_tier import SUFFIX
 
 DELAY_S = 0.15
 LOSS = 0.2
@@ -166,7 +166,7 @@ async def let_strangers_come(scene: Scene, step: Step) -> Done:
     if not places:
         raise OSError("nobody listens anywhere that a stranger could come to")
     rng = random.Random(scene.rng.random())
-    known = [keys.load(scene.fleet.around.keys, name).public for name in scene.fleet.specs]  # anybody may know these
+    known = [keyring.load(scene.fleet.around.keys, name).public for name in scene.fleet.specs]  # anybody may know these
     counts = await strangers.visit(places, step.seconds, rng, public_keys=known, at_once=AT_ONCE)
     if counts[strangers.LET_IN]:
         scene.problems.append(f"strangers: {counts[strangers.LET_IN]} were let in")

@@ -18,8 +18,8 @@ import msgspec
 
 import kvbaton
 from kvbaton.chaos.lies import Count, Guise
-from kvbaton.control import keys
-from kvbaton.control.registry import messages as registry
+from kvbaton.control import keyring as keys
+from kvbaton.control.registry import registry_messages as registry
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.engine.config import CacheConfig, ModelConfig
 from kvbaton.engine.kv_layout import compat_key, engine_layout
@@ -31,7 +31,7 @@ from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import Envelope, decode
 from kvbaton.protocol.wire.messages import ALL_FEATURES, Card
 from kvbaton.protocol.wire.versions import NEWEST, SPOKEN
-from kvbaton.store import wire
+from kvbaton.store import store_messages
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
 from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport
 
@@ -87,7 +87,7 @@ class Greeted(msgspec.Struct, frozen=True):
     welcome: m.Welcome
 
 
-Heard = m.Message | registry.FromRegistry | registry.ToOperator | wire.Reply
+Heard = m.Message | registry.FromRegistry | registry.ToOperator | store_messages.Reply
 Manner = Callable[[Asked], None]
 
 
@@ -223,7 +223,7 @@ class Post:
             if member.role == "router":
                 self._from_registry(frame, worker)
             elif member.role == "store":
-                told = wire.reply(frame)
+                told = store_messages.reply(frame)
                 if told is not None:
                     self._heard.append((worker, 0, Incarnation(0), told))
             else:

@@ -15,9 +15,9 @@ import msgspec
 from kvbaton.chaos.liar_door import Door
 from kvbaton.chaos.liar_post import ANSWER_S, Post, honest_registration
 from kvbaton.chaos.lies_to_engines import Telling
-from kvbaton.control.registry import messages as registry
+from kvbaton.control.registry import registry_messages as registry
 from kvbaton.protocol.ids import Incarnation, TransferId, WorkerId, handoff_id
-from kvbaton.store import wire
+from kvbaton.store import store_messages
 
 REPORTS = 12
 FLIGHTS = 256
@@ -138,14 +138,25 @@ def _flights(post: Post, names: list[str]) -> bytes:
 
 
 def hoard(post: Post, _: Door, to: str, until: float) -> None:
-    frames = [wire.encode(wire.Dial(number)) for number in range(INVITATIONS)]
-    frames += [wire.encode(wire.Fetch(number, secrets.token_hex(16), 1 << 32)) for number in range(FETCHES)]
+    frames = [store_messages.encode(store_messages.Dial(number)) for number in range(INVITATIONS)]
     frames += [
-        wire.encode(wire.Keep(number, secrets.token_hex(16), 0, post.rng.choice((1 << 20, 1 << 32)), bytes(4096)))
+        store_messages.encode(store_messages.Fetch(number, secrets.token_hex(16), 1 << 32)) for number in range(FETCHES)
+    ]
+    frames += [
+        store_messages.encode(
+            store_messages.Keep(number, secrets.token_hex(16), 0, post.rng.choice((1 << 20, 1 << 32)), bytes(4096))
+        )
         for number in range(HALVES)
     ]
-    frames += [wire.encode(wire.Ask(number, (secrets.token_hex(16),) * wire.KEYS_MAX)) for number in range(FETCHES)]
-    frames += [wire.encode(wire.Keep(1, "../../x", 0, 1, b"x")), wire.encode(wire.Ask(-1, ("\n",))), b"\xc1" * 64]
+    frames += [
+        store_messages.encode(store_messages.Ask(number, (secrets.token_hex(16),) * store_messages.KEYS_MAX))
+        for number in range(FETCHES)
+    ]
+    frames += [
+        store_messages.encode(store_messages.Keep(1, "../../x", 0, 1, b"x")),
+        store_messages.encode(store_messages.Ask(-1, ("\n",))),
+        b"\xc1" * 64,
+    ]
     frames += [secrets.token_bytes(1 << 16)]
     post.rng.shuffle(frames)
     for frame in frames:
@@ -154,8 +165,8 @@ def hoard(post: Post, _: Door, to: str, until: float) -> None:
         post.send(to, frame)
         post.rest(time.monotonic() + 0.002)
     post.rest(time.monotonic() + ANSWER_S / 4)
-    absent = [each for each in post.all_heard(wire.Piece) if not each.total]
-    post.count.refused += len(absent) + sum(bool(each.wrong) for each in post.all_heard(wire.Kept))
+    absent = [each for each in post.all_heard(store_messages.Piece) if not each.total]
+    post.count.refused += len(absent) + sum(bool(each.wrong) for each in post.all_heard(store_messages.Kept))
 
 
 _HTTP = {

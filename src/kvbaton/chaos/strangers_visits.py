@@ -21,7 +21,7 @@ import zmq
 import zmq.asyncio
 
 from kvbaton.chaos.strangers_ports import Place
-from kvbaton.control.registry import messages
+from kvbaton.control.registry import registry_messages
 from kvbaton.protocol.ids import Incarnation, WorkerId
 
 ANSWER_BYTES_MAX = 64 << 10
@@ -135,7 +135,7 @@ def client_hello() -> bytes:
 
 def registration() -> bytes:
     """A well-formed message by which a worker would register."""
-    said = messages.Registration(
+    said = registry_messages.Registration(
         worker=WorkerId("p0"),
         incarnation=Incarnation(1),
         role="prefill",
@@ -148,7 +148,7 @@ def registration() -> bytes:
         model="m",
         host="h",
     )
-    return messages.encode(messages.Register(said))
+    return registry_messages.encode(registry_messages.Register(said))
 
 
 async def _noise(guest: Guest) -> str:

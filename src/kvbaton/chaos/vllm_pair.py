@@ -19,7 +19,7 @@ import msgspec
 from kvbaton.chaos.vllm_client import Prompt, Tally, Told, ask, prompt_of
 from kvbaton.chaos.vllm_plan import Connector, D, P
 from kvbaton.chaos.vllm_process import NEWS_S, Engine, Figures
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.integrations.vllm import launching
 
 BLOCKS = 128
@@ -171,7 +171,7 @@ async def learned(session: aiohttp.ClientSession, alone: Engine, prompts: Sequen
 def _engines(connector: Connector, directory: Path, logs: Path, python: str, ports: Sequence[int]) -> dict[str, Engine]:
     """`ports`: HTTP of P and D, then where each speaks to the other."""
     if connector == "kvbaton":
-        keys.mint(directory / "keys", ["router", P, D])
+        keyring.mint(directory / "keys", ["router", P, D])
     found = {}
     for name, other, port, side_port, other_side in (
         (P, D, ports[0], ports[2], ports[3]), (D, P, ports[1], ports[3], ports[2]),

@@ -191,7 +191,7 @@ def host_port(text: str) -> str:
 
 def endpoint(text: str) -> str:
     """An argument type: where a registry listens."""
-    from kvbaton.control.base import check_endpoint
+    from kvbaton.control.addressing import check_endpoint
 
     try:
         return check_endpoint(text, names=True)

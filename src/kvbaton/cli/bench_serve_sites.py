@@ -29,7 +29,7 @@ from kvbaton.cli.bench_targets import GUARD, fetch
 from kvbaton.cli.cluster import COMMAND, NEWS_S, Child, Member, Plan, Startable, end, last_line, obituary, places, start
 from kvbaton.cli.vllm_engine import HOST, Handoff, ServerOptions, free_ports, tiny_model
 from kvbaton.cli.vllm_up import TINY_KINDS, TINY_SEED, VllmPlan
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.router.router_settings import RouterSettings
@@ -158,7 +158,7 @@ async def standing(name: str, plan: Startable, say: Say, stop: asyncio.Event, *,
     children: list[Child] = []
     with key_room() as directory:
         try:
-            keys.mint(directory / "keys", ["router", *plan.names()])
+            keyring.mint(directory / "keys", ["router", *plan.names()])
             port, registry_port = free_ports(2)
             members = [_router(name, port, registry_port, directory)]
             members += plan.members(str(directory / "keys"), f"tcp://{HOST}:{registry_port}")

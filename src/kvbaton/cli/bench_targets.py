@@ -23,7 +23,7 @@ from kvbaton.api.params import Mode
 from kvbaton.cli.arguments import CommandError
 from kvbaton.cli.cluster import COMMAND, NEWS_S, Child, Member, Place, end, last_line, obituary, start
 from kvbaton.cli.vllm_engine import HOST, Handoff, ServerOptions
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
 from kvbaton.integrations.vllm import launching
 
@@ -102,7 +102,7 @@ def _members(name: str, setup: Setup, directory: Path) -> tuple[str, dict[str, M
         more = [launching.nixl_environment(directory, port) for port in ports[4:]]
         known = ["--prefill-url", urls[1], "--decode-url", urls[2]]
     else:
-        keys.mint(directory / "keys", ["router", *(place.name for place in PLACES)])
+        keyring.mint(directory / "keys", ["router", *(place.name for place in PLACES)])
         registry = f"tcp://{HOST}:{ports[3]}"
         configs = [
             _baton(place, setup, port, directory, registry) for place, port in zip(PLACES, ports[1:], strict=False)

@@ -26,7 +26,7 @@ from kvbaton.cli.arguments import CommandError, StoppedError
 from kvbaton.cli.fronting import Front, Sources, dumping, fronted
 from kvbaton.cli.keys import ALWAYS
 from kvbaton.cli.worker import argv_of
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.ranks.store_address import STORE_NAME
@@ -168,8 +168,8 @@ class Cluster:
 async def running(plan: Startable, say: Say, stop: asyncio.Event) -> AsyncIterator[Cluster]:
     """A cluster whose workers are all registered; gone, with all its processes and files, after the context."""
     with key_room() as directory:
-        keys.mint(directory / "keys", [*ALWAYS, *plan.names()])
-        sources = Sources(keyring=keys.load(directory / "keys", "router"), registry_bind="tcp://127.0.0.1:0")
+        keyring.mint(directory / "keys", [*ALWAYS, *plan.names()])
+        sources = Sources(keyring=keyring.load(directory / "keys", "router"), registry_bind="tcp://127.0.0.1:0")
         async with (
             fronted(sources, plan.settings, host=plan.host, port=plan.port) as front,
             dumping(front.app.gathering, "router", str(directory / "flights")),

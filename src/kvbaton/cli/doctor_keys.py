@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvbaton.cli.doctor_finding import Finding, finding
-from kvbaton.control.base import ControlError
+from kvbaton.control.addressing import ControlError
 from kvbaton.control.key_modes import openings
 from kvbaton.control.key_report import Report, report
 

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from kvbaton.cli.arguments import CommandError, endpoint, seconds
-from kvbaton.control import keys
+from kvbaton.control import keyring as keys
 from kvbaton.control.registry import DrainState, OperatorLine
 from kvbaton.protocol.ids import WorkerId, is_worker_id
 

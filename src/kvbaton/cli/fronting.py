@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton.control.keys import Keyring
+from kvbaton.control.keyring import Keyring
 from kvbaton.control.plain import PlainListener, PlainSettings
 from kvbaton.control.registry import Entry, Networks, RegistryServer
 from kvbaton.observe.codes.saying import worth_saying

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import msgspec
 
 from kvbaton.cli.arguments import CommandError, seconds
-from kvbaton.control import key_rotation, keys
-from kvbaton.control.following import LOOK_S
+from kvbaton.control import key_rotation, keyring
+from kvbaton.control.key_following import LOOK_S
 from kvbaton.control.key_report import Report, report
 from kvbaton.protocol.privileges import Role
 
@@ -81,13 +81,13 @@ def _check(args: argparse.Namespace) -> None:
 def _new(args: argparse.Namespace) -> int:
     given = {name.partition(":")[0] for name in args.names}
     names = [*(name for name in ALWAYS if name not in given), *args.names]
-    keys.mint(args.directory, names)
+    keyring.mint(args.directory, names)
     return _minted(names, args)
 
 
 def _add(args: argparse.Namespace) -> int:
     for name in args.names:
-        keys.add(args.directory, name)
+        keyring.add(args.directory, name)
     return _minted(args.names, args)
 
 

@@ -191,8 +191,8 @@ def _bug(error: Exception) -> str:
 
 def _operator_must_act(error: Exception) -> str | None:
     """The line, where it is the operator who can change something; None for a bug."""
-    from kvbaton.api.errors import PortInUseError
-    from kvbaton.control.base import ControlError
+    from kvbaton.api.api_errors import PortInUseError
+    from kvbaton.control.addressing import ControlError
     from kvbaton.transports.catalogue import PlaneError
 
     if isinstance(error, PortInUseError):

@@ -17,7 +17,7 @@ from kvbaton.cli import traces
 from kvbaton.cli.arguments import CommandError, host_port, port, seconds, whole
 from kvbaton.cli.fronting import Front, Sources, dumping, fronted, told_to_stop
 from kvbaton.cli.limits import raise_file_limit
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.control.plain import Fleet, PlainSettings
 from kvbaton.control.registry import Networks
 from kvbaton.protocol.ids import WorkerId
@@ -224,7 +224,7 @@ def settings_of(args: argparse.Namespace) -> RouterSettings:
 def sources_of(args: argparse.Namespace) -> Sources:
     host = f"[{args.registry_host}]" if ":" in args.registry_host else args.registry_host
     return Sources(
-        keyring=keys.load(args.keys, args.name) if args.keys else None,
+        keyring=keyring.load(args.keys, args.name) if args.keys else None,
         registry_bind=f"tcp://{host}:{args.registry_port}",
         networks=args.worker_networks or Networks(),
         workers=_static(args),

@@ -21,14 +21,14 @@ import msgspec
 
 from kvbaton.cli.arguments import CommandError, port
 from kvbaton.cli.limits import raise_file_limit
-from kvbaton.control.keys import load
+from kvbaton.control.keyring import load
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.privileges import Act, may
 from kvbaton.ranks.store_address import STORE_NAME, bytes_of
-from kvbaton.store.disk import DiskError, DiskTier
-from kvbaton.store.line_server import LineServer
-from kvbaton.store.memory import MemoryBackend
-from kvbaton.store.server import StoreServer
+from kvbaton.store.disk_tier import DiskError, DiskTier
+from kvbaton.store.memory_backend import MemoryBackend
+from kvbaton.store.store_server import StoreServer
+from kvbaton.store.tcp_server_side import LineServer
 
 ARRIVING_BYTES_MAX = 256 << 20
 """Of values that have begun to come, over all clients."""

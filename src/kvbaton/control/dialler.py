@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from kvbaton.control.base import is_ipv6
+from kvbaton.control.addressing import is_ipv6
 from kvbaton.control.sockets import Heard, Plane, Socket, has_frame
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import WorkerId

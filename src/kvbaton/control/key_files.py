@@ -27,7 +27,7 @@ import msgspec
 import zmq
 from msgspec import Meta
 
-from kvbaton.control.base import ControlError
+from kvbaton.control.addressing import ControlError
 from kvbaton.protocol.ids import WorkerId, is_worker_id
 from kvbaton.protocol.privileges import Role, role_by_name
 

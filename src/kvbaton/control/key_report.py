@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from kvbaton.control import key_files as files
-from kvbaton.control.base import ControlError
+from kvbaton.control.addressing import ControlError
 from kvbaton.control.key_modes import openings
 from kvbaton.protocol.privileges import Act, may
 

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from kvbaton.control import key_files as files
-from kvbaton.control.base import ControlError
+from kvbaton.control.addressing import ControlError
 from kvbaton.protocol.ids import WorkerId
 
 TICKETS_LIVE_S = 150.0

@@ -22,8 +22,8 @@ from typing import Literal, get_args
 import msgspec
 import zmq
 
-from kvbaton.control.base import ControlError, check_authority, check_endpoint, is_ipv6
-from kvbaton.control.looping import LoopThread
+from kvbaton.control.addressing import ControlError, check_authority, check_endpoint, is_ipv6
+from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.sockets import Context, Socket
 from kvbaton.control.waker import Waker
 

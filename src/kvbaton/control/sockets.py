@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 import zmq
 
-from kvbaton.control.base import Limits
-from kvbaton.control.keys import Keyring
+from kvbaton.control.addressing import Limits
+from kvbaton.control.keyring import Keyring
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.machines.quotas import Buckets
 

@@ -22,10 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import zmq
 
-from kvbaton.control.base import ControlError, Limits, check_endpoint
+from kvbaton.control.addressing import ControlError, Limits, check_endpoint
 from kvbaton.control.dialler import Address, Dialler
-from kvbaton.control.following import Following
-from kvbaton.control.keys import Keyring, is_public_key
+from kvbaton.control.key_following import Following
+from kvbaton.control.keyring import Keyring, is_public_key
 from kvbaton.control.listener import Listener, Sent
 from kvbaton.control.sockets import Heard, Plane
 from kvbaton.control.waker import Waker

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvbaton.control.registry.messages import Held
+from kvbaton.control.registry.registry_messages import Held
 from kvbaton.engine.server import Backend, Finished, RefusedError, Token
 from kvbaton.engine.server_plan import GenerateRequest, ModelCard
 

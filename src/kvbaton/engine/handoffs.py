@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvbaton.api.api_errors import ApiError, bad_field
 from kvbaton.api.bodies import Body
-from kvbaton.api.errors import ApiError, bad_field
 from kvbaton.api.foreign import Lookup, one_of, translated
 from kvbaton.api.params import FIELD, TransferParams
 from kvbaton.protocol.errors import ProtocolError

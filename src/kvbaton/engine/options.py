@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from kvbaton.api.tokens import is_loopback
-from kvbaton.control.base import check_authority
+from kvbaton.control.addressing import check_authority
 from kvbaton.control.moriio import FORGET_S
 from kvbaton.observe.tracing.export import traces_url
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvbaton.api.api_errors import bad_field
 from kvbaton.api.bodies import TEXT_PARTS, is_message
-from kvbaton.api.errors import bad_field
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"), "text": ({}, {"format": {"type": "text"}}), "reasoning": ({}, {"effort": "none"}),

@@ -16,8 +16,8 @@ from aiohttp import web
 
 from kvbaton.api import answers, responses, sse
 from kvbaton.api.answers import Shape, Token
+from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError
 from kvbaton.api.bodies import Body, Kind, parse
-from kvbaton.api.errors import RETRY_AFTER_S, ApiError
 from kvbaton.api.foreign import Lookup, tickets_in, together
 from kvbaton.api.gather import all_of, interleave
 from kvbaton.api.http import MISHEARD, REQUEST_ID, json_response, new_app, read_body, request_id, send_events

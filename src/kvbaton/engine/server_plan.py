@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.answers import Shape
+from kvbaton.api.api_errors import bad_field, unknown_model
 from kvbaton.api.bodies import Body, Kind
-from kvbaton.api.errors import bad_field, unknown_model
 from kvbaton.api.foreign import Lookup
 from kvbaton.api.merge import Part, split
 from kvbaton.api.params import TransferParams

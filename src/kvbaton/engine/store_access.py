@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from kvbaton.control.base import ControlError
-from kvbaton.control.keys import Keyring
+from kvbaton.control.addressing import ControlError
+from kvbaton.control.keyring import Keyring
 from kvbaton.engine.hooks import Connector
 from kvbaton.engine.options import WorkerOptions
 from kvbaton.engine.storing import Storing
@@ -24,7 +24,7 @@ from kvbaton.ranks.engine_store import Shelf, ShelfSettings
 from kvbaton.ranks.rank_store import LocalShelf
 from kvbaton.ranks.rank_values import NotStorable, rank_values
 from kvbaton.ranks.store_address import opener, store_place
-from kvbaton.store.base import Backend
+from kvbaton.store.interface import Backend
 
 GET_PER_LOOKUP = 5.0
 """A get may take this many times as long as a look-up: it moves bytes."""

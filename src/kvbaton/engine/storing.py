@@ -20,7 +20,7 @@ from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.content import Content
 from kvbaton.protocol.ids import RequestId
 from kvbaton.ranks.engine_store import AskId, Shelf
-from kvbaton.store.keys import chain
+from kvbaton.store.content_keys import chain
 
 LATE_S = 1.0
 """How long after its time-out an answer is waited for; the ranks are bound to the time-out itself."""

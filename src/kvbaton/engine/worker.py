@@ -23,11 +23,11 @@ from kvbaton.api.http import run, serving
 from kvbaton.api.params import Mode
 from kvbaton.api.tokens import guard
 from kvbaton.control.address_book import AddressBook
-from kvbaton.control.keys import Keyring, load
+from kvbaton.control.keyring import Keyring, load
 from kvbaton.control.moriio import FORGET_S
-from kvbaton.control.registry.client import RegistryClient
 from kvbaton.control.registry.member import MemberState
-from kvbaton.control.registry.messages import DirectoryEntry, Held, Registration
+from kvbaton.control.registry.registry_client import RegistryClient
+from kvbaton.control.registry.registry_messages import DirectoryEntry, Held, Registration
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.engine import tokenizer
 from kvbaton.engine.announcing import Herald, announcement

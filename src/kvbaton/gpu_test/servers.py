@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.chaos.vllm_process import Engine, EngineError
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.gpu_test.sizes import Device, Variant
 from kvbaton.integrations.vllm import launching
 
@@ -182,7 +182,7 @@ def made(site: Site, spec: Spec) -> Group:
         group.engines["alone"] = Engine("alone", ports[0], words, site.variables(spec), site.logs / f"{spec.name}.log")
         return group
     if spec.connector == "kvbaton":
-        keys.mint(home / "keys", [ROUTER, f"{P}:prefill", f"{D}:decode"])
+        keyring.mint(home / "keys", [ROUTER, f"{P}:prefill", f"{D}:decode"])
         if spec.has_router:
             words = [sys.executable, "-m", "kvbaton.cli.main", "router", "--keys", str(home / "keys"), "--port"]
             words += [str(ports[4]), "--registry-port", str(ports[5])]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvbaton.control.keys import Keyring
+from kvbaton.control.keyring import Keyring
 from kvbaton.node.node import Node
 from kvbaton.protocol.events import Departed
 from kvbaton.protocol.ids import WorkerId

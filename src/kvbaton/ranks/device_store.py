@@ -25,7 +25,7 @@ import numpy as np
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks.rank_store import LocalShelf, shelf_settings
 from kvbaton.ranks.rank_values import NotStorable, RankValues, Run
-from kvbaton.store.base import Backend, OrderEnded, OrderId
+from kvbaton.store.interface import Backend, OrderEnded, OrderId
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.cuda.cuda_driver import Gpu

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from kvbaton.control.looping import Sleeper
+from kvbaton.control.poll_loop import Sleeper
 
 if TYPE_CHECKING:
     from kvbaton.ranks.rank_messages import RankInvitation

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from kvbaton.control.dialler import Dialler
-from kvbaton.control.keys import Keyring
+from kvbaton.control.keyring import Keyring
 from kvbaton.control.sockets import Context, Heard, Plane
 from kvbaton.control.waker import Waker
 from kvbaton.ranks.rank_messages import ENGINE, RankInvitation, rank_name

@@ -18,8 +18,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvbaton.control.base import check_endpoint
-from kvbaton.control.keys import is_public_key
+from kvbaton.control.addressing import check_endpoint
+from kvbaton.control.keyring import is_public_key
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Copy, Direction, Loan
 from kvbaton.protocol.errors import Reason

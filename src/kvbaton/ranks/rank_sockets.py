@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from kvbaton.control.base import check_endpoint
-from kvbaton.control.keys import Keyring
-from kvbaton.control.looping import LoopThread, Sleeper
+from kvbaton.control.addressing import check_endpoint
+from kvbaton.control.keyring import Keyring
+from kvbaton.control.poll_loop import LoopThread, Sleeper
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.ranks.rank_carrying import Arrival, Clock
 from kvbaton.ranks.rank_dialling import RankDialler

@@ -15,9 +15,21 @@ from typing import Protocol
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks.rank_values import RankValues
-from kvbaton.store.base import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pieces, Pins, Put, Store, StoreSettings
-from kvbaton.store.kept import KeptStore
-from kvbaton.store.keys import keys, prefix
+from kvbaton.store.content_keys import keys, prefix
+from kvbaton.store.interface import (
+    Backend,
+    Get,
+    Lookup,
+    Order,
+    OrderEnded,
+    OrderId,
+    Pieces,
+    Pins,
+    Put,
+    Store,
+    StoreSettings,
+)
+from kvbaton.store.threaded_store import KeptStore
 
 SLOT_BYTES_MAX = 64 << 20
 """What one call moves at most; a store has ten such slots of address space, and uses two unless calls get stuck."""

@@ -31,7 +31,7 @@ from kvbaton.ranks.rank_store_messages import (
     pack_ids,
 )
 from kvbaton.ranks.store_interface import RankShelf
-from kvbaton.store.base import OrderEnded, OrderId
+from kvbaton.store.interface import OrderEnded, OrderId
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from kvbaton.ranks.rank_store_messages import (
     pack_hashes,
     pack_ids,
 )
-from kvbaton.store.base import OrderEnded, OrderId
+from kvbaton.store.interface import OrderEnded, OrderId
 
 
 class ShelfUplink(Protocol):

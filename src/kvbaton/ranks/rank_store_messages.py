@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.store.base import OrderEnded, OrderId
-from kvbaton.store.keys import HASH_BYTES
+from kvbaton.store.content_keys import HASH_BYTES
+from kvbaton.store.interface import OrderEnded, OrderId
 
 KEYS_MAX = 4096  # of one order, as in `store.base.StoreSettings`
 ORDERS_MAX = 256  # of one rank, accepted and their end not drained

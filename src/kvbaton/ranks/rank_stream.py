@@ -18,7 +18,7 @@ from collections import Counter, deque
 
 import msgspec
 
-from kvbaton.control.base import Limits
+from kvbaton.control.addressing import Limits
 from kvbaton.ranks.rank_messages import FRAME_BYTES_MAX
 
 WINDOW_FRAMES_MAX = 1024

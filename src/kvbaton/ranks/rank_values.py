@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import msgspec
 
 from kvbaton.protocol.geometry.layout import EngineLayout, Group, Kind, Share, cell_axes
-from kvbaton.store.base import Pieces
-from kvbaton.store.keys import VALUE_BYTES_MAX, Space
+from kvbaton.store.content_keys import VALUE_BYTES_MAX, Space
+from kvbaton.store.interface import Pieces
 
 CELLS_MAX = 1 << 20  # of one page: sorted once, when an engine starts
 PIECES_MAX = 4096  # of one value

@@ -16,14 +16,14 @@ from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
-from kvbaton.control.base import ControlError, check_authority, check_endpoint
-from kvbaton.control.keys import Keyring
+from kvbaton.control.addressing import ControlError, check_authority, check_endpoint
+from kvbaton.control.keyring import Keyring
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.store.base import Backend
-from kvbaton.store.client import ServedBackend
-from kvbaton.store.line_client import LinedBackend
-from kvbaton.store.mooncake import MooncakeBackend, MooncakeSettings
+from kvbaton.store.interface import Backend
+from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
+from kvbaton.store.store_client import ServedBackend
+from kvbaton.store.tcp_backend import LinedBackend
 
 STORE_NAME = "store"
 """The identity of `kvbaton store` in a key directory, unless another is given."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from kvbaton.store.base import OrderEnded, OrderId
+from kvbaton.store.interface import OrderEnded, OrderId
 
 __all__ = ["OrderEnded", "OrderId", "RankShelf"]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.api.api_errors import ApiError
 from kvbaton.api.bodies import Kind
-from kvbaton.api.errors import ApiError
 from kvbaton.api.gather import cancel
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.protocol.ids import PeerId

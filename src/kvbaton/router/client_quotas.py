@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from kvbaton.api.errors import ApiError, no_room
+from kvbaton.api.api_errors import ApiError, no_room
 
 BYTES_MAX = 1 << 30
 CONNECTIONS_MAX = 16_384

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from kvbaton.api import request_ids, responses, screening, shapes, sse, tokens
+from kvbaton.api.api_errors import ApiError, bad_field, full, read_error, unavailable
 from kvbaton.api.bodies import Body, Kind, parse
-from kvbaton.api.errors import ApiError, bad_field, full, read_error, unavailable
 from kvbaton.api.gather import all_of, interleave
 from kvbaton.api.http import REQUEST_ID, checked_request_id
 from kvbaton.api.merge import Joiner, Part, join, read, split

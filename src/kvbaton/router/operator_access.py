@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from kvbaton.api.errors import ApiError, bad_field
+from kvbaton.api.api_errors import ApiError, bad_field
 from kvbaton.observe.flight.collector import LAST_MAX, Gathering
 from kvbaton.observe.flight.flight_records import Seat
 from kvbaton.observe.flight.joining import FIND_CHARS_MIN

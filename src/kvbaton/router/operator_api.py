@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.errors import unavailable
+from kvbaton.api.api_errors import unavailable
 from kvbaton.observe.metrics import exposition
 from kvbaton.router import policy
 from kvbaton.router.http.http_types import Answer, Request, json_answer

@@ -32,8 +32,8 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.api.api_errors import ApiError, bare, out_of_time, unavailable
 from kvbaton.api.bodies import Kind
-from kvbaton.api.errors import ApiError, bare, out_of_time, unavailable
 from kvbaton.api.gather import cancel
 from kvbaton.api.params import FIELD, Mode
 from kvbaton.observe.flight.collector import Gathering

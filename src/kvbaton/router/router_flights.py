@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from kvbaton.api.errors import ApiError
+from kvbaton.api.api_errors import ApiError
 from kvbaton.observe.codes.api import CODES
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.flight_records import NAME_CHARS_MAX, QUIET, TEXT_CHARS_MAX, Flight, Moment, Seat

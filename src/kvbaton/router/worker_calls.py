@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from kvbaton.api import sse
-from kvbaton.api.errors import RETRY_AFTER_S, ApiError, bare, no_room, out_of_time, read_error
+from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError, bare, no_room, out_of_time, read_error
 from kvbaton.api.tokens import NOT_THE_ROUTER
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.client_quotas import Tab

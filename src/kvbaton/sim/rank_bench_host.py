@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
-from kvbaton.control.looping import Sleeper
+from kvbaton.control.poll_loop import Sleeper
 from kvbaton.protocol.geometry.progress import Progress, whole
 from kvbaton.protocol.ids import LeaseId
 from kvbaton.ranks import rank_host

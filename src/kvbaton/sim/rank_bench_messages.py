@@ -26,8 +26,8 @@ from kvbaton.protocol.ids import JobId
 from kvbaton.ranks import rank_messages as said
 from kvbaton.ranks import rank_store_messages as shelf
 from kvbaton.sim.rank_bench import PEERS, Raised, outcome, same
-from kvbaton.store.base import OrderEnded, OrderId
-from kvbaton.store.keys import HASH_BYTES
+from kvbaton.store.content_keys import HASH_BYTES
+from kvbaton.store.interface import OrderEnded, OrderId
 
 ROW, SHIFT, WORD = 24, 16, 8
 DETAIL = 512

@@ -18,8 +18,8 @@ from kvbaton.ranks.rank_store_host import HostedShelf
 from kvbaton.ranks.store_interface import RankShelf
 from kvbaton.sim.rank_bench import ANYTHING, listened, same, worth
 from kvbaton.sim.world import InjectedFault
-from kvbaton.store.base import OrderEnded, OrderId
-from kvbaton.store.keys import HASH_BYTES
+from kvbaton.store.content_keys import HASH_BYTES
+from kvbaton.store.interface import OrderEnded, OrderId
 
 STEPS = 60
 ORDERS = 8

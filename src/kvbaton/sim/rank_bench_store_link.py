@@ -17,8 +17,8 @@ from kvbaton.ranks.rank_store_link import RemoteShelf
 from kvbaton.ranks.store_interface import RankShelf
 from kvbaton.sim.rank_bench import ANYTHING, Raised, outcome, same
 from kvbaton.sim.rank_bench_store import COMPAT, ORDERS, any_order
-from kvbaton.store.base import OrderEnded, OrderId
-from kvbaton.store.keys import HASH_BYTES
+from kvbaton.store.content_keys import HASH_BYTES
+from kvbaton.store.interface import OrderEnded, OrderId
 
 STEPS = 60
 ORDERS_MAX = 4

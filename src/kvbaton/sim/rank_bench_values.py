@@ -20,8 +20,8 @@ from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Pe
 from kvbaton.ranks import rank_store, rank_values
 from kvbaton.ranks.rank_values import NotStorable, RankValues
 from kvbaton.sim.rank_bench import ANYTHING, Raised, outcome, replaced, same
-from kvbaton.store.base import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
-from kvbaton.store.keys import HASH_BYTES, VALUE_BYTES_MAX, prefix
+from kvbaton.store.content_keys import HASH_BYTES, VALUE_BYTES_MAX, prefix
+from kvbaton.store.interface import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
 
 COMPAT = "cd" * 16
 BLOCKS = 3

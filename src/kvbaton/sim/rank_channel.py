@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvbaton.control.looping import Sleeper
+from kvbaton.control.poll_loop import Sleeper
 from kvbaton.ranks.rank_carrying import Clock
 from kvbaton.ranks.rank_messages import RankInvitation
 from kvbaton.ranks.rank_stream import Envelope

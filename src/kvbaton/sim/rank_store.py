@@ -34,11 +34,11 @@ from kvbaton.sim.promises import DEATH, HANG, LEAK, NEEDLESS, WRONG, Broken
 from kvbaton.sim.rank_channel import SimCarrier, SimProcess
 from kvbaton.sim.request import SimRequest
 from kvbaton.sim.world import InjectedFault, World
-from kvbaton.store.base import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
-from kvbaton.store.keeper import Keeper
-from kvbaton.store.kept import check
-from kvbaton.store.scripts import Answer, Call, Task
-from kvbaton.store.work import perform
+from kvbaton.store.backend_threads import perform
+from kvbaton.store.interface import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
+from kvbaton.store.order_scheduler import Keeper
+from kvbaton.store.order_scripts import Answer, Call, Task
+from kvbaton.store.threaded_store import check
 
 COMPAT = "5" * 32
 SETTINGS = ShelfSettings(lookup_timeout_s=1.0, get_timeout_s=3.0, put_timeout_s=4.0, asks_max=8, puts_max=4)

@@ -21,7 +21,7 @@ from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.sim.promises import RULE, Broken
 from kvbaton.sim.world import InjectedFault, World
-from kvbaton.store.memory import MemoryBackend
+from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.transports.core.jobs import AGAIN_S_MAX, LENT_WAIT_S
 from kvbaton.transports.core.loans import GRACE_S, Flight, Loans
 from kvbaton.transports.core.mover import choose_mover

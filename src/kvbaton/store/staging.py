@@ -11,8 +11,8 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
-from kvbaton.store.base import Pieces
-from kvbaton.store.frames import FRAME_BYTES
+from kvbaton.store.interface import Pieces
+from kvbaton.store.value_header import FRAME_BYTES
 
 
 class Staging:

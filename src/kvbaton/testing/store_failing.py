@@ -6,7 +6,7 @@ import time
 from functools import partial
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.store.base import Lookup, OrderId, Pieces
+from kvbaton.store.interface import Lookup, OrderId, Pieces
 from kvbaton.testing.store_case import NOTHING, SOON_S, Engine, StoreCases, blank, data, engine, names, values
 from kvbaton.testing.store_harness import StoreHarness
 from kvbaton.testing.transport_harness import idle_cpu_s, poll

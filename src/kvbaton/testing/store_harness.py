@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvbaton.store.base import Backend, OrderEnded, OrderId, Store
+from kvbaton.store.interface import Backend, OrderEnded, OrderId, Store
 from kvbaton.testing.transport_harness import poll
 
 DEADLINE_S = 30.0

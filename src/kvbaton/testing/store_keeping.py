@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.store.base import Get, OrderId, Put
+from kvbaton.store.interface import Get, OrderId, Put
 from kvbaton.testing.store_case import NOTHING, VALUE_BYTES, StoreCases, blank, data, engine, names, values
 from kvbaton.testing.store_harness import StoreHarness
 

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from kvbaton.control.registry import Held, Registration, RegistrySettings
-from kvbaton.control.registry import messages as m
+from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.member import Member, MemberState
-from kvbaton.control.registry.roster import Roster, Standing
+from kvbaton.control.registry.registry_roster import Roster, Standing
 from kvbaton.protocol.ids import Incarnation, WorkerId
 
 P0, LIFE = WorkerId("p0"), Incarnation(1)

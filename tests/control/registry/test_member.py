@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvbaton.control.registry import DirectoryEntry, MemberState, Registration, RegistrySettings
-from kvbaton.control.registry import messages as m
+from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.member import Member
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 

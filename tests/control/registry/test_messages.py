@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbaton.control.registry import DirectoryEntry, Registration, addresses
-from kvbaton.control.registry import messages as m
+from kvbaton.control.registry import registry_messages as m
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 
 from ..rig import cluster

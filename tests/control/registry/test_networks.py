@@ -7,9 +7,9 @@ import ipaddress
 import msgspec
 import pytest
 
-from kvbaton.control.registry import MemberState, RegistryServer, networks
-from kvbaton.control.registry import messages as m
-from kvbaton.control.registry.networks import Networks
+from kvbaton.control.registry import MemberState, RegistryServer, allowed_networks
+from kvbaton.control.registry import registry_messages as m
+from kvbaton.control.registry.allowed_networks import Networks
 
 from ..rig import Post, posted, until
 from .town import CALM, RINGS, ROUTER, Town, reg
@@ -17,7 +17,7 @@ from .town import CALM, RINGS, ROUTER, Town, reg
 OWN = tuple(map(ipaddress.ip_address, ("10.0.0.5", "fd12::5", "203.0.113.5")))
 
 
-def is_own(address: networks.Address) -> bool:
+def is_own(address: allowed_networks.Address) -> bool:
     return address.is_loopback or address in OWN
 
 
@@ -87,9 +87,9 @@ def test_a_list_has_an_end() -> None:
 
 
 def test_this_host_knows_its_own_addresses() -> None:
-    assert networks._is_own(ipaddress.ip_address("127.0.0.1"))
-    assert not networks._is_own(ipaddress.ip_address("192.0.2.1"))
-    assert not networks._is_own(ipaddress.ip_address("2001:db8::1"))
+    assert allowed_networks._is_own(ipaddress.ip_address("127.0.0.1"))
+    assert not allowed_networks._is_own(ipaddress.ip_address("192.0.2.1"))
+    assert not allowed_networks._is_own(ipaddress.ip_address("2001:db8::1"))
 
 
 STEERED = {

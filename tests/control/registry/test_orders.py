@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvbaton.control.base import ControlError
+from kvbaton.control.addressing import ControlError
 from kvbaton.control.registry import MemberState, OperatorLine
-from kvbaton.control.registry import messages as m
-from kvbaton.control.registry.server import DISCARDS_MAX
+from kvbaton.control.registry import registry_messages as m
+from kvbaton.control.registry.registry_server import DISCARDS_MAX
 from kvbaton.protocol.ids import Incarnation, WorkerId
 
 from ..rig import DEADLINE_S, Post, cluster, posted, until

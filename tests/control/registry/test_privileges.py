@@ -7,8 +7,8 @@ from typing import get_args
 import msgspec
 import pytest
 
-from kvbaton.control.registry import messages as m
-from kvbaton.control.registry.server import _check_sender
+from kvbaton.control.registry import registry_messages as m
+from kvbaton.control.registry.registry_server import _check_sender
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.protocol.privileges import Act, Role, may
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvbaton.control.registry import Registration, RegistrySettings, WorkerState
-from kvbaton.control.registry.roster import Roster, Standing
+from kvbaton.control.registry.registry_roster import Roster, Standing
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 
 SETTINGS = RegistrySettings(ping_s=1.0, suspect_s=3.0, evict_s=8.0, settle_s=8.0)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvbaton.control.registry import MemberState, RegistryClient, RegistryServer, RegistrySettings, WorkerState
-from kvbaton.control.registry import messages as m
+from kvbaton.control.registry import registry_messages as m
 from kvbaton.protocol.ids import Incarnation
 
 from ..rig import Post, cluster, costs_less, posted, until

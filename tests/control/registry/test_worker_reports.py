@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from kvbaton.control.registry import MemberState, RegistryClient, RegistryServer, RegistrySettings
-from kvbaton.control.registry import client as client_module
-from kvbaton.control.registry import messages as m
+from kvbaton.control.registry import registry_client as client_module
+from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.member import Member
+from kvbaton.control.registry.registry_roster import Roster
 from kvbaton.control.registry.reports import QUESTIONS_MAX, REPORTS_BURST_MAX, REPORTS_PER_S_MAX, Reports
-from kvbaton.control.registry.roster import Roster
 from kvbaton.observe.flight.report import REPORT_BYTES_MAX
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.wire.codec import FRAME_BYTES_MAX

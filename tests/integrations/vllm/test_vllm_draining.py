@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from kvbaton.control.registry.messages import NOTHING, Held
+from kvbaton.control.registry.registry_messages import NOTHING, Held
 from kvbaton.integrations.vllm import draining
 from kvbaton.integrations.vllm.draining import QUIET_S, DrainWatch, requests_in
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from tests.transports.fake_gpu import FakeGpu
 
-from kvbaton.control import keys
-from kvbaton.control.base import ControlError
+from kvbaton.control import keyring
+from kvbaton.control.addressing import ControlError
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.integrations.vllm.layout import GroupFacts, RankFacts
 from kvbaton.integrations.vllm.second_loads import SecondLoads
@@ -22,10 +22,10 @@ from kvbaton.protocol.geometry.layout import Cell, Kind, Place, Plane
 from kvbaton.ranks import device_store
 from kvbaton.ranks.device_store import DeviceShelf
 from kvbaton.ranks.store_interface import RankShelf
-from kvbaton.store.base import OrderEnded, OrderId
-from kvbaton.store.line_server import LineServer
-from kvbaton.store.memory import MemoryBackend
-from kvbaton.store.server import StoreServer
+from kvbaton.store.interface import OrderEnded, OrderId
+from kvbaton.store.memory_backend import MemoryBackend
+from kvbaton.store.store_server import StoreServer
+from kvbaton.store.tcp_server_side import LineServer
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.device_memory import DeviceMemory
 
@@ -90,14 +90,14 @@ def test_whoever_speaks_with_others_needs_keys(extra: dict[str, Any]) -> None:
 
 @pytest.fixture
 def key_directory(tmp_path: Path) -> Path:
-    keys.mint(tmp_path / "keys", ["p0", "p0.1", "store"])
+    keyring.mint(tmp_path / "keys", ["p0", "p0.1", "store"])
     return tmp_path / "keys"
 
 
 @pytest.fixture
 def store(key_directory: Path) -> Iterator[tuple[str, MemoryBackend]]:
     memory = MemoryBackend(1 << 20)
-    control = ZmqControl(keys.load(key_directory, "store"))
+    control = ZmqControl(keyring.load(key_directory, "store"))
     lines = LineServer(memory, "127.0.0.1", value_bytes_max=1 << 16)
     server = StoreServer(control, memory, arriving_bytes_max=1 << 20, value_bytes_max=1 << 16, lines=lines)
     yield control.endpoint, memory

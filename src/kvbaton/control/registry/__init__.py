@@ -4,13 +4,13 @@ A worker registers when it can serve, pings, and deregisters when it leaves; the
 about the others. Losing the registry costs news, never service: workers go on with the last directory they had.
 """
 
-from kvbaton.control.registry.client import RegistryClient
+from kvbaton.control.registry.allowed_networks import Networks
 from kvbaton.control.registry.member import MemberState
-from kvbaton.control.registry.messages import DirectoryEntry, DrainState, Held, Registration, Role, addresses
-from kvbaton.control.registry.networks import Networks
 from kvbaton.control.registry.operator import OperatorLine
-from kvbaton.control.registry.roster import Entry, RegistrySettings, WorkerState
-from kvbaton.control.registry.server import RegistryServer
+from kvbaton.control.registry.registry_client import RegistryClient
+from kvbaton.control.registry.registry_messages import DirectoryEntry, DrainState, Held, Registration, Role, addresses
+from kvbaton.control.registry.registry_roster import Entry, RegistrySettings, WorkerState
+from kvbaton.control.registry.registry_server import RegistryServer
 
 __all__ = [
     "DirectoryEntry",

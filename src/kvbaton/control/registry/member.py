@@ -11,8 +11,8 @@ import enum
 
 import msgspec
 
-from kvbaton.control.registry import messages as m
-from kvbaton.control.registry.roster import RegistrySettings
+from kvbaton.control.registry import registry_messages as m
+from kvbaton.control.registry.registry_roster import RegistrySettings
 from kvbaton.protocol.ids import PeerId, WorkerId
 
 

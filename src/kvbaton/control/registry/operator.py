@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from kvbaton.control.base import ControlError, Limits, check_endpoint
-from kvbaton.control.keys import Keyring
-from kvbaton.control.registry import messages as m
+from kvbaton.control.addressing import ControlError, Limits, check_endpoint
+from kvbaton.control.keyring import Keyring
+from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.privileges import Act, may

@@ -11,8 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvbaton.control.registry import messages as m
-from kvbaton.control.registry.roster import Roster
+from kvbaton.control.registry import registry_messages as m
+from kvbaton.control.registry.registry_roster import Roster
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 

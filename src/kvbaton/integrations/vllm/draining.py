@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvbaton.control.registry.client import RegistryClient
-from kvbaton.control.registry.messages import Held
+from kvbaton.control.registry.registry_client import RegistryClient
+from kvbaton.control.registry.registry_messages import Held
 from kvbaton.protocol.machines.ledger import Ledger
 
 POLL_S = 0.5

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.errors import ApiError
+from kvbaton.api.api_errors import ApiError
 from kvbaton.api.foreign import SHOWN_CHARS, Lookup, translated
 from kvbaton.api.params import FIELD, Mode, TransferParams
 from kvbaton.observe.tracing.context import HEADER as TRACE_HEADER

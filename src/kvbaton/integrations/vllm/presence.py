@@ -21,12 +21,12 @@ from typing import Literal, Protocol
 import msgspec
 
 from kvbaton.control.address_book import AddressBook, moriio_address
-from kvbaton.control.base import ControlError
-from kvbaton.control.keys import Keyring
+from kvbaton.control.addressing import ControlError
+from kvbaton.control.keyring import Keyring
 from kvbaton.control.moriio import FORGET_S, MoriioAnnouncer
 from kvbaton.control.moriio import registration as moriio_registration
-from kvbaton.control.registry.client import RegistryClient
-from kvbaton.control.registry.messages import DirectoryEntry, Registration
+from kvbaton.control.registry.registry_client import RegistryClient
+from kvbaton.control.registry.registry_messages import DirectoryEntry, Registration
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.integrations.vllm.draining import DrainWatch, ledger_holds
 from kvbaton.integrations.vllm.settings import ConnectorSettings

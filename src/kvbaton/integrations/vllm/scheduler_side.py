@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.control.keys import Keyring
+from kvbaton.control.keyring import Keyring
 from kvbaton.integrations.vllm import content, interpreter
 from kvbaton.integrations.vllm.compat import compat_key
 from kvbaton.integrations.vllm.decode import NOT_YET, NOTHING, Decode

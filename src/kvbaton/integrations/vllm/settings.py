@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvbaton.api.params import Mode
-from kvbaton.control.base import check_authority, check_endpoint
+from kvbaton.control.addressing import check_authority, check_endpoint
 from kvbaton.observe.tracing.export import traces_url
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId, is_worker_id

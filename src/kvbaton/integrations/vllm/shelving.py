@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from kvbaton.control.keys import TICKET_KEY_BYTES, Keyring, load
+from kvbaton.control.keyring import TICKET_KEY_BYTES, Keyring, load
 from kvbaton.integrations.vllm.layout import RankFacts, engine_layout
 from kvbaton.integrations.vllm.settings import FIELD, ConnectorSettings
 from kvbaton.protocol.ids import WorkerId

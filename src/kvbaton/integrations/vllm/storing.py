@@ -30,7 +30,7 @@ from kvbaton.integrations.vllm.stored_puts import Phase, Prompt, StoredPuts
 from kvbaton.integrations.vllm.tables import Grouping, Tables
 from kvbaton.node.doorway import Doorway
 from kvbaton.ranks.engine_store import AskId, Shelf, Told
-from kvbaton.store.keys import chain
+from kvbaton.store.content_keys import chain
 
 LOOKUPS_MAX = 64
 """Under way; further ones wait for their turn, within their deadline. What the shelf takes beyond it is for loads."""

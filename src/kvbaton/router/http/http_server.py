@@ -19,7 +19,7 @@ from typing import cast
 
 import httptools
 
-from kvbaton.api.errors import ApiError, bare, internal, too_large
+from kvbaton.api.api_errors import ApiError, bare, internal, too_large
 from kvbaton.api.gather import cancel
 from kvbaton.api.http import BACKLOG, KEEPALIVE_S, SHUTDOWN_S, port_error
 from kvbaton.router.client_quotas import Crowd, caller, connections_max

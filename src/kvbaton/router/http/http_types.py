@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvbaton.api import sse
-from kvbaton.api.errors import ApiError
+from kvbaton.api.api_errors import ApiError
 from kvbaton.router.client_quotas import Room, Tab
 from kvbaton.router.http.http_client import HEADERS_BYTES_MAX, Header
 

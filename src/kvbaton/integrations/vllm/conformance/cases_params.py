@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.integrations.vllm.conformance.configs import Shape
 from kvbaton.integrations.vllm.conformance.lab import (
     Lab,
@@ -32,7 +32,7 @@ def _sealed(**fields: Any) -> str:
         "expires_unix_s": time.time() + 60,
         **fields,
     }
-    return seal(Ticket(**content), keys.load(key_directory(), "router").ticket_keys[0])
+    return seal(Ticket(**content), keyring.load(key_directory(), "router").ticket_keys[0])
 
 
 STRANGE: dict[str, Callable[[], Any]] = {

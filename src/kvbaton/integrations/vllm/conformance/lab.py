@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.integrations.vllm.conformance.configs import Shape
 from kvbaton.integrations.vllm.conformance.engine import Engine
 from kvbaton.integrations.vllm.conformance.oracle import answer
@@ -62,7 +62,7 @@ def key_directory() -> Path:
 
     base = Path(tempfile.mkdtemp(prefix="kvbaton-conformance-"))
     atexit.register(shutil.rmtree, base, ignore_errors=True)
-    keys.mint(base / "keys", IDENTITIES)
+    keyring.mint(base / "keys", IDENTITIES)
     return base / "keys"
 
 
@@ -94,7 +94,7 @@ def router_ticket(source: str = "p0", target: str = "d0", *, ttl_s: float = 60.0
     """As the router mints them, before P has begun."""
     handoff = handoff_id(TransferId(secrets.token_hex(16)))
     ticket = Ticket(handoff, WorkerId(source), time.time() + ttl_s, target=WorkerId(target), max_readers=max_readers)
-    return seal(ticket, keys.load(key_directory(), "router").ticket_keys[0])
+    return seal(ticket, keyring.load(key_directory(), "router").ticket_keys[0])
 
 
 def p_params(mode: str, ticket: str | None = None) -> dict[str, Any]:

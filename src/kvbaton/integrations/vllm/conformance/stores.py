@@ -13,15 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvbaton.control import keys
+from kvbaton.control import keyring as keys
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.ranks.rank_store_link import RemoteShelf
 from kvbaton.ranks.rank_store_messages import ShelfNews
 from kvbaton.ranks.store_address import STORE_NAME
-from kvbaton.store.line_client import LinedBackend
-from kvbaton.store.line_server import LineServer
-from kvbaton.store.memory import MemoryBackend
-from kvbaton.store.server import StoreServer
+from kvbaton.store.memory_backend import MemoryBackend
+from kvbaton.store.store_server import StoreServer
+from kvbaton.store.tcp_backend import LinedBackend
+from kvbaton.store.tcp_server_side import LineServer
 
 KINDS = ("exists", "get", "put")
 _WAIT_S = 30.0

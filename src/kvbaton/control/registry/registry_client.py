@@ -15,12 +15,12 @@ from functools import partial
 
 import msgspec
 
-from kvbaton.control.base import ControlError, Limits, check_endpoint
-from kvbaton.control.keys import Keyring
-from kvbaton.control.looping import LoopThread
-from kvbaton.control.registry import messages as m
+from kvbaton.control.addressing import ControlError, Limits, check_endpoint
+from kvbaton.control.keyring import Keyring
+from kvbaton.control.poll_loop import LoopThread
+from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.member import Member, MemberState, News
-from kvbaton.control.registry.roster import RegistrySettings
+from kvbaton.control.registry.registry_roster import RegistrySettings
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import Incarnation, WorkerId

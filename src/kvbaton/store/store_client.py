@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.store.wire import (
+from kvbaton.store.store_messages import (
     Ask,
     Dial,
     Discard,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.store.base import Get, Lookup, Order, Pieces, Pins, Put
+from kvbaton.store.interface import Get, Lookup, Order, Pieces, Pins, Put
 from kvbaton.store.staging import gather, scatter, size_of
 
 

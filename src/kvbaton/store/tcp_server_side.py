@@ -18,9 +18,9 @@ from collections.abc import Callable
 
 from kvbaton.security import sealing
 from kvbaton.security.sealing import Encrypt
-from kvbaton.store.base import Backend
-from kvbaton.store.lines import SECRET_BYTES, SIZE, Item, Line, LineError, Op, PlainLine, admit
-from kvbaton.store.memory import MemoryBackend, room
+from kvbaton.store.interface import Backend
+from kvbaton.store.memory_backend import MemoryBackend, room
+from kvbaton.store.tcp_connection import SECRET_BYTES, SIZE, Item, Line, LineError, Op, PlainLine, admit
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvbaton.control.base import check_authority, check_endpoint
-from kvbaton.control.keys import is_public_key
+from kvbaton.control.addressing import check_authority, check_endpoint
+from kvbaton.control.keyring import is_public_key
 from kvbaton.protocol import ids
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, PeerId, WorkerId, is_worker_id
 from kvbaton.protocol.numbers import ID, Version

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvbaton.store.disk import DiskTier
+from kvbaton.store.disk_tier import DiskTier
 
 Value: TypeAlias = bytes | memoryview
 KEY_COST_BYTES = 512  # what an entry costs beside its value, so that many small ones are bounded too

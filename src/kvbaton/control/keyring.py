@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from kvbaton.control import key_files as files
-from kvbaton.control.base import ControlError
+from kvbaton.control.addressing import ControlError
 from kvbaton.control.key_files import (
     FILE_BYTES_MAX,
     IDENTITIES_MAX,

@@ -28,7 +28,7 @@ import msgspec
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.security.records import HEAD, OVERHEAD_BYTES, RECORD_BYTES, Seals
 from kvbaton.security.sealing import MISSING, can_seal
-from kvbaton.store.keys import KEY_CHARS_MAX, VALUE_BYTES_MAX, is_key
+from kvbaton.store.content_keys import KEY_CHARS_MAX, VALUE_BYTES_MAX, is_key
 
 PLAIN, SEALED = 1, 2
 SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32

@@ -15,10 +15,9 @@ from collections.abc import Callable
 from functools import partial
 
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.store.base import Backend
-from kvbaton.store.line_server import LineServer
-from kvbaton.store.memory import KEY_COST_BYTES
-from kvbaton.store.wire import (
+from kvbaton.store.interface import Backend
+from kvbaton.store.memory_backend import KEY_COST_BYTES
+from kvbaton.store.store_messages import (
     Ask,
     Dial,
     Discard,
@@ -35,6 +34,7 @@ from kvbaton.store.wire import (
     pieces,
     request,
 )
+from kvbaton.store.tcp_server_side import LineServer
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from collections.abc import Callable
 
 import zmq
 
-from kvbaton.control.base import ControlError, check_bind, is_ipv6
-from kvbaton.control.looping import LoopThread
-from kvbaton.control.plain.messages import MESSAGE_BYTES_MAX, PlainFault, decode, payload_of
-from kvbaton.control.plain.roster import Listed, PlainRoster, PlainSettings
+from kvbaton.control.addressing import ControlError, check_bind, is_ipv6
+from kvbaton.control.plain.announced_roster import Listed, PlainRoster, PlainSettings
+from kvbaton.control.plain.announcements import MESSAGE_BYTES_MAX, PlainFault, decode, payload_of
+from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.sockets import Context, Socket
 from kvbaton.control.waker import Waker
 from kvbaton.observe.codes.saying import worth_saying

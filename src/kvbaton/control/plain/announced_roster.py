@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvbaton.control.plain.messages import Announcement, Fleet, PlainFault, Role
+from kvbaton.control.plain.announcements import Announcement, Fleet, PlainFault, Role
 from kvbaton.protocol.ids import Incarnation
 
 INTERVAL_S = 3.0  # between announcements, with vLLM's workers and with ours

@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvbaton.control.base import host_of
-from kvbaton.control.registry.messages import Registration, RegistryFault
+from kvbaton.control.addressing import host_of
+from kvbaton.control.registry.registry_messages import Registration, RegistryFault
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 
 from kvbaton.control import key_files as files
-from kvbaton.control.base import ControlError
-from kvbaton.control.keys import Keyring, reload
+from kvbaton.control.addressing import ControlError
+from kvbaton.control.keyring import Keyring, reload
 
 log = logging.getLogger(__name__)
 

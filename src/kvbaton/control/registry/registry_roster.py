@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvbaton.control.registry.messages import (
+from kvbaton.control.registry.registry_messages import (
     NOTHING,
     WORKERS_MAX,
     Directory,

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TypeAlias, TypeVar
 
-from kvbaton.store.base import Backend
-from kvbaton.store.frames import FRAME_BYTES, holds, seal
-from kvbaton.store.scripts import Answer, Call, Kind
+from kvbaton.store.interface import Backend
+from kvbaton.store.order_scripts import Answer, Call, Kind
+from kvbaton.store.value_header import FRAME_BYTES, holds, seal
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from kvbaton.store.base import Backend, Get, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
-from kvbaton.store.keeper import Keeper
-from kvbaton.store.keys import is_key
-from kvbaton.store.scripts import Answer, Call, Task
-from kvbaton.store.work import Workers
+from kvbaton.store.backend_threads import Workers
+from kvbaton.store.content_keys import is_key
+from kvbaton.store.interface import Backend, Get, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
+from kvbaton.store.order_scheduler import Keeper
+from kvbaton.store.order_scripts import Answer, Call, Task
 
 log = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvbaton.control.base import Limits
-from kvbaton.control.keys import Keyring
-from kvbaton.control.looping import LoopThread
-from kvbaton.control.registry import messages as m
-from kvbaton.control.registry.networks import Networks
+from kvbaton.control.addressing import Limits
+from kvbaton.control.keyring import Keyring
+from kvbaton.control.poll_loop import LoopThread
+from kvbaton.control.registry import registry_messages as m
+from kvbaton.control.registry.allowed_networks import Networks
+from kvbaton.control.registry.registry_roster import Entry, RegistrySettings, Roster, Standing
 from kvbaton.control.registry.reports import OnReport, Reports
-from kvbaton.control.registry.roster import Entry, RegistrySettings, Roster, Standing
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId

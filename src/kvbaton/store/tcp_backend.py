@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from kvbaton.security import sealing
 from kvbaton.security.sealing import Encrypt
-from kvbaton.store.client import ServedBackend, ServerSilent
-from kvbaton.store.lines import SIZE, Item, Line, LineError, Op, greet
+from kvbaton.store.store_client import ServedBackend, ServerSilent
+from kvbaton.store.tcp_connection import SIZE, Item, Line, LineError, Op, greet
 
 LINES_IDLE_MAX = 16
 

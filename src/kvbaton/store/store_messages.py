@@ -13,7 +13,7 @@ import msgspec
 
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.numbers import Number, Port
-from kvbaton.store.keys import KEY_CHARS_MAX, is_key
+from kvbaton.store.content_keys import KEY_CHARS_MAX, is_key
 
 PIECE_BYTES = 1 << 20
 KEYS_MAX = 4096

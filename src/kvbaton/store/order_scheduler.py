@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.store.base import Get, Lookup, Order, OrderEnded, OrderId, Put, StoreSettings
 from kvbaton.store.breaker import Breaker
-from kvbaton.store.scripts import Answer, Call, Refused, Task
+from kvbaton.store.interface import Get, Lookup, Order, OrderEnded, OrderId, Put, StoreSettings
+from kvbaton.store.order_scripts import Answer, Call, Refused, Task
 from kvbaton.store.staging import Staging
 
 log = logging.getLogger(__name__)
