@@ -17,7 +17,7 @@ from tests.engine.test_server import BODY, FakeBackend
 
 from kvbaton.api.http import run, serving
 from kvbaton.api.tokens import HEADER, guard, token
-from kvbaton.engine.server import worker_app
+from kvbaton.engines.embedded.http_worker import worker_app
 
 KEY = b"k" * 32
 BOMB_BYTES = 8 << 20

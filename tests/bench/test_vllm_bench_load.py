@@ -16,7 +16,7 @@ import pytest
 from kvbaton.bench import vllm_load
 from kvbaton.bench.vllm_load import Load, Outcome
 from kvbaton.bench.vllm_rows import Level
-from kvbaton.integrations.vllm import nixl_shim
+from kvbaton.engines.vllm import nixl_shim
 from tests.bench.test_vllm_bench_rows import TOLD
 
 LOAD = Load(

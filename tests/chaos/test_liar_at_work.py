@@ -21,8 +21,8 @@ from kvbaton.chaos.liar_door import ANSWERS, ODD, Door, Question
 from kvbaton.chaos.liar_post import CHUNKS, Asked, Errand, Member, Post, honest_card
 from kvbaton.chaos.lies import Count, Guise
 from kvbaton.control import keyring
-from kvbaton.engine.options import WorkerOptions
-from kvbaton.engine.worker import Worker, reference_answers
+from kvbaton.engines.embedded.embedded_worker import Worker, reference_answers
+from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import (
     HandoffId,

@@ -19,7 +19,7 @@ import pytest
 from kvbaton.cli import doctor_machine, doctor_ports
 from kvbaton.cli.main import main
 from kvbaton.control import key_rotation, keyring
-from kvbaton.integrations.vllm.launching import CONNECTOR, PYTHON_VARIABLE, free_ports
+from kvbaton.engines.vllm.launching import CONNECTOR, PYTHON_VARIABLE, free_ports
 from kvbaton.observe.codes.entry import Severity
 from kvbaton.observe.codes.findings import SEVERITY
 from kvbaton.transports import catalogue

@@ -13,7 +13,7 @@ from kvbaton.cli import doctor_gpu
 from kvbaton.cli.doctor_config import examine
 from kvbaton.cli.doctor_read import parse
 from kvbaton.cli.main import main
-from kvbaton.integrations.vllm.launching import CONNECTOR
+from kvbaton.engines.vllm.launching import CONNECTOR
 from kvbaton.transports import catalogue
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from kvbaton.cli import main as cli
 from kvbaton.cli.worker import _ReadyAsJson
-from kvbaton.engine.options import WorkerOptions
+from kvbaton.engines.embedded.worker_options import WorkerOptions
 
 EXEMPT = {
     "completion": "prints a script for a shell, which reads nothing else",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.integrations.vllm import calm
+from kvbaton.engines.vllm import no_spin_plugin
 
 RING = """
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ class MessageQueue:
 
 
 def ring_of(text: str) -> Any:
-    ring: Any = types.ModuleType(calm._RING)
+    ring: Any = types.ModuleType(no_spin_plugin._RING)
     ring.spun = []
     exec(text, vars(ring))
     return ring
@@ -40,10 +40,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Any]:
 
     def install(text: str, switch: str) -> Any:
         ring = ring_of(text)
-        monkeypatch.setitem(sys.modules, calm._RING, ring)
-        monkeypatch.setenv(calm.SWITCH, switch)
-        calm.install()
-        calm.install()  # vLLM may call it more than once
+        monkeypatch.setitem(sys.modules, no_spin_plugin._RING, ring)
+        monkeypatch.setenv(no_spin_plugin.SWITCH, switch)
+        no_spin_plugin.install()
+        no_spin_plugin.install()  # vLLM may call it more than once
         ring.SpinCondition().wait()
         with ring.MessageQueue().acquire_write():
             pass
@@ -87,7 +87,7 @@ def test_a_ring_that_looks_different_costs_one_line_and_stays(
 def test_a_vllm_without_a_ring_costs_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, calm._RING, None)
-    monkeypatch.setenv(calm.SWITCH, "1")
-    calm.install()
+    monkeypatch.setitem(sys.modules, no_spin_plugin._RING, None)
+    monkeypatch.setenv(no_spin_plugin.SWITCH, "1")
+    no_spin_plugin.install()
     assert "has no effect with this vLLM" in caplog.text

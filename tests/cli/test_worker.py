@@ -10,7 +10,7 @@ import pytest
 
 from kvbaton.cli import main as cli
 from kvbaton.cli.worker import argv_of
-from kvbaton.engine.options import WorkerOptions
+from kvbaton.engines.embedded.worker_options import WorkerOptions
 
 PLAIN = WorkerOptions(name="p0", role="prefill", keys="k", registry="tcp://127.0.0.1:1")
 ALL = WorkerOptions(
@@ -23,11 +23,11 @@ ALL = WorkerOptions(
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[WorkerOptions]:
-    """What `kvbaton.engine.worker.main` is given."""
+    """What `kvbaton.engines.embedded.embedded_worker.main` is given."""
     found: list[WorkerOptions] = []
-    module: Any = types.ModuleType("kvbaton.engine.worker")
+    module: Any = types.ModuleType("kvbaton.engines.embedded.embedded_worker")
     module.main = lambda options: found.append(options) or 0
-    monkeypatch.setitem(sys.modules, "kvbaton.engine.worker", module)
+    monkeypatch.setitem(sys.modules, "kvbaton.engines.embedded.embedded_worker", module)
     return found
 
 

@@ -20,8 +20,8 @@ from docs_running import answered, until
 from kubernetes_pods import Object, Pod, container, main_container, pod_spec
 
 from kvbaton.control import keyring as key_files
-from kvbaton.engine.server import worker_app
-from kvbaton.integrations.vllm.settings import ConnectorSettings
+from kvbaton.engines.embedded.http_worker import worker_app
+from kvbaton.engines.vllm.connector_settings import ConnectorSettings
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 PYTHON = ROOT / ".venv-docs" / "bin" / "python"

@@ -27,7 +27,7 @@ import msgspec
 
 from kvbaton.control import keyring
 from kvbaton.control.registry import RegistryServer, RegistrySettings
-from kvbaton.engine.worker import reference_answers
+from kvbaton.engines.embedded.embedded_worker import reference_answers
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.app import Router, router_app
 from kvbaton.router.http.http_server import serving

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from kvbaton.api.params import Mode, TransferParams, source_params, target_params
 from kvbaton.control import keyring
-from kvbaton.engine import tokenizer
-from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.options import WorkerOptions
-from kvbaton.engine.server import Token
-from kvbaton.engine.server_plan import GenerateRequest
-from kvbaton.engine.worker import Worker
+from kvbaton.engines.embedded import tokenizer
+from kvbaton.engines.embedded.embedded_worker import Worker
+from kvbaton.engines.embedded.engine_config import EngineConfig
+from kvbaton.engines.embedded.http_worker import Token
+from kvbaton.engines.embedded.server_plan import GenerateRequest
+from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.protocol.events import Departed
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal

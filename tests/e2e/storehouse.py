@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.control import keyring
-from kvbaton.engine.options import WorkerOptions
-from kvbaton.engine.worker import Worker
+from kvbaton.engines.embedded.embedded_worker import Worker
+from kvbaton.engines.embedded.worker_options import WorkerOptions
 from tests.e2e.pair import generate, idle
 from tests.mooncake_store.mooncake_processes import Master
 

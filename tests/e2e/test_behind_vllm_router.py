@@ -20,8 +20,8 @@ from aiohttp import web
 
 from kvbaton.api.http import serving
 from kvbaton.control.moriio import MoriioAnnouncer, registration
-from kvbaton.engine import tokenizer
-from kvbaton.engine.worker import reference_answers
+from kvbaton.engines.embedded import tokenizer
+from kvbaton.engines.embedded.embedded_worker import reference_answers
 from tests.e2e.cluster import eventually
 from tests.e2e.fleet import Fleet, fleet, vllm_router_on_path
 from tests.vllm.router_process import moriio_router, nixl_router, p2p_nccl_router

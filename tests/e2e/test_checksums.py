@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton.api.params import Mode
-from kvbaton.engine.worker import reference_answers
+from kvbaton.engines.embedded.embedded_worker import reference_answers
 from tests.e2e.cluster import ask_all, some_prompts
 from tests.e2e.test_planes import ANSWER_TOKENS, WORKER, Cluster, cluster
 

@@ -11,7 +11,7 @@ import socket
 import openai
 import pytest
 
-from kvbaton.engine.worker import reference_answers
+from kvbaton.engines.embedded.embedded_worker import reference_answers
 from tests.e2e.cluster import all_at_rest, ask_all, eventually, pauses, some_prompts, up
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from kvbaton.engine.config import CacheConfig, EngineConfig, ModelConfig
-from kvbaton.engine.server import RefusedError
-from kvbaton.engine.worker import reference_answers
+from kvbaton.engines.embedded.embedded_worker import reference_answers
+from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig, ModelConfig
+from kvbaton.engines.embedded.http_worker import RefusedError
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.transports.core.transport import CopyEnded

@@ -17,7 +17,7 @@ import pytest
 from kvbaton.api.params import Mode
 from kvbaton.cli.fronting import Sources, fronted
 from kvbaton.control import keyring
-from kvbaton.engine.worker import reference_answers
+from kvbaton.engines.embedded.embedded_worker import reference_answers
 from kvbaton.router.policy import Policy
 from kvbaton.router.router_settings import RouterSettings
 from tests.e2e.cluster import ask_all, eventually, some_prompts

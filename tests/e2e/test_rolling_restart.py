@@ -22,7 +22,7 @@ import pytest
 
 from kvbaton.api import sse
 from kvbaton.control import keyring as keys
-from kvbaton.engine.worker import reference_answers
+from kvbaton.engines.embedded.embedded_worker import reference_answers
 from tests.e2e.cluster import eventually, get_json, some_prompts, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvbaton.engine import store_access
-from kvbaton.engine.worker import reference_answers
+from kvbaton.engines.embedded import store_access
+from kvbaton.engines.embedded.embedded_worker import reference_answers
 from kvbaton.store.interface import Backend
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings

@@ -16,10 +16,10 @@ from kvbaton.api.params import TransferParams
 from kvbaton.control import keyring
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.registry import RegistryServer
-from kvbaton.engine.config import CacheConfig, EngineConfig, ModelConfig
-from kvbaton.engine.options import WorkerOptions
-from kvbaton.engine.server import RefusedError
-from kvbaton.engine.worker import Worker, reference_answers
+from kvbaton.engines.embedded.embedded_worker import Worker, reference_answers
+from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig, ModelConfig
+from kvbaton.engines.embedded.http_worker import RefusedError
+from kvbaton.engines.embedded.worker_options import WorkerOptions
 from tests.e2e.cluster import eventually, get_json, up, wait_for
 from tests.e2e.pair import Pair
 from tests.e2e.storehouse import StoreProcess, house, key_directory, some_store

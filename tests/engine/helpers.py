@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvbaton.engine import tokenizer
-from kvbaton.engine.cache import BlockPool
-from kvbaton.engine.config import CacheConfig, EngineConfig, ModelConfig
-from kvbaton.engine.engine import Engine
-from kvbaton.engine.hooks import BlockIds, Load, LoadReport, Match, Nothing, NotYet, NullConnector
-from kvbaton.engine.model import Model
-from kvbaton.engine.request import EngineRequest, Output, Sampling, Status
+from kvbaton.engines.embedded import tokenizer
+from kvbaton.engines.embedded.block_cache import BlockPool
+from kvbaton.engines.embedded.embedded_engine import Engine
+from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig, ModelConfig
+from kvbaton.engines.embedded.engine_request import EngineRequest, Output, Sampling, Status
+from kvbaton.engines.embedded.hooks import BlockIds, Load, LoadReport, Match, Nothing, NotYet, NullConnector
+from kvbaton.engines.embedded.model import Model
 from kvbaton.protocol.ids import RequestId
 
 TINY = ModelConfig(layers=2, d_model=32, d_hidden=32, heads=4, kv_heads=2, head_dim=8)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvbaton.engine.config import FailurePolicy, ModelConfig
-from kvbaton.engine.connector import BatonConnector
-from kvbaton.engine.engine import Engine
-from kvbaton.engine.kv_layout import engine_layout
-from kvbaton.engine.request import Output
-from kvbaton.engine.storing import Storing
+from kvbaton.engines.embedded.embedded_connector import BatonConnector
+from kvbaton.engines.embedded.embedded_engine import Engine
+from kvbaton.engines.embedded.embedded_storing import Storing
+from kvbaton.engines.embedded.engine_config import FailurePolicy, ModelConfig
+from kvbaton.engines.embedded.engine_request import Output
+from kvbaton.engines.embedded.kv_layout import engine_layout
 from kvbaton.node.doorway import Doorway, DoorwayConfig
 from kvbaton.node.epochs import EpochTable
 from kvbaton.protocol import effects as fx

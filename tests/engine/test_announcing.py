@@ -13,8 +13,8 @@ import zmq
 import zmq.asyncio
 
 from kvbaton.control.addressing import ControlError
-from kvbaton.engine.announcing import Herald, announcement
-from kvbaton.engine.options import WorkerOptions
+from kvbaton.engines.embedded.announcing import Herald, announcement
+from kvbaton.engines.embedded.worker_options import WorkerOptions
 
 QUIET_S = 0.3
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbaton.engine.attention import QUERIES_MAX, TILES_MAX, Piece, attend, plan
-from kvbaton.engine.memory import Floats
+from kvbaton.engines.embedded.attention import QUERIES_MAX, TILES_MAX, Piece, attend, plan
+from kvbaton.engines.embedded.kv_memory import Floats
 
 BLOCK = 8
 BIAS = np.random.default_rng(9).standard_normal(4096).astype(np.float32)

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from kvbaton.engine.backend import EngineBackend, EngineThread
-from kvbaton.engine.config import CacheConfig, EngineConfig
-from kvbaton.engine.engine import Engine
-from kvbaton.engine.server import Finished, RefusedError, Token
-from kvbaton.engine.server_plan import GenerateRequest
+from kvbaton.engines.embedded.backend import EngineBackend, EngineThread
+from kvbaton.engines.embedded.embedded_engine import Engine
+from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig
+from kvbaton.engines.embedded.http_worker import Finished, RefusedError, Token
+from kvbaton.engines.embedded.server_plan import GenerateRequest
 
 WAIT_S = 20.0
 
@@ -71,7 +71,7 @@ def test_an_engine_that_dies_tells_everybody_and_everybody_after():
 
 
 def _engine_request():
-    from kvbaton.engine.request import EngineRequest
+    from kvbaton.engines.embedded.engine_request import EngineRequest
     from kvbaton.protocol.ids import RequestId
 
     return EngineRequest(RequestId("raced"), (256, 65))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.engine.config import CacheConfig, EngineConfig, KvGroup, ModelConfig
+from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig, KvGroup, ModelConfig
 
 
 def test_a_model_without_sliding_layers_has_one_group() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvbaton.control.registry import Held
-from kvbaton.engine.draining import Door, Drain, DrainSettings, Step, Stopping, drain
-from kvbaton.engine.server import Finished, RefusedError, Token
-from kvbaton.engine.server_plan import GenerateRequest, ModelCard
+from kvbaton.engines.embedded.http_worker import Finished, RefusedError, Token
+from kvbaton.engines.embedded.server_plan import GenerateRequest, ModelCard
+from kvbaton.engines.embedded.worker_draining import Door, Drain, DrainSettings, Step, Stopping, drain
 
 SETTINGS = DrainSettings(drain_s=30.0, quiet_s=1.0, confirm_s=2.0)
 NOTHING = Held()

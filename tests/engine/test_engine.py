@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvbaton.engine import tokenizer
-from kvbaton.engine.config import ModelConfig
-from kvbaton.engine.hooks import BlockIds, Chunk, NullConnector
-from kvbaton.engine.model import Model
-from kvbaton.engine.request import EngineRequest, RejectedError, Sampling, Status
+from kvbaton.engines.embedded import tokenizer
+from kvbaton.engines.embedded.engine_config import ModelConfig
+from kvbaton.engines.embedded.engine_request import EngineRequest, RejectedError, Sampling, Status
+from kvbaton.engines.embedded.hooks import BlockIds, Chunk, NullConnector
+from kvbaton.engines.embedded.model import Model
 from kvbaton.protocol.ids import RequestId
 
 from .helpers import SLIDING, TINY, answer_alone, answers, engine, finish, naive_logits, prompt, request, step
@@ -233,8 +233,8 @@ def test_stats_add_up() -> None:
 
 
 def test_an_engine_lives_in_memory_that_others_can_see() -> None:
-    from kvbaton.engine.engine import Engine
-    from kvbaton.engine.memory import KvGeometry
+    from kvbaton.engines.embedded.embedded_engine import Engine
+    from kvbaton.engines.embedded.kv_memory import KvGeometry
 
     config = engine().config
     geometry = KvGeometry(config.model, config.cache)

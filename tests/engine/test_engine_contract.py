@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from kvbaton.api.params import Mode, TransferParams
-from kvbaton.engine.config import CacheConfig, EngineConfig
-from kvbaton.engine.connector import BatonConnector
-from kvbaton.engine.engine import Engine
-from kvbaton.engine.kv_layout import engine_layout
-from kvbaton.engine.memory import KvGeometry
-from kvbaton.engine.request import EngineRequest, Sampling
+from kvbaton.engines.embedded.embedded_connector import BatonConnector
+from kvbaton.engines.embedded.embedded_engine import Engine
+from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig
+from kvbaton.engines.embedded.engine_request import EngineRequest, Sampling
+from kvbaton.engines.embedded.kv_layout import engine_layout
+from kvbaton.engines.embedded.kv_memory import KvGeometry
 from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.ids import RequestId
 from kvbaton.testing.engine_contract import EngineCase, check_engine

@@ -15,7 +15,7 @@ import pytest
 from kvbaton.api.foreign import Lookup
 from kvbaton.api.http import serving
 from kvbaton.api.params import Mode, TransferParams
-from kvbaton.engine.server import GenerateRequest, worker_app
+from kvbaton.engines.embedded.http_worker import GenerateRequest, worker_app
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.wire.ticket import unseal
 from tests.engine.test_server import FakeBackend

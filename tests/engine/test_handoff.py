@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.engine.config import ModelConfig
-from kvbaton.engine.request import State
+from kvbaton.engines.embedded.engine_config import ModelConfig
+from kvbaton.engines.embedded.engine_request import State
 from kvbaton.protocol.ids import RequestId
 
 from .helpers import SLIDING, TINY, answer_alone, answers, finish, pair, prompt, request, step

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvbaton.engine.hooks import Connector, Load, Nothing, NotYet, NullConnector
+from kvbaton.engines.embedded.hooks import Connector, Load, Nothing, NotYet, NullConnector
 
 from .helpers import engine, finish, prompt, request
 

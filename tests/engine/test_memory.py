@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbaton.engine.config import CacheConfig, Layout, ModelConfig
-from kvbaton.engine.memory import KvGeometry, KvMemory, allocate_regions
+from kvbaton.engines.embedded.engine_config import CacheConfig, Layout, ModelConfig
+from kvbaton.engines.embedded.kv_memory import KvGeometry, KvMemory, allocate_regions
 
 MODEL = ModelConfig(layers=3, heads=4, kv_heads=2, head_dim=8)
 

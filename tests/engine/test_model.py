@@ -8,11 +8,11 @@ import random
 import numpy as np
 import pytest
 
-from kvbaton.engine import tokenizer
-from kvbaton.engine.attention import Piece
-from kvbaton.engine.config import CacheConfig, ModelConfig
-from kvbaton.engine.memory import Floats, KvGeometry, KvMemory, allocate_regions
-from kvbaton.engine.model import Model
+from kvbaton.engines.embedded import tokenizer
+from kvbaton.engines.embedded.attention import Piece
+from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
+from kvbaton.engines.embedded.kv_memory import Floats, KvGeometry, KvMemory, allocate_regions
+from kvbaton.engines.embedded.model import Model
 
 from .helpers import SLIDING, naive_logits, prompt
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.engine.cache import HashChain
-from kvbaton.engine.request import HOLDING, NEXT, Sequence, State
+from kvbaton.engines.embedded.block_cache import HashChain
+from kvbaton.engines.embedded.engine_request import HOLDING, NEXT, Sequence, State
 
 from .helpers import prompt, request
 

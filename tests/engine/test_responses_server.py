@@ -10,11 +10,11 @@ import pytest
 
 from kvbaton.api import sse
 from kvbaton.api.http import serving
-from kvbaton.engine import tokenizer
-from kvbaton.engine.backend import EngineBackend, EngineThread
-from kvbaton.engine.config import CacheConfig, EngineConfig
-from kvbaton.engine.engine import Engine
-from kvbaton.engine.server import RefusedError, worker_app
+from kvbaton.engines.embedded import tokenizer
+from kvbaton.engines.embedded.backend import EngineBackend, EngineThread
+from kvbaton.engines.embedded.embedded_engine import Engine
+from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig
+from kvbaton.engines.embedded.http_worker import RefusedError, worker_app
 from tests.engine.test_server import Door, door, run, until
 
 PATH = "/v1/responses"

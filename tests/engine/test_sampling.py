@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvbaton.engine.request import Sampling
-from kvbaton.engine.sampling import choose
-from kvbaton.engine.tokenizer import EOS, SPEAKABLE, VOCAB
+from kvbaton.engines.embedded.engine_request import Sampling
+from kvbaton.engines.embedded.sampling import choose
+from kvbaton.engines.embedded.tokenizer import EOS, SPEAKABLE, VOCAB
 
 
 def logits_with(**tokens: float) -> np.ndarray:

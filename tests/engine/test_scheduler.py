@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvbaton.engine.config import ModelConfig
-from kvbaton.engine.hooks import BlockIds, Load, LoadReport, Match, Nothing, NotYet, NullConnector
-from kvbaton.engine.request import EngineRequest, Output, State, Status
+from kvbaton.engines.embedded.engine_config import ModelConfig
+from kvbaton.engines.embedded.engine_request import EngineRequest, Output, State, Status
+from kvbaton.engines.embedded.hooks import BlockIds, Load, LoadReport, Match, Nothing, NotYet, NullConnector
 from kvbaton.protocol.ids import RequestId
 
 from .helpers import SLIDING, TINY, answer_alone, answers, engine, finish, pair, prompt, request, step

@@ -10,12 +10,12 @@ import itertools
 import numpy as np
 import pytest
 
-from kvbaton.engine.attention import Piece
-from kvbaton.engine.config import CacheConfig, ModelConfig
-from kvbaton.engine.memory import KvGeometry, KvMemory, allocate_regions
-from kvbaton.engine.model import Model
-from kvbaton.engine.request import Sampling
-from kvbaton.engine.sampling import choose
+from kvbaton.engines.embedded.attention import Piece
+from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
+from kvbaton.engines.embedded.engine_request import Sampling
+from kvbaton.engines.embedded.kv_memory import KvGeometry, KvMemory, allocate_regions
+from kvbaton.engines.embedded.model import Model
+from kvbaton.engines.embedded.sampling import choose
 
 from .helpers import SLIDING, TINY, Prompt, prompt
 

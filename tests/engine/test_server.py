@@ -13,8 +13,16 @@ import openai
 import pytest
 
 from kvbaton.api.http import serving
-from kvbaton.engine import tokenizer
-from kvbaton.engine.server import Disown, Finished, GenerateRequest, ModelCard, RefusedError, Token, worker_app
+from kvbaton.engines.embedded import tokenizer
+from kvbaton.engines.embedded.http_worker import (
+    Disown,
+    Finished,
+    GenerateRequest,
+    ModelCard,
+    RefusedError,
+    Token,
+    worker_app,
+)
 from kvbaton.protocol.errors import Reason
 
 CARD = ModelCard("tiny", 64)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvbaton.api.params import TransferParams
-from kvbaton.engine.request import EngineRequest, Status
+from kvbaton.engines.embedded.engine_request import EngineRequest, Status
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
@@ -331,7 +331,7 @@ def test_a_put_under_way_keeps_its_blocks_while_the_request_is_preempted_and_end
 
 
 def _spent(rig: StoreRig) -> object:
-    from kvbaton.engine.storing import _Look
+    from kvbaton.engines.embedded.embedded_storing import _Look
 
     return _Look(0, 0, None, 0.0)
 

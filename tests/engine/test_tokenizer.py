@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from kvbaton.engine import tokenizer
-from kvbaton.engine.tokenizer import ASSISTANT, BOS, EOS, SPEAKABLE, SYSTEM, USER
+from kvbaton.engines.embedded import tokenizer
+from kvbaton.engines.embedded.tokenizer import ASSISTANT, BOS, EOS, SPEAKABLE, SYSTEM, USER
 
 
 def test_a_text_survives_encoding_and_decoding() -> None:

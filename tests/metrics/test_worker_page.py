@@ -14,8 +14,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read
 
 from kvbaton.control import keyring
-from kvbaton.engine.options import WorkerOptions
-from kvbaton.engine.worker import Worker
+from kvbaton.engines.embedded.embedded_worker import Worker
+from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.observe.metrics import metric_names, node_metrics
 from kvbaton.observe.metrics.exposition import render
 from kvbaton.observe.metrics.handoff_metrics import OBSERVED, HandoffMetrics

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.engine.worker import Worker, reference_answers
+from kvbaton.engines.embedded.embedded_worker import Worker, reference_answers
 from kvbaton.ranks import rank_link
 from kvbaton.ranks.rank_host import RankHost
 from kvbaton.ranks.rank_link import RankLinks

@@ -7,9 +7,9 @@ import os
 import msgspec
 import pytest
 
-from kvbaton.engine.config import CacheConfig, ModelConfig
-from kvbaton.engine.kv_layout import engine_layout
-from kvbaton.engine.memory import KvGeometry
+from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
+from kvbaton.engines.embedded.kv_layout import engine_layout
+from kvbaton.engines.embedded.kv_memory import KvGeometry
 from kvbaton.protocol.geometry.layout import (
     Cell,
     EngineLayout,

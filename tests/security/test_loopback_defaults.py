@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from kvbaton.control import zmq
-from kvbaton.engine.options import WorkerOptions
-from kvbaton.integrations.vllm.settings import ConnectorSettings
+from kvbaton.engines.embedded.worker_options import WorkerOptions
+from kvbaton.engines.vllm.connector_settings import ConnectorSettings
 from kvbaton.transports.catalogue import PlaneSettings
 from kvbaton.transports.checksum.checksum_transport import SumConfig
 from kvbaton.transports.mooncake.mooncake_transport import MooncakeConfig

@@ -27,7 +27,7 @@ QUALIFIED = {
 TRUE_KEYWORDS = {"allow_pickle", "shell"}
 
 OWN_BYTES_ONLY = {
-    "integrations/vllm/conformance/watching.py": {"pickle", "loads", "dumps"},
+    "proof/conformance/conformance_watching.py": {"pickle", "loads", "dumps"},
     "sim/mutants_liars.py": {"compile"},
     "sim/mutating.py": {"compile"},
 }
@@ -86,7 +86,7 @@ def test_no_server_imports_the_tool_that_pickles_its_own_objects() -> None:
     users = {
         str(path.relative_to(SOURCE))
         for path in SOURCE.rglob("*.py")
-        if any(name.startswith("kvbaton.integrations.vllm.conformance") for name in imports(path))
+        if any(name.startswith("kvbaton.proof.conformance") for name in imports(path))
     }
     assert {name for name in users if not name.startswith("integrations/vllm/conformance/")} <= {
         "cli/conformance.py",

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvbaton.control import keyring
-from kvbaton.engine.options import WorkerOptions
-from kvbaton.engine.worker import Worker, reference_answers
+from kvbaton.engines.embedded.embedded_worker import Worker, reference_answers
+from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.machines.quotas import Buckets
 from tests.control.rig import Limits, Post, cluster, exchange, posted, until

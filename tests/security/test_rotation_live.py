@@ -22,11 +22,11 @@ from kvbaton.api.http import serving
 from kvbaton.cli.fronting import Front, Sources, fronted
 from kvbaton.control import key_following, key_rotation
 from kvbaton.control import keyring as keys
-from kvbaton.engine import worker as engine_worker
-from kvbaton.engine.draining import Stopping
-from kvbaton.engine.options import WorkerOptions
-from kvbaton.engine.server import worker_app
-from kvbaton.engine.worker import Worker, reference_answers
+from kvbaton.engines.embedded import embedded_worker as engine_worker
+from kvbaton.engines.embedded.embedded_worker import Worker, reference_answers
+from kvbaton.engines.embedded.http_worker import worker_app
+from kvbaton.engines.embedded.worker_draining import Stopping
+from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.router_settings import RouterSettings
 from tests.e2e.cluster import some_prompts

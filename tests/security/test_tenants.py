@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from kvbaton.api.params import TransferParams
-from kvbaton.engine import tokenizer
-from kvbaton.engine.server import Finished, Token
-from kvbaton.engine.server_plan import GenerateRequest
-from kvbaton.engine.worker import Worker, reference_answers
+from kvbaton.engines.embedded import tokenizer
+from kvbaton.engines.embedded.embedded_worker import Worker, reference_answers
+from kvbaton.engines.embedded.http_worker import Finished, Token
+from kvbaton.engines.embedded.server_plan import GenerateRequest
 from tests.e2e.pair import pair
 from tests.e2e.storehouse import house, key_directory, some_store
 

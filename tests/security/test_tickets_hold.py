@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from kvbaton.api.params import TransferParams
-from kvbaton.engine.server import RefusedError
+from kvbaton.engines.embedded.http_worker import RefusedError
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX, Ticket, seal, unseal

@@ -13,8 +13,8 @@ from kvbaton.api.http import serving
 from kvbaton.api.tokens import HEADER, OPEN_PATHS, guard, token
 from kvbaton.cli.main import main
 from kvbaton.control import keyring
-from kvbaton.engine.options import WorkerOptions
-from kvbaton.engine.server import worker_app
+from kvbaton.engines.embedded.http_worker import worker_app
+from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.app import router_app
 from kvbaton.router.http.http_server import serving as router_serving

@@ -9,17 +9,17 @@ import time
 
 import pytest
 
-from kvbaton.integrations.vllm.conformance import configs
-from kvbaton.integrations.vllm.conformance.engine import Engine, Outcome
-from kvbaton.integrations.vllm.conformance.interleave import run_seed
-from kvbaton.integrations.vllm.conformance.lab import Lab, prompt_of
-from kvbaton.integrations.vllm.conformance.oracle import WrongKvError, answer
-from kvbaton.integrations.vllm.conformance.registry import all_cases, run_case
+from kvbaton.proof.conformance import configs
+from kvbaton.proof.conformance.case_registry import all_cases, run_case
+from kvbaton.proof.conformance.conformance_engine import Engine, Outcome
+from kvbaton.proof.conformance.conformance_oracle import WrongKvError, answer
+from kvbaton.proof.conformance.interleave import run_seed
+from kvbaton.proof.conformance.lab import Lab, prompt_of
 
 configs.prepare()
 pytestmark = pytest.mark.timeout(300)  # the first import of vLLM alone takes a minute on a busy machine
 
-PROBE = "kvbaton.integrations.vllm.conformance.probe"
+PROBE = "kvbaton.proof.conformance.probe"
 SHAPES = {
     "plain": configs.Shape(),
     "two groups": configs.Shape(windows=(0, 8)),

@@ -13,9 +13,9 @@ from typing import Any
 import prometheus_client
 import pytest
 
-from kvbaton.integrations.vllm import guard
-from kvbaton.integrations.vllm.conformance import configs
-from kvbaton.integrations.vllm.conformance.lab import Lab, prompt_of
+from kvbaton.engines.vllm import guard
+from kvbaton.proof.conformance import configs
+from kvbaton.proof.conformance.lab import Lab, prompt_of
 
 configs.prepare()
 pytestmark = pytest.mark.timeout(300)  # the first import of vLLM alone takes a minute on a busy machine
@@ -25,7 +25,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 {how}
 found = KVConnectorFactory.get_connector_class_by_name("BatonConnector")
-assert found.__module__ == "kvbaton.integrations.vllm.connector", found
+assert found.__module__ == "kvbaton.engines.vllm.connector", found
 """
 AS_A_CHILD = """
 child = KVTransferConfig(
@@ -34,7 +34,7 @@ child = KVTransferConfig(
 assert KVConnectorFactory.supports_hma_config(child)  # as VllmConfig does, in every process
 """
 BY_PLUGIN = """
-from kvbaton.integrations.vllm.plugin import register
+from kvbaton.engines.vllm.plugin import register
 register()
 register()
 """
@@ -116,7 +116,7 @@ def test_figures_that_cannot_be_read_cost_themselves_alone(strange: dict[str, An
 
 
 def test_a_page_that_cannot_be_made_costs_the_page_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvbaton.integrations.vllm.stats import BatonMetrics
+    from kvbaton.engines.vllm.vllm_stats import BatonMetrics
 
     def fails(self: Any, *args: Any) -> None:
         raise RuntimeError("no page")

@@ -17,11 +17,11 @@ import msgspec
 from kvbaton.bench.store_moves import settled
 from kvbaton.bench.store_sites import CLIENTS, Site
 from kvbaton.control import keyring
-from kvbaton.engine import tokenizer
-from kvbaton.engine.options import WorkerOptions
-from kvbaton.engine.server import Token
-from kvbaton.engine.server_plan import GenerateRequest
-from kvbaton.engine.worker import Worker
+from kvbaton.engines.embedded import tokenizer
+from kvbaton.engines.embedded.embedded_worker import Worker
+from kvbaton.engines.embedded.http_worker import Token
+from kvbaton.engines.embedded.server_plan import GenerateRequest
+from kvbaton.engines.embedded.worker_options import WorkerOptions
 
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "not", "he", "his", "but")
 ANSWER_TOKENS = 4

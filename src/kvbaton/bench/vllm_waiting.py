@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvbaton.integrations.vllm.conformance import configs
+from kvbaton.proof.conformance import configs
 
 STEPS = 15
 WARM_STEPS = 3
@@ -33,8 +33,8 @@ WAYS = ("asked about at every step", "put aside")
 
 def measure(requests: int, tokens: int, cached: int) -> dict[str, float]:
     """Milliseconds of a step, the median of each way."""
-    from kvbaton.integrations.vllm.conformance.lab import Lab, d_params, prompt_of, router_ticket
-    from kvbaton.integrations.vllm.waiting import status_aside
+    from kvbaton.engines.vllm.waiting import status_aside
+    from kvbaton.proof.conformance.lab import Lab, d_params, prompt_of, router_ticket
 
     shape = configs.Shape(
         blocks=2 * -(-tokens // BLOCK_TOKENS) + 64, block_tokens=BLOCK_TOKENS, windows=(0,), kv_heads=1,

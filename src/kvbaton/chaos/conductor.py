@@ -31,7 +31,7 @@ from kvbaton.chaos.plan import Plan, Step
 from kvbaton.chaos.scene import WIRES, Scene
 from kvbaton.chaos.seen import AtRest, Finds, Sample, Seen, seen
 from kvbaton.control import keyring
-from kvbaton.engine.worker import reference_answers
+from kvbaton.engines.embedded.embedded_worker import reference_answers
 
 PROMPTS = 120
 SLOW_ANSWERS, SLOW_TOKENS = 4, 120

@@ -20,7 +20,7 @@ import msgspec
 
 from kvbaton.api.params import FIELD, target_params
 from kvbaton.api.params import Mode as TransferMode
-from kvbaton.engine import tokenizer
+from kvbaton.engines.embedded import tokenizer
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, TransferId, handoff_id

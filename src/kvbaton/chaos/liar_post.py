@@ -21,9 +21,9 @@ from kvbaton.chaos.lies import Count, Guise
 from kvbaton.control import keyring as keys
 from kvbaton.control.registry import registry_messages as registry
 from kvbaton.control.zmq import ZmqControl
-from kvbaton.engine.config import CacheConfig, ModelConfig
-from kvbaton.engine.kv_layout import compat_key, engine_layout
-from kvbaton.engine.memory import KvGeometry
+from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
+from kvbaton.engines.embedded.kv_layout import compat_key, engine_layout
+from kvbaton.engines.embedded.kv_memory import KvGeometry
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId, rank_peer

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from kvbaton.chaos.liar_door import Door, Question
 from kvbaton.chaos.liar_post import ANSWER_S, Greeted, Post, guessed, said
-from kvbaton.engine import tokenizer
+from kvbaton.engines.embedded import tokenizer
 from kvbaton.protocol.content import Content, digest
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, TransferId, WorkerId, handoff_id, rank_peer

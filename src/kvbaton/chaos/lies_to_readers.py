@@ -16,7 +16,7 @@ from kvbaton.chaos.liar_door import Door
 from kvbaton.chaos.liar_post import Asked, Post, said
 from kvbaton.chaos.lies_in_shapes import huge_layout, odd_places
 from kvbaton.chaos.lies_to_engines import Telling
-from kvbaton.engine.config import CacheConfig
+from kvbaton.engines.embedded.engine_config import CacheConfig
 from kvbaton.protocol.ids import PeerId, WorkerId, rank_peer
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import pack_blocks

@@ -16,7 +16,7 @@ from kvbaton.api.params import Mode
 from kvbaton.chaos.asking import Prompt, Way, ask
 from kvbaton.chaos.board import Board, Verdict
 from kvbaton.chaos.members import DEADLINE_S
-from kvbaton.engine.worker import reference_answers
+from kvbaton.engines.embedded.embedded_worker import reference_answers
 
 CLIENTS = 12
 THINK_S = 0.02

@@ -18,7 +18,7 @@ import msgspec
 from kvbaton.chaos import rooms
 from kvbaton.chaos.lies import LIAR
 from kvbaton.chaos.network import Network
-from kvbaton.engine.options import Role, WorkerOptions
+from kvbaton.engines.embedded.worker_options import Role, WorkerOptions
 
 ROUTER, STORE = "router", "store"
 PORTS = range(12_000, 32_000)

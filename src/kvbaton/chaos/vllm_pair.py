@@ -20,7 +20,7 @@ from kvbaton.chaos.vllm_client import Prompt, Tally, Told, ask, prompt_of
 from kvbaton.chaos.vllm_plan import Connector, D, P
 from kvbaton.chaos.vllm_process import NEWS_S, Engine, Figures
 from kvbaton.control import keyring
-from kvbaton.integrations.vllm import launching
+from kvbaton.engines.vllm import launching
 
 BLOCKS = 128
 """KV blocks of P and of D, of 128 tokens: so few that what is let go is soon computed over."""

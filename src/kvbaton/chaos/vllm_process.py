@@ -20,7 +20,7 @@ from pathlib import Path
 
 import aiohttp
 
-from kvbaton.integrations.vllm.launching import HOST
+from kvbaton.engines.vllm.launching import HOST
 
 READY_S = 420.0
 END_S = 15.0

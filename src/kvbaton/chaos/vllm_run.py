@@ -26,7 +26,7 @@ from kvbaton.chaos.vllm_pair import Pair
 from kvbaton.chaos.vllm_plan import Connector, D, P, standard
 from kvbaton.chaos.vllm_process import Engine, EngineError
 from kvbaton.chaos.vllm_steps import DO, Scene
-from kvbaton.integrations.vllm import launching
+from kvbaton.engines.vllm import launching
 
 STEP_S_MAX = 600.0
 

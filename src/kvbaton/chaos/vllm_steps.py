@@ -26,7 +26,7 @@ from kvbaton.chaos.vllm_judge import request_id
 from kvbaton.chaos.vllm_pair import LONG, USUAL, Pair
 from kvbaton.chaos.vllm_plan import UNDER_LOAD, USED, D, P
 from kvbaton.chaos.vllm_poison import poisoned
-from kvbaton.integrations.vllm.launching import HOST
+from kvbaton.engines.vllm.launching import HOST
 
 DEADLINE_S = 30.0
 CROWDED_DEADLINE_S = 60.0  # where requests queue because there are many, not because anything is wrong

@@ -194,7 +194,7 @@ def hold_copies(held: Held) -> None:
 
 def hold_tokens(held: Held) -> None:
     """The moment in mid-answer: some tokens are told, and more will be."""
-    engine = importlib.import_module("kvbaton.engine.engine").Engine
+    engine = importlib.import_module("kvbaton.engines.embedded.embedded_engine").Engine
     step = engine.step
 
     def held_step(self: Any) -> Any:
@@ -221,11 +221,11 @@ def main(path: str, options: str) -> int:
     held = Held(msgspec.json.decode(options)["name"], path)
     time.time = put_clock_off(held)
     importlib.import_module("logging").basicConfig(format="%(asctime)s %(name)s: %(message)s")
-    worker = importlib.import_module("kvbaton.engine.worker")
+    worker = importlib.import_module("kvbaton.engines.embedded.embedded_worker")
     hold_messages(held)
     hold_copies(held)
     hold_tokens(held)
-    kind = importlib.import_module("kvbaton.engine.options").WorkerOptions
+    kind = importlib.import_module("kvbaton.engines.embedded.worker_options").WorkerOptions
     status: int = worker.main(msgspec.json.decode(options, type=kind))
     return status
 

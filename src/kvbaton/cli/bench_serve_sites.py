@@ -31,7 +31,7 @@ from kvbaton.cli.vllm_engine import HOST, Handoff, ServerOptions, free_ports, ti
 from kvbaton.cli.vllm_up import TINY_KINDS, TINY_SEED, VllmPlan
 from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
-from kvbaton.engine.options import WorkerOptions
+from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.router.router_settings import RouterSettings
 
 DISAGGREGATED = "disaggregated"

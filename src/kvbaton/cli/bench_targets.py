@@ -25,7 +25,7 @@ from kvbaton.cli.cluster import COMMAND, NEWS_S, Child, Member, Place, end, last
 from kvbaton.cli.vllm_engine import HOST, Handoff, ServerOptions
 from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
-from kvbaton.integrations.vllm import launching
+from kvbaton.engines.vllm import launching
 
 ALONE = "aggregated"
 NIXL = "nixl"

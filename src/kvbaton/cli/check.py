@@ -118,7 +118,7 @@ def _note(text: str) -> None:
 
 def _reference(texts: Sequence[str], seed: int) -> list[str]:
     """What one engine that hands nothing over answers."""
-    engine = importlib.import_module("kvbaton.engine.worker")
+    engine = importlib.import_module("kvbaton.engines.embedded.embedded_worker")
     answers: list[str] = engine.reference_answers(texts, MAX_TOKENS, seed=seed)
     return answers
 

@@ -28,7 +28,7 @@ from kvbaton.cli.keys import ALWAYS
 from kvbaton.cli.worker import argv_of
 from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
-from kvbaton.engine.options import WorkerOptions
+from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.ranks.store_address import STORE_NAME
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import Worker

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     python = sys.executable if INSIDE_VARIABLE in os.environ else find_python(args.vllm_python)
     if python != sys.executable:
         _go_on_in(python, words_of(args))
-    suite = importlib.import_module("kvbaton.integrations.vllm.conformance.run")
+    suite = importlib.import_module("kvbaton.proof.conformance.conformance_run")
     status: int = suite.main(
         cases=args.case,
         seeds=args.seeds,

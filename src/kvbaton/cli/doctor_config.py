@@ -20,14 +20,14 @@ import msgspec
 from kvbaton.cli.arguments import CommandError
 from kvbaton.cli.doctor_finding import Finding, finding
 from kvbaton.cli.doctor_read import Launch
-from kvbaton.integrations.vllm import supported
-from kvbaton.integrations.vllm.launching import CONNECTOR
-from kvbaton.integrations.vllm.settings import FIELD, ConnectorSettings
+from kvbaton.engines.vllm import supported
+from kvbaton.engines.vllm.connector_settings import FIELD, ConnectorSettings
+from kvbaton.engines.vllm.launching import CONNECTOR
 from kvbaton.protocol.settings import Settings
 from kvbaton.security.sealing import MISSING, Encrypt, check, is_loopback
 
 if TYPE_CHECKING:  # it needs aiohttp, which vLLM's P and D do not
-    from kvbaton.engine.options import WorkerOptions
+    from kvbaton.engines.embedded.worker_options import WorkerOptions
 
 POLICIES = ("recompute", "fail")
 KV_ROLES = {"prefill": ("kv_producer", "kv_both"), "decode": ("kv_consumer", "kv_both")}

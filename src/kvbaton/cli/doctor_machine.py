@@ -16,8 +16,8 @@ from pathlib import Path
 
 from kvbaton.cli.doctor_config import ANYWHERE, Engine
 from kvbaton.cli.doctor_finding import Finding, finding
-from kvbaton.integrations.vllm import launching
-from kvbaton.integrations.vllm.versions import SUPPORTED, vllm_version
+from kvbaton.engines.vllm import launching
+from kvbaton.engines.vllm.vllm_versions import SUPPORTED, vllm_version
 from kvbaton.security.sealing import MISSING, can_seal
 from kvbaton.transports import catalogue
 from kvbaton.transports.core import mover
@@ -30,7 +30,7 @@ SHM_TP_BYTES = 256 << 20  # vLLM's rings between the processes of one engine: 10
 VERSION_S = 60.0
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-_VERSION = "import kvbaton.integrations.vllm.versions as v; print(v.vllm_version())"
+_VERSION = "import kvbaton.engines.vllm.vllm_versions as v; print(v.vllm_version())"
 
 
 def examine(choice: str, device: str, shm: str, engines: Sequence[Engine]) -> list[Finding]:

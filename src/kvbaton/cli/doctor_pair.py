@@ -14,8 +14,8 @@ from typing import Any
 from kvbaton.cli import doctor_keys, doctor_shape
 from kvbaton.cli.doctor_config import Engine
 from kvbaton.cli.doctor_finding import Finding, finding
-from kvbaton.integrations.vllm.compat import config_digest, weights_digest
-from kvbaton.integrations.vllm.settings import ConnectorSettings
+from kvbaton.engines.vllm.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.vllm_compat import config_digest, weights_digest
 from kvbaton.protocol.compat import difference
 from kvbaton.security.sealing import is_loopback
 from kvbaton.transports import catalogue

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvbaton.cli.doctor_finding import Finding, finding
-from kvbaton.integrations.vllm import launching
+from kvbaton.engines.vllm import launching
 
 Side = Literal["prefill", "decode"]
 TEXT_BYTES_MAX = 1 << 20

@@ -13,9 +13,9 @@ import msgspec
 
 from kvbaton.cli.doctor_config import Engine
 from kvbaton.cli.doctor_finding import Finding, finding
-from kvbaton.engine.config import CacheConfig, ModelConfig
-from kvbaton.engine.kv_layout import engine_layout
-from kvbaton.engine.memory import KvGeometry
+from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
+from kvbaton.engines.embedded.kv_layout import engine_layout
+from kvbaton.engines.embedded.kv_memory import KvGeometry
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share, validate
 from kvbaton.protocol.geometry.plan import plan

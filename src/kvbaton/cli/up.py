@@ -23,7 +23,7 @@ from kvbaton.cli.cluster import Cluster, Plan, Startable, how_it_ended, running,
 from kvbaton.cli.fronting import told_to_stop
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.cli.vllm_engine import ServerOptions, free_ports
-from kvbaton.engine.options import POLICIES, WorkerOptions
+from kvbaton.engines.embedded.worker_options import POLICIES, WorkerOptions
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.security.sealing import ENCRYPT
 from kvbaton.transports.catalogue import CHECKSUMS

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from kvbaton.cli.arguments import CommandError
-from kvbaton.engine.options import Policy
-from kvbaton.integrations.vllm import launching
-from kvbaton.integrations.vllm.launching import (
+from kvbaton.engines.embedded.worker_options import Policy
+from kvbaton.engines.vllm import launching
+from kvbaton.engines.vllm.launching import (
     HOST,
     PROBE_S,
     PYTHON_VARIABLE,

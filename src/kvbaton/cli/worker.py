@@ -22,7 +22,7 @@ import msgspec
 from kvbaton.cli import traces
 from kvbaton.cli.arguments import CommandError, planes_choice, port, seconds, whole
 from kvbaton.cli.limits import raise_file_limit
-from kvbaton.engine.options import DIALECTS, HTTP_ACCESS, MODES, POLICIES, ROLES, WorkerOptions
+from kvbaton.engines.embedded.worker_options import DIALECTS, HTTP_ACCESS, MODES, POLICIES, ROLES, WorkerOptions
 from kvbaton.security.sealing import ENCRYPT
 from kvbaton.transports.catalogue import CHECKSUMS
 
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("kvbaton.node.node").setLevel(logging.INFO)  # which data plane each pair takes
     if args.stop_on_eof:
         threading.Thread(target=_stop_on_eof, name="kvbaton-parent", daemon=True).start()
-    engine = importlib.import_module("kvbaton.engine.worker")
+    engine = importlib.import_module("kvbaton.engines.embedded.embedded_worker")
     with contextlib.redirect_stdout(_ReadyAsJson(options, sys.stdout)) if args.json else contextlib.nullcontext():
         status: int = engine.main(options)
     return status

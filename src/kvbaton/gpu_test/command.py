@@ -17,12 +17,12 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from kvbaton.engines.vllm import launching
 from kvbaton.gpu_test import answers, exact, faults, handoff, load, machine, page, record, timing
 from kvbaton.gpu_test.plan import ABOUT, acts
 from kvbaton.gpu_test.record import Book, Page
 from kvbaton.gpu_test.servers import Group, Say, Site, Spec, has_nixl, standing
 from kvbaton.gpu_test.sizes import Sizes, sizes_of
-from kvbaton.integrations.vllm import launching
 
 PAGE = "gpu-test.md"
 Groups = dict[str, Group]

@@ -23,8 +23,8 @@ import msgspec
 
 from kvbaton.chaos.vllm_process import Engine, EngineError
 from kvbaton.control import keyring
+from kvbaton.engines.vllm import launching
 from kvbaton.gpu_test.sizes import Device, Variant
-from kvbaton.integrations.vllm import launching
 
 SERVED = "kv"
 GIB = 1 << 30

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from tests.transports.fake_gpu import FakeGpu
 
-from kvbaton.integrations.vllm import layer_events
-from kvbaton.integrations.vllm.caches import DeviceCache, cache_of, planes_over
-from kvbaton.integrations.vllm.layer_events import DeviceClock, HostClock, spoken_of
-from kvbaton.integrations.vllm.settings import ConnectorSettings
+from kvbaton.engines.vllm import layer_events
+from kvbaton.engines.vllm.caches import DeviceCache, cache_of, planes_over
+from kvbaton.engines.vllm.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.layer_events import DeviceClock, HostClock, spoken_of
 from kvbaton.transports import catalogue
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.cuda.cuda_driver import CudaError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.integrations.vllm.tables import Grouping
+from kvbaton.engines.vllm.vllm_block_tables import Grouping
 from kvbaton.node.doorway import Match, MatchState
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import Reason

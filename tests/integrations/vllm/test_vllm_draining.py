@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from kvbaton.control.registry.registry_messages import NOTHING, Held
-from kvbaton.integrations.vllm import draining
-from kvbaton.integrations.vllm.draining import QUIET_S, DrainWatch, requests_in
+from kvbaton.engines.vllm import server_draining
+from kvbaton.engines.vllm.server_draining import QUIET_S, DrainWatch, requests_in
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -108,7 +108,7 @@ def test_a_server_that_cannot_be_asked_is_never_idle(server: Server) -> None:
 
 
 def test_the_registry_is_told_until_the_engine_closes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draining, "POLL_S", 0.01)
+    monkeypatch.setattr(server_draining, "POLL_S", 0.01)
     server.text = METRICS.format(running="1.0", waiting="0.0")
     client, closing = Client(), threading.Event()
     watch = DrainWatch(client, address(server), Held, closing)  # type: ignore[arg-type]

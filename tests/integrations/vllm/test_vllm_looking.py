@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbaton.integrations.vllm import content, guard, looking
-from kvbaton.integrations.vllm.looking import WAIT_S, Looker
+from kvbaton.engines.vllm import background_lookup, guard, request_content
+from kvbaton.engines.vllm.background_lookup import WAIT_S, Looker
 
 
 def until(look: Callable[[], bool]) -> None:
@@ -52,7 +52,7 @@ def test_what_is_not_found_in_time_stays_unknown() -> None:
 
 
 def test_so_many_wait_and_a_further_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looking, "WAITING_MAX", 2)
+    monkeypatch.setattr(background_lookup, "WAITING_MAX", 2)
     looker: Looker[int] = Looker("test")
     go, begun = threading.Event(), threading.Event()
     assert not looker.ask("first", lambda: begun.set() or (go.wait() and 1))
@@ -82,16 +82,20 @@ def test_no_hook_reads_an_adapter_s_files(monkeypatch: pytest.MonkeyPatch) -> No
         go.wait()
         return "files"
 
-    monkeypatch.setattr(content, "looker", Looker("test"))
-    monkeypatch.setattr(content, "adapter_text", read)
+    monkeypatch.setattr(request_content, "looker", Looker("test"))
+    monkeypatch.setattr(request_content, "adapter_text", read)
     lora = SimpleNamespace(lora_name="sql", lora_int_id=1, lora_path="/adapters/sql")
     asked = SimpleNamespace(request_id="r", prompt_token_ids=[1, 2], cache_salt=None, lora_request=lora)
-    assert not content.is_known(asked)
-    unknown = content.content_digest(asked, 2)
+    assert not request_content.is_known(asked)
+    unknown = request_content.content_digest(asked, 2)
     go.set()
-    until(lambda: content.is_known(asked))
-    assert content.content_of(asked, 2).lora == "sql:files" and content.content_digest(asked, 2) != unknown
+    until(lambda: request_content.is_known(asked))
+    assert (
+        request_content.content_of(asked, 2).lora == "sql:files" and request_content.content_digest(asked, 2) != unknown
+    )
     assert threading.current_thread() not in readers and len(readers) == 1
-    content.forget(asked)
+    request_content.forget(asked)
     plain = SimpleNamespace(request_id="p", prompt_token_ids=[1, 2], cache_salt=None)
-    assert content.is_known(plain) and content.content_of(plain, 2).lora == "", "most requests wait for nothing"
+    assert request_content.is_known(plain) and request_content.content_of(plain, 2).lora == "", (
+        "most requests wait for nothing"
+    )

@@ -15,7 +15,7 @@ import msgspec
 import prometheus_client
 import pytest
 
-from kvbaton.integrations.vllm.tray import FLIGHTS_MAX, Tray
+from kvbaton.engines.vllm.metrics_outbox import FLIGHTS_MAX, Tray
 from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.metric_names import Where
@@ -41,7 +41,7 @@ def stats_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         monkeypatch.setitem(sys.modules, ".".join(parts[:count]), ModuleType(parts[count - 1]))
     monkeypatch.setattr(sys.modules[THEIRS], "KVConnectorStats", KVConnectorStats, raising=False)
     monkeypatch.setattr(sys.modules[THEIRS], "KVConnectorPromMetrics", KVConnectorPromMetrics, raising=False)
-    name = "kvbaton.integrations.vllm.stats"
+    name = "kvbaton.engines.vllm.vllm_stats"
     monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module(name)
     sys.modules.pop(name, None)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvbaton.api.params import Mode
-from kvbaton.integrations.vllm.settings import ConnectorSettings
+from kvbaton.engines.vllm.connector_settings import ConnectorSettings
 
 GOOD: dict[str, Any] = {"name": "p0", "keys": "/keys"}
 

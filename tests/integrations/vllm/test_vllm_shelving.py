@@ -14,10 +14,10 @@ from tests.transports.fake_gpu import FakeGpu
 from kvbaton.control import keyring
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.zmq import ZmqControl
-from kvbaton.integrations.vllm.layout import GroupFacts, RankFacts
-from kvbaton.integrations.vllm.second_loads import SecondLoads
-from kvbaton.integrations.vllm.settings import ConnectorSettings
-from kvbaton.integrations.vllm.shelving import keyring_of, rank_identity, rank_shelf
+from kvbaton.engines.vllm.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.second_loads import SecondLoads
+from kvbaton.engines.vllm.store_setup import keyring_of, rank_identity, rank_shelf
+from kvbaton.engines.vllm.vllm_layout import GroupFacts, RankFacts
 from kvbaton.protocol.geometry.layout import Cell, Kind, Place, Plane
 from kvbaton.ranks import device_store
 from kvbaton.ranks.device_store import DeviceShelf

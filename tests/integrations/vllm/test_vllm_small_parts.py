@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from kvbaton.integrations.vllm import content, guard, interpreter
-from kvbaton.integrations.vllm.compat import config_digest, weights_digest
-from kvbaton.integrations.vllm.content import handed_position
-from kvbaton.integrations.vllm.pool import PinnedPool
-from kvbaton.integrations.vllm.presence import AddressBook
-from kvbaton.integrations.vllm.tables import Grouping, real
+from kvbaton.engines.vllm import guard, interpreter
+from kvbaton.engines.vllm import request_content as content
+from kvbaton.engines.vllm.block_pool import PinnedPool
+from kvbaton.engines.vllm.presence import AddressBook
+from kvbaton.engines.vllm.request_content import handed_position
+from kvbaton.engines.vllm.vllm_block_tables import Grouping, real
+from kvbaton.engines.vllm.vllm_compat import config_digest, weights_digest
 from kvbaton.node.epochs import UNTOLD, EpochTable
 from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.integrations.vllm.stored_puts import Prompt, StoredPuts
+from kvbaton.engines.vllm.stored_puts import Prompt, StoredPuts
 
 HASHES = tuple(bytes([each]) * 32 for each in range(3))
 TABLE = [[11, 12, 13, 14]]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvbaton.integrations.vllm import supported, versions
-from kvbaton.integrations.vllm.settings import ConnectorSettings
+from kvbaton.engines.vllm import supported, vllm_versions
+from kvbaton.engines.vllm.connector_settings import ConnectorSettings
 
 
 def config(role: str = "kv_both", engine_id: str = "0f3a", device: str = "", model: Any = None, **parallel: Any) -> Any:
@@ -130,4 +130,4 @@ def test_whoever_loads_must_be_a_consumer() -> None:
     ],
 )  # fmt: skip
 def test_a_missing_package_is_not_blamed_on_vllm(name: str, told: str) -> None:
-    assert told in str(versions.not_loaded(ImportError("no module", name=name)))
+    assert told in str(vllm_versions.not_loaded(ImportError("no module", name=name)))

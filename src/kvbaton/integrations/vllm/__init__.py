@@ -14,9 +14,9 @@ __all__ = ["BatonConnector"]
 def __getattr__(name: str) -> Any:
     if name == "BatonConnector":
         try:
-            from kvbaton.integrations.vllm.connector import BatonConnector
+            from kvbaton.engines.vllm.connector import BatonConnector
         except ImportError as error:
-            from kvbaton.integrations.vllm.versions import not_loaded
+            from kvbaton.engines.vllm.vllm_versions import not_loaded
 
             raise not_loaded(error) from error
         return BatonConnector

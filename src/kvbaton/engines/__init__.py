@@ -1,0 +1,1 @@
+"""Engine adapters: what connects an engine's scheduler and cache to a node."""

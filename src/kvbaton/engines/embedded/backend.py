@@ -1,0 +1,212 @@
+"""The engine's thread, seen from the event loop: requests in, tokens out, aborts by closing the iterator.
+
+Laws: only the engine's thread touches the engine; the loop leaves notes and gets called back once per step. With
+nothing to compute the thread sleeps until a note, or news at the door, wakes it. Every iterator ends: by `Finished`,
+by `RefusedError`, or because the thread stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from kvbaton.engines.embedded.embedded_engine import Engine
+from kvbaton.engines.embedded.engine_request import EngineRequest, FullError, Output, RejectedError, Sampling, Status
+from kvbaton.engines.embedded.http_worker import Finished, RefusedError, Token
+from kvbaton.engines.embedded.server_plan import GenerateRequest, ModelCard
+from kvbaton.node.doorway import Doorway
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.ids import RequestId
+
+log = logging.getLogger(__name__)
+
+SLEEP_S = 0.5
+"""At most this long without a look around; news wake the thread at once."""
+MODEL_NAME = "kvbaton-tiny"
+
+Outcome = Output | RefusedError
+
+
+class EngineThread:
+    """Runs one engine."""
+
+    def __init__(self, engine: Engine, doorway: Doorway | None = None) -> None:
+        self.engine = engine
+        self.faults = 0
+        self._doorway = doorway
+        self._notes: deque[tuple[str, Any]] = deque()
+        self._news = threading.Event()
+        self._stopping = False
+        self._ended: RefusedError | None = None  # why nobody will be answered any more; the event loop's
+        self.on_death: Callable[[], None] = lambda: None  # called on the event loop
+        self._listeners: dict[RequestId, asyncio.Queue[Outcome]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="kvbaton-engine", daemon=True)
+        if doorway is not None:
+            doorway.wake_engine = self._news.set
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> bool:
+        """Whether the thread has ended within `timeout_s`: from then on the engine is the caller's."""
+        self._stopping = True
+        self._news.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive() and not self._stopping
+
+    # --- from the event loop
+
+    def add(self, request: EngineRequest) -> asyncio.Queue[Outcome]:
+        queue: asyncio.Queue[Outcome] = asyncio.Queue()
+        self._listeners[request.request_id] = queue
+        if self._ended is not None:
+            queue.put_nowait(self._ended)
+        self._note("add", request)
+        return queue
+
+    def forget(self, request: RequestId) -> None:
+        """Nobody listens any more: abort the request if it is still there."""
+        self._listeners.pop(request, None)
+        self._note("abort", request)
+
+    def _note(self, kind: str, value: Any) -> None:
+        self._notes.append((kind, value))
+        self._news.set()
+
+    def _tell(self, outcomes: Sequence[tuple[RequestId, Outcome]]) -> None:
+        for request, outcome in outcomes:
+            queue = self._listeners.get(request)
+            if queue is not None:
+                queue.put_nowait(outcome)
+
+    def _end_all(self, why: RefusedError, died: bool) -> None:
+        """Whoever listens, or will, is told: on the event loop, so that nobody slips in between."""
+        self._ended = why
+        for queue in self._listeners.values():
+            queue.put_nowait(why)
+        if died:
+            self.on_death()
+
+    # --- the engine's thread
+
+    def _run(self) -> None:
+        why, died = RefusedError("stopping", "this worker is stopping"), False
+        try:
+            while not self._stopping:
+                self._news.clear()
+                told = self._turn()
+                if told:
+                    self._on_loop(self._tell, told)
+                elif self.engine.tokens_last_step == 0:
+                    self._news.wait(SLEEP_S)
+        except Exception:  # an engine that raises is dead: say so to everybody and stop serving
+            self.faults += 1
+            self._stopping = died = True
+            why = RefusedError("broken", "the engine died")
+            log.exception("[engine-died] the engine died")
+        self._on_loop(self._end_all, why, died)
+
+    def _on_loop(self, act: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is nobody left to tell
+            self._loop.call_soon_threadsafe(act, *arguments)
+
+    def _turn(self) -> list[tuple[RequestId, Outcome]]:
+        told: list[tuple[RequestId, Outcome]] = []
+        while self._notes:
+            kind, value = self._notes.popleft()
+            if kind == "abort":
+                self.engine.abort(value)
+                continue
+            try:
+                self.engine.add_request(value)
+            except RejectedError as error:
+                refusal: Literal["full", "invalid"] = "full" if isinstance(error, FullError) else "invalid"
+                told.append((value.request_id, RefusedError(refusal, str(error))))
+        if self.engine.has_work():
+            told += [(output.request_id, output) for output in self.engine.step()]
+        else:
+            self.engine.tokens_last_step = 0
+        return told
+
+
+class EngineBackend:
+    """Implements `server.Backend` over an engine thread."""
+
+    def __init__(self, thread: EngineThread, doorway: Doorway | None, stats: Callable[[], Mapping[str, Any]]) -> None:
+        self._thread = thread
+        self._doorway = doorway
+        self._stats = stats
+
+    def models(self) -> Sequence[ModelCard]:
+        return (ModelCard(MODEL_NAME, self._thread.engine.config.model.context_tokens_max),)
+
+    def ready(self) -> bool:
+        return self._thread.running
+
+    def stats(self) -> Mapping[str, Any]:
+        return self._stats()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Token | Finished, None]:
+        if not self._thread.running:
+            raise RefusedError("stopping", "this worker is stopping")
+        self._check_ticket(request)
+        asked = _engine_request(request)
+        queue = self._thread.add(asked)
+        try:
+            while True:
+                outcome = await queue.get()
+                if isinstance(outcome, RefusedError):
+                    raise outcome
+                if outcome.token is not None and outcome.text:
+                    yield Token(outcome.text, outcome.logprobs)
+                if outcome.status is not None:
+                    yield _finished(outcome)
+                    return
+        finally:
+            self._thread.forget(asked.request_id)
+
+    def _check_ticket(self, request: GenerateRequest) -> None:
+        """A ticket that this cluster did not sign is the caller's fault, and said at the door. Late ones are policy."""
+        params = request.handoff
+        if params is None or params.ticket is None:
+            return
+        if self._doorway is None:
+            raise RefusedError("handoff", "this worker hands nothing over", str(Reason.NO_TRANSPORT))
+        try:
+            self._doorway.open_ticket(params.ticket)
+        except ProtocolError as error:
+            if error.reason is not Reason.TICKET_EXPIRED:
+                raise RefusedError("handoff", str(error), str(error.reason), "kv_transfer_params.ticket") from None
+
+
+def _engine_request(request: GenerateRequest) -> EngineRequest:
+    sampling = Sampling(
+        max_tokens=request.max_tokens,
+        min_tokens=request.min_tokens,
+        ignore_eos=request.ignore_eos,
+        temperature=request.temperature,
+        seed=request.seed,
+        logprobs=request.logprobs,
+    )
+    return EngineRequest(RequestId(request.request_id), request.prompt, sampling, request.cache_salt, request.handoff)
+
+
+def _finished(output: Output) -> Finished:
+    if output.status is Status.ERROR:
+        raise RefusedError("handoff", output.reason, output.reason.partition(":")[0])
+    if output.status is Status.ABORTED:
+        raise RefusedError("stopping", "the request was aborted")
+    reason = "stop" if output.status is Status.STOPPED else "length"
+    return Finished(reason, output.cached_tokens, output.handoff)  # type: ignore[arg-type]

@@ -1,0 +1,311 @@
+"""The embedded engine's connector: its hooks on one side, the `Doorway` on the other. The vLLM adapter's small brother.
+
+Laws: every hook runs on the engine's thread and none raises for what a client or a peer did. A request that was
+matched, or failed to match, once is never matched again. Blocks are touched in the hook that tells the door of them.
+The store is asked where there is no ticket, and as second source where a handoff failed, before the policy applies;
+with `fail` it must then have every whole block before the prompt's last token, or the request fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvbaton.api.params import Mode, TransferParams
+from kvbaton.engines.embedded.block_cache import NULL_BLOCK, BlockPool
+from kvbaton.engines.embedded.embedded_storing import Fetched, Storing
+from kvbaton.engines.embedded.engine_config import FailurePolicy, KvGroup
+from kvbaton.engines.embedded.engine_request import EngineRequest, Status
+from kvbaton.engines.embedded.hooks import BlockIds, Chunk, Load, LoadReport, Match, Nothing, NotYet
+from kvbaton.engines.embedded.kv_layout import content_digest
+from kvbaton.node.doorway import Doorway, DropBlocks, MatchState, UnpinBlocks
+from kvbaton.node.doorway import LoadReport as RankReport
+from kvbaton.protocol.effects import End
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.events import NO_BLOCK
+from kvbaton.protocol.geometry.progress import GroupProgress, whole
+from kvbaton.protocol.ids import LeaseId, RequestId
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A prompt that is streamed or pushed while it is computed."""
+
+    lease: LeaseId
+    pinned: int = 0  # blocks of the full groups in the lease
+    announced: int = 0
+
+
+class BatonConnector:
+    """Hands KV over for one engine, in both roles."""
+
+    def __init__(
+        self,
+        doorway: Doorway,
+        groups: Sequence[KvGroup],
+        block_tokens: int,
+        policy: FailurePolicy,
+        *,
+        layerwise: bool = True,
+        storing: Storing | None = None,
+    ) -> None:
+        self.wants_layers = layerwise
+        self._door = doorway
+        self._groups = groups
+        self._block_tokens = block_tokens
+        self._policy = policy
+        self._pool: BlockPool | None = None
+        self._outgoing: dict[RequestId, Outgoing] = {}
+        self._begun: set[RequestId] = set()  # a prompt computed anew after preemption is leased no second time
+        self._storing = storing
+        self._lost: dict[RequestId, End] = {}  # handoffs that failed, until the request has another source or ends
+        self._from_store: set[RequestId] = set()  # the last answer was a load from there
+        self._known: dict[RequestId, int] = {}  # tokens that need not be computed, of requests that have not ended
+        self._ranks_told: dict[RequestId, set[int]] = {}
+        self._reports: list[LoadReport] = []
+
+    # --- both roles
+
+    def bind(self, pool: BlockPool) -> None:
+        self._pool = pool
+        pool.watch(self._door.epochs.raise_epoch)
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        params = _params(request)
+        self._known[request.request_id] = 0
+        if params is not None and params.do_remote_prefill:
+            assert params.ticket is not None
+            digest, tokens = content_digest(request), len(request.prompt)
+            push = params.mode is Mode.PUSH
+            self._door.want(request.request_id, params.ticket, digest, tokens, push=push, trace=params.trace)
+
+    def step_begin(self) -> None:
+        for duty in self._door.duties():
+            if isinstance(duty, UnpinBlocks | DropBlocks):
+                self.pool.unpin(duty.blocks)
+            else:
+                self._rank_reported(duty)
+        if self._storing is not None:
+            for fetched in self._storing.take(self.pool):
+                self._fetched(fetched)
+
+    def has_pending_work(self) -> bool:
+        return self._door.busy or (self._storing is not None and self._storing.busy)
+
+    @property
+    def pool(self) -> BlockPool:
+        assert self._pool is not None, "bind comes first"
+        return self._pool
+
+    # --- D
+
+    def match(self, request: EngineRequest, local_tokens: int) -> Match:
+        answer = self._match(request, local_tokens)
+        self._known[request.request_id] = local_tokens + (answer.tokens if isinstance(answer, Load) else 0)
+        return answer
+
+    def _match(self, request: EngineRequest, local_tokens: int) -> Match:
+        name = request.request_id
+        found = self._door.match(name)
+        missing = len(request.prompt) - local_tokens
+        if found.state is MatchState.NOT_YET:
+            return NotYet()
+        if found.state is MatchState.FOUND and missing > 0:
+            return Load(missing)
+        if found.state is MatchState.FAILED:
+            assert found.end is not None
+            self._lost[name] = found.end
+        self._door.not_needed(name)
+        strict = name in self._lost and self._policy == "fail"
+        if self._storing is not None:
+            self._from_store.discard(name)
+            tokens = self._storing.look(request, local_tokens)
+            if tokens is None:
+                return NotYet()
+            if tokens and (not strict or local_tokens + tokens == self._storing.most(request)):
+                self._from_store.add(name)
+                return Load(tokens)
+        return Load(missing) if strict and missing > 0 else Nothing()
+
+    def allocated(self, request: EngineRequest, blocks: BlockIds, external_tokens: int) -> None:
+        if external_tokens == 0:
+            self._begin(request)
+            return
+        if self._storing is not None and request.request_id in self._from_store:
+            self._from_store.discard(request.request_id)
+            self._storing.fetch(request, blocks[0], external_tokens, self.pool)
+            self._door.wake_engine()  # it may have been refused, and this step has taken its reports already
+            return
+        failed = self._lost.pop(request.request_id, None)
+        if failed is not None:
+            self._report(request.request_id, failed)
+            self._door.wake_engine()  # this step has taken its reports already
+            return
+        first_token = len(request.prompt) - external_tokens
+        first, last = first_token // self._block_tokens, -(-len(request.prompt) // self._block_tokens)
+        wanted = tuple(_without_null(ids[first:last]) for ids in blocks)
+        self.pool.touch(self._door.allocated(request.request_id, wanted, first_token))
+        self._ranks_told[request.request_id] = set()
+
+    def take_reports(self) -> Sequence[LoadReport]:
+        reports, self._reports = self._reports, []
+        return reports
+
+    def _rank_reported(self, duty: RankReport) -> None:
+        told = self._ranks_told[duty.request]
+        told.add(duty.rank)
+        if len(told) == self._door.config.ranks:
+            del self._ranks_told[duty.request]
+            again = self._storing is not None and not duty.end.delivered and duty.request in self._known
+            if again:
+                self._lost[duty.request] = duty.end
+            self._report(duty.request, duty.end, final=not again)
+
+    def _report(self, request: RequestId, end: End, *, final: bool = True) -> None:
+        reason = f"{end.reason}: {end.detail}" if end.reason is not None else ""
+        good = None if end.delivered else end.good_tokens
+        self._reports.append(LoadReport(request, end.delivered, good, reason, final))
+
+    def _fetched(self, fetched: Fetched) -> None:
+        """The store's part is over. What it lacks is computed, unless this was the last hope of a strict handoff."""
+        assert self._storing is not None
+        lost = self._lost.pop(fetched.request, None)
+        if lost is not None and not fetched.is_whole and self._policy == "fail":
+            self._report(fetched.request, lost)
+            return
+        if lost is not None and fetched.blocks:
+            self._storing.counters["second_source"] += 1
+        good = None if fetched.is_whole else fetched.good_tokens
+        self._reports.append(LoadReport(fetched.request, fetched.is_whole, good, fetched.reason, final=False))
+
+    # --- P
+
+    def _begin(self, request: EngineRequest) -> None:
+        """P starts to compute a prompt that is read behind it, or written from it."""
+        params = _params(request)
+        if (
+            params is None
+            or not params.do_remote_decode
+            or params.mode is Mode.PULL
+            or request.request_id in self._begun
+        ):
+            return
+        assert params.ticket is not None
+        try:
+            ticket = self._door.open_ticket(params.ticket)
+        except ProtocolError:
+            return  # D's own copy of the ticket fails as well: it computes the prompt itself
+        lease = self._door.begin(
+            ticket.handoff,
+            content_digest(request),
+            len(request.prompt),
+            target=ticket.target,
+            max_readers=ticket.max_readers,
+            request=request.request_id,
+            trace=params.trace,
+        )
+        self._begun.add(request.request_id)
+        self._outgoing[request.request_id] = Outgoing(lease)
+
+    def layer_done(self, layer: int, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            outgoing = self._outgoing.get(chunk.request.request_id)
+            if outgoing is None:
+                continue
+            upto = self._whole_blocks(chunk.request, chunk.end)
+            self._pin(outgoing, chunk.request, chunk.blocks, upto)
+            progress = tuple(
+                GroupProgress() if group.window_tokens else self._ahead(group, layer, outgoing.announced, upto)
+                for group in self._groups
+            )
+            self._door.progressed(outgoing.lease, progress)
+
+    def chunk_done(self, request: EngineRequest, blocks: BlockIds, computed_tokens: int) -> None:
+        outgoing = self._outgoing.get(request.request_id)
+        final = computed_tokens == len(request.prompt)
+        if final and self._storing is not None:
+            self._storing.put(request, blocks[0], self._known[request.request_id], self.pool)
+        if outgoing is None:
+            return
+        upto = self._whole_blocks(request, computed_tokens)
+        self._pin(outgoing, request, blocks, upto)
+        outgoing.announced = upto
+        counts = [0 if group.window_tokens and not final else upto for group in self._groups]
+        self._door.progressed(outgoing.lease, whole(counts))
+        if final:
+            self._door.completed(outgoing.lease)
+            del self._outgoing[request.request_id]
+
+    def preempted(self, request: EngineRequest) -> None:
+        self._end_outgoing(request.request_id, Reason.SOURCE_PREEMPTED)
+
+    def request_finished(self, request: EngineRequest, blocks: BlockIds, status: Status) -> Mapping[str, object] | None:
+        self._end_outgoing(request.request_id, Reason.SOURCE_ABORTED)
+        self._begun.discard(request.request_id)
+        self._lost.pop(request.request_id, None)
+        self._from_store.discard(request.request_id)
+        del self._known[request.request_id]
+        self._door.gave_up(request.request_id)
+        if self._storing is not None:
+            self._storing.forget(request.request_id)
+        params = _params(request)
+        if params is None or not params.do_remote_decode or status not in (Status.LENGTH, Status.STOPPED):
+            return None
+        if params.mode is not Mode.PULL:
+            return {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "mode": str(params.mode),
+                "ticket": params.ticket,
+            }
+        needed = -(-len(request.prompt) // self._block_tokens)
+        leased = tuple(_without_null(ids[:needed]) for ids in blocks)
+        ticket, pinned = self._door.grant(
+            content_digest(request), len(request.prompt), leased, request=request.request_id, trace=params.trace
+        )
+        self.pool.touch(pinned)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "mode": "pull",
+            "ticket": ticket,
+            "remote_engine_id": str(self._door.config.me.worker),
+        }
+
+    def _whole_blocks(self, request: EngineRequest, tokens: int) -> int:
+        """Whole blocks only; the last chunk takes the tail along (rule 10)."""
+        if tokens == len(request.prompt):
+            return -(-tokens // self._block_tokens)
+        return tokens // self._block_tokens
+
+    def _pin(self, outgoing: Outgoing, request: EngineRequest, blocks: BlockIds, upto: int) -> None:
+        """Pin what is new. Sliding groups go with the end, when it is known which blocks their window needs."""
+        if upto == outgoing.pinned:
+            return
+        final = upto * self._block_tokens >= len(request.prompt)
+        fresh = tuple(
+            (_without_null(ids[:upto]) if final else ())
+            if group.window_tokens
+            else _without_null(ids[outgoing.pinned : upto])
+            for group, ids in zip(self._groups, blocks, strict=True)
+        )
+        self.pool.touch(self._door.pin(outgoing.lease, fresh))
+        outgoing.pinned = upto
+
+    def _ahead(self, group: KvGroup, layer: int, announced: int, upto: int) -> GroupProgress:
+        done = sum(1 for each in group.layers if each <= layer)
+        return GroupProgress(upto) if done == len(group.layers) else GroupProgress(announced, upto, done)
+
+    def _end_outgoing(self, request: RequestId, reason: Reason) -> None:
+        outgoing = self._outgoing.pop(request, None)
+        if outgoing is not None:
+            self._door.source_ended(outgoing.lease, reason)
+
+
+def _params(request: EngineRequest) -> TransferParams | None:
+    handoff = request.handoff
+    return handoff if isinstance(handoff, TransferParams) else None
+
+
+def _without_null(ids: Sequence[int]) -> tuple[int, ...]:
+    return tuple(NO_BLOCK if block == NULL_BLOCK else block for block in ids)

@@ -1,0 +1,146 @@
+"""The seam between an engine and what moves its KV: the hooks of vLLM's `KVConnectorBase_V1`, scheduler side, typed.
+
+All are called on the engine's thread, in this order within a step (a star: any number of times):
+`step_begin`, `take_reports`, (`match`, `allocated` | `preempted`)*, `layer_done`*, `chunk_done`*, `request_finished`*.
+`on_new_request` comes from `add_request`, `request_finished` also from `abort`. None may block. One that raises kills
+the engine, as it does in vLLM; so does a report that is not due (`AssertionError`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvbaton.engines.embedded.block_cache import BlockPool
+from kvbaton.engines.embedded.engine_request import EngineRequest, Status
+from kvbaton.protocol.ids import RequestId
+
+BlockIds = tuple[tuple[int, ...], ...]
+"""Per KV group the blocks of a request, in the order of its tokens; 0 where a sliding window has moved on."""
+
+
+class NotYet(msgspec.Struct, frozen=True):
+    """Ask again in the next step; requests behind this one go on."""
+
+
+class Nothing(msgspec.Struct, frozen=True):
+    """Compute it here."""
+
+
+class Load(msgspec.Struct, frozen=True):
+    """`tokens` more, after the local ones, will be written into the request's blocks; one `LoadReport` follows."""
+
+    tokens: int
+
+
+Match = NotYet | Nothing | Load
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """The one end of a load. After it no byte lands in a block that the connector does not hold itself (`touch`).
+
+    On failure the engine's policy decides: `recompute` gives the blocks back (the good prefix may be found again in the
+    prefix cache) and asks `match` anew, which must not offer the same load for ever; `fail` ends the request with
+    `reason`. A report that is not `final` is treated as `recompute` by either: the connector has more to offer, or what
+    it could not load was no promise.
+    """
+
+    request_id: RequestId
+    ok: bool
+    good_prefix_tokens: int | None = None  # where not ok: this many tokens are right, and all parts are at rest
+    reason: str = ""
+    final: bool = True
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Prompt tokens `start` to `end` of a request, computed in this step."""
+
+    request: EngineRequest
+    blocks: BlockIds
+    start: int
+    end: int
+
+
+class Connector(Protocol):
+    """Moves KV in and out of an engine."""
+
+    @property
+    def wants_layers(self) -> bool:
+        """Whether `layer_done` is to be called; it costs a call per layer and step."""
+
+    def bind(self, pool: BlockPool) -> None:
+        """The engine's pool, once, before anything else: `touch`, `unpin`, `epoch`, `watch`. For hooks' use only."""
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        """The engine has accepted a request; it may be long until it is asked for."""
+
+    def match(self, request: EngineRequest, local_tokens: int) -> Match:
+        """Can KV after the first `local_tokens` (whole blocks) be loaded? An answer may be discarded."""
+
+    def allocated(self, request: EngineRequest, blocks: BlockIds, external_tokens: int) -> None:
+        """A request got its blocks. `external_tokens` > 0: load them, after the local ones `match` was asked with.
+
+        0: it starts to run. A request that is loaded gets both calls, one after the other.
+        """
+
+    def step_begin(self) -> None:
+        """Every step, first, also when nothing runs: the place to drain queued pins and releases."""
+
+    def layer_done(self, layer: int, chunks: Sequence[Chunk]) -> None:
+        """The KV of this step's prompt chunks is written in one layer."""
+
+    def chunk_done(self, request: EngineRequest, blocks: BlockIds, computed_tokens: int) -> None:
+        """The first `computed_tokens` of the prompt have their KV in `blocks`, in all layers."""
+
+    def preempted(self, request: EngineRequest) -> None:
+        """The request is about to lose its blocks and will be computed anew; `match` will be asked again."""
+
+    def request_finished(self, request: EngineRequest, blocks: BlockIds, status: Status) -> Mapping[str, object] | None:
+        """Once per accepted request, before its blocks are freed: `touch` those to keep. The client gets the result."""
+
+    def take_reports(self) -> Sequence[LoadReport]:
+        """Loads that have ended: exactly one report per `Load` that got its blocks, also after an abort."""
+
+    def has_pending_work(self) -> bool:
+        """True keeps the engine's loop stepping, though it has no requests."""
+
+
+class NullConnector:
+    """A stand-alone engine's connector; also a base for ones that need few of the hooks."""
+
+    wants_layers: bool = False
+
+    def bind(self, pool: BlockPool) -> None:
+        pass
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        pass
+
+    def match(self, request: EngineRequest, local_tokens: int) -> Match:
+        return Nothing()
+
+    def allocated(self, request: EngineRequest, blocks: BlockIds, external_tokens: int) -> None:
+        pass
+
+    def step_begin(self) -> None:
+        pass
+
+    def layer_done(self, layer: int, chunks: Sequence[Chunk]) -> None:
+        pass
+
+    def chunk_done(self, request: EngineRequest, blocks: BlockIds, computed_tokens: int) -> None:
+        pass
+
+    def preempted(self, request: EngineRequest) -> None:
+        pass
+
+    def request_finished(self, request: EngineRequest, blocks: BlockIds, status: Status) -> Mapping[str, object] | None:
+        return None
+
+    def take_reports(self) -> Sequence[LoadReport]:
+        return ()
+
+    def has_pending_work(self) -> bool:
+        return False

@@ -1,0 +1,279 @@
+"""One worker's HTTP door: OpenAI's endpoints over any backend that can turn a prompt into tokens.
+
+Law: closing the iterator that `Backend.generate` gave is the one way to abort, and it happens for every end that the
+client or the router brings about. A refusal before the first token is an HTTP status, one after it an event. Whoever
+leased KV for a request that is refused is told (`disown`), so that it keeps nothing for nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+from aiohttp import web
+
+from kvbaton.api import answers, responses, sse
+from kvbaton.api.answers import Shape, Token
+from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError
+from kvbaton.api.bodies import Body, Kind, parse
+from kvbaton.api.foreign import Lookup, tickets_in, together
+from kvbaton.api.gather import all_of, interleave
+from kvbaton.api.http import MISHEARD, REQUEST_ID, json_response, new_app, read_body, request_id, send_events
+from kvbaton.api.merge import Joiner, join
+from kvbaton.api.params import FIELD, TransferParams
+from kvbaton.api.responses import ResponseShape
+from kvbaton.api.stops import StopFilter
+from kvbaton.engines.embedded.server_plan import GenerateRequest, Job, ModelCard, plan
+from kvbaton.observe.metrics import exposition
+from kvbaton.observe.metrics.handoff_metrics import HandoffMetrics
+from kvbaton.observe.metrics.worker_metrics import render_worker
+from kvbaton.protocol.errors import MEANING, Blame, Reason
+
+__all__ = [
+    "Backend", "Finished", "GenerateRequest", "ModelCard", "RefusedError", "Token", "TransferParams", "worker_app",
+]  # fmt: skip
+
+BODY_BYTES_MAX = 4 << 20
+_TURNED_AWAY = {429: Reason.BUSY, 503: Reason.DRAINING}
+"""By status, what P is told; all else is the request's own fault."""
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_CALLERS_FAULT = frozenset(str(reason) for reason, (blame, _) in MEANING.items() if blame is Blame.CALLER)
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """The last thing a generator gives."""
+
+    reason: Literal["stop", "length"]
+    cached_tokens: int = 0
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+Refused = Literal["invalid", "full", "stopping", "handoff", "broken"]
+_STATUS: Mapping[Refused, tuple[int, str, int | None]] = {
+    "invalid": (400, "invalid_request_error", None),  # the caller must change the request
+    "full": (429, "overloaded_error", RETRY_AFTER_S),
+    "stopping": (503, "service_unavailable_error", RETRY_AFTER_S),
+    "handoff": (500, "handoff_failed", None),
+    "broken": (500, "internal_error", None),
+}
+
+
+class RefusedError(Exception):
+    """What a backend raises instead of an answer. `code` is a `Reason` where `kind` is "handoff"."""
+
+    def __init__(self, kind: Refused, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.kind: Refused = kind
+        self.code = code
+        self.param = param
+
+
+class Backend(Protocol):
+    """An engine, seen from the event loop. No method blocks."""
+
+    def models(self) -> Sequence[ModelCard]:
+        """What it serves; the first is the one meant when a body names none."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Token | Finished, None]:
+        """Tokens as they are made, then one `Finished`; or `RefusedError`. Closing it aborts the request."""
+
+    def ready(self) -> bool:
+        """Whether requests are taken now."""
+
+    def stats(self) -> Mapping[str, Any]:
+        """Counters (`*_total`) and gauges, flat or one level deep."""
+
+
+Disown = Callable[[str, Reason], None]
+
+
+def worker_app(
+    backend: Backend,
+    body_bytes_max: int = BODY_BYTES_MAX,
+    lookup: Lookup | None = None,
+    handoffs: HandoffMetrics | None = None,
+    disown: Disown = lambda ticket, reason: None,
+) -> web.Application:
+    """The application that serves `backend`; listen with `kvbaton.api.http.serving`.
+
+    With a `lookup` it also understands routers that know nothing of tickets; `handoffs` are shown among its metrics.
+    `disown` is told the tickets of requests that are refused; it must not block.
+    """
+    server = _Server(backend, lookup, handoffs, disown)
+    app = new_app(body_bytes_max)
+    app.add_routes(
+        [
+            web.post(Kind.COMPLETION.value, server.completions),
+            web.post(Kind.CHAT.value, server.chat),
+            web.post(Kind.RESPONSES.value, server.responses),
+            web.get("/v1/models", server.models),
+            web.get("/health", server.health),
+            web.get("/metrics", server.metrics),
+            web.get("/stats", server.stats),
+        ]
+    )
+    return app
+
+
+class _Server:
+    def __init__(
+        self, backend: Backend, lookup: Lookup | None, handoffs: HandoffMetrics | None, disown: Disown
+    ) -> None:
+        self._backend = backend
+        self._lookup = lookup
+        self._handoffs = handoffs
+        self._disown = disown
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, Kind.COMPLETION)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, Kind.CHAT)
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, Kind.RESPONSES)
+
+    async def models(self, _: web.Request) -> web.Response:
+        cards = [
+            {"id": card.id, "object": "model", "owned_by": "kvbaton", "max_model_len": card.context_tokens_max}
+            for card in self._backend.models()
+        ]
+        return json_response({"object": "list", "data": cards})
+
+    async def health(self, _: web.Request) -> web.Response:
+        ready = self._backend.ready()
+        return json_response({"status": "ok" if ready else "unavailable"}, 200 if ready else 503)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        openmetrics = exposition.wants_openmetrics(request.headers.get("Accept"))
+        text = render_worker(self._figures(request), self._handoffs, openmetrics)
+        return web.Response(body=text.encode(), headers={"Content-Type": exposition.content_type(openmetrics)})
+
+    async def stats(self, request: web.Request) -> web.Response:
+        return json_response(self._figures(request))
+
+    def _figures(self, request: web.Request) -> Mapping[str, Any]:
+        return {**self._backend.stats(), "http_malformed_total": request.app[MISHEARD].count}
+
+    async def _answer(self, request: web.Request, kind: Kind) -> web.StreamResponse:
+        data = await read_body(request)
+        try:
+            return await self._answered(request, kind, data)
+        except ApiError as error:
+            for ticket in _tickets(data):
+                self._disown(ticket, _TURNED_AWAY.get(error.status, Reason.BAD_MESSAGE))
+            raise
+
+    async def _answered(self, request: web.Request, kind: Kind, data: bytes) -> web.StreamResponse:
+        body = parse(kind, data)
+        name = request_id(request)
+        jobs = plan(body, name, self._backend.models(), self._lookup)
+        headers = {REQUEST_ID: name}
+        if body.stream and isinstance(shape := jobs[0].shape, ResponseShape):
+            return await send_events(request, self._response_events(jobs[0], shape), headers, tell=shape.failed)
+        if body.stream:
+            return await send_events(request, self._events(body, jobs), headers)
+        whole = await all_of([self._whole(job) for job in jobs])
+        answer = join([job.part for job in jobs], whole)
+        if len(jobs) > 1 and (params := together([each.get(FIELD) for each in whole])) is not None:
+            answer[FIELD] = params
+        return json_response(answer, headers=headers)
+
+    async def _events(self, body: Body, jobs: Sequence[Job]) -> AsyncGenerator[bytes, None]:
+        joiner = Joiner()
+        async with contextlib.aclosing(interleave([self._chunks(job) for job in jobs])) as chunks:
+            async for number, chunk in chunks:
+                merged = joiner.chunk(jobs[number].part, chunk)
+                if merged is not None:
+                    yield sse.event(merged)
+        if body.include_usage:
+            yield sse.event(joiner.usage_chunk())
+        yield sse.DONE
+
+    async def _chunks(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
+        shape = job.shape
+        assert isinstance(shape, Shape), "a response is not told in chunks"
+        opening = shape.opening()
+        count = 0
+        async with contextlib.aclosing(self._told(job)) as told:
+            async for item in told:
+                if opening is not None:
+                    yield opening
+                    opening = None
+                if isinstance(item, Token):
+                    count += 1
+                    yield shape.token(item)
+                else:
+                    rest, finished = item
+                    yield shape.ending(rest, finished.reason)
+                    yield shape.usage_chunk(_usage(job, count, finished))
+
+    async def _response_events(self, job: Job, shape: ResponseShape) -> AsyncGenerator[bytes, None]:
+        events = shape.opening()  # told with the first token, so that a refusal before it is still a status
+        count = 0
+        async with contextlib.aclosing(self._told(job)) as told:
+            async for item in told:
+                if isinstance(item, Token):
+                    count += 1
+                    events += shape.token(item)
+                else:
+                    rest, finished = item
+                    events += shape.ending(rest, finished.reason, _usage(job, count, finished))
+                if events:
+                    yield b"".join(map(sse.typed_event, events))
+                    events = []
+
+    async def _whole(self, job: Job) -> dict[str, Any]:
+        tokens: list[Token] = []
+        rest, finished = "", Finished("stop")
+        async with contextlib.aclosing(self._told(job)) as told:
+            async for item in told:
+                if isinstance(item, Token):
+                    tokens.append(item)
+                else:
+                    rest, finished = item
+        text = "".join(token.text for token in tokens) + rest
+        answer = job.shape.whole(tokens, text, finished.reason, _usage(job, len(tokens), finished))
+        if finished.kv_transfer_params is not None:
+            answer["kv_transfer_params"] = dict(finished.kv_transfer_params)
+        return answer
+
+    async def _told(self, job: Job) -> AsyncGenerator[Token | tuple[str, Finished], None]:
+        """Tokens with the text that may be told, then (text held back, how it ended)."""
+        stops = StopFilter(job.stops)
+        try:
+            async with contextlib.aclosing(self._backend.generate(job.request)) as events:
+                async for event in events:
+                    if isinstance(event, Finished):
+                        yield stops.rest(), event
+                        return
+                    text, met = stops.feed(event.text)
+                    yield Token(text, event.logprobs)
+                    if met:
+                        yield "", Finished("stop")
+                        return
+        except RefusedError as error:
+            raise _api_error(error) from None
+        raise _api_error(RefusedError("broken", "the engine ended the request without saying how"))
+
+
+def _tickets(data: bytes) -> list[str]:
+    """Those of a body that was refused, which need not be one."""
+    try:
+        return tickets_in(msgspec.json.decode(_decode_fields(data).get(FIELD, b"null")))
+    except (msgspec.DecodeError, RecursionError):
+        return []
+
+
+def _api_error(error: RefusedError) -> ApiError:
+    status, kind, retry_after_s = _STATUS[error.kind]
+    if error.kind == "handoff" and error.code in _CALLERS_FAULT:
+        status = 400
+    return ApiError(status, str(error), type=kind, code=error.code, param=error.param, retry_after_s=retry_after_s)
+
+
+def _usage(job: Job, count: int, finished: Finished) -> dict[str, Any]:
+    tell = responses.usage if isinstance(job.shape, ResponseShape) else answers.usage
+    return tell(len(job.request.prompt), count, finished.cached_tokens)

@@ -1,0 +1,198 @@
+"""What a client's body asks of the embedded engine: prompts as tokens, sampling as numbers, each checked.
+
+Law: what the engine cannot do is refused by name, never ignored: that would be another answer than was asked for.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvbaton.api.answers import Shape
+from kvbaton.api.api_errors import bad_field, unknown_model
+from kvbaton.api.bodies import Body, Kind
+from kvbaton.api.foreign import Lookup
+from kvbaton.api.merge import Part, split
+from kvbaton.api.params import TransferParams
+from kvbaton.api.responses import Asked, ResponseShape
+from kvbaton.engines.embedded import responses_plan, tokenizer
+from kvbaton.engines.embedded.handoff_params import handoffs_of
+
+LOGPROBS_MAX = 20
+MAX_TOKENS_DEFAULT = {Kind.COMPLETION: 16, Kind.CHAT: 128, Kind.RESPONSES: 128}
+_PROMPT_FIELD = {Kind.COMPLETION: "prompt", Kind.CHAT: "messages", Kind.RESPONSES: "input"}
+_LIMIT_FIELD = {Kind.COMPLETION: "max_tokens", Kind.CHAT: "max_tokens", Kind.RESPONSES: "max_output_tokens"}
+
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,), "echo": (False,), "suffix": ("",), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
+    "prompt_embeds": (), "prompt_logprobs": (),
+    "tools": ([],), "functions": ([],), "response_format": ({"type": "text"},), "use_beam_search": (False,),
+}  # fmt: skip
+"""What the embedded engine cannot do, with the values that ask for nothing: refused otherwise, never ignored."""
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """A model by the name that clients use."""
+
+    id: str
+    context_tokens_max: int
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt to answer; `request_id` is unique in this worker."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    temperature: float = 1.0
+    seed: int = 0
+    logprobs: int | None = None  # None: none; 0: of the chosen token; k: of the k likeliest too
+    cache_salt: str = ""
+    handoff: TransferParams | None = None
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One request to the backend and how its answer is told."""
+
+    part: Part
+    request: GenerateRequest
+    shape: Shape | ResponseShape
+    stops: tuple[str, ...]
+
+
+def _card(body: Body, cards: Sequence[ModelCard]) -> ModelCard:
+    wanted = body.fields.get("model")
+    for card in cards:
+        if wanted in (None, "", card.id):
+            return card
+    raise unknown_model(str(wanted), [card.id for card in cards])
+
+
+def plan(body: Body, name: str, cards: Sequence[ModelCard], lookup: Lookup | None = None) -> list[Job]:
+    """The jobs that `body` stands for; `ApiError` names what cannot be done. `lookup` is for requests of others."""
+    card = _card(body, cards)
+    cannot = {**_NEUTRAL, **responses_plan.NEUTRAL} if body.kind is Kind.RESPONSES else _NEUTRAL
+    for field, neutral in cannot.items():
+        value = body.fields.get(field)
+        if value is not None and value not in neutral and not (field == "best_of" and value == body.n):
+            raise bad_field(field, "the embedded engine cannot do this; leave the field out")
+    handoffs = handoffs_of(body, name, lookup)
+    if handoffs[0] is not None and handoffs[0].do_remote_decode and body.stream:
+        raise bad_field("stream", "a prompt computed for another worker is not streamed; leave it out")
+    created_unix_s = int(time.time())
+    jobs = []
+    for part, handoff in zip(split(body), handoffs, strict=True):
+        request = _request(part.fields, body.kind, name, card, handoff)
+        shape = _shape(body, card.id, name, created_unix_s, request.logprobs)
+        is_source = handoff is not None and handoff.do_remote_decode  # its one token is nobody's answer
+        if is_source and request.max_tokens > 1:
+            limit = _LIMIT_FIELD[body.kind]
+            raise bad_field(limit, "a prompt computed for another worker is computed for one token; give 1")
+        jobs.append(Job(part, request, shape, () if is_source else _stops(part.fields)))
+    return jobs
+
+
+def _shape(body: Body, model: str, name: str, created_unix_s: int, top: int | None) -> Shape | ResponseShape:
+    if body.kind is not Kind.RESPONSES:
+        return Shape(
+            body.kind, model=model, request_id=name, created_unix_s=created_unix_s, token_text=token_text, top=top
+        )
+    asked = Asked.of(body.fields)
+    return ResponseShape(
+        model=model, request_id=name, created_unix_s=created_unix_s, asked=asked, token_text=token_text, top=top
+    )
+
+
+def _request(
+    fields: Mapping[str, Any], kind: Kind, name: str, card: ModelCard, handoff: TransferParams | None
+) -> GenerateRequest:
+    prompt = _tokens(fields, kind)
+    max_tokens = fields.get("max_completion_tokens") or fields.get(_LIMIT_FIELD[kind])
+    room = card.context_tokens_max - len(prompt)
+    if room < (max_tokens or 1):
+        asked = f"{len(prompt)} tokens and {max_tokens or 1} to answer"
+        raise bad_field(_PROMPT_FIELD[kind], f"{asked}, at most {card.context_tokens_max} together")
+    min_tokens = fields.get("min_tokens") or 0
+    max_tokens = max_tokens or min(MAX_TOKENS_DEFAULT[kind], room)
+    if min_tokens > max_tokens:
+        raise bad_field("min_tokens", f"got {min_tokens}, more than {_LIMIT_FIELD[kind]} {max_tokens}")
+    seed = fields.get("seed")
+    temperature = fields.get("temperature")
+    return GenerateRequest(
+        request_id=f"{name}-{secrets.token_hex(8)}",
+        prompt=prompt,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        ignore_eos=bool(fields.get("ignore_eos")),
+        temperature=1.0 if temperature is None else float(temperature),
+        seed=secrets.randbits(63) if seed is None else seed % (1 << 63),
+        logprobs=_logprobs(fields, kind),
+        cache_salt=fields.get("cache_salt") or "",
+        handoff=handoff,
+    )
+
+
+def _logprobs(fields: Mapping[str, Any], kind: Kind) -> int | None:
+    for name in ("logprobs", "top_logprobs"):
+        wanted = fields.get(name)
+        if type(wanted) is int and not 0 <= wanted <= LOGPROBS_MAX:
+            raise bad_field(name, f"got {wanted}, the embedded engine gives 0 to {LOGPROBS_MAX}")
+    if kind is Kind.RESPONSES:
+        return responses_plan.logprobs(fields)
+    wanted = fields.get("logprobs")
+    if kind is Kind.COMPLETION:
+        return wanted
+    return (fields.get("top_logprobs") or 0) if wanted else None
+
+
+def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    stop = fields.get("stop")
+    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _tokens(fields: Mapping[str, Any], kind: Kind) -> tuple[int, ...]:
+    if kind is Kind.COMPLETION:
+        return _prompt_tokens(fields["prompt"])
+    return _chat_tokens(responses_plan.messages(fields) if kind is Kind.RESPONSES else fields["messages"])
+
+
+def _prompt_tokens(prompt: Any) -> tuple[int, ...]:
+    """Of a text, of token ids, or of a list of one of these."""
+    if isinstance(prompt, str):
+        return tuple(tokenizer.encode(prompt))
+    if isinstance(prompt[0], str | list):
+        return _prompt_tokens(prompt[0])
+    if max(prompt) >= tokenizer.VOCAB:
+        raise bad_field("prompt", f"a token id is above {tokenizer.VOCAB - 1}, the highest there is")
+    return tuple(prompt)
+
+
+def _chat_tokens(messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """The template: each turn behind the mark of its role, the answer's mark last."""
+    roles = {"developer": "system", "tool": "user", "function": "user"}
+    turns = [
+        (roles.get(message["role"], message["role"]), _content_text(message.get("content"), index))
+        for index, message in enumerate(messages)
+    ]
+    return tuple(tokenizer.encode_chat(turns))
+
+
+def _content_text(content: Any, index: int) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise bad_field(f"messages[{index}].content", "the embedded engine reads parts of type text only")
+    return "".join(part["text"] for part in content)
+
+
+def token_text(token: int) -> str:
+    """A token as log probabilities show it; marks by their number."""
+    return tokenizer.decode([token]) or f"<{token}>"

@@ -1,0 +1,100 @@
+"""A worker's shelf: the way of each of its ranks to the shared store that the operator named.
+
+Laws: nothing is connected to while a worker starts, so it starts and serves without its store. Stopping leaves no pin:
+the node's thread ends all that the store was asked, the engine's thread stops, and whoever stops the worker then does
+the duties that are left, with the node still running. It is bounded in time, whatever hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from kvbaton.control.addressing import ControlError
+from kvbaton.control.keyring import Keyring
+from kvbaton.engines.embedded.embedded_storing import Storing
+from kvbaton.engines.embedded.hooks import Connector
+from kvbaton.engines.embedded.worker_options import WorkerOptions
+from kvbaton.node.doorway import Doorway
+from kvbaton.protocol.geometry.layout import EngineLayout
+from kvbaton.ranks.engine_store import Shelf, ShelfSettings
+from kvbaton.ranks.rank_store import LocalShelf
+from kvbaton.ranks.rank_values import NotStorable, rank_values
+from kvbaton.ranks.store_address import opener, store_place
+from kvbaton.store.interface import Backend
+
+GET_PER_LOOKUP = 5.0
+"""A get may take this many times as long as a look-up: it moves bytes."""
+END_S = 5.0
+POLL_S = 0.005
+
+
+class OnLoop(Protocol):
+    """The node's thread."""
+
+    def call(self, action: Callable[[], None]) -> Future[None]: ...
+
+
+class StoreAccess:
+    """What one worker has of the store."""
+
+    def __init__(self, shelf: Shelf, storing: Storing, doorway: Doorway, shared: Sequence[Backend]) -> None:
+        self.shelf = shelf
+        self.storing = storing
+        self._doorway = doorway
+        self._shared = shared  # by ranks, who do not close it
+
+    def end(self, loop: OnLoop) -> None:
+        """While both threads run: have everything end, and nothing begin."""
+        with contextlib.suppress(Exception):  # a loop that has died or is stuck: there is nobody left to tell
+            loop.call(self.shelf.close).result(END_S)
+
+    def settle(self, connector: Connector) -> None:
+        """When the engine's thread has ended and the node's runs: drop what the engine holds for the store."""
+        until = time.monotonic() + END_S
+        while (self._doorway.put_blocks or self.storing.busy) and time.monotonic() < until:
+            connector.step_begin()
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """After both threads have stopped."""
+        self.shelf.close()
+        for backend in self._shared:
+            backend.close()
+
+
+def open_store(
+    options: WorkerOptions,
+    keyring: Keyring,
+    layout: EngineLayout,
+    regions: Sequence[memoryview],
+    compat: str,
+    doorway: Doorway,
+) -> StoreAccess:
+    """Of a worker whose options name a store. KV that cannot be stored is refused, by the name of its group."""
+    try:
+        values = [rank_values(layout, rank, compat) for rank in range(len(regions))]
+    except NotStorable as error:
+        raise ControlError(f"store: {error}") from None
+    make, owned = opener(store_place(options.store), keyring, ranks=len(regions), server=options.store_name)
+    backends = [make() for _ in regions] if owned else [make()] * len(regions)
+    ranks = [
+        LocalShelf(backend, each, [region], owned=owned)
+        for backend, each, region in zip(backends, values, regions, strict=True)
+    ]
+    settings = ShelfSettings(
+        lookup_timeout_s=options.store_timeout,
+        get_timeout_s=GET_PER_LOOKUP * options.store_timeout,
+        put_timeout_s=min(20.0, options.transfer_timeout),
+    )
+    shelf = Shelf(ranks, settings)
+
+    def wake() -> None:
+        doorway.wake_engine()  # looked up when it is needed: the engine's thread sets it later
+
+    shelf.wake_engine = wake
+    storing = Storing(shelf, doorway, options.block_tokens)
+    return StoreAccess(shelf, storing, doorway, () if owned else backends[:1])

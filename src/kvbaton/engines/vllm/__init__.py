@@ -1,0 +1,1 @@
+"""vLLM's adapter: the connector's scheduler side and worker side."""

@@ -1,0 +1,204 @@
+"""P's half of the scheduler side: leases for prompts that are computed here.
+
+Laws: a chunk's blocks are pinned when it is scheduled and announced when every rank has computed it (rules 10, 11).
+What a window will have dropped by the end of the prompt is pinned with its last chunk. A prompt is leased once, also
+when it is preempted and computed again. Nothing here outlives `finished` but the lease itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbaton.api.params import Mode
+from kvbaton.engines.vllm.block_pool import PinnedPool
+from kvbaton.engines.vllm.request_content import content_digest, handed_position
+from kvbaton.engines.vllm.step_metadata import Leaving
+from kvbaton.engines.vllm.transfer_params import Source
+from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables, real
+from kvbaton.node.doorway import Doorway
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.events import Groups
+from kvbaton.protocol.geometry.progress import whole
+from kvbaton.protocol.ids import LeaseId, RequestId
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A request whose KV somebody will read, while it is computed."""
+
+    request: Any
+    source: Source
+    position: int
+    lease: LeaseId | None = None  # streaming and push: from its first chunk on
+    pinned: tuple[int, ...] = ()  # blocks of each group in the lease
+    kept: Groups = ()  # pull, behind windows: touched with the last chunk, until the lease has them
+    spoilt: bool = False  # its lease is over: computed again after preemption, or refused
+
+
+@dataclass(slots=True)
+class _Announcement:
+    step: int
+    request_id: str
+    counts: tuple[int, ...]
+    final: bool
+
+
+@dataclass(slots=True)
+class Prefill:
+    """All prompts that are computed here for others."""
+
+    door: Doorway
+    pool: PinnedPool
+    grouping: Grouping
+    prompts: dict[str, Prompt] = field(default_factory=dict)
+    _announced: deque[_Announcement] = field(default_factory=deque)
+
+    def accepted(self, request: Any, source: Source) -> None:
+        """A request came whose KV is wanted elsewhere."""
+        position = handed_position(request.num_prompt_tokens, self.grouping.slides)
+        self.prompts[request.request_id] = Prompt(request, source, position)
+
+    def begun(self, request: Any) -> None:
+        """A request got its first blocks: whoever reads behind it may claim from now on."""
+        prompt = self.prompts.get(request.request_id)
+        if prompt is None or prompt.source.mode is Mode.PULL or prompt.lease is not None or prompt.spoilt:
+            return
+        try:
+            ticket = self.door.open_ticket(prompt.source.ticket or "")
+        except ProtocolError:
+            prompt.spoilt = True  # D's copy of the ticket fails as well, and it computes the prompt itself
+            return
+        prompt.lease = self.door.begin(
+            ticket.handoff,
+            content_digest(request, prompt.position),
+            prompt.position,
+            target=ticket.target,
+            max_readers=ticket.max_readers,
+            request=RequestId(request.request_id),
+            trace=prompt.source.trace,
+        )
+        prompt.pinned = (0,) * self.grouping.count
+
+    def scheduled(self, step: int, request_id: str, tokens: int, tables: Tables) -> Leaving | None:
+        """A chunk is about to be computed. Returns what the workers may announce layer by layer."""
+        prompt = self.prompts.get(request_id)
+        if prompt is None or prompt.spoilt:
+            return None
+        before = prompt.request.num_computed_tokens
+        after = before + tokens
+        final = after >= prompt.position
+        if prompt.lease is None:
+            if final and self.grouping.slides:
+                self._keep(prompt, tables)
+            return None
+        if prompt.pinned == self.grouping.needed(prompt.position):
+            return None
+        had, has = prompt.pinned, self._pin(prompt, after, final, tables)
+        self._announced.append(_Announcement(step, request_id, has, final))
+        return Leaving(prompt.lease, had, has) if has != had else None
+
+    def computed(self, step: int) -> None:
+        """Every rank is done with this step, and so with those before it."""
+        while self._announced and self._announced[0].step <= step:
+            told = self._announced.popleft()
+            prompt = self.prompts.get(told.request_id)
+            if prompt is None or prompt.lease is None or prompt.spoilt:
+                continue
+            self.door.progressed(prompt.lease, whole(told.counts))
+            if told.final:
+                self._complete(prompt)
+
+    def preempted(self, request_id: str) -> None:
+        prompt = self.prompts.get(request_id)
+        if prompt is not None:
+            self._spoil(prompt, Reason.SOURCE_PREEMPTED)
+
+    def finished(self, request: Any, tables: Tables, *, well: bool) -> dict[str, Any] | None:
+        """A request is over. Returns what D needs to know, where it ended well."""
+        prompt = self.prompts.pop(request.request_id, None)
+        if prompt is None:
+            return None
+        whole_prompt = well and request.num_computed_tokens >= prompt.position
+        try:
+            if prompt.source.mode is Mode.PULL:
+                return self._granted(prompt, tables) if whole_prompt else None
+            if whole_prompt and prompt.lease is not None and not prompt.spoilt:
+                self._end_of(prompt, tables)
+                return _answer(prompt.source.mode, prompt.source.ticket)
+            return _answer(prompt.source.mode, prompt.source.ticket) if whole_prompt and prompt.spoilt else None
+        finally:
+            self._spoil(prompt, Reason.SOURCE_ABORTED)
+
+    # --- helpers
+
+    def _pin(self, prompt: Prompt, after: int, final: bool, tables: Tables) -> tuple[int, ...]:
+        """Pin what the chunk adds; a window's blocks all go with the last chunk, when it is known which are needed."""
+        assert prompt.lease is not None
+        grouping = self.grouping
+        upto = grouping.needed(prompt.position) if final else grouping.whole(after)
+        if not final:
+            upto = tuple(0 if slides else count for slides, count in zip(grouping.windowed, upto, strict=True))
+        if upto != prompt.pinned:
+            self._touch_and_pin(prompt.lease, grouping.cut(tables, prompt.pinned, upto))
+            prompt.pinned = upto
+        return upto
+
+    def _touch_and_pin(self, lease: LeaseId, blocks: Groups) -> None:
+        """Touched before anybody knows of them; a lease that is over takes none."""
+        ids = real(blocks)
+        self.pool.touch(ids)
+        try:
+            taken = self.door.pin(lease, blocks)
+        except Exception:
+            self.pool.unpin(ids)
+            raise
+        if not taken:
+            self.pool.unpin(ids)
+
+    def _keep(self, prompt: Prompt, tables: Tables) -> None:
+        """Hold the blocks that the last token still needs and that vLLM drops before the request is over."""
+        if prompt.kept:
+            return
+        kept = self.grouping.cut(tables, (0,) * self.grouping.count, self.grouping.needed(prompt.position))
+        self.pool.touch(real(kept))
+        prompt.kept = kept
+
+    def _granted(self, prompt: Prompt, tables: Tables) -> dict[str, Any]:
+        first = (0,) * self.grouping.count
+        blocks = prompt.kept or self.grouping.cut(tables, first, self.grouping.needed(prompt.position))
+        digest = content_digest(prompt.request, prompt.position)
+        self.pool.touch(real(blocks))
+        try:
+            name, trace = RequestId(prompt.request.request_id), prompt.source.trace
+            ticket, _ = self.door.grant(digest, prompt.position, blocks, request=name, trace=trace)
+        except Exception:
+            self.pool.unpin(real(blocks))
+            raise
+        return {**_answer(Mode.PULL, ticket), "remote_engine_id": str(self.door.config.me.worker)}
+
+    def _end_of(self, prompt: Prompt, tables: Tables) -> None:
+        """The last chunk was computed with this step, whose announcement has not come yet."""
+        assert prompt.lease is not None
+        counts = self._pin(prompt, prompt.position, True, tables)
+        self.door.progressed(prompt.lease, whole(counts))
+        self._complete(prompt)
+
+    def _complete(self, prompt: Prompt) -> None:
+        if prompt.lease is not None:
+            self.door.completed(prompt.lease)
+        prompt.lease, prompt.spoilt = None, True  # nothing more can be added to it, and it is leased no second time
+
+    def _spoil(self, prompt: Prompt, reason: Reason) -> None:
+        """The prompt's blocks are about to go: end what is being read behind it."""
+        if prompt.lease is not None:
+            self.door.source_ended(prompt.lease, reason)
+            prompt.lease, prompt.spoilt = None, True
+        if prompt.kept:
+            kept, prompt.kept = prompt.kept, ()
+            self.pool.unpin(real(kept))
+
+
+def _answer(mode: Mode, ticket: str | None) -> dict[str, Any]:
+    return {"do_remote_prefill": True, "do_remote_decode": False, "mode": str(mode), "ticket": ticket}

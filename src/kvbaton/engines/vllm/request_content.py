@@ -1,0 +1,104 @@
+"""What a vLLM request's KV is of, and up to where it is handed over.
+
+Laws: P and D compute the digest each from its own request, never from what the other says (rule 2). What takes long to
+look at (an adapter's files, prompt embeddings) is looked at on a thread of ours (`Looker`), never in a hook; what is
+not known in time, or cannot be known, is named by a text that only this process has: its KV is shared with nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from kvbaton.engines.vllm.adapters import ONLY_HERE, adapter_text
+from kvbaton.engines.vllm.background_lookup import Looker
+from kvbaton.protocol.content import Content, digest
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """Of a request, what takes long to look at."""
+
+    lora: str = ""
+    embeddings: bytes = b""
+
+
+UNKNOWN = Parts(ONLY_HERE, ONLY_HERE.encode())
+"""Of a request whose parts are not known in time."""
+
+
+def handed_position(prompt_tokens: int, windowed: bool) -> int:
+    """How many tokens of a prompt are handed over: all, or one fewer where an attention window slides.
+
+    D always computes the last token again, to have something to sample from. Behind a window that token still looks one
+    token further back than the next one does, and vLLM drops that block at the end of a prefill: so D takes over one
+    token less, and P pins what the last token needed.
+    """
+    return prompt_tokens - 1 if windowed and prompt_tokens > 1 else prompt_tokens
+
+
+def content_digest(request: Any, position: int) -> bytes:
+    """16 bytes that name the first `position` tokens' KV of this request, in every process."""
+    return digest(content_of(request, position))
+
+
+def content_of(request: Any, position: int) -> Content:
+    """All that shapes the KV of a request's first `position` tokens: what vLLM's own block hashes cover, and more."""
+    parts = _parts(request)
+    return Content(
+        tokens=request.prompt_token_ids or (),
+        position=position,
+        lora=parts.lora,
+        multimodal=tuple(_feature(feature) for feature in getattr(request, "mm_features", None) or ()),
+        salt=request.cache_salt or "",
+        embeddings=parts.embeddings,
+    )
+
+
+looker: Looker[Parts] = Looker("kvbaton-content")
+"""One for the scheduler's process."""
+
+
+def takes_long(request: Any) -> bool:
+    return getattr(request, "lora_request", None) is not None or getattr(request, "prompt_embeds", None) is not None
+
+
+def is_known(request: Any) -> bool:
+    """Whether `content_of` has an answer now, whatever it is; begins to look at the request. Never blocks."""
+    return not takes_long(request) or looker.ask(request.request_id, lambda: parts_of(request))
+
+
+def forget(request: Any) -> None:
+    """The request is over."""
+    looker.forget(request.request_id)
+
+
+def parts_of(request: Any) -> Parts:
+    """Reads files and hashes tensors: for a thread of its own."""
+    lora = getattr(request, "lora_request", None)
+    text = "" if lora is None else f"{lora.lora_name}:{adapter_text(lora.lora_int_id, lora.lora_path)}"
+    return Parts(text, _embeddings(getattr(request, "prompt_embeds", None)))
+
+
+def _parts(request: Any) -> Parts:
+    if not takes_long(request):
+        return Parts()
+    found = looker.found(request.request_id)
+    return UNKNOWN if found is None else found
+
+
+def _feature(feature: Any) -> str:
+    place = feature.mm_position
+    return f"{feature.modality}:{feature.identifier}@{place.offset}+{place.length}"
+
+
+def _embeddings(tensor: Any) -> bytes:
+    if tensor is None:
+        return b""
+    import torch
+
+    data = tensor.detach().cpu().contiguous()
+    state = hashlib.blake2b(f"{tuple(data.shape)} {data.dtype}".encode(), digest_size=16)
+    state.update(memoryview(data.view(torch.uint8).numpy()).cast("B"))  # without a copy, and without the GIL
+    return state.digest()

@@ -1,0 +1,434 @@
+"""The connector in the scheduler's process: vLLM's hooks on one side, P's and D's halves and the doorway on the other.
+
+Laws: only the scheduler's thread runs here, and it alone touches the block pool; what the loop decided is taken from
+the doorway at `on_new_request`, `get_num_new_matched_tokens`, `build_connector_meta` and `update_connector_output`
+(rule 8). No hook raises: each has an answer for its own failure that the engine can live with. None blocks, but for a
+nap where vLLM would take one itself.
+
+What has arrived is told to vLLM where it takes in the end of a step, whichever that is, and not by way of the workers:
+that would be the end of a step that is still to be scheduled. What has failed goes by the workers, since vLLM looks at
+failures before it asks us.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from kvbaton.control.keyring import Keyring
+from kvbaton.engines.vllm import interpreter, request_content
+from kvbaton.engines.vllm.block_pool import PinnedPool, is_exact
+from kvbaton.engines.vllm.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.decode import NOT_YET, NOTHING, Decode
+from kvbaton.engines.vllm.guard import guarded, makes, note, returns
+from kvbaton.engines.vllm.load_admission import Room
+from kvbaton.engines.vllm.metrics_outbox import Tray
+from kvbaton.engines.vllm.no_store import NoStore
+from kvbaton.engines.vllm.prefill import Prefill
+from kvbaton.engines.vllm.presence import EngineFacts, Presence, Role
+from kvbaton.engines.vllm.step_metadata import BatonStep, Leaving, RankCard, StepDone, Verdict
+from kvbaton.engines.vllm.store_side import Storing
+from kvbaton.engines.vllm.transfer_params import Ask, Lookup, Source, Target, ask_of
+from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables
+from kvbaton.engines.vllm.vllm_compat import compat_key
+from kvbaton.engines.vllm.vllm_layout import RankFacts, engine_layout, vllm_groups
+from kvbaton.engines.vllm.vllm_stats import Turn
+from kvbaton.engines.vllm.waiting import Waiting, status_aside
+from kvbaton.node.doorway import Doorway, DropBlocks, LoadReport, UnpinBlocks
+from kvbaton.protocol.effects import End
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.ranks.rank_messages import RankInvitation
+
+log = logging.getLogger(__name__)
+
+NAP_S = 0.004
+"""Per step, of an engine that has nothing to do but to wait for its leases, unless there is news (docs/lab: 0.3 cores
+instead of 0.7). A request that comes meanwhile waits this long at most."""
+LOAD_NAP_S = 0.002
+"""The same, of one that waits for loads: vLLM sleeps 1 ms between such steps, whatever arrives; from this nap a load
+that arrives wakes it, and its thread has left the interpreter to those that bring it."""
+STORE_END_S = 3.0
+NO_ANSWER: tuple[bool, dict[str, Any] | None] = (False, None)
+WELL = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+
+
+class SchedulerSide:
+    """One engine's connector. Made early, alive once `ranks_known` and `bind_pool` were called."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings, keyring: Keyring) -> None:
+        transfer = vllm_config.kv_transfer_config
+        self._config = vllm_config
+        self._cache = kv_cache_config
+        self._settings = settings
+        self._keyring = keyring
+        self._prefills: bool = transfer.is_kv_producer and settings.hands_over
+        self._decodes: bool = transfer.is_kv_consumer and settings.takes_over
+        self._block_pool: Any = None
+        self._step = 0
+        self._napped = 0
+        self._computes = 0  # the last step that has something to compute
+        self._news = threading.Event()
+        self.presence: Presence | None = None
+        self.refused: Counter[str] = Counter()  # ends that never reached the ledger, by reason
+        self.told: Counter[str] = Counter()  # of the counters, what vLLM was told
+        self.gauges_told: dict[str, float] = {}
+        self.turn = Turn()
+        self.tray = Tray()  # of ended handoffs, what vLLM was not told yet
+        self._live: _Live | None = None
+
+    @property
+    def stored(self) -> NoStore:
+        """What is known of the shared store."""
+        return self._live.stored if self._live is not None else NoStore()
+
+    # --- coming to life
+
+    def bind_pool(self, block_pool: Any) -> None:
+        self._block_pool = block_pool
+
+    def ranks_known(self, cards: Mapping[tuple[int, int], Any], versions: Mapping[str, str]) -> None:
+        """All workers have registered their caches. Raises where this engine cannot be part of a cluster."""
+        ordered = [cards[key] for key in sorted(cards)]
+        if not all(isinstance(card, RankCard) for card in ordered):
+            raise RuntimeError("kvbaton: a worker of this engine did not say where its KV cache lies")
+        facts = [msgspec.msgpack.decode(card.facts, type=RankFacts) for card in ordered]
+        invitations = [RankInvitation.decode(card.invitation) for card in ordered]
+        grouping = Grouping(engine_layout(facts), vllm_groups(facts))
+        compat = compat_key(self._config, facts[0].page, self._settings.model_id, versions)
+        exact = is_exact(self._block_pool)
+        role: Role = "both" if self._prefills and self._decodes else "prefill" if self._prefills else "decode"
+        model = self._config.model_config
+        engine = EngineFacts(
+            role=role,
+            model=str(model.served_model_name or model.model),
+            blocks=self._cache.num_blocks,
+            layout=grouping.layout,
+            compat=compat,
+            exact_epochs=exact,
+            tp_size=self._config.parallel_config.tensor_parallel_size,
+        )
+        self.presence = Presence(self._settings, self._keyring, engine, invitations)
+        self._live = self._come_alive(self.presence, grouping)
+        self.presence.watch.recorder.on_flight.append(self.tray.add)
+        interpreter.share()
+        self.presence.start()
+
+    def _come_alive(self, presence: Presence, grouping: Grouping) -> _Live:
+        door = presence.doorway
+        door.wake_engine = self._news.set
+        pool = PinnedPool(self._block_pool, door.epochs)
+        recomputes = self._config.kv_transfer_config.kv_load_failure_policy == "recompute"
+        one_group = len(self._cache.kv_cache_groups) == 1
+        lookup = Lookup(
+            self._settings.mode,
+            self._settings.modes,
+            presence.peer.worker,
+            self._keyring.ticket_keys[0],
+            self._settings.ticket_ttl_s,
+            presence.book.at,
+        )
+        presence.on_keys = lambda keyring: setattr(lookup, "ticket_key", keyring.ticket_keys[0])
+        room = Room(grouping, pool, self._config.scheduler_config.max_num_batched_tokens) if recomputes else None
+        total = self._cache.num_blocks
+        decode = Decode(door, pool, grouping, recomputes, one_group, self._count_end, room, total)
+        stored = NoStore()
+        if presence.shelf is not None:
+            presence.shelf.wake_engine = self._news.set
+            stored = Storing(presence.shelf, door, pool, grouping, total)
+        return _Live(door, pool, Prefill(door, pool, grouping), decode, lookup, stored)
+
+    def shutdown(self) -> None:
+        live, self._live = self._live, None
+        if live is not None and self.presence is not None:
+            self._let_go_of_store(live, self.presence)
+            self.presence.stop()
+
+    @guarded(returns(None))
+    def _let_go_of_store(self, live: _Live, presence: Presence) -> None:
+        """Drop what is pinned for the store, which reads and writes nothing that is of use from here on."""
+        presence.end_store()
+        until = time.monotonic() + STORE_END_S
+        while live.door.put_blocks or live.stored.held_blocks:
+            self._do_duties(live)
+            if time.monotonic() > until:
+                return
+            self._nap(NAP_S)
+
+    # --- hooks
+
+    @guarded(returns(None))
+    def on_new_request(self, request: Any) -> None:
+        self.turn.works()
+        if not isinstance(request.kv_transfer_params, dict | None):
+            self._strange(request)  # vLLM itself takes it for an object from here on, and would die of anything else
+        live = self._live
+        if live is None:
+            return
+        self._do_duties(live)
+        if getattr(request, "resumable", False):  # a session whose prompt grows: there is no one prompt to hand over
+            live.decode.disowned(request, Reason.ABORTED)
+            return
+        try:
+            ask = ask_of(request, live.lookup)
+        except ProtocolError as error:
+            if self._decodes and _wants_kv(request.kv_transfer_params):
+                live.decode.refused(request, End(error.reason, error.detail))
+            return
+        is_used = ask is not None or isinstance(live.stored, Storing)
+        if is_used and not request_content.is_known(request):
+            live.held[request.request_id] = ask
+        else:
+            self._accept(live, request, ask)
+
+    def _strange(self, request: Any) -> None:
+        got, request.kv_transfer_params = type(request.kv_transfer_params).__name__, None
+        end = End(Reason.BAD_MESSAGE, f"kv_transfer_params: got {got}, expected an object")
+        if self._live is not None and self._decodes:
+            self._live.decode.refused(request, end)
+
+    def _accept(self, live: _Live, request: Any, ask: Ask | None) -> None:
+        if isinstance(ask, Source) and self._prefills:
+            live.prefill.accepted(request, ask)
+        elif isinstance(ask, Target) and self._decodes:
+            live.stored.promised(request.request_id)
+            live.decode.accepted(request, ask)
+        elif isinstance(ask, Target):
+            live.decode.disowned(request, Reason.ABORTED)
+
+    @guarded(returns(NOTHING))
+    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        live = self._live
+        if live is None:
+            return NOTHING
+        self._do_duties(live)
+        if request.request_id in live.held:  # what its KV is of is still looked at, on a thread of its own
+            if not request_content.is_known(request):
+                return NOT_YET
+            self._accept(live, request, live.held.pop(request.request_id))
+        if live.waiting.comes_back(request.request_id):
+            return NOT_YET
+        answer = live.decode.match(request, local_tokens)
+        if answer == NOTHING:
+            answer = live.stored.match(request, local_tokens)
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return NOTHING  # it wants its whole prompt computed; vLLM before 0.31 takes an answer all the same
+        if answer == NOT_YET:
+            live.waiting.waits(request)  # nothing may come between this and the answer
+        else:
+            live.waiting.answered(request.request_id)
+        return answer
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        live = self._live
+        if live is None:
+            return
+        try:
+            tables = blocks.get_block_ids()
+            of_store = live.stored.offers(request.request_id)
+            live.decode.allocated(request, tables, 0 if of_store else external_tokens)
+            live.stored.allocated(request, tables, external_tokens)
+            if external_tokens == 0:
+                live.prefill.begun(request)
+        except Exception as error:  # noqa: BLE001 - promise 4; a load that vLLM waits for still gets its report
+            note("update_state_after_alloc", error)
+            if external_tokens > 0 and not live.stored.reports(request.request_id):
+                live.decode.broke(request)
+
+    def build_step(self, scheduled: Any) -> BatonStep:
+        """What the workers must know of this step; every step gets one, whatever happens here."""
+        self._step += 1
+        live = self._live
+        if live is None:
+            return BatonStep(self._step)
+        self._try_duties(live)
+        leaving = self._leaving(live, scheduled)
+        ends_prompts = live.stored.ends_prompts(self._step, scheduled, partial(self._tables, scheduled))
+        if scheduled.num_scheduled_tokens:
+            self._computes = self._step
+        return BatonStep(self._step, self._failures(live), leaving, ends_prompts, live.is_awaited)
+
+    @guarded(makes(tuple))
+    def _failures(self, live: _Live) -> tuple[Verdict, ...]:
+        live.sort()
+        failures, live.failures = tuple(live.failures), []
+        return failures
+
+    @guarded(returns(None))
+    def _try_duties(self, live: _Live) -> None:
+        self._do_duties(live)
+
+    @guarded(makes(tuple))
+    def _leaving(self, live: _Live, scheduled: Any) -> tuple[Leaving, ...]:
+        prefill = live.prefill
+        for request_id in scheduled.preempted_req_ids or ():
+            prefill.preempted(request_id)
+        found = []
+        for request_id in prefill.prompts.keys() & scheduled.num_scheduled_tokens.keys():
+            leaving = self._chunk(live, scheduled, request_id)
+            if leaving is not None:
+                found.append(leaving)
+        return tuple(found)
+
+    @guarded(returns(None))
+    def _chunk(self, live: _Live, scheduled: Any, request_id: str) -> Leaving | None:
+        tables, tokens = self._tables(scheduled, request_id), scheduled.num_scheduled_tokens[request_id]
+        return live.prefill.scheduled(self._step, request_id, tokens, tables)
+
+    def _tables(self, scheduled: Any, request_id: str) -> Tables:
+        state = getattr(scheduled, "kv_connector_block_state", None)
+        found: Tables | None = state.get_block_ids(request_id) if state is not None else None
+        if found is None:
+            found = self.manager.get_block_ids(request_id)
+        return found
+
+    manager: Any = None
+    """vLLM's KVCacheManager, where it gave us one."""
+
+    @guarded(returns(None))
+    def step_ended(self, output: Any) -> None:
+        live, done = self._live, output.kv_connector_worker_meta
+        if live is None:
+            return
+        if isinstance(done, StepDone):
+            live.stored.computed(done.number)
+            live.prefill.computed(done.number)
+        self._tell_arrivals(live, output)
+        if isinstance(done, StepDone) and not output.finished_recving and self._is_idle(live, done.number):
+            self._nap(LOAD_NAP_S)
+            self._tell_arrivals(live, output)
+
+    def _tell_arrivals(self, live: _Live, output: Any) -> None:
+        """Have vLLM look at requests whose KV is there, and at those put aside that wait no more."""
+        self._try_duties(live)
+        live.sort()
+        arrived, over = set(live.arrived), live.waiting.over()
+        if arrived or over:
+            output.finished_recving = arrived.union(over, output.finished_recving or ())
+            live.arrived.clear()
+            for request_id in over:
+                live.waiting.back_to_vllm(request_id)
+
+    def _is_idle(self, live: _Live, step: int) -> bool:
+        """Whether no step that computes is on its way, and none can be before something arrives."""
+        alone: bool = self._config.parallel_config.data_parallel_size == 1  # else others wait for our steps
+        return alone and live.is_awaited and not live.failures and self._computes < step
+
+    def _nap(self, seconds: float) -> None:
+        self._news.wait(seconds)
+        self._news.clear()
+
+    @guarded(returns(NO_ANSWER))
+    def finished(self, request: Any, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
+        live = self._live
+        if live is None:
+            return NO_ANSWER
+        well = request.status.name in WELL
+        if isinstance(live.held.pop(request.request_id, None), Target):
+            live.decode.disowned(request, Reason.ABORTED)
+        live.waiting.left(request.request_id)
+        live.stored.finished(request, tables, well=well)
+        try:
+            live.decode.finished(request)
+        finally:
+            try:
+                answer = live.prefill.finished(request, tables, well=well)
+            finally:
+                request_content.forget(request)
+        return False, answer
+
+    @guarded(returns(False))
+    def busy(self) -> bool:
+        """Whether vLLM must go on stepping for us alone. What belongs to a request that it counts itself is left out:
+        a pause waits until nothing is to be done, and does not look at requests that wait."""
+        live = self._live
+        if live is None:
+            return False
+        loads = live.is_awaited or bool(live.failures)
+        if not (live.door.holding or loads):
+            return self.turn.rests()
+        self.turn.works()
+        if not loads and self._napped != self._step:  # vLLM asks only when it has nothing to do itself
+            self._napped = self._step
+            self._nap(NAP_S)
+        return True
+
+    @guarded(returns(False))
+    def reset(self) -> bool:
+        """Let go of all that is leased or on its way; False while there is still something, so that one asks again."""
+        live = self._live
+        if live is None:
+            return True
+        self._do_duties(live)
+        live.door.cache_replaced()
+        return live.stored.reset() and not live.door.holding
+
+    # --- helpers
+
+    def _do_duties(self, live: _Live) -> None:
+        for duty in live.door.duties():  # each is told once: one that fails must not take the others with it
+            try:
+                if isinstance(duty, UnpinBlocks | DropBlocks):
+                    live.pool.unpin(duty.blocks)
+                else:
+                    live.decode.reported(duty)
+            except Exception as error:  # noqa: BLE001 - promise 4
+                note(type(duty).__name__, error)
+                if isinstance(duty, LoadReport) and duty.rank == 0:
+                    live.decode.fails(duty.request)
+        live.stored.take()
+
+    def _count_end(self, end: End) -> None:
+        self.refused[str(end.reason)] += 1
+
+
+class _Live:
+    """What exists once the engine has its cache."""
+
+    __slots__ = (
+        "arrived", "decode", "door", "failures", "held", "lookup", "pool", "prefill", "stored", "waiting"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        door: Doorway,
+        pool: PinnedPool,
+        prefill: Prefill,
+        decode: Decode,
+        lookup: Lookup,
+        stored: NoStore,
+    ) -> None:
+        self.door = door
+        self.pool = pool
+        self.prefill = prefill
+        self.decode = decode
+        self.lookup = lookup
+        self.stored = stored
+        self.held: dict[str, Ask | None] = {}  # requests that came, by what they ask, until their content is known
+        self.waiting = Waiting(decode.blocked, status_aside())
+        self.arrived: list[str] = []  # loads of which vLLM is to be told
+        self.failures: list[Verdict] = []  # and those of which the workers are
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether vLLM waits for something that only we can tell it."""
+        return bool(self.arrived or self.waiting or self.decode.busy or self.stored.busy)
+
+    def sort(self) -> None:
+        """Verdicts that have come since: what has arrived, and what has failed."""
+        for verdict in self.decode.take_verdicts() + self.stored.take_verdicts():
+            if verdict.is_good:
+                self.arrived.append(verdict.request_id)
+            else:
+                self.failures.append(verdict)
+
+
+def _wants_kv(raw: object) -> bool:
+    """Whether parameters that cannot be read were meant for a D: then the failure policy decides."""
+    return isinstance(raw, dict) and raw.get("do_remote_decode") is not True

@@ -1,0 +1,229 @@
+"""What vLLM's own metrics show of kvbaton, by the names of `observe/metrics/metric_names.py`, with vLLM's labels.
+
+Laws: scheduler and workers cross process borders with plain msgpack data. Counts are told as what was added since the
+last time, so that nothing is counted twice and a restart starts at zero. vLLM's front end answers an exception with the
+end of the API server: what is taken in there is guarded, and a figure that cannot be read costs itself alone. An
+engine looks ten times a second and once before it rests, since a look takes as long as a small step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+import kvbaton
+from kvbaton.engines.vllm import guard
+from kvbaton.engines.vllm.guard import guarded, returns
+from kvbaton.observe.flight.flight_records import DELIVERED
+from kvbaton.observe.metrics import metric_names
+from kvbaton.observe.metrics import node_metrics as node_figures
+from kvbaton.observe.metrics.metric_names import BY_NAME, Kind, Metric, Where
+
+if TYPE_CHECKING:
+    from kvbaton.engines.vllm.scheduler_side import SchedulerSide
+
+AS_NIXL = {
+    metric_names.LEASES_EXPIRED.name: ("vllm:nixl_num_kv_expired_reqs", "Leases that ran out."),
+    metric_names.ENDS.name: (
+        "vllm:nixl_num_failed_transfers",
+        "Handoffs that failed: kvbaton_ends_total, all but delivered.",
+    ),
+}
+"""Names that dashboards for vLLM know, for what means the same."""
+AS_NIXL_HISTOGRAMS = {
+    metric_names.STAGE_SECONDS.name: ("vllm:nixl_xfer_time_seconds", "How long copies took.", metric_names.SECONDS),
+    metric_names.HANDOFF_BYTES.name: ("vllm:nixl_bytes_transferred", "Bytes of a handoff.", metric_names.SIZES),
+}
+ROWS_MAX = 8192
+EVERY_S = 0.1
+"""How often an engine's own figures are looked at."""
+
+
+class Turn:
+    """When the figures are to be looked at. Steps come far more often, and an engine at rest takes none."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next = 0.0
+        self._rests = False
+        self._passed = False  # a step has ended since the last look
+
+    def comes(self) -> bool:
+        """A step has ended: whether to look now."""
+        now = self._clock()
+        self._passed = not self._rests and now < self._next
+        if not self._passed:
+            self._next = now + EVERY_S
+        return not self._passed
+
+    def rests(self) -> bool:
+        """The engine is about to rest. True: it must take one more step; that, and those still in flight, look."""
+        self._rests = True
+        return self._passed
+
+    def works(self) -> None:
+        self._rests = False
+
+
+@dataclass
+class BatonStats(KVConnectorStats):  # type: ignore[misc]
+    """What was added since the last time, and how the gauges stand."""
+
+    def __post_init__(self) -> None:
+        known = self.data if isinstance(self.data, dict) else {}
+        self.reset()
+        for part, empty in self.data.items():
+            if isinstance(known.get(part), type(empty)):
+                self.data[part] = type(empty)(known[part])  # vLLM shows one report to several readers
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {"counts": {}, "gauges": {}, "rows": []}
+
+    @classmethod
+    def of(cls, side: SchedulerSide) -> BatonStats | None:
+        """What is new in this engine; None when nothing is, or it is not the turn."""
+        presence = side.presence
+        if presence is None or not side.turn.comes():
+            return None
+        ledger = presence.node.ledger
+        refused = {"data_refused_total": presence.links.data_refused()}
+        counts = _flat({**node_figures.counters(ledger, presence.control.counters), **side.stored.figures(), **refused})
+        counts["faults_total"] = sum(guard.faults.values()) + presence.loop.faults + sum(presence.node.faults.values())
+        for reason, count in side.refused.items():
+            counts[f"ends_total {reason}"] += count
+        told = side.told  # also what is zero is told once: Prometheus does not see a series' first step
+        fresh = {name: count - told[name] for name, count in counts.items() if name not in told or count != told[name]}
+        gauges = node_figures.gauges(ledger, time.monotonic())
+        # whole seconds, so that a gauge that only ages does not make news of every step
+        gauges["oldest_lease_seconds"] = float(int(gauges["oldest_lease_seconds"]))
+        gauges["pinned_blocks"] = presence.doorway.pinned_blocks + side.stored.held_blocks
+        gauges["store_pins"] = presence.doorway.put_blocks + side.stored.held_blocks
+        gauges["mapped_bytes"] = presence.links.mapped_bytes()
+        rows = side.tray.take()
+        if not fresh and not rows and gauges == side.gauges_told:
+            return None
+        side.told.update(fresh)
+        side.gauges_told = gauges
+        return cls({"counts": fresh, "gauges": gauges, "rows": rows})
+
+    @guarded(lambda self, other: self)
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        counts, more = self.data["counts"], BatonStats(other.data).data
+        for name, count in more["counts"].items():
+            if isinstance(count, int | float):
+                counts[name] = counts.get(name, 0) + count
+        self.data["gauges"].update(more["gauges"])
+        self.data["rows"] = [*self.data["rows"], *more["rows"]][-ROWS_MAX:]
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {**self.data["counts"], **self.data["gauges"]}
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+def _flat(figures: Mapping[str, int | Mapping[str, int]]) -> Counter[str]:
+    """Figures by name, and by name and label (of two, with a colon between them) with a blank between them."""
+    found: Counter[str] = Counter()
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            found.update({f"{name} {label}": count for label, count in value.items()})
+        else:
+            found[name] = value
+    return found
+
+
+class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The same, for Prometheus, under vLLM's own /metrics."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._made = {metric.name: self._make(metric, labelnames) for metric in metric_names.of(Where.VLLM)}
+        self._nixl = {
+            name: self._counter_cls(theirs, text, labelnames=labelnames) for name, (theirs, text) in AS_NIXL.items()
+        }
+        self._nixl |= {
+            name: self._histogram_cls(theirs, text, buckets=buckets, labelnames=labelnames)
+            for name, (theirs, text, buckets) in AS_NIXL_HISTOGRAMS.items()
+        }
+        worker = str((vllm_config.kv_transfer_config.kv_connector_extra_config or {}).get("name", ""))
+        build = metric_names.BUILD.labelled((kvbaton.__version__, str(Where.VLLM), worker))
+        for values in per_engine_labelvalues.values():
+            labels = [str(value) for value in values]
+            self._made[metric_names.BUILD.name].labels(*labels, *build).set(1)
+            for metric, own in _from_start():
+                self._made[metric.name].labels(*labels, *own)
+
+    def _make(self, metric: Metric, labelnames: list[str]) -> Any:
+        labels = [*labelnames, *metric.label_names]
+        if metric.kind is Kind.COUNTER:
+            return self._counter_cls(metric.name, metric.help, labelnames=labels)
+        if metric.kind is Kind.HISTOGRAM:
+            return self._histogram_cls(metric.name, metric.help, buckets=metric.buckets, labelnames=labels)
+        return self._gauge_cls(metric.name, metric.help, labelnames=labels, multiprocess_mode="mostrecent")
+
+    @guarded(returns(None))
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
+        told = BatonStats(transfer_stats_data).data
+        for key, count in told["counts"].items():
+            self._count(key, count, labels)
+        for name, value in told["gauges"].items():
+            self._set(name, value, labels)
+        for row in told["rows"]:
+            self._add(row, labels)
+
+    @guarded(returns(None))
+    def _count(self, key: str, count: float, labels: list[str]) -> None:
+        name, _, label = key.partition(" ")
+        metric = BY_NAME[f"kvbaton_{name}"]
+        own = metric.labelled(tuple(label.split(":", len(metric.labels) - 1))) if metric.labels else ()
+        self._made[metric.name].labels(*labels, *own).inc(count)
+        if metric.name in AS_NIXL and label != DELIVERED:
+            self._nixl[metric.name].labels(*labels).inc(count)
+
+    @guarded(returns(None))
+    def _set(self, name: str, value: float, labels: list[str]) -> None:
+        self._made[f"kvbaton_{name}"].labels(*labels).set(value)
+
+    @guarded(returns(None))
+    def _add(self, row: tuple[str, list[str], float], labels: list[str]) -> None:
+        name, own, value = row
+        metric = BY_NAME[name]
+        series = self._made[metric.name].labels(*labels, *own)
+        if metric.kind is Kind.COUNTER:
+            series.inc(value)
+            return
+        series.observe(value)
+        if metric is metric_names.HANDOFF_BYTES or (metric is metric_names.STAGE_SECONDS and own[0] == "copy"):
+            self._nixl[metric.name].labels(*labels).observe(value)
+
+
+class NoMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """In place of a page that could not be made."""
+
+    def __init__(self) -> None:
+        """What the base wants to know may be what could not be read."""
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Nobody looks."""
+
+
+def _from_start() -> Iterator[tuple[Metric, tuple[str, ...]]]:
+    """Series that are there before anything happened."""
+    for metric in metric_names.of(Where.VLLM):
+        if metric.kind in (Kind.COUNTER, Kind.GAUGE) and (not metric.labels or metric.from_zero):
+            yield from ((metric, own) for own in itertools.product(*(label.values for label in metric.labels)))

@@ -1,0 +1,1 @@
+"""What proves the product: may import everything; of the product only the command line imports it."""

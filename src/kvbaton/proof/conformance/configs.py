@@ -1,0 +1,171 @@
+"""vLLM configurations without a model: what one engine of the conformance suite looks like.
+
+Law: groups, strides and tensors come from vLLM's own planning and allocation code, never from our idea of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+CONNECTOR_MODULE = "kvbaton.engines.vllm.connector"
+CONNECTOR_CLASS = "BatonConnector"
+HEAD_FLOATS = 4
+MODEL_LEN_MAX = 512
+VOCAB = 1000
+EOS = 2
+
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": HEAD_FLOATS,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCAB,
+    "torch_dtype": "float32",
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+}
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine: its KV memory, its ranks and how its scheduler is set."""
+
+    blocks: int = 41  # one of them is vLLM's null block
+    block_tokens: int = 4
+    windows: tuple[int, ...] = (0, 0)  # one layer each; 0 is full attention
+    kv_heads: int = 4  # of the whole model
+    ranks: int = 1
+    chunk_tokens: int = 16
+    seqs: int = 8
+    model_len: int = MODEL_LEN_MAX
+    policy: Literal["recompute", "fail"] = "recompute"
+    role: str = "kv_both"
+    layout: str = "LBHNC"
+    prefix_caching: bool = True
+    pipelined: bool = False  # schedule a step before the one ahead of it has run
+    aggregated: bool = True  # as the multiprocess executor does, also for one rank
+    runner: Literal["v1", "v2"] = "v1"  # whose order of hooks
+
+    @property
+    def usable_blocks(self) -> int:
+        return self.blocks - 1
+
+
+def prepare() -> None:
+    """Set what vLLM reads from the environment; before its first import."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("PYTHONHASHSEED", "0")
+
+
+def warm() -> None:
+    """Pay for vLLM's imports and its look at the model now, so that no case or seed is charged for them."""
+    import vllm.v1.core.sched.async_scheduler
+    import vllm.v1.worker.utils  # noqa: F401
+
+    vllm_config(Shape(), {}, module="kvbaton.proof.conformance.probe", connector="Probe")
+
+
+@functools.cache
+def _model_config(model_len: int) -> Any:
+    from vllm.config import ModelConfig
+
+    with tempfile.TemporaryDirectory(prefix="kvbaton-conformance-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({**_MODEL, "max_position_embeddings": model_len}))
+        return ModelConfig(
+            model=folder,
+            tokenizer=folder,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=model_len,
+            enforce_eager=True,
+        )
+
+
+def vllm_config(shape: Shape, extra: Mapping[str, Any], *, module: str, connector: str) -> Any:
+    """The engine's `VllmConfig`, its KV layout resolved."""
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        KVTransferConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
+
+    transfer = KVTransferConfig(
+        kv_connector=connector,
+        kv_connector_module_path=module,
+        kv_role=shape.role,
+        kv_load_failure_policy=shape.policy,
+        kv_connector_extra_config=dict(extra),
+    )
+    config = VllmConfig(
+        model_config=copy.deepcopy(_model_config(shape.model_len)),
+        cache_config=CacheConfig(
+            block_size=shape.block_tokens,
+            enable_prefix_caching=shape.prefix_caching,
+            num_gpu_blocks_override=shape.blocks,
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=shape.seqs,
+            max_num_batched_tokens=shape.chunk_tokens,
+            max_model_len=shape.model_len,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=shape.pipelined,
+        ),
+        parallel_config=ParallelConfig(tensor_parallel_size=shape.ranks),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=transfer,
+    )
+    config.scheduler_config.async_scheduling = shape.pipelined  # the CPU platform switches it off; GPUs do not
+    config.cache_config.kv_cache_layout = shape.layout
+    config.cache_config.num_gpu_blocks = shape.blocks
+    return config
+
+
+def kv_cache_config(config: Any, shape: Shape) -> Any:
+    """What vLLM plans for these layers: groups, tensors, strides."""
+    import torch
+    from vllm.v1.core import kv_cache_utils as planning
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    common: dict[str, Any] = {
+        "block_size": shape.block_tokens,
+        "num_kv_heads": max(1, shape.kv_heads // shape.ranks),
+        "head_size": HEAD_FLOATS,
+        "dtype": torch.float32,
+        "max_tp_shards": shape.kv_heads,
+    }
+    specs = {
+        layer_name(index): SlidingWindowSpec(sliding_window=window, **common) if window else FullAttentionSpec(**common)
+        for index, window in enumerate(shape.windows)
+    }
+    groups = planning.get_kv_cache_groups(config, specs)
+    planned = planning.get_kv_cache_config_from_groups(config, groups, available_memory=1 << 30)
+    planned.kv_cache_layout = shape.layout
+    planned.kv_tp_replicas = planning.kv_cache_groups_tp_replicas(groups, shape.ranks)
+    return planned
+
+
+def layer_name(index: int) -> str:
+    return f"model.layers.{index}.self_attn.attn"
+
+
+def layer_index(name: str) -> int:
+    return int(name.split(".")[2])
