@@ -1,4 +1,4 @@
-"""Hunts all mutants and writes src/kvbaton/sim/mutants_generated.txt and mutants_seeds.txt (those written by hand).
+"""Hunts all mutants and writes src/kvbaton/proof/sim/mutants/mutants_generated.txt and mutants_seeds.txt (those written by hand).
 
     python tools/kept_mutants.py                    # those whose remembered seed catches them no longer, from seed 0
     python tools/kept_mutants.py --fresh            # all from seed 0
@@ -17,11 +17,11 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton.sim import kept, mutating
-from kvbaton.sim.campaign import default_jobs
-from kvbaton.sim.hunting import HINT_FROM, Catch, run_mutants
-from kvbaton.sim.mutants import MUTANTS
-from kvbaton.sim.mutating import Place
+from kvbaton.proof.sim.campaign import default_jobs
+from kvbaton.proof.sim.mutants import kept, mutating
+from kvbaton.proof.sim.mutants.handwritten import MUTANTS
+from kvbaton.proof.sim.mutants.hunting import HINT_FROM, Catch, run_mutants
+from kvbaton.proof.sim.mutants.mutating import Place
 
 RULES = Path(__file__).with_name("protocol_rules.txt")
 FILE = Path(kept.__file__).with_name(kept.FILE)

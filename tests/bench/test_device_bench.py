@@ -10,12 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvbaton.bench import device_page
-from kvbaton.bench.device import Bus, DeviceReport, Size
-from kvbaton.bench.device_nixl import Reads
-from kvbaton.bench.device_peer import make_plane
-from kvbaton.bench.device_side import DeviceSide
-from kvbaton.bench.device_world import (
+from kvbaton.cli.main import main
+from kvbaton.control import keyring
+from kvbaton.proof.bench import device_page
+from kvbaton.proof.bench.device_nixl import Reads
+from kvbaton.proof.bench.device_peer import make_plane
+from kvbaton.proof.bench.device_side import DeviceSide
+from kvbaton.proof.bench.device_ways import Bus, DeviceReport, Size
+from kvbaton.proof.bench.device_world import (
     BLOCK_BYTES,
     BLOCKS,
     REGION_BYTES,
@@ -25,8 +27,6 @@ from kvbaton.bench.device_world import (
     spans_of,
     weave_of,
 )
-from kvbaton.cli.main import main
-from kvbaton.control import keyring
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.cuda import cuda_driver
 

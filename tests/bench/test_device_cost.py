@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from kvbaton.bench import device_share, device_sums
-from kvbaton.bench.device_share import Mover, Row
-from kvbaton.bench.device_sums import Cost
+from kvbaton.proof.bench import device_share, device_sums
+from kvbaton.proof.bench.device_share import Mover, Row
+from kvbaton.proof.bench.device_sums import Cost
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.transports.cuda import cuda_launch
 from kvbaton.transports.cuda.cuda_driver import CudaError

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from kvbaton.bench import router_targets as targets
-from kvbaton.bench.router_rows import DIRECT, KVBATON, MORIIO, NIXL, THEIRS, TOY, Level, Row, Streams
-from kvbaton.bench.router_toy import to_prefill
 from kvbaton.cli import bench_router, bench_router_arguments, bench_router_report
 from kvbaton.cli import main as cli
 from kvbaton.cli.arguments import CommandError
 from kvbaton.cli.bench_router import Findings
+from kvbaton.proof.bench import router_targets as targets
+from kvbaton.proof.bench.router_rows import DIRECT, KVBATON, MORIIO, NIXL, THEIRS, TOY, Level, Row, Streams
+from kvbaton.proof.bench.router_toy import to_prefill
 
 SITE = targets.Site(targets.Backends(1111, 2222), "/somewhere/vllm-router")
 PORTS = targets.Ports(3333, 4444, 5555)

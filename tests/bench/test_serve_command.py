@@ -18,8 +18,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvbaton.bench.serve_report import Report
 from kvbaton.cli.main import main
+from kvbaton.proof.bench.serve_report import Report
 
 COMMAND = [sys.executable, "-m", "kvbaton.cli.main", "bench", "serve"]
 MODE = "x-kvbaton-mode"

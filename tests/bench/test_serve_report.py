@@ -8,13 +8,13 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from kvbaton.bench.serve_meter import Meter, Part, Used, part, together
-from kvbaton.bench.serve_page import page
-from kvbaton.bench.serve_plot import plot
-from kvbaton.bench.serve_report import Report, Spread, base_of, complaints, ratios, tables
-from kvbaton.bench.serve_stats import quantiles
-from kvbaton.bench.serve_stream import Told
 from kvbaton.cli.bench_serve_report import notes
+from kvbaton.proof.bench.serve_meter import Meter, Part, Used, part, together
+from kvbaton.proof.bench.serve_page import page
+from kvbaton.proof.bench.serve_plot import plot
+from kvbaton.proof.bench.serve_report import Report, Spread, base_of, complaints, ratios, tables
+from kvbaton.proof.bench.serve_stats import quantiles
+from kvbaton.proof.bench.serve_stream import Told
 
 
 def a_part(number: int, target: str, req_per_s: float = 10.0, ttft_ms: float = 100.0, **more: Any) -> Part:

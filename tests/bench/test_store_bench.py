@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvbaton.bench.store_moves import SHAPES, Shape, measure, settled
-from kvbaton.bench.store_page import Report, complaints, page
-from kvbaton.bench.store_ttft import Ttft
 from kvbaton.cli import main as cli
+from kvbaton.proof.bench.store_moves import SHAPES, Shape, measure, settled
+from kvbaton.proof.bench.store_page import Report, complaints, page
+from kvbaton.proof.bench.store_ttft import Ttft
+from kvbaton.proof.contracts.store_harness import FaultyBackend
 from kvbaton.store.memory_backend import MemoryBackend
-from kvbaton.testing.store_harness import FaultyBackend
 
 SMALL = Shape(8, 3, 1 << 10)
 

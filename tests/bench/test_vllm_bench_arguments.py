@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.bench.vllm_rows import Level
 from kvbaton.cli import bench_arguments, bench_targets
 from kvbaton.cli import main as cli
 from kvbaton.cli.arguments import CommandError
+from kvbaton.proof.bench.vllm_rows import Level
 
 
 def test_levels_have_their_default_requests_and_others_two_for_each_at_once() -> None:

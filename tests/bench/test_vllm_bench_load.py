@@ -13,10 +13,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from kvbaton.bench import vllm_load
-from kvbaton.bench.vllm_load import Load, Outcome
-from kvbaton.bench.vllm_rows import Level
 from kvbaton.engines.vllm import nixl_shim
+from kvbaton.proof.bench import vllm_load
+from kvbaton.proof.bench.vllm_load import Load, Outcome
+from kvbaton.proof.bench.vllm_rows import Level
 from tests.bench.test_vllm_bench_rows import TOLD
 
 LOAD = Load(

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvbaton.bench.vllm_rows import Level
 from kvbaton.cli import bench_targets
 from kvbaton.cli.bench_targets import TARGETS, Setup
 from kvbaton.cli.bench_vllm import Plan
 from kvbaton.cli.cluster import Member
 from kvbaton.cli.vllm_engine import ServerOptions
+from kvbaton.proof.bench.vllm_rows import Level
 
 SETUP = Setup(server=ServerOptions(python="py", model="/m", served_name="tiny"), prefix_caching=False)
 

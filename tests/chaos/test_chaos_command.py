@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.chaos import draw
-from kvbaton.chaos import plan as plans
-from kvbaton.chaos.faults import BY_NAME, PROMISES, Moment
-from kvbaton.chaos.plan import Plan, Step, to_json
 from kvbaton.cli.main import main
+from kvbaton.proof.chaos import chaos_plan as plans
+from kvbaton.proof.chaos import draw
+from kvbaton.proof.chaos.chaos_plan import Plan, Step, to_json
+from kvbaton.proof.chaos.fault_catalogue import BY_NAME, PROMISES, Moment
 
 RUN_S = 240.0
 

@@ -13,16 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton.chaos import liar, lies
-from kvbaton.chaos.draw import Size, draw
-from kvbaton.chaos.liar_main import TELLINGS
-from kvbaton.chaos.liar_post import honest_card, said
-from kvbaton.chaos.lies import ALWAYS, BY_NAME, EACH, LIAR, LIES, Count, Guise, Tally
-from kvbaton.chaos.lies_in_shapes import huge_layout
-from kvbaton.chaos.members import Ports, Spec
-from kvbaton.chaos.outcome import Outcome
-from kvbaton.chaos.plan import Plan, Step, from_json, to_json
-from kvbaton.chaos.report import bare, markdown
+from kvbaton.proof.chaos.chaos_plan import Plan, Step, from_json, to_json
+from kvbaton.proof.chaos.chaos_report import bare, markdown
+from kvbaton.proof.chaos.draw import Size, draw
+from kvbaton.proof.chaos.liars import liar_fault, lies
+from kvbaton.proof.chaos.liars.liar_main import TELLINGS
+from kvbaton.proof.chaos.liars.liar_post import honest_card, said
+from kvbaton.proof.chaos.liars.lies import ALWAYS, BY_NAME, EACH, LIAR, LIES, Count, Guise, Tally
+from kvbaton.proof.chaos.liars.lies_in_shapes import huge_layout
+from kvbaton.proof.chaos.members import Ports, Spec
+from kvbaton.proof.chaos.outcome import Outcome
 from kvbaton.protocol.ids import PeerId
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import FRAME_BYTES_MAX, decode
@@ -94,9 +94,9 @@ def test_seeds_draw_every_lie_in_time_and_every_guise() -> None:
 
 
 def test_a_replay_tells_the_same_down_to_the_last_number(tmp_path: Path) -> None:
-    assert liar.errand_of(_scene(tmp_path), STEP).seed == liar.errand_of(_scene(tmp_path), STEP).seed
+    assert liar_fault.errand_of(_scene(tmp_path), STEP).seed == liar_fault.errand_of(_scene(tmp_path), STEP).seed
     other = msgspec.structs.replace(STEP, at_s=2.0)
-    assert liar.errand_of(_scene(tmp_path), other).seed != liar.errand_of(_scene(tmp_path), STEP).seed
+    assert liar_fault.errand_of(_scene(tmp_path), other).seed != liar_fault.errand_of(_scene(tmp_path), STEP).seed
 
 
 def test_the_same_seed_tells_the_same_lies_and_another_seed_others() -> None:
@@ -186,7 +186,7 @@ class _Printing:
 
     def command(self, name: str, argv: Sequence[str]) -> list[str]:
         assert name == LIAR
-        assert argv[1:3] == ["-m", "kvbaton.chaos.liar_main"]
+        assert argv[1:3] == ["-m", "kvbaton.proof.chaos.liars.liar_main"]
         return self._words
 
 
@@ -209,14 +209,14 @@ STEP = Step(1.0, LIAR, "p0", seconds=1.0, detail="decode", lies=("read-all@p0",)
 def test_what_the_liar_was_believed_breaks_the_verdict(tmp_path: Path) -> None:
     told = lies.encode(Tally({"read-all": Count(3, 1, 2, "p0 gave 9 bytes")}))
     scene = _scene(tmp_path, _Printing(told))
-    assert asyncio.run(liar.tell_lies(scene, STEP)) == "refused of told: read-all 1/3"
+    assert asyncio.run(liar_fault.tell_lies(scene, STEP)) == "refused of told: read-all 1/3"
     assert scene.problems == ["liar: read-all was believed 2 of 3 times: p0 gave 9 bytes"]
     assert lies.figures(scene.lies) == {"read-all": {"told": 3, "refused": 1, "believed": 2}}
 
 
 def test_a_liar_that_fails_is_no_liar_that_was_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"the liar ended with status 4; see .*liar.txt"):
-        asyncio.run(liar.tell_lies(_scene(tmp_path, _Printing(b"{}", 4)), STEP))
+        asyncio.run(liar_fault.tell_lies(_scene(tmp_path, _Printing(b"{}", 4)), STEP))
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_liar_holds_the_one_key_of_its_guise_and_knows_where_everybody_is(
     guise: str, name: str, tmp_path: Path
 ) -> None:
     step = Step(1.0, LIAR, "p0", seconds=1.0, detail=guise, lies=("read-all@p0",))
-    errand = liar.errand_of(_scene(tmp_path), step)
+    errand = liar_fault.errand_of(_scene(tmp_path), step)
     assert errand.name == name
     assert errand.members["store"].control == "tcp://h2:3"
     assert errand.members["router"].control == "tcp://h1:2"

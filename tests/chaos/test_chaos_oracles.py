@@ -15,16 +15,16 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvbaton.chaos import client_injuries, oracle
-from kvbaton.chaos.asking import Found, Prompt, Way, ask, judged
-from kvbaton.chaos.board import Board, Ended, Verdict
-from kvbaton.chaos.fleet import Fleet, FleetError
-from kvbaton.chaos.loopback import LoopbackNetwork
-from kvbaton.chaos.members import Ports, Spec, Surroundings
-from kvbaton.chaos.outcome import Outcome, Row
-from kvbaton.chaos.plan import Plan
-from kvbaton.chaos.resources import Usage, is_there, usage
-from kvbaton.chaos.seen import AtRest, Finds, Sample, Seen, seen
+from kvbaton.proof.chaos import client_injuries, rest_oracle
+from kvbaton.proof.chaos.board import Board, Ended, Verdict
+from kvbaton.proof.chaos.chaos_plan import Plan
+from kvbaton.proof.chaos.fleet import Fleet, FleetError
+from kvbaton.proof.chaos.judged_request import Found, Prompt, Way, ask, judged
+from kvbaton.proof.chaos.members import Ports, Spec, Surroundings
+from kvbaton.proof.chaos.network.loopback import LoopbackNetwork
+from kvbaton.proof.chaos.outcome import Outcome, Row
+from kvbaton.proof.chaos.resources import Usage, is_there, usage
+from kvbaton.proof.chaos.seen import AtRest, Finds, Sample, Seen, seen
 
 PROMPT = Prompt("hello", "abcd", 4)
 QUIET: Mapping[str, Any] = {
@@ -189,8 +189,8 @@ more
 
 
 def test_a_traceback_of_our_own_in_a_log_is_a_problem() -> None:
-    assert oracle.unexpected("p0", "--- life 1\n" + TRACE.format(where="/home/kvbaton/aiohttp")) == []
-    assert oracle.unexpected("p0", TRACE.format(where=Path(oracle.__file__).parents[1] / "control")) == [
+    assert rest_oracle.unexpected("p0", "--- life 1\n" + TRACE.format(where="/home/kvbaton/aiohttp")) == []
+    assert rest_oracle.unexpected("p0", TRACE.format(where=Path(rest_oracle.__file__).parents[1] / "control")) == [
         "p0: 1 tracebacks in its log, the first: KeyError: 'x'"
     ]
 
@@ -203,7 +203,7 @@ def test_what_is_no_answer_at_all_is_wrong() -> None:
 
 
 def test_a_worker_that_holds_nothing_is_fine() -> None:
-    assert oracle.judge_worker("p0", QUIET, is_healthy=True) == []
+    assert rest_oracle.judge_worker("p0", QUIET, is_healthy=True) == []
 
 
 @pytest.mark.parametrize(
@@ -218,12 +218,12 @@ def test_a_worker_that_holds_nothing_is_fine() -> None:
     ],
 )
 def test_what_is_left_over_is_named(change: Mapping[str, int], said: str) -> None:
-    assert oracle.judge_worker("p0", {**QUIET, **change}, is_healthy=True) == [said]
+    assert rest_oracle.judge_worker("p0", {**QUIET, **change}, is_healthy=True) == [said]
 
 
 def test_a_worker_that_is_gone_or_ill_is_named() -> None:
-    assert oracle.judge_worker("d0", None, is_healthy=False) == ["d0: does not answer"]
-    assert oracle.judge_worker("d0", QUIET, is_healthy=False) == ["d0: says that it is not healthy"]
+    assert rest_oracle.judge_worker("d0", None, is_healthy=False) == ["d0: does not answer"]
+    assert rest_oracle.judge_worker("d0", QUIET, is_healthy=False) == ["d0: says that it is not healthy"]
 
 
 BEFORE = Usage(60, 20, 80.0)
@@ -239,11 +239,11 @@ BEFORE = Usage(60, 20, 80.0)
     ],
 )
 def test_what_has_grown_is_named(after: Usage | None, said: str) -> None:
-    assert oracle.grown("d0", BEFORE, after) == [said]
+    assert rest_oracle.grown("d0", BEFORE, after) == [said]
 
 
 def test_what_a_few_links_more_cost_is_no_growth() -> None:
-    assert oracle.grown("d0", BEFORE, Usage(70, 23, 95.0)) == []
+    assert rest_oracle.grown("d0", BEFORE, Usage(70, 23, 95.0)) == []
 
 
 def test_the_kernel_is_asked_for_descriptors(tmp_path: Path) -> None:
@@ -262,22 +262,22 @@ def test_the_kernel_is_asked_for_descriptors(tmp_path: Path) -> None:
 def test_memory_that_rises_has_a_slope_and_memory_that_does_not_has_none() -> None:
     rising = [(float(at), 80.0 + at / 60) for at in range(0, 600, 2)]
     level = [(float(at), 80.0) for at in range(0, 600, 2)]
-    assert oracle.growth_mib_per_minute(rising) == pytest.approx(1.0)
-    assert oracle.growth_mib_per_minute(level) == 0.0
-    assert oracle.growth_mib_per_minute(level[:5]) is None
+    assert rest_oracle.growth_mib_per_minute(rising) == pytest.approx(1.0)
+    assert rest_oracle.growth_mib_per_minute(level) == 0.0
+    assert rest_oracle.growth_mib_per_minute(level[:5]) is None
 
 
 def test_a_long_life_whose_memory_is_not_level_breaks_the_verdict() -> None:
     leaking = [(float(at), 80.0 + 8 * at / 60) for at in range(0, 600, 2)]
     filling = [(float(at), 80.0 + min(30.0, at / 6)) for at in range(0, 600, 2)]  # up to its bound, in half of its life
-    assert "p1: memory was not level" in oracle.keeps_growing("p1", leaking)[0]
-    assert oracle.keeps_growing("p1", filling) == []
-    assert oracle.keeps_growing("p1", leaking[:60]) == []  # young: caches fill
-    assert oracle.keeps_growing("p1", []) == []
+    assert "p1: memory was not level" in rest_oracle.keeps_growing("p1", leaking)[0]
+    assert rest_oracle.keeps_growing("p1", filling) == []
+    assert rest_oracle.keeps_growing("p1", leaking[:60]) == []  # young: caches fill
+    assert rest_oracle.keeps_growing("p1", []) == []
 
 
 def test_files_left_in_shared_memory_are_named() -> None:
-    said = oracle.left_files(frozenset({"kvbaton-a"}), frozenset({"kvbaton-a", "kvbaton-b"}))
+    said = rest_oracle.left_files(frozenset({"kvbaton-a"}), frozenset({"kvbaton-a", "kvbaton-b"}))
     assert said == ["/dev/shm/kvbaton-b was left behind"]
 
 
@@ -349,7 +349,7 @@ def test_a_start_that_takes_too_long_says_what_the_member_answered(tmp_path: Pat
 
 
 def _finds(**changes: Any) -> Finds:
-    rest = {"d0": AtRest(1, BEFORE, BEFORE, oracle.held(QUIET))}
+    rest = {"d0": AtRest(1, BEFORE, BEFORE, rest_oracle.held(QUIET))}
     made = {
         "seconds": 1.0,
         "network": "loopback",
@@ -387,7 +387,7 @@ def test_right_answers_and_errors_are_a_good_run() -> None:
         _verdict(Verdict.ERROR),
         _verdict(deaths=("d0 ended by itself",)),
         _verdict(problems=("d0: holds 1 pins",)),
-        _verdict(at_rest={"d0": AtRest(1, BEFORE, BEFORE, oracle.held({**QUIET, "pins": 1}))}),
+        _verdict(at_rest={"d0": AtRest(1, BEFORE, BEFORE, rest_oracle.held({**QUIET, "pins": 1}))}),
         _verdict(at_rest={"d0": AtRest(1, BEFORE, None)}),
         _verdict(at_rest={"d0": AtRest(1, BEFORE, Usage(600, 20, 80.0))}),
         _verdict(rows=(Row(at_s=1, title="kill d0", fault="kill", promises=(1,), recover_s=None),)),

@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton.chaos import lies, lies_to_readers
-from kvbaton.chaos.liar_door import ANSWERS, ODD, Door, Question
-from kvbaton.chaos.liar_post import CHUNKS, Asked, Errand, Member, Post, honest_card
-from kvbaton.chaos.lies import Count, Guise
 from kvbaton.control import keyring
 from kvbaton.engines.embedded.embedded_worker import Worker, reference_answers
 from kvbaton.engines.embedded.worker_options import WorkerOptions
+from kvbaton.proof.chaos.liars import lies, lies_to_readers
+from kvbaton.proof.chaos.liars.liar_http import ANSWERS, ODD, Door, Question
+from kvbaton.proof.chaos.liars.liar_post import CHUNKS, Asked, Errand, Member, Post, honest_card
+from kvbaton.proof.chaos.liars.lies import Count, Guise
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import (
     HandoffId,
@@ -222,7 +222,7 @@ def test_real_workers_believe_no_liar_and_answer_as_before(tmp_path: Path) -> No
         "d0": Member("decode", d.control.endpoint, "127.0.0.1:1"),
     }
     told = ("write-all@d0", "read-all@p0", "forged-tickets@p0", "others-leases@d0")
-    words = [sys.executable, "-m", "kvbaton.chaos.liar_main"]
+    words = [sys.executable, "-m", "kvbaton.proof.chaos.liars.liar_main"]
     words.append(msgspec.json.encode(_errand(directory, members, told)).decode())
 
     async def story() -> bytes:

@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from kvbaton.chaos.vllm_pair import BLOCKS, handed, held
-from kvbaton.chaos.vllm_process import Engine, parse_figures
+from kvbaton.proof.chaos.vllm.vllm_pair import BLOCKS, handed, held
+from kvbaton.proof.chaos.vllm.vllm_process import Engine, parse_figures
 
 TWO_PROCESSES = """
 import os, time

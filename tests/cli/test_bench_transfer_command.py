@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton.bench import handoff, idle, transfer
-from kvbaton.bench.children import ChildFailed
-from kvbaton.bench.handoff import HandoffResult
-from kvbaton.bench.transfer import Result
-from kvbaton.bench.transfer_checks import Check
 from kvbaton.cli import main as cli
+from kvbaton.proof.bench import idle, transfer, whole_handoff
+from kvbaton.proof.bench.children import ChildFailed
+from kvbaton.proof.bench.transfer import Result
+from kvbaton.proof.bench.transfer_checks import Check
+from kvbaton.proof.bench.whole_handoff import HandoffResult
 
 SPEEDS = {"memcpy": 10.0, "shm_2_threads": 15.0, "tcp": 4.0, "raw_sockets": 4.5}
 RATIOS = {"shm_2_threads": 1.5, "tcp": 0.9}
@@ -31,7 +31,9 @@ class Faked:
         self.holds, self.idle_percent, self.delivered, self.foreign_cores = True, 0.1, 10, 0.0
         patch.setattr(transfer, "measure", self._measure)
         patch.setattr(idle, "measure", self._idle)
-        patch.setattr(handoff, "measure", lambda name: HandoffResult(name, 1.0, 2.0, 100.0, 64, 10, self.delivered))
+        patch.setattr(
+            whole_handoff, "measure", lambda name: HandoffResult(name, 1.0, 2.0, 100.0, 64, 10, self.delivered)
+        )
 
     def _measure(self, **asked: Any) -> dict[str, object]:
         self.asked = asked

@@ -8,10 +8,10 @@ from types import ModuleType
 import pytest
 from docs_examples import example
 
+from kvbaton.proof.contracts.engine_contract import EngineCase, check_engine
+from kvbaton.proof.contracts.engine_harness import EngineRig
+from kvbaton.proof.contracts.transport_case import offered
 from kvbaton.testing import Case, InProcessHarness, check_transport
-from kvbaton.testing.engine_contract import EngineCase, check_engine
-from kvbaton.testing.engine_harness import EngineRig
-from kvbaton.testing.transport_case import offered
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 
 from kvbaton.cli.main import main
+from kvbaton.proof.contracts.corrupting import CorruptingTransport, some_byte
 from kvbaton.protocol.ids import PeerId
-from kvbaton.testing.corrupting import CorruptingTransport, some_byte
 from kvbaton.transports import catalogue
 from kvbaton.transports.core.transport import HostTransport
 

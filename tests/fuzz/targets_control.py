@@ -14,11 +14,11 @@ from guided import Target
 from laws import DECODERS, heard, understood
 from mutators import Shape
 
-from kvbaton.chaos import plan as chaos
 from kvbaton.control import keyring
 from kvbaton.control.addressing import ControlError, check_authority, check_bind, check_endpoint
 from kvbaton.control.moriio import Registration, p2p_nccl_registration, registration
 from kvbaton.control.registry import registry_messages as m
+from kvbaton.proof.chaos import chaos_plan as chaos
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.ranks.store_address import store_place
 

@@ -1,1 +1,1 @@
-"""`kvbaton.gpu_test`: its logic, without an engine."""
+"""`kvbaton.proof.gpu_test`: its logic, without an engine."""

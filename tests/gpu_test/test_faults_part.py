@@ -9,17 +9,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvbaton.chaos import vllm_page
-from kvbaton.chaos.outcome import Outcome, Row
-from kvbaton.chaos.plan import Step
-from kvbaton.chaos.vllm_judge import Well
-from kvbaton.chaos.vllm_plan import D, P
-from kvbaton.chaos.vllm_steps import DO
-from kvbaton.gpu_test import faults
-from kvbaton.gpu_test.record import Book, Page
-from kvbaton.gpu_test.servers import GIB
-from kvbaton.gpu_test.sizes import CPU, QUICK, STANDARD, Sizes
-from kvbaton.gpu_test.watched import START_S, Meeting
+from kvbaton.proof.chaos.chaos_plan import Step
+from kvbaton.proof.chaos.outcome import Outcome, Row
+from kvbaton.proof.chaos.vllm import fault_table
+from kvbaton.proof.chaos.vllm.vllm_judge import Well
+from kvbaton.proof.chaos.vllm.vllm_plan import D, P
+from kvbaton.proof.chaos.vllm.vllm_steps import DO
+from kvbaton.proof.gpu_test import gpu_faults
+from kvbaton.proof.gpu_test.gpu_record import Book, Page
+from kvbaton.proof.gpu_test.servers import GIB
+from kvbaton.proof.gpu_test.sizes import CPU, QUICK, STANDARD, Sizes
+from kvbaton.proof.gpu_test.watched import START_S, Meeting
 
 GOOD = Row(at_s=0, title="abort", fault="abort", promises=(1, 3), requests=2, right=2, recover_s=0.5)
 
@@ -37,7 +37,7 @@ def page(tmp_path: Path) -> Page:
 
 
 def test_kills_come_last_and_every_step_can_be_done() -> None:
-    steps = faults.steps(STANDARD)
+    steps = gpu_faults.steps(STANDARD)
     kinds = [step.fault for step in steps]
     assert kinds == sorted(kinds, key=lambda kind: kind == "kill")
     assert set(kinds) <= set(DO)
@@ -46,39 +46,39 @@ def test_kills_come_last_and_every_step_can_be_done() -> None:
 
 def test_only_the_named_steps_are_done() -> None:
     sizes = msgspec.structs.replace(CPU, faults=("abort", "kill p0 mid-copy"))
-    assert [step.fault for step in faults.steps(sizes)] == ["abort", "kill"]
-    assert faults.named(["kill p0 under load", "kill p0 mid-copy under load", "poison"])
+    assert [step.fault for step in gpu_faults.steps(sizes)] == ["abort", "kill"]
+    assert gpu_faults.named(["kill p0 under load", "kill p0 mid-copy under load", "poison"])
     with pytest.raises(ValueError, match="earthquake"):
-        faults.named(["earthquake"])
+        gpu_faults.named(["earthquake"])
 
 
 def test_what_kills_nixl_comes_after_its_kills_and_nothing_is_lost() -> None:
-    steps = faults.steps(STANDARD)
-    ours, theirs = (faults.order(name, steps) for name in ("kvbaton", "nixl"))
+    steps = gpu_faults.steps(STANDARD)
+    ours, theirs = (gpu_faults.order(name, steps) for name in ("kvbaton", "nixl"))
     assert ours == steps and sorted(map(repr, theirs)) == sorted(map(repr, steps))
-    assert [step.fault for step in theirs[-len(faults.POISONS) :]] == ["poison"] * len(faults.POISONS)
+    assert [step.fault for step in theirs[-len(gpu_faults.POISONS) :]] == ["poison"] * len(gpu_faults.POISONS)
     assert [step for step in ours if step.fault == "kill"] == [step for step in theirs if step.fault == "kill"]
 
 
 def test_all_of_it_fits_with_130_s_for_models_and_a_start_and_15_for_answers() -> None:
-    assert 130.0 + 15.0 + sum(faults.takes(step, STANDARD) for step in faults.steps(STANDARD)) <= 450.0
+    assert 130.0 + 15.0 + sum(gpu_faults.takes(step, STANDARD) for step in gpu_faults.steps(STANDARD)) <= 450.0
 
 
 def test_both_connectors_get_servers_that_differ_in_nothing_else() -> None:
-    ours, theirs = (spec for spec in faults.specs(STANDARD) if spec.connector)
+    ours, theirs = (spec for spec in gpu_faults.specs(STANDARD) if spec.connector)
     assert msgspec.structs.replace(theirs, connector="kvbaton", name=ours.name) == ours
-    assert [spec.connector for spec in faults.specs(QUICK)] == ["", "kvbaton"]
+    assert [spec.connector for spec in gpu_faults.specs(QUICK)] == ["", "kvbaton"]
 
 
 def test_what_speaks_against_kvbaton_is_missed(page: Page) -> None:
     wrong = msgspec.structs.replace(GOOD, title="late-decode", wrong=1)
-    faults._told({"kvbaton": outcome("kvbaton", GOOD, wrong)}, {}, page)
+    gpu_faults._told({"kvbaton": outcome("kvbaton", GOOD, wrong)}, {}, page)
     assert {each.name: each.ok for each in page.part.verdicts} == {"abort": True, "late-decode": False}
 
 
 def test_steps_that_were_not_run_are_missed_and_told_in_one_line_each(page: Page) -> None:
     both = {"kvbaton": outcome("kvbaton", GOOD), "nixl": outcome("nixl", GOOD)}
-    faults._told(both, {"kvbaton": ["reset", "abort"], "nixl": ["poison", "kill"]}, page)
+    gpu_faults._told(both, {"kvbaton": ["reset", "abort"], "nixl": ["poison", "kill"]}, page)
     assert [each.ok for each in page.part.verdicts] == [True, False]
     assert page.part.verdicts[1].reached == "not run: reset; abort"
     assert len(page.part.notes) == 1 and page.part.notes[0].endswith("poison; kill")
@@ -86,33 +86,33 @@ def test_steps_that_were_not_run_are_missed_and_told_in_one_line_each(page: Page
 
 def test_memory_that_stays_mapped_is_missed_though_the_row_is_good(page: Page) -> None:
     row = msgspec.structs.replace(GOOD, title="kill p0", note="2.0 GiB of P's memory free again only: mapped still")
-    faults._told({"kvbaton": outcome("kvbaton", row)}, {}, page)
+    gpu_faults._told({"kvbaton": outcome("kvbaton", row)}, {}, page)
     assert [each.ok for each in page.part.verdicts] == [True, False]
 
 
 def test_what_speaks_against_nixl_is_told_and_not_judged(page: Page) -> None:
     dead = msgspec.structs.replace(GOOD, dead=1, recover_s=None)
     both = {"kvbaton": outcome("kvbaton", GOOD), "nixl": outcome("nixl", dead, problems=("P is gone",))}
-    faults._told(both, {"kvbaton": [], "nixl": []}, page)
+    gpu_faults._told(both, {"kvbaton": [], "nixl": []}, page)
     page.end()
     assert page.part.ok
     assert "**1 dead**" in page.part.tables[0].rows[0][4] and page.part.notes == ["NixlConnector: P is gone"]
 
 
 def test_without_kvbaton_there_is_nothing_good_to_say(page: Page) -> None:
-    faults._told({"nixl": outcome("nixl", GOOD)}, {}, page)
+    gpu_faults._told({"nixl": outcome("nixl", GOOD)}, {}, page)
     page.end()
     assert not page.part.ok
 
 
 def test_a_connector_that_was_not_run_is_a_dash() -> None:
-    rows = vllm_page.lines(outcome("kvbaton", GOOD), None)
-    assert [row[4] for row in rows] == ["-", "-"] and len(rows[0]) == len(vllm_page.HEAD)
+    rows = fault_table.lines(outcome("kvbaton", GOOD), None)
+    assert [row[4] for row in rows] == ["-", "-"] and len(rows[0]) == len(fault_table.HEAD)
 
 
 class TestDead:
-    def pair(self, levels: list[int], level: int | None = 20 * GIB) -> faults.WatchedPair:
-        return faults.WatchedPair(
+    def pair(self, levels: list[int], level: int | None = 20 * GIB) -> gpu_faults.WatchedPair:
+        return gpu_faults.WatchedPair(
             "kvbaton", Path(), {}, None, [], [], [], lambda text: None,  # type: ignore[arg-type]
             memory=lambda: levels.pop(0) if len(levels) > 1 else levels[0], p_bytes=8 * GIB, within_s=0.3, level=level,
         )  # fmt: skip
@@ -151,13 +151,13 @@ class Played:
         self._told.append(f"{self.name} up")
 
 
-def pairs(told: list[str], *connectors: str, until: float = float("inf")) -> list[faults.WatchedPair]:
+def pairs(told: list[str], *connectors: str, until: float = float("inf")) -> list[gpu_faults.WatchedPair]:
     """Pairs on one GPU whose memory is watched for a moment."""
     turn, meeting = asyncio.Lock(), Meeting(len(connectors))
     found = []
     for rank, connector in enumerate(connectors):
 
-        class Telling(faults.WatchedPair):
+        class Telling(gpu_faults.WatchedPair):
             async def died(self, *names: str) -> None:
                 told.append(f"{self.connector} watched")
                 await asyncio.sleep(0.02)
@@ -180,20 +180,20 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
     async def examined(*_: object) -> Well:
         return Well(recover_s=0.1)
 
-    async def judged(pair: faults.WatchedPair, step: Step, *_: object) -> Row:
+    async def judged(pair: gpu_faults.WatchedPair, step: Step, *_: object) -> Row:
         if step.fault == "kill":
             await pair.restart(step.target)
         elif step.fault == "poison" and pair.connector == "nixl":
             await pair.restart(D)
         return msgspec.structs.replace(GOOD, title=step.title(), fault=step.fault)
 
-    monkeypatch.setattr(faults, "examined", examined)
-    monkeypatch.setattr(faults, "judged", judged)
+    monkeypatch.setattr(gpu_faults, "examined", examined)
+    monkeypatch.setattr(gpu_faults, "judged", judged)
 
 
-def carried_out(told: list[str], found: list[faults.WatchedPair], page: Page, sizes: Sizes) -> list[Outcome]:
+def carried_out(told: list[str], found: list[gpu_faults.WatchedPair], page: Page, sizes: Sizes) -> list[Outcome]:
     async def main() -> list[Outcome]:
-        done = [faults._carried_out(pair, sizes, page, lambda text: None) for pair in found]
+        done = [gpu_faults._carried_out(pair, sizes, page, lambda text: None) for pair in found]
         return await asyncio.wait_for(asyncio.gather(*done), 60)
 
     return asyncio.run(main())
@@ -205,7 +205,7 @@ def test_nobody_kills_or_starts_while_another_is_watched_and_starts_overlap(page
     found = pairs(told, "kvbaton", "nixl")
     sizes = msgspec.structs.replace(STANDARD, faults=("kill p0 mid-copy under load", "poison"))
     ended = carried_out(told, found, page, sizes)
-    assert all(len(each.rows) == len(faults.steps(sizes)) for each in ended)
+    assert all(len(each.rows) == len(gpu_faults.steps(sizes)) for each in ended)
     watched, starting = "", set()
     for each in told:
         who, _, what = each.rpartition(" ")
@@ -224,17 +224,17 @@ def test_nobody_kills_or_starts_while_another_is_watched_and_starts_overlap(page
 
 
 @pytest.mark.usefixtures("played")
-@pytest.mark.parametrize(("until", "rows"), [(float("inf"), len(faults.steps(CPU))), (0.0, 0)])
+@pytest.mark.parametrize(("until", "rows"), [(float("inf"), len(gpu_faults.steps(CPU))), (0.0, 0)])
 def test_every_step_is_done_or_told_as_not_run(until: float, rows: int, page: Page) -> None:
     found = pairs([], "kvbaton", "nixl", until=until)
     for each, pair in zip(carried_out([], found, page, CPU), found, strict=True):
-        assert len(each.rows) == rows and len(each.rows) + len(pair.not_run) == len(faults.steps(CPU))
+        assert len(each.rows) == rows and len(each.rows) + len(pair.not_run) == len(gpu_faults.steps(CPU))
         assert not pair.turn.locked() and not pair.has_turn
 
 
 @pytest.mark.usefixtures("played")
 def test_cheap_steps_leave_time_for_the_kills(page: Page) -> None:
-    kills = sum(faults.takes(step, CPU) for step in faults.steps(CPU) if step.fault == "kill")
+    kills = sum(gpu_faults.takes(step, CPU) for step in gpu_faults.steps(CPU) if step.fault == "kill")
     found = pairs([], "kvbaton", until=time.monotonic() + kills + 3.0)
     ended = carried_out([], found, page, CPU)[0]
     assert [row.fault for row in ended.rows] == ["kill", "kill"] and "abort" in found[0].not_run[-6]
@@ -246,18 +246,18 @@ def test_who_dies_when_there_is_no_time_for_a_start_stays_dead_and_keeps_nobody_
     found = pairs(told, "kvbaton", "nixl", until=time.monotonic() + START_S - 1.0)
     sizes = msgspec.structs.replace(STANDARD, faults=("poison",))
     ours, theirs = carried_out(told, found, page, sizes)
-    assert len(ours.rows) == len(faults.POISONS) and len(theirs.rows) == 1
-    assert found[1].fallen == (D,) and len(found[1].not_run) == len(faults.POISONS) - 1 and told == []
+    assert len(ours.rows) == len(gpu_faults.POISONS) and len(theirs.rows) == 1
+    assert found[1].fallen == (D,) and len(found[1].not_run) == len(gpu_faults.POISONS) - 1 and told == []
 
 
 @pytest.mark.usefixtures("played")
 def test_a_pair_that_ends_early_keeps_nobody_waiting(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = faults.judged
+    good = gpu_faults.judged
 
-    async def judged(pair: faults.WatchedPair, *others: object) -> Row | None:
+    async def judged(pair: gpu_faults.WatchedPair, *others: object) -> Row | None:
         return None if pair.connector == "nixl" else await good(pair, *others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(faults, "judged", judged)
+    monkeypatch.setattr(gpu_faults, "judged", judged)
     ours, theirs = carried_out([], found := pairs([], "kvbaton", "nixl"), page, CPU)
-    assert len(ours.rows) == len(faults.steps(CPU)) and theirs.rows == ()
-    assert len(found[1].not_run) == len(faults.steps(CPU)) - 1
+    assert len(ours.rows) == len(gpu_faults.steps(CPU)) and theirs.rows == ()
+    assert len(found[1].not_run) == len(gpu_faults.steps(CPU)) - 1

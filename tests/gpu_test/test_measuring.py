@@ -13,14 +13,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvbaton.gpu_test import client, exact, load, machine, servers, timing
-from kvbaton.gpu_test.answers import runner_of
-from kvbaton.gpu_test.client import Streamed, streamed
-from kvbaton.gpu_test.exact import difference
-from kvbaton.gpu_test.record import Book
-from kvbaton.gpu_test.servers import Site, Spec, anywhere, last_words, made
-from kvbaton.gpu_test.sizes import CPU, STANDARD
-from kvbaton.gpu_test.watching import Order, watching
+from kvbaton.proof.gpu_test import exact, gpu_client, gpu_load, gpu_machine, servers, timing
+from kvbaton.proof.gpu_test.exact import difference
+from kvbaton.proof.gpu_test.gpu_answers import runner_of
+from kvbaton.proof.gpu_test.gpu_client import Streamed, streamed
+from kvbaton.proof.gpu_test.gpu_record import Book
+from kvbaton.proof.gpu_test.gpu_watching import Order, watching
+from kvbaton.proof.gpu_test.servers import Site, Spec, anywhere, last_words, made
+from kvbaton.proof.gpu_test.sizes import CPU, STANDARD
 
 
 @asynccontextmanager
@@ -104,20 +104,20 @@ class TestStreamed:
 class TestGaps:
     def test_only_gaps_while_loads_arrive_count(self) -> None:
         stream = Streamed(begun=100.0, times=(1.0, 2.0, 4.0, 4.5, 9.0))
-        assert load.gaps_between([stream], 103.0, 104.2) == [2.0, 0.5]
+        assert gpu_load.gaps_between([stream], 103.0, 104.2) == [2.0, 0.5]
 
     def test_a_gap_that_spans_all_of_it_counts(self) -> None:
         stream = Streamed(begun=0.0, times=(1.0, 9.0))
-        assert load.gaps_between([stream], 3.0, 4.0) == [8.0]
+        assert gpu_load.gaps_between([stream], 3.0, 4.0) == [8.0]
 
     def test_nothing_seen_is_not_good(self) -> None:
-        felt = load.Felt([], 0.1, 0)
+        felt = gpu_load.Felt([], 0.1, 0)
         assert felt.ratio == math.inf and felt.cells()[1] == "-"
 
     def test_one_slow_gap_of_fifty_shows_in_the_ratio(self) -> None:
-        felt = load.Felt([0.01] * 49 + [0.1], 0.1, 0)
-        assert felt.ratio > load.P99_OVER_MEDIAN
-        assert load.Felt([0.01] * 50, 0.1, 0).ratio == pytest.approx(1.0)
+        felt = gpu_load.Felt([0.01] * 49 + [0.1], 0.1, 0)
+        assert felt.ratio > gpu_load.P99_OVER_MEDIAN
+        assert gpu_load.Felt([0.01] * 50, 0.1, 0).ratio == pytest.approx(1.0)
 
 
 class TestExact:
@@ -142,9 +142,9 @@ class TestExact:
 
 
 class TestFreed:
-    def watch(self, levels: list[int | None], wanted: int, within_s: float = 5.0) -> machine.Freed | None:
+    def watch(self, levels: list[int | None], wanted: int, within_s: float = 5.0) -> gpu_machine.Freed | None:
         left = list(levels)
-        return asyncio.run(machine.freed(lambda: left.pop(0) if len(left) > 1 else left[0], 100, wanted, within_s))
+        return asyncio.run(gpu_machine.freed(lambda: left.pop(0) if len(left) > 1 else left[0], 100, wanted, within_s))
 
     def test_memory_that_comes_back(self) -> None:
         found = self.watch([100, 90, 40], 60)
@@ -161,14 +161,14 @@ class TestFreed:
 class TestFigures:
     def test_ends_and_deliveries_of_either_connector(self) -> None:
         ours = {'kvbaton_ends_total{end="delivered",engine="0"}': 3.0, 'kvbaton_ends_total{end="stale"}': 1.0}
-        assert client.delivered(ours) == 3 and client.ends(ours) == {"delivered": 3, "stale": 1}
-        assert client.delivered({client.NIXL_READS: 5.0}) == 5
-        assert client.delivered(None) == 0
+        assert gpu_client.delivered(ours) == 3 and gpu_client.ends(ours) == {"delivered": 3, "stale": 1}
+        assert gpu_client.delivered({gpu_client.NIXL_READS: 5.0}) == 5
+        assert gpu_client.delivered(None) == 0
 
     def test_what_is_not_told_is_not_at_rest(self) -> None:
-        assert client.held(None) is None
-        assert client.held({"kvbaton_pinned_blocks": 1.0}) is True
-        assert client.held({"vllm:kv_cache_usage_perc": 0.0}) is False
+        assert gpu_client.held(None) is None
+        assert gpu_client.held({"kvbaton_pinned_blocks": 1.0}) is True
+        assert gpu_client.held({"vllm:kv_cache_usage_perc": 0.0}) is False
 
 
 class TestServers:

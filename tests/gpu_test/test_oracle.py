@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from kvbaton.chaos.vllm_client import NOT_FOR_D, Tally, Told, ask
-from kvbaton.gpu_test import answers, faults, oracle
-from kvbaton.gpu_test.oracle import MARGIN, Right
-from kvbaton.gpu_test.record import Book
-from kvbaton.gpu_test.sizes import CPU
+from kvbaton.proof.chaos.vllm.vllm_client import NOT_FOR_D, Tally, Told, ask
+from kvbaton.proof.gpu_test import gpu_answers, gpu_faults, gpu_oracle
+from kvbaton.proof.gpu_test.gpu_oracle import MARGIN, Right
+from kvbaton.proof.gpu_test.gpu_record import Book
+from kvbaton.proof.gpu_test.sizes import CPU
 from tests.gpu_test.test_measuring import serving
 
 SURE, NEAR = MARGIN * 2, MARGIN / 2
@@ -56,7 +56,7 @@ def test_gaps_and_where_a_prompt_came_from_are_read() -> None:
     async def main() -> tuple[Told, list[Right | str]]:
         async with serving(answering) as (session, url):
             told = await ask(session, url, [1, 7, 8], deadline_s=20, request_id="one")
-            return told, await oracle.learned(session, url, [[1, 2], [1, 7, 8]], 2)
+            return told, await gpu_oracle.learned(session, url, [[1, 2], [1, 7, 8]], 2)
 
     told, found = asyncio.run(main())
     assert (told.cached, told.request_id, told.gaps) == (5, "one", ())
@@ -73,30 +73,30 @@ class TestChosen:
             right(*[SURE] * 6),
             "late",
         ]
-        assert oracle.chosen(found, 4) == [1, 3, 0, 2]
+        assert gpu_oracle.chosen(found, 4) == [1, 3, 0, 2]
 
     def test_what_is_soon_a_tie_is_never_asked_and_others_are_asked_twice(self) -> None:
-        assert oracle.chosen([right(SURE, NEAR, SURE, SURE, SURE), right(*[SURE] * 6)], 3) == [1, 1, 1]
+        assert gpu_oracle.chosen([right(SURE, NEAR, SURE, SURE, SURE), right(*[SURE] * 6)], 3) == [1, 1, 1]
 
     def test_where_nothing_is_sure_there_is_no_oracle(self) -> None:
         with pytest.raises(ValueError, match="none of 2 prompts"):
-            oracle.chosen([right(NEAR), "status 500"], 1)
+            gpu_oracle.chosen([right(NEAR), "status 500"], 1)
 
 
 def test_of_a_wrong_answer_it_is_kept_where_it_differs_and_how_sure_that_was(tmp_path: Path) -> None:
     told = Told(tokens=("a", "b", "x", "d"), cached=4, request_id="chaos-9")
-    found = oracle.doubted("kvbaton", "abort", 3, PROMPT, told, right(SURE, SURE, 0.5, SURE))
+    found = gpu_oracle.doubted("kvbaton", "abort", 3, PROMPT, told, right(SURE, SURE, 0.5, SURE))
     assert (found.at, found.got, found.expected, found.gap) == (2, "x", "c", 0.5)
     page = Book(tmp_path, "standard", "cuda", {}, "").begin("faults")
-    oracle.keep(page, "kvbaton", [found])
-    oracle.tell(page, [found], 2)
+    gpu_oracle.keep(page, "kvbaton", [found])
+    gpu_oracle.tell(page, [found], 2)
     row = page.part.tables[0].rows[0]
-    assert len(row) == len(oracle.HEAD) and "4 of 6 tokens not computed by D" in row and "chaos-9" in row
+    assert len(row) == len(gpu_oracle.HEAD) and "4 of 6 tokens not computed by D" in row and "chaos-9" in row
     assert page.part.figures["kvbaton: wrong answers"][0]["gap"] == 0.5 and "2 more" in page.part.notes[0]
 
 
 def test_an_answer_that_ends_too_early_differs_at_its_end() -> None:
-    found = oracle.doubted("kvbaton", "abort", 0, PROMPT, Told(tokens=("a",)), right(SURE, SURE))
+    found = gpu_oracle.doubted("kvbaton", "abort", 0, PROMPT, Told(tokens=("a",)), right(SURE, SURE))
     assert (found.at, found.got, found.expected) == (1, "(none)", "b")
 
 
@@ -116,8 +116,8 @@ def test_the_second_opinion_is_asked_among_others() -> None:
     async def main() -> list[str]:
         others = [[3, 4], [5, 6]]
         async with serving(crowded) as (session, url):
-            same = await oracle.again(session, url, [1, 2], Right(("1", "2"), (SURE, SURE)), others, 2)
-            other = await oracle.again(session, url, [1, 2], Right(("1", "3"), (SURE, SURE)), others, 2)
+            same = await gpu_oracle.again(session, url, [1, 2], Right(("1", "2"), (SURE, SURE)), others, 2)
+            other = await gpu_oracle.again(session, url, [1, 2], Right(("1", "3"), (SURE, SURE)), others, 2)
         return [same, other]
 
     same, other = asyncio.run(asyncio.wait_for(main(), 60))
@@ -126,12 +126,12 @@ def test_the_second_opinion_is_asked_among_others() -> None:
 
 
 def test_wrong_answers_of_a_pair_are_looked_into_and_not_more_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oracle, "DOUBTS_MAX", 2)
+    monkeypatch.setattr(gpu_oracle, "DOUBTS_MAX", 2)
 
-    async def main() -> faults.WatchedPair:
+    async def main() -> gpu_faults.WatchedPair:
         async with serving(answering) as (session, url):
             known = Right(tuple(map(str, PROMPT)), (SURE,) * 6)
-            pair = faults.WatchedPair(
+            pair = gpu_faults.WatchedPair(
                 "kvbaton", Path(), {}, session, [PROMPT, [9]], [known.sure], [], lambda text: None, rights=[known],
                 alone_url=url, during="abort",
             )  # fmt: skip
@@ -146,7 +146,7 @@ def test_wrong_answers_of_a_pair_are_looked_into_and_not_more_than_so_many(monke
 
 
 def test_prompts_of_answers_that_cannot_be_compared_are_dropped() -> None:
-    asked = answers.questions(CPU)
+    asked = gpu_answers.questions(CPU)
     everything = asked.everything()
     asked.answers[False] = {id(prompt): right(*[SURE] * 6) for prompt in everything}
     tie, gone, best = asked.fresh["pull"][0], asked.sharing[0], asked.damaged[-1]

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.gpu_test import answers, command, faults, page, record, timing
-from kvbaton.gpu_test.plan import ABOUT, acts
-from kvbaton.gpu_test.record import Book
-from kvbaton.gpu_test.sizes import CPU, QUICK, STANDARD, sizes_of
+from kvbaton.proof.gpu_test import command, gpu_answers, gpu_faults, gpu_record, page, timing
+from kvbaton.proof.gpu_test.gpu_plan import ABOUT, acts
+from kvbaton.proof.gpu_test.gpu_record import Book
+from kvbaton.proof.gpu_test.sizes import CPU, QUICK, STANDARD, sizes_of
 
 
 def book(directory: Path, plan: str = "standard", device: str = "cuda") -> Book:
-    return Book(directory, plan, device, {"gpu": "one"}, "python -m kvbaton.gpu_test")
+    return Book(directory, plan, device, {"gpu": "one"}, "python -m kvbaton.proof.gpu_test")
 
 
 class TestActs:
@@ -50,7 +50,7 @@ class TestRecord:
         first.begin("bytes").verdict("b", 1, "1", True)
         again = book(tmp_path)
         again.begin("answers").verdict("c", 2, "2", True)
-        found = record.read(tmp_path / record.FILE)
+        found = gpu_record.read(tmp_path / gpu_record.FILE)
         assert [each.name for each in found.parts["answers"].verdicts] == ["c"]
         assert [each.name for each in found.parts["bytes"].verdicts] == ["b"]
         assert len(found.commands) == 2
@@ -66,9 +66,9 @@ class TestRecord:
         found = book(tmp_path).begin("answers")
         table = found.table("t", ["a"])
         for write in (lambda: found.verdict("v", 1, "1", True), lambda: found.row(table, 7), lambda: found.note("n")):
-            before = (tmp_path / record.FILE).read_bytes()
+            before = (tmp_path / gpu_record.FILE).read_bytes()
             write()
-            assert (tmp_path / record.FILE).read_bytes() != before
+            assert (tmp_path / gpu_record.FILE).read_bytes() != before
 
     def test_a_part_is_good_only_if_it_ended_and_was_judged(self, tmp_path: Path) -> None:
         found = book(tmp_path).begin("answers")
@@ -85,7 +85,7 @@ class TestRecord:
     def test_a_file_of_another_kind_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "x.json").write_text('{"a": 1}')
         with pytest.raises(ValueError, match="not a record"):
-            record.read(tmp_path / "x.json")
+            gpu_record.read(tmp_path / "x.json")
 
 
 class TestPage:
@@ -142,15 +142,15 @@ class TestCommand:
         assert ended.value.code == 2 and said in capsys.readouterr().err
 
     def test_faults_are_named_by_title_or_by_kind(self) -> None:
-        assert faults.named(["abort", "kill p0 mid-copy"]) == ("abort", "kill p0 mid-copy")
+        assert gpu_faults.named(["abort", "kill p0 mid-copy"]) == ("abort", "kill p0 mid-copy")
         with pytest.raises(ValueError, match="--faults: got 'earthquake'"):
-            faults.named(["earthquake"])
+            gpu_faults.named(["earthquake"])
 
 
 class TestSizes:
     def test_every_variant_has_an_engine_alone_that_runs_its_steps_the_same_way(self) -> None:
         for sizes in (STANDARD, QUICK, CPU):
-            alone = {spec.variant.graphs for spec in answers.specs(sizes) if not spec.connector}
+            alone = {spec.variant.graphs for spec in gpu_answers.specs(sizes) if not spec.connector}
             assert alone == {variant.graphs for variant in sizes.variants}
 
     def test_d_is_short_of_blocks_once_answers_grow_and_not_before(self) -> None:

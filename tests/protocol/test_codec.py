@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.progress import GroupProgress
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, ReservationId, WorkerId
@@ -26,7 +27,6 @@ from kvbaton.protocol.wire.codec import (
     unpack_blocks,
 )
 from kvbaton.protocol.wire.versions import Versions
-from kvbaton.sim.memory import Shape
 
 ME = PeerId(WorkerId("d"), Incarnation(7))
 CARD = m.Card(0, 7, "host", {"model": "m"}, Shape().layout(), ("tcp",))

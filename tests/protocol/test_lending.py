@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from pair import Pair
 
+from kvbaton.proof.sim.world.sim_transport import LENT_TCP
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
@@ -13,7 +14,6 @@ from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import JobId
 from kvbaton.protocol.machines.context import Parts
 from kvbaton.protocol.privileges import Role
-from kvbaton.sim.transport import LENT_TCP
 
 Make = Callable[..., Pair]
 

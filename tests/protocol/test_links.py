@@ -9,6 +9,7 @@ import pytest
 from pair import Pair
 from party import Load
 
+from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.protocol.effects import Connect, Disconnect, StartFence
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Departed, RankFenced
@@ -28,7 +29,6 @@ from kvbaton.protocol.wire.messages import (
     Revoke,
     Welcome,
 )
-from kvbaton.sim.memory import Shape
 
 Make = Callable[..., Pair]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvbaton.proof.sim.world.sim_memory import Shape
+from kvbaton.proof.sim.world.sim_transport import TCP
 from kvbaton.protocol.effects import Direction, StartCopy
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.layout import EngineLayout
@@ -15,8 +17,6 @@ from kvbaton.protocol.machines import movement
 from kvbaton.protocol.machines.context import Desk, Identity, Parts
 from kvbaton.protocol.machines.movement import Cargo, Route, moves, start
 from kvbaton.protocol.settings import Settings
-from kvbaton.sim.memory import Shape
-from kvbaton.sim.transport import TCP
 
 from layout_builders import engine, group  # isort: skip
 

@@ -14,6 +14,7 @@ import pytest
 from kvbaton.node.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport, MatchState, UnpinBlocks
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import AGAIN_S, FAULTS_LOGGED_MAX, Node, log_fault
+from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Copy, Disconnect, Invitation
 from kvbaton.protocol.errors import Reason
@@ -36,7 +37,6 @@ from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.codec import decode
 from kvbaton.protocol.wire.messages import ClaimRefused, Goodbye, Granted, Message
 from kvbaton.protocol.wire.ticket import Ticket, seal
-from kvbaton.sim.memory import Shape
 from kvbaton.transports.core.transport import FenceEnded, OpenFailed, TransportEvent
 
 KEY, DIGEST, TOKENS = b"key of the cluster", b"digest", 5

@@ -14,6 +14,8 @@ from party import Party, Source, transfer
 from stage import Stage
 from transcript import lines
 
+from kvbaton.proof.sim.world.sim_memory import Shape
+from kvbaton.proof.sim.world.sim_transport import KINDS, LENT_TCP, TCP
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.progress import GroupProgress
@@ -22,8 +24,6 @@ from kvbaton.protocol.privileges import Role
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.versions import Versions
-from kvbaton.sim.memory import Shape
-from kvbaton.sim.transport import KINDS, LENT_TCP, TCP
 
 HABITS = {"copies": "copies", "fences": "fences", "blocks": "allocates", "store": "store"}
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import aiohttp
 
-from kvbaton.chaos.strangers_ports import Place, family, listening
 from kvbaton.engines.embedded.embedded_worker import reference_answers
+from kvbaton.proof.chaos.strangers_ports import Place, family, listening
 from tests.e2e.cluster import Up, some_prompts, up
 
 ANSWER_TOKENS = 8

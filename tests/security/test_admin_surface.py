@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvbaton.api.api_errors import ApiError
-from kvbaton.chaos.strangers_visits import ADMIN
 from kvbaton.engines.embedded.http_worker import worker_app
+from kvbaton.proof.chaos.strangers_visits import ADMIN
 from kvbaton.router.app import router_app
 from kvbaton.router.dashboard_page import live_page
 from kvbaton.router.router_settings import RouterSettings

@@ -28,8 +28,8 @@ TRUE_KEYWORDS = {"allow_pickle", "shell"}
 
 OWN_BYTES_ONLY = {
     "proof/conformance/conformance_watching.py": {"pickle", "loads", "dumps"},
-    "sim/mutants_liars.py": {"compile"},
-    "sim/mutating.py": {"compile"},
+    "proof/sim/mutants/mutants_liars.py": {"compile"},
+    "proof/sim/mutants/mutating.py": {"compile"},
 }
 """Tools for developers, which no server imports: one does to its own objects what vLLM does between its own processes,
 one compiles this package's own source with a change in it."""
@@ -90,7 +90,7 @@ def test_no_server_imports_the_tool_that_pickles_its_own_objects() -> None:
     }
     assert {name for name in users if not name.startswith("integrations/vllm/conformance/")} <= {
         "cli/conformance.py",
-        "bench/vllm_waiting.py",  # drives the same lab; no server
+        "proof/bench/vllm_waiting.py",  # drives the same lab; no server
     }
 
 
@@ -98,7 +98,7 @@ def test_no_server_imports_what_compiles_mutants() -> None:
     users = {
         str(path.relative_to(SOURCE))
         for path in SOURCE.rglob("*.py")
-        if any(name.startswith("kvbaton.sim") for name in imports(path))
+        if any(name.startswith("kvbaton.proof.sim") for name in imports(path))
     }
     assert {name for name in users if not name.startswith("sim/")} == {"cli/sim.py", "cli/sim_reports.py"}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from kvbaton.proof.sim.run import Result
 from kvbaton.protocol.machines.lease import Lease
-from kvbaton.sim.run import Result
 
 
 class SeenSeeds:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from kvbaton.proof.sim.checks.excuses import EXCUSES, LATE_TICKETS, OTHER_NEEDS, SHORT, TIGHT, is_excused, wrongs
+from kvbaton.proof.sim.hardship.world_plan import draw
+from kvbaton.proof.sim.mutants.hunting import hunt
+from kvbaton.proof.sim.mutants.mutants_checkers import CHECKER_MUTANTS
+from kvbaton.proof.sim.promises import DEATH, HANG, LEAK, NEEDLESS, RULE, WRONG
+from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.errors import Reason
-from kvbaton.sim.excuses import EXCUSES, LATE_TICKETS, OTHER_NEEDS, SHORT, TIGHT, is_excused, wrongs
-from kvbaton.sim.hunting import hunt
-from kvbaton.sim.mutants_checkers import CHECKER_MUTANTS
-from kvbaton.sim.plan import draw
-from kvbaton.sim.promises import DEATH, HANG, LEAK, NEEDLESS, RULE, WRONG
-from kvbaton.sim.world import World
 
 SEEN = {
     "settled_for_the_oldest": (RULE, "and both speak 2"),

@@ -6,21 +6,21 @@ from collections import defaultdict
 
 import pytest
 
+from kvbaton.proof.sim.checks.witness import Witness
+from kvbaton.proof.sim.mutants.hunting import hunt
+from kvbaton.proof.sim.mutants.mutants_device import DEVICE_MUTANTS
+from kvbaton.proof.sim.promises import WRONG, Broken
+from kvbaton.proof.sim.world.life import Character, Life
+from kvbaton.proof.sim.world.sim_device import Device, Step, Work
+from kvbaton.proof.sim.world.sim_engine import SimEngine
+from kvbaton.proof.sim.world.sim_memory import Shape
+from kvbaton.proof.sim.world.sim_network import Network, NetworkFaults
+from kvbaton.proof.sim.world.sim_request import Phase, SimRequest
+from kvbaton.proof.sim.world.sim_transport import Fabric, TransportFaults
+from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.effects import Direction
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, RequestId, WorkerId
 from kvbaton.protocol.settings import Settings
-from kvbaton.sim.device import Device, Step, Work
-from kvbaton.sim.engine import SimEngine
-from kvbaton.sim.hunting import hunt
-from kvbaton.sim.life import Character, Life
-from kvbaton.sim.memory import Shape
-from kvbaton.sim.mutants_device import DEVICE_MUTANTS
-from kvbaton.sim.network import Network, NetworkFaults
-from kvbaton.sim.promises import WRONG, Broken
-from kvbaton.sim.request import Phase, SimRequest
-from kvbaton.sim.transport import Fabric, TransportFaults
-from kvbaton.sim.witness import Witness
-from kvbaton.sim.world import World
 from kvbaton.transports.core.transport import Loan
 
 SHAPE = Shape(ranks=2, group_layers=(2, 1), block_tokens=4)

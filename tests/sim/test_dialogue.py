@@ -1,12 +1,12 @@
-"""Who is asked answers, and who was answered does not ask again: each law of `sim/dialogue.py` sees what breaks it."""
+"""Who is asked answers, and who was answered does not ask again: each law of `proof/sim/checks/dialogue.py` sees what breaks it."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvbaton.sim.hunting import hunt
-from kvbaton.sim.mutants_dialogue import DIALOGUE_MUTANTS
-from kvbaton.sim.promises import HANG, RULE, WRONG
+from kvbaton.proof.sim.mutants.hunting import hunt
+from kvbaton.proof.sim.mutants.mutants_dialogue import DIALOGUE_MUTANTS
+from kvbaton.proof.sim.promises import HANG, RULE, WRONG
 
 SEEN = {
     "accepted_unheard": (RULE, "says Offer again, and was answered"),

@@ -1,4 +1,4 @@
-"""Questions with known answers (`sim/exam.py`), and the books of a ledger (`sim/accounts.py`, `sim/due.py`)."""
+"""Questions with known answers (`proof/sim/questions/exam.py`), and the books of a ledger (`proof/sim/checks/accounts.py`, `proof/sim/checks/due.py`)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections import Counter
 
 import pytest
 
+from kvbaton.proof.sim.looking import look
+from kvbaton.proof.sim.mutants import mutating
+from kvbaton.proof.sim.promises import Broken
+from kvbaton.proof.sim.questions import exam
+from kvbaton.proof.sim.questions.exam_bank import BANK
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.sim import exam, mutating
-from kvbaton.sim.exam_bank import BANK
-from kvbaton.sim.looking import look
-from kvbaton.sim.promises import Broken
 
 
 def test_every_question_is_answered_as_it_should_be() -> None:

@@ -6,16 +6,16 @@ import random
 
 import pytest
 
+from kvbaton.proof.sim.hardship import hardships
+from kvbaton.proof.sim.hardship.world_plan import Plan, draw
+from kvbaton.proof.sim.mutants.hunting import hunt
+from kvbaton.proof.sim.mutants.mutants_worlds import WORLD_MUTANTS
+from kvbaton.proof.sim.world.sim_memory import Shape, page_stamp, same_tokens
+from kvbaton.proof.sim.world.sim_pool import Pool
+from kvbaton.proof.sim.world.sim_store import SimStore
+from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.geometry.layout import Kind, Per
 from kvbaton.protocol.ids import PutId
-from kvbaton.sim import hardships
-from kvbaton.sim.hunting import hunt
-from kvbaton.sim.memory import Shape, page_stamp, same_tokens
-from kvbaton.sim.mutants_worlds import WORLD_MUTANTS
-from kvbaton.sim.plan import Plan, draw
-from kvbaton.sim.pool import Pool
-from kvbaton.sim.store import SimStore
-from kvbaton.sim.world import World
 
 from .seen_seeds import SeenSeeds
 

@@ -12,22 +12,23 @@ from typing import Any
 
 import pytest
 
+from kvbaton.proof.sim import cover, reach
+from kvbaton.proof.sim.campaign import run_seeds
+from kvbaton.proof.sim.looking import Seen, look
+from kvbaton.proof.sim.mutants import hunting, kept, mutating, mutation_operators, survey, under_test
+from kvbaton.proof.sim.mutants.handwritten import MUTANTS
+from kvbaton.proof.sim.mutants.mutation import Mutant
+from kvbaton.proof.sim.mutants.mutation_operators import Edit
 from kvbaton.protocol.geometry import progress
 from kvbaton.protocol.machines import lease
 from kvbaton.protocol.table import Verdict
-from kvbaton.sim import cover, hunting, kept, mutating, operators, reach, survey, under_test
-from kvbaton.sim.campaign import run_seeds
-from kvbaton.sim.looking import Seen, look
-from kvbaton.sim.mutants import MUTANTS
-from kvbaton.sim.mutation import Mutant
-from kvbaton.sim.operators import Edit
 
 
 def found(source: str) -> list[Edit]:
     tree = ast.parse(textwrap.dedent(source))
     function = tree.body[-1]
     assert isinstance(function, ast.FunctionDef)
-    return list(operators.edits(function))
+    return list(mutation_operators.edits(function))
 
 
 def mutants(source: str, operator: str, *arguments: Any, **others: Any) -> Iterator[Any]:
@@ -38,7 +39,7 @@ def mutants(source: str, operator: str, *arguments: Any, **others: Any) -> Itera
             tree = ast.parse(text)
             function = tree.body[-1]
             assert isinstance(function, ast.FunctionDef)
-            list(operators.edits(function))[at].make()
+            list(mutation_operators.edits(function))[at].make()
             scope: dict[str, Any] = dict(others)
             exec(compile(tree, "sample", "exec"), scope)
             yield scope[function.name](*arguments)
@@ -116,7 +117,7 @@ def test_an_argument_is_forgotten_where_it_has_a_default():
     function = ast.parse("def f():\n    return shout('x', times=3)\n").body[0]
     assert isinstance(function, ast.FunctionDef)
 
-    named = list(operators.edits(function, lambda callee: inspect.signature(shout)))
+    named = list(mutation_operators.edits(function, lambda callee: inspect.signature(shout)))
     assert [edit.what for edit in named if edit.operator == "default"] == ["shout('x', times=3) -> without times"]
     nameless = list(mutants("def f(x):\n    return dict(a=x)\n", "default", 3))
     assert nameless == [{"a": None}]
@@ -289,7 +290,7 @@ def test_a_kept_line_says_what_it_must():
 
 
 def test_a_mutant_that_never_returns_is_seen_and_the_next_world_is_well(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvbaton.sim.looking.SEED_CPU_S", 2.0)
+    monkeypatch.setattr("kvbaton.proof.sim.looking.SEED_CPU_S", 2.0)
     name = next(
         place.name
         for place in mutating.places("protocol.clock")

@@ -6,13 +6,14 @@ import random
 
 import pytest
 
-from kvbaton.sim import mutating, run
-from kvbaton.sim.looking import _Endless, _limited, look
-from kvbaton.sim.promises import RULE, Broken
-from kvbaton.sim.quiet import quietly
-from kvbaton.sim.rank_bench import ANYTHING, Raised, outcome, same
-from kvbaton.sim.rank_benches import BENCHES, BENCHES_PER_SEED, run_benches
-from kvbaton.sim.survey import draw
+from kvbaton.proof.sim import run
+from kvbaton.proof.sim.looking import _Endless, _limited, look
+from kvbaton.proof.sim.mutants import mutating
+from kvbaton.proof.sim.mutants.survey import draw
+from kvbaton.proof.sim.promises import RULE, Broken
+from kvbaton.proof.sim.quiet import quietly
+from kvbaton.proof.sim.rank_models.rank_bench import ANYTHING, Raised, outcome, same
+from kvbaton.proof.sim.rank_models.rank_benches import BENCHES, BENCHES_PER_SEED, run_benches
 
 PARTS = {
     "ranks.rank_endpoints": ("port",),

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from kvbaton.proof.contracts import store_case, store_failing, store_harness
+from kvbaton.proof.contracts.store_contract import check_store
+from kvbaton.proof.contracts.store_harness import FaultyBackend
 from kvbaton.store import backend_threads, order_scripts, threaded_store
 from kvbaton.store.breaker import Breaker
 from kvbaton.store.interface import OrderEnded, Pins, Put
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.order_scripts import Call, Kind, Script, Task
 from kvbaton.store.threaded_store import KeptStore
-from kvbaton.testing import store_case, store_failing, store_harness
-from kvbaton.testing.store_contract import check_store
-from kvbaton.testing.store_harness import FaultyBackend
 
 CASES = {case.name: case for case in check_store.cases}
 

@@ -7,12 +7,12 @@ import random
 import msgspec
 import pytest
 
+from kvbaton.proof.contracts.store_case import VALUE_BYTES, blank, data, names, values
+from kvbaton.proof.contracts.store_harness import PinBook
 from kvbaton.protocol.errors import Reason
 from kvbaton.store.interface import Get, Lookup, Order, OrderEnded, OrderId, Put, StoreSettings
 from kvbaton.store.order_scheduler import Keeper
 from kvbaton.store.order_scripts import Answer, Call, Kind, Task
-from kvbaton.testing.store_case import VALUE_BYTES, blank, data, names, values
-from kvbaton.testing.store_harness import PinBook
 
 SETTINGS = StoreSettings(value_bytes_max=VALUE_BYTES, values_per_call_max=2, stuck_max=2, retry_s_min=1, retry_s_max=4)
 DOWN = RuntimeError("down")

@@ -14,6 +14,10 @@ import zmq
 
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.zmq import ZmqControl
+from kvbaton.proof.contracts.store_case import StoreCase
+from kvbaton.proof.contracts.store_contract import check_store
+from kvbaton.proof.contracts.store_harness import FaultyBackend
+from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.security.records import OVERHEAD_BYTES, RECORD_BYTES
 from kvbaton.security.sealing import Encrypt
@@ -24,10 +28,6 @@ from kvbaton.store.store_server import StoreServer
 from kvbaton.store.tcp_backend import LinedBackend
 from kvbaton.store.tcp_connection import _HELLO, NONCE_BYTES, PROOF_BYTES, Line, LineError, Op, admit, greet
 from kvbaton.store.tcp_server_side import LineServer
-from kvbaton.testing.store_case import StoreCase
-from kvbaton.testing.store_contract import check_store
-from kvbaton.testing.store_harness import FaultyBackend
-from kvbaton.testing.transport_harness import poll
 
 SERVER = WorkerId("store")
 VALUE_BYTES_MAX = 5 << 20

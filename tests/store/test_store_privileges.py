@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.privileges import Act, Role, may
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.store_messages import Ask, Keep, encode
 from kvbaton.store.store_server import StoreServer
-from kvbaton.testing.transport_harness import poll
 
 
 class Port:

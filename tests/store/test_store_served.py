@@ -11,6 +11,9 @@ import zmq
 
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.zmq import ZmqControl
+from kvbaton.proof.contracts.store_case import StoreCase, engine, names, values
+from kvbaton.proof.contracts.store_contract import check_store
+from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.store.memory_backend import MemoryBackend
@@ -29,9 +32,6 @@ from kvbaton.store.store_messages import (
     request,
 )
 from kvbaton.store.store_server import StoreServer
-from kvbaton.testing.store_case import StoreCase, engine, names, values
-from kvbaton.testing.store_contract import check_store
-from kvbaton.testing.transport_harness import poll
 
 SERVER = WorkerId("store")
 VALUE_BYTES_MAX = 5 << 20

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvbaton.bench import idle, machine, peers, transfer
-from kvbaton.bench.children import Child, ChildFailed
-from kvbaton.bench.transfer import Rounds
-from kvbaton.bench.workload import WrongBytes
+from kvbaton.proof.bench import idle, machine_ways, peers, transfer
+from kvbaton.proof.bench.children import Child, ChildFailed
+from kvbaton.proof.bench.transfer import Rounds
+from kvbaton.proof.bench.workload import WrongBytes
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ def test_a_small_run_reports_every_way_and_ratio() -> None:
 
 
 def test_wrong_bytes_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.Machine, "_memcpy", lambda self: None)
+    monkeypatch.setattr(machine_ways.Machine, "_memcpy", lambda self: None)
     with pytest.raises(WrongBytes, match="memcpy delivered wrong bytes"):
         transfer.measure(repetitions=1, region_bytes=2 << 20, moved_bytes=1 << 20, segments=(4096,))
 
@@ -138,12 +138,15 @@ def test_a_peer_that_cannot_be_loaded_is_an_error_that_says_how_to_get_it() -> N
 
 
 def test_a_child_that_ends_early_is_told_with_what_it_said_last() -> None:
-    with Child("kvbaton.bench.idle", "read", "pigeon") as child, pytest.raises(ChildFailed) as error:
+    with Child("kvbaton.proof.bench.idle", "read", "pigeon") as child, pytest.raises(ChildFailed) as error:
         child.hear(int)
     assert "ended early: " in str(error.value)
     assert str(error.value).endswith("which goes over shm, mori, nixl, mooncake, tcp")
 
 
 def test_a_child_that_says_nothing_has_a_deadline() -> None:
-    with Child("kvbaton.bench.peers", "read", "nixl") as child, pytest.raises(ChildFailed, match="said nothing within"):
+    with (
+        Child("kvbaton.proof.bench.peers", "read", "nixl") as child,
+        pytest.raises(ChildFailed, match="said nothing within"),
+    ):
         child.hear(int, 0.05)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvbaton.proof.contracts.transport_case import offered
 from kvbaton.testing import Case, check_transport
-from kvbaton.testing.transport_case import offered
 
 from .device_harness import DeviceHarness
 

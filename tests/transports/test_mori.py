@@ -17,12 +17,19 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvbaton.proof.contracts.transport_case import LARGE_BYTES, READ, SMALL_BYTES, STRANGER, WRITE, copy, fill
+from kvbaton.proof.fakes.fake_mori import (
+    BackendType,
+    FakeMori,
+    IOEngine,
+    IOEngineConfig,
+    MemoryLocationType,
+    StatusCode,
+)
+from kvbaton.proof.fakes.fake_mori_wire import INVALID_ARGS, RDMA_OP
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Case, InProcessHarness, Log, Pair, Side, check_transport
-from kvbaton.testing.fake_mori import BackendType, FakeMori, IOEngine, IOEngineConfig, MemoryLocationType, StatusCode
-from kvbaton.testing.fake_mori_wire import INVALID_ARGS, RDMA_OP
-from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, STRANGER, WRITE, copy, fill
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested
 from kvbaton.transports.mori import mori_engine, mori_mover

@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from kvbaton.bench import sums
-from kvbaton.bench.workload import WrongBytes
+from kvbaton.proof.bench import checksum_cost
+from kvbaton.proof.bench.workload import WrongBytes
 
 pytestmark = pytest.mark.slow
 
 
 def small() -> list[dict[str, object]]:
-    return sums.measure(repetitions=2, region_bytes=2 << 20, copies=(1 << 20,), segments=(4096, 65536))
+    return checksum_cost.measure(repetitions=2, region_bytes=2 << 20, copies=(1 << 20,), segments=(4096, 65536))
 
 
 def test_a_small_run_reports_every_way_and_size() -> None:
@@ -25,11 +25,11 @@ def test_a_small_run_reports_every_way_and_size() -> None:
     ]
     assert all(row["ratio"] == 1.0 and row["added_ms"] == 0.0 for row in rows if row["checksum"] == "off")
     assert all(isinstance(row["gb_s"], float) and row["gb_s"] > 0 for row in rows)
-    shown = sums.table(rows)
+    shown = checksum_cost.table(rows)
     assert "64 KiB" in shown and len(shown.splitlines()) == 2 + len(rows)
 
 
 def test_wrong_bytes_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums.Driven, "read", lambda _self, _spans: None)
+    monkeypatch.setattr(checksum_cost.Driven, "read", lambda _self, _spans: None)
     with pytest.raises(WrongBytes, match="shm off"):
         small()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 
-from kvbaton.bench.vllm_rows import Level
 from kvbaton.cli.arguments import CommandError, planes_choice, seconds, whole
+from kvbaton.proof.bench.vllm_rows import Level
 
 TARGETS = ("aggregated", "kvbaton-pull", "kvbaton-push", "kvbaton-stream", "nixl")
 """In the order in which they are measured: the others' answers are compared with the first's."""

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton.bench import device, device_page
-from kvbaton.bench.children import ChildFailed
 from kvbaton.cli.arguments import CommandError
+from kvbaton.proof.bench import device_page, device_ways
+from kvbaton.proof.bench.children import ChildFailed
 from kvbaton.transports.cuda.cuda_driver import CudaError
 
 
 def run(args: argparse.Namespace) -> int:
     """The status is the verdict: 0 when every byte was right and every bound holds."""
     try:
-        report = device.measure(args.repetitions)
+        report = device_ways.measure(args.repetitions)
     except (ImportError, CudaError, ChildFailed) as error:
         raise CommandError(f"--device cuda: {error}") from None
     found = device_page.verdicts(report)

@@ -20,15 +20,19 @@ from pathlib import Path
 
 import msgspec
 
-import kvbaton.bench.router_page as bench_page
-from kvbaton.bench import router_meters
-from kvbaton.bench.router_backends import Counts
-from kvbaton.bench.router_client import get
-from kvbaton.bench.router_load import Order
-from kvbaton.bench.router_meters import Watched
-from kvbaton.bench.router_page import Facts
-from kvbaton.bench.router_rows import DIRECT, THEIRS, Level, Row, Streams
-from kvbaton.bench.router_targets import (
+import kvbaton.proof.bench.router_page as bench_page
+from kvbaton.cli import bench_router_report
+from kvbaton.cli.arguments import CommandError, StoppedError
+from kvbaton.cli.fronting import told_to_stop
+from kvbaton.cli.limits import raise_file_limit
+from kvbaton.proof.bench import router_meters
+from kvbaton.proof.bench.router_backends import Counts
+from kvbaton.proof.bench.router_client import get
+from kvbaton.proof.bench.router_load import Order
+from kvbaton.proof.bench.router_meters import Watched
+from kvbaton.proof.bench.router_page import Facts
+from kvbaton.proof.bench.router_rows import DIRECT, THEIRS, Level, Row, Streams
+from kvbaton.proof.bench.router_targets import (
     HOW_TO_GET_VLLM_ROUTER,
     Backends,
     Helper,
@@ -39,10 +43,6 @@ from kvbaton.bench.router_targets import (
     helper,
     standing,
 )
-from kvbaton.cli import bench_router_report
-from kvbaton.cli.arguments import CommandError, StoppedError
-from kvbaton.cli.fronting import told_to_stop
-from kvbaton.cli.limits import raise_file_limit
 
 GUARD = (sys.executable, "-m", "kvbaton.cli.vllm_child")
 READY_S = 30.0
@@ -161,7 +161,10 @@ async def _unless_stopped(plan: Plan) -> Findings:
 
 async def _measure(plan: Plan) -> Findings:
     findings, rng = Findings(), random.Random(plan.seed)
-    async with helper("kvbaton.bench.router_backends") as backends, helper("kvbaton.bench.router_client") as client:
+    async with (
+        helper("kvbaton.proof.bench.router_backends") as backends,
+        helper("kvbaton.proof.bench.router_client") as client,
+    ):
         ports = msgspec.json.decode(await backends.line(READY_S), type=Backends)
         await client.line(READY_S)
         bench = Bench(plan, Site(ports, plan.vllm_router, GUARD), client, backends)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 
-from kvbaton.bench.router_rows import DIRECT, KVBATON, TARGETS, THEIRS, TOY
 from kvbaton.cli.arguments import CommandError, seconds, whole
+from kvbaton.proof.bench.router_rows import DIRECT, KVBATON, TARGETS, THEIRS, TOY
 
 CONCURRENCY = (1, 64, 512)
 CONCURRENCY_MAX = 4096

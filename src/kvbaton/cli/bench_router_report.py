@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
-import kvbaton.bench.router_page as bench_page
-import kvbaton.bench.router_rows as bench_rows
+import kvbaton.proof.bench.router_page as bench_page
+import kvbaton.proof.bench.router_rows as bench_rows
 from kvbaton import __version__
-from kvbaton.bench.router_page import Facts
-from kvbaton.bench.router_rows import KVBATON, Row, Streams
+from kvbaton.proof.bench.router_page import Facts
+from kvbaton.proof.bench.router_rows import KVBATON, Row, Streams
 
 PROBE_S = 20.0
 

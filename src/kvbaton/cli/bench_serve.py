@@ -19,9 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.api.http import run as run_loop
-from kvbaton.bench import serve_meter, serve_plan, serve_trace
-from kvbaton.bench.serve_load import Aim, Load, warm_up
-from kvbaton.bench.serve_meter import Meter, Part, Used
 from kvbaton.cli import bench_router_report, bench_serve_sites, screen
 from kvbaton.cli.arguments import CommandError, StoppedError
 from kvbaton.cli.bench_serve_arguments import AGGREGATED, SINGLE
@@ -33,6 +30,9 @@ from kvbaton.cli.bench_targets import versions as vllm_versions
 from kvbaton.cli.fronting import told_to_stop
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.cli.vllm_engine import ServerOptions
+from kvbaton.proof.bench import serve_meter, serve_plan, serve_trace
+from kvbaton.proof.bench.serve_load import Aim, Load, warm_up
+from kvbaton.proof.bench.serve_meter import Meter, Part, Used
 from kvbaton.router.openai_api import MODE_HEADER
 
 INTERRUPTED = 130

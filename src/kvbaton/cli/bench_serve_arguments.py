@@ -201,13 +201,13 @@ def _parsed(parse: Callable[[str], T], text: str) -> T:
 
 
 def _lengths(text: str) -> Any:
-    from kvbaton.bench.serve_plan import Lengths
+    from kvbaton.proof.bench.serve_plan import Lengths
 
     return _parsed(Lengths.parse, text)
 
 
 def _slo(text: str) -> Any:
-    from kvbaton.bench.serve_stats import Slo  # brings numpy, which --help can do without
+    from kvbaton.proof.bench.serve_stats import Slo  # brings numpy, which --help can do without
 
     return _parsed(Slo.parse, text)
 

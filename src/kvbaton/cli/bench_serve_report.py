@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.bench import serve_meter, serve_page, serve_plot, serve_report, serve_stats
-from kvbaton.bench.serve_meter import Part
-from kvbaton.bench.serve_report import Report
-from kvbaton.bench.vllm_page import public
 from kvbaton.cli import bench_router_report, screen
 from kvbaton.cli.bench_serve_work import Findings, Work
+from kvbaton.proof.bench import serve_meter, serve_page, serve_plot, serve_report, serve_stats
+from kvbaton.proof.bench.serve_meter import Part
+from kvbaton.proof.bench.serve_report import Report
+from kvbaton.proof.bench.vllm_page import public
 
 REACHED = 0.7  # of the rate: a part ends with its last answer, which costs a short part some of it
 TOGETHER = 0.1

@@ -21,8 +21,6 @@ from pathlib import Path
 import msgspec
 
 import kvbaton.cli.vllm_engine as server_words
-from kvbaton.bench import vllm_meters
-from kvbaton.bench.serve_meter import Used
 from kvbaton.cli.arguments import CommandError, StoppedError
 from kvbaton.cli.bench_serve_arguments import AGGREGATED, SINGLE
 from kvbaton.cli.bench_targets import GUARD, fetch
@@ -32,6 +30,8 @@ from kvbaton.cli.vllm_up import TINY_KINDS, TINY_SEED, VllmPlan
 from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
 from kvbaton.engines.embedded.worker_options import WorkerOptions
+from kvbaton.proof.bench import vllm_meters
+from kvbaton.proof.bench.serve_meter import Used
 from kvbaton.router.router_settings import RouterSettings
 
 DISAGGREGATED = "disaggregated"

@@ -19,10 +19,10 @@ from pathlib import Path
 import msgspec
 
 from kvbaton import __version__
-from kvbaton.bench import store_moves, store_page, store_sites, store_ttft
-from kvbaton.bench.store_page import Report
-from kvbaton.bench.store_sites import BACKENDS, MOONCAKE, SiteError
 from kvbaton.cli.arguments import CommandError, whole
+from kvbaton.proof.bench import store_moves, store_page, store_sites, store_ttft
+from kvbaton.proof.bench.store_page import Report
+from kvbaton.proof.bench.store_sites import BACKENDS, MOONCAKE, SiteError
 
 ROOM_BYTES = 1 << 30
 

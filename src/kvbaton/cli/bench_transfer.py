@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 
 from kvbaton import __version__
-from kvbaton.bench import handoff, idle, peers, transfer, transfer_checks, transfer_page, transfer_plot
-from kvbaton.bench.children import ChildFailed
 from kvbaton.cli import bench_device, bench_router_report
 from kvbaton.cli.arguments import CommandError, whole
+from kvbaton.proof.bench import idle, peers, transfer, transfer_checks, transfer_page, transfer_plot, whole_handoff
+from kvbaton.proof.bench.children import ChildFailed
 
 OWN_PLANES = ("shm", "tcp")
 
@@ -99,7 +99,7 @@ def _measure(args: argparse.Namespace) -> dict[str, object]:
     stack = []
     for name in OWN_PLANES:
         say(f"handoffs over {name}")
-        stack.append(handoff.measure(name))
+        stack.append(whole_handoff.measure(name))
     report["handoffs"] = msgspec.to_builtins(stack)
     return report
 

@@ -25,13 +25,11 @@ from typing import Any
 
 import msgspec
 
-import kvbaton.bench.vllm_load as bench_load
-import kvbaton.bench.vllm_meters as bench_meters
-import kvbaton.bench.vllm_rows as bench_rows
-import kvbaton.bench.vllm_table as bench_table
+import kvbaton.proof.bench.vllm_load as bench_load
+import kvbaton.proof.bench.vllm_meters as bench_meters
+import kvbaton.proof.bench.vllm_rows as bench_rows
+import kvbaton.proof.bench.vllm_table as bench_table
 from kvbaton import __version__
-from kvbaton.bench.vllm_page import Facts, page
-from kvbaton.bench.vllm_rows import OURS, Level, Row
 from kvbaton.cli import bench_targets, vllm_engine, vllm_up
 from kvbaton.cli.arguments import CommandError, StoppedError
 from kvbaton.cli.bench_targets import ALONE, GUARD, NIXL, TARGETS, Setup, Standing, fetch, standing
@@ -39,6 +37,8 @@ from kvbaton.cli.fronting import told_to_stop
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.cli.screen import stdout
 from kvbaton.cli.vllm_engine import ServerOptions
+from kvbaton.proof.bench.vllm_page import Facts, page
+from kvbaton.proof.bench.vllm_rows import OURS, Level, Row
 from kvbaton.router.openai_api import MODE_HEADER
 
 LEVEL_S, LEVEL_EACH_S = 120.0, 0.5  # default deadline of a level; 2 to 15 requests/s were seen on two cores

@@ -18,12 +18,12 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.chaos import plan as plans
-from kvbaton.chaos.faults import BY_NAME, FAULTS, PROMISES
-from kvbaton.chaos.outcome import Outcome
 from kvbaton.cli.arguments import CommandError, minutes, whole
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.cli.screen import stdout
+from kvbaton.proof.chaos import chaos_plan as plans
+from kvbaton.proof.chaos.fault_catalogue import BY_NAME, FAULTS, PROMISES
+from kvbaton.proof.chaos.outcome import Outcome
 
 SIZE_MAX = 16
 
@@ -86,7 +86,7 @@ def _plan(args: argparse.Namespace) -> plans.Plan | None:
         raise CommandError(f"argument --connector: embedded engines have kvbaton's only, not {args.connector}")
     if 60 * args.minutes > plans.SECONDS_MAX:
         raise CommandError(f"argument --minutes: got {args.minutes:g}, at most {plans.SECONDS_MAX // 60}")
-    draw = importlib.import_module("kvbaton.chaos.draw")
+    draw = importlib.import_module("kvbaton.proof.chaos.draw")
     drawn: plans.Plan = draw.draw(args.seed, 60 * args.minutes, draw.Size(args.prefill, args.decode), faults)
     return drawn
 
@@ -104,8 +104,8 @@ def _faults(args: argparse.Namespace) -> list[str] | None:
 
 
 def _on_vllm(args: argparse.Namespace) -> tuple[Outcome, Path]:
-    vllm = importlib.import_module("kvbaton.chaos.vllm_run")
-    report = importlib.import_module("kvbaton.chaos.report")
+    vllm = importlib.import_module("kvbaton.proof.chaos.vllm.vllm_run")
+    report = importlib.import_module("kvbaton.proof.chaos.chaos_report")
     out = _folder(args)
     try:
         outcome: Outcome = vllm.run(args.connector, args.seed, _note, out, _faults(args), args.vllm_python)
@@ -116,10 +116,10 @@ def _on_vllm(args: argparse.Namespace) -> tuple[Outcome, Path]:
 
 
 def _on_embedded(args: argparse.Namespace, plan: plans.Plan, environ: MutableMapping[str, str]) -> tuple[Outcome, Path]:
-    networks = importlib.import_module("kvbaton.chaos.networks")
-    members = importlib.import_module("kvbaton.chaos.members")
-    report = importlib.import_module("kvbaton.chaos.report")
-    conductor = importlib.import_module("kvbaton.chaos.conductor")
+    networks = importlib.import_module("kvbaton.proof.chaos.network.networks")
+    members = importlib.import_module("kvbaton.proof.chaos.members")
+    report = importlib.import_module("kvbaton.proof.chaos.chaos_report")
+    conductor = importlib.import_module("kvbaton.proof.chaos.conductor")
     out = _folder(args)
     kept = out / "plan.json"
     kept.write_bytes(plans.to_json(plan))
@@ -168,7 +168,7 @@ def _tell(args: argparse.Namespace, outcome: Outcome, out: Path) -> int:
 
 
 def _summary(outcome: Outcome) -> str:
-    report = importlib.import_module("kvbaton.chaos.report")
+    report = importlib.import_module("kvbaton.proof.chaos.chaos_report")
     bad = [f"  {row.at_s:6.1f} s  {row.title}: {row.note or 'not well'}" for row in outcome.rows if not row.ok]
     return "\n".join([report.headline(outcome), *bad, f"verdict: {stdout().verdict(outcome.ok)}"])
 

@@ -10,9 +10,9 @@ import msgspec
 
 from kvbaton.cli import sim_reports
 from kvbaton.cli.arguments import CommandError, whole
-from kvbaton.sim import hunting, mutating
-from kvbaton.sim.campaign import Summary, default_jobs, run_seeds
-from kvbaton.sim.run import run_seed
+from kvbaton.proof.sim.campaign import Summary, default_jobs, run_seeds
+from kvbaton.proof.sim.mutants import hunting, mutating
+from kvbaton.proof.sim.run import run_seed
 
 HELP = "run simulated clusters under faults and check every promise"
 SEED_MAX = (1 << 63) - 1
@@ -88,9 +88,9 @@ def _mutants(args: argparse.Namespace) -> int:
 
 def _reached(args: argparse.Namespace) -> int:
     """What needs to see lines."""
-    from kvbaton.sim.cover import run_coverage
-    from kvbaton.sim.reach import NoCoverage, tool
-    from kvbaton.sim.survey import survey
+    from kvbaton.proof.sim.cover import run_coverage
+    from kvbaton.proof.sim.mutants.survey import survey
+    from kvbaton.proof.sim.reach import NoCoverage, tool
 
     try:
         tool()

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.sim.cover import Coverage
-from kvbaton.sim.hunting import Catch, MutantsSummary
-from kvbaton.sim.survey import Fate, Survey
+from kvbaton.proof.sim.cover import Coverage
+from kvbaton.proof.sim.mutants.hunting import Catch, MutantsSummary
+from kvbaton.proof.sim.mutants.survey import Fate, Survey
 
 
 def as_json(value: Any, holds: bool) -> str:

@@ -18,6 +18,7 @@ from kvbaton.engines.vllm.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.second_loads import SecondLoads
 from kvbaton.engines.vllm.store_setup import keyring_of, rank_identity, rank_shelf
 from kvbaton.engines.vllm.vllm_layout import GroupFacts, RankFacts
+from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.geometry.layout import Cell, Kind, Place, Plane
 from kvbaton.ranks import device_store
 from kvbaton.ranks.device_store import DeviceShelf
@@ -26,7 +27,6 @@ from kvbaton.store.interface import OrderEnded, OrderId
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.store_server import StoreServer
 from kvbaton.store.tcp_server_side import LineServer
-from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.device_memory import DeviceMemory
 
 GOOD: dict[str, Any] = {"name": "p0", "keys": "/keys"}

@@ -1,0 +1,142 @@
+"""What engines say of themselves and what the kernel says of them: blocks in use, handoffs by end, CPU seconds.
+
+Laws: an engine is the session that its first process leads, with all that ever ran in it. A gauge is read, never
+inferred: an engine that does not answer is not at rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvbaton.proof.bench.machine_noise import foreign_cpu_s
+
+USED = "vllm:kv_cache_usage_perc"
+PINNED = "kvbaton_pinned_blocks"
+ENDS = "kvbaton_ends_total"
+DELIVERED = "delivered"
+NIXL_READS = "vllm:nixl_xfer_time_seconds_count"
+NIXL_ENDS = (
+    "num_failed_transfers",
+    "num_failed_notifications",
+    "num_kv_expired_reqs",
+    "num_notifications_after_expiry",
+)
+POLL_S = 0.25
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)$")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+Sample = tuple[str, Mapping[str, str], float]
+Fetch = Callable[[str], Awaitable[str]]
+"""Gives the text behind a URL; raises OSError if there is none."""
+
+
+def samples(text: str) -> list[Sample]:
+    """Every line of Prometheus text: name, labels, value."""
+    found: list[Sample] = []
+    for line in text.splitlines():
+        sample = _SAMPLE.match(line)
+        if sample is not None:
+            found.append((sample[1], dict(_LABEL.findall(sample[2] or "")), float(sample[3])))
+    return found
+
+
+def total(found: Iterable[Sample], name: str) -> float | None:
+    """The sum over a name's labels; None if there is no such name."""
+    values = [value for each, _, value in found if each == name]
+    return sum(values) if values else None
+
+
+def ends(found: Sequence[Sample]) -> dict[str, int]:
+    """How handoffs ended in this engine: kvbaton's own words, or NIXL's."""
+    told: dict[str, int] = {}
+    for name, labels, value in found:
+        if name == ENDS and "end" in labels:
+            told[labels["end"]] = told.get(labels["end"], 0) + int(value)
+    reads = total(found, NIXL_READS)
+    if reads is not None and not told:  # kvbaton tells some of its own by NIXL's names too
+        told[DELIVERED] = int(reads)
+        told |= {end: int(total(found, f"vllm:nixl_{end}_total") or 0) for end in NIXL_ENDS}
+    return told
+
+
+def gained(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """What was added to counters, without those that stayed."""
+    differences = {name: count - before.get(name, 0) for name, count in after.items()}
+    return {name: count for name, count in differences.items() if count}
+
+
+def is_at_rest(found: Sequence[Sample]) -> bool:
+    """No block in use, none pinned. One without a connector of ours has no pins to tell of."""
+    return total(found, USED) == 0 and not total(found, PINNED)
+
+
+class Rest(msgspec.Struct, frozen=True):
+    """Whether engines came to rest, after how long, and what holds the last of them."""
+
+    at_rest: bool
+    seconds: float
+    holding: tuple[str, ...] = ()
+
+
+async def come_to_rest(engines: Mapping[str, str], fetch: Fetch, within_s: float) -> Rest:
+    """Poll the engines (name and URL) until all are at rest, or time is up."""
+    begun = time.monotonic()
+    while True:
+        holding = [said for name, url in engines.items() if (said := await _holding(name, url, fetch)) is not None]
+        seconds = time.monotonic() - begun
+        if not holding or seconds > within_s:
+            return Rest(not holding, round(seconds, 2), tuple(holding))
+        await asyncio.sleep(POLL_S)
+
+
+async def _holding(name: str, url: str, fetch: Fetch) -> str | None:
+    try:
+        found = samples(await fetch(f"{url}/metrics"))
+    except OSError as error:
+        return f"{name} does not tell: {error}"
+    if is_at_rest(found):
+        return None
+    return f"{name} has {total(found, USED)} of its KV in use and {total(found, PINNED) or 0:.0f} blocks pinned"
+
+
+class Cpu(msgspec.Struct, frozen=True):
+    """CPU seconds since each began, at one moment."""
+
+    at: float
+    engines: float
+    router: float
+    others: float  # everything on this host except these, the load generator and this process
+
+    def until(self, later: Cpu) -> Cpu:
+        return Cpu(later.at - self.at, later.engines - self.engines, later.router - self.router,
+                   later.others - self.others)  # fmt: skip
+
+
+def cpu(engines: Iterable[int], router: int | None, load: int) -> Cpu:
+    """The sum over each one's processes; they are named by the sessions they lead."""
+    everything, by_session = foreign_cpu_s(), _by_session()
+    ours = sum(by_session.get(session, 0.0) for session in engines)
+    front = 0.0 if router is None else by_session.get(router, 0.0)
+    own = sum(os.times()[:4]) + by_session.get(load, 0.0)
+    return Cpu(time.monotonic(), ours, front, everything - ours - front - own)
+
+
+def _by_session() -> dict[int, float]:
+    """CPU seconds of living processes and of the children they waited for."""
+    found: dict[int, float] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+                session = int(fields[3])
+                found[session] = found.get(session, 0.0) + sum(map(int, fields[11:15])) * _TICK_S
+    return found

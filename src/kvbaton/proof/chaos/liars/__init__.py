@@ -1,0 +1,1 @@
+"""Processes with a valid key that lie to engines, routers and stores."""

@@ -1,0 +1,188 @@
+"""Lies to the router, at its registry and over HTTP, and to the store.
+
+Law: what a member may do is no lie: nothing is put into the store whole, and nobody is drained by who may.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from functools import partial
+
+import msgspec
+
+from kvbaton.control.registry import registry_messages as registry
+from kvbaton.proof.chaos.liars.liar_http import Door
+from kvbaton.proof.chaos.liars.liar_post import ANSWER_S, Post, honest_registration
+from kvbaton.proof.chaos.liars.lies_to_engines import Telling
+from kvbaton.protocol.ids import Incarnation, TransferId, WorkerId, handoff_id
+from kvbaton.store import store_messages
+
+REPORTS = 12
+FLIGHTS = 256
+INVITATIONS = 300
+FETCHES = 4
+HALVES = 24
+LISTED_S = 0.4
+"""How long a registration at an odd address is left to stand."""
+OTHERS = 3
+
+
+# --- over HTTP
+
+
+def _answered(answer: str, post: Post, door: Door, _: str, until: float) -> None:
+    before, door.answer = door.count, answer
+    try:
+        post.rest(until)
+    finally:
+        door.answer = "refuse"
+        post.count.told += door.count - before
+
+
+# --- the registry
+
+
+def odd_addresses(post: Post, _: Door, to: str, until: float) -> None:
+    honest = post.registration
+    assert honest is not None
+    others = [each.http for each in post.errand.members.values() if each.http]
+    odd = [
+        *others, "169.254.169.254:80", "127.0.0.1:1", "localhost:22", "[::1]:9", "255.255.255.255:9", "0.0.0.0:1",
+        "a.invalid:80", f"{'a' * 250}:1", "x:99999", "x", "http://x:1", "user@x:1", "x:1/path", "\n:1", "",
+    ]  # fmt: skip
+    post.rng.shuffle(odd)
+    try:
+        for address in odd:
+            if time.monotonic() + LISTED_S > until:
+                return
+            post.forget()
+            post.register(msgspec.structs.replace(honest, http_address=address))
+            if post.hear(registry.Refused, time.monotonic() + LISTED_S) is not None:
+                post.count.refused += 1
+    finally:
+        post.register(honest)
+
+
+def other_lives(post: Post, _: Door, to: str, until: float) -> None:
+    """Each lie has a life of its own, by which its answer is known."""
+    names = [name for name, each in post.errand.members.items() if each.role in ("prefill", "decode")]
+    for name in post.rng.sample(names, min(OTHERS, len(names))):
+        if time.monotonic() > until:
+            return
+        life = Incarnation(1 + post.rng.getrandbits(62))
+        registration = honest_registration(post.me, post.errand.guise, "127.0.0.1:9", "tcp://127.0.0.1:9")
+        registration = msgspec.structs.replace(registration, worker=WorkerId(name), incarnation=life)
+        post.forget()
+        post.tell_registry(registry.Register(registration))
+        theirs = post.lives.get(name, Incarnation(1))
+        for message in (
+            registry.Ping(theirs, registry.Seen((1 << 63) - 1, (1 << 63) - 1), "x" * 256),
+            registry.Deregister(theirs),
+            registry.Ping(life, registry.Seen()),
+        ):
+            post.tell_registry(message)
+        post.rest(time.monotonic() + ANSWER_S / 2)
+        told = post.all_heard((registry.Refused, registry.Unknown, registry.Superseded, registry.Registered))
+        for each in told:
+            if not isinstance(each, registry.Registered):
+                post.count.refused += 1
+            elif each.incarnation in (life, theirs):
+                post.count.believe(f"the registry listed the liar as {name}")
+
+
+def drains(post: Post, _: Door, to: str, until: float) -> None:
+    for name in post.errand.members:
+        if time.monotonic() > until:
+            return
+        post.forget()
+        post.tell_registry(registry.Drain(WorkerId(name), post.rng.choice((0, post.lives.get(name, Incarnation(0))))))
+        answer = post.hear((registry.DrainState, registry.Refused), time.monotonic() + ANSWER_S / 4)
+        if isinstance(answer, registry.DrainState):
+            post.count.believe(f"{name} was to be drained by who is no operator")
+        elif answer is not None:
+            post.count.refused += 1
+
+
+def odd_reports(post: Post, _: Door, to: str, until: float) -> None:
+    names = list(post.errand.members)
+    for number in range(REPORTS):
+        if time.monotonic() > until:
+            return
+        data = secrets.token_bytes(registry.REPORT_BYTES_MAX) if number % 3 == 0 else _flights(post, names)
+        post.tell_registry(registry.Report(post.me.incarnation, data[: registry.REPORT_BYTES_MAX]))
+        post.rest(time.monotonic() + 0.1)
+    post.count.refused += len(post.all_heard(registry.Refused))
+
+
+def _flights(post: Post, names: list[str]) -> bytes:
+    """Of others, at odd times, with odd words."""
+    rng, odd = post.rng, (0.0, -1.0, 1e308, float("nan"), float("inf"), time.time())
+    flights = [
+        {
+            "seat": rng.choice(("prefill", "decode", "router")), "worker": rng.choice(names), "incarnation": "f" * 16,
+            "handoff": handoff_id(TransferId(secrets.token_hex(16))), "request": "\x1b[2J" * 8,
+            "peers": [rng.choice(names)] * 8, "tokens": (1 << 63) - 1, "end": rng.choice(("delivered", "stale", "\n")),
+            "moments": [[rng.choice(("begun", "x" * 128)), rng.choice(odd), "y" * 256] for _ in range(2)],
+        }
+        for _ in range(FLIGHTS)
+    ]  # fmt: skip
+    gauges = {"pins": rng.choice(odd), "x" * 100: 1.0}
+    return msgspec.msgpack.encode(
+        {"at": rng.choice(odd), "gauges": gauges, "flights": flights, "share": rng.choice(odd)}
+    )
+
+
+# --- the store
+
+
+def hoard(post: Post, _: Door, to: str, until: float) -> None:
+    frames = [store_messages.encode(store_messages.Dial(number)) for number in range(INVITATIONS)]
+    frames += [
+        store_messages.encode(store_messages.Fetch(number, secrets.token_hex(16), 1 << 32)) for number in range(FETCHES)
+    ]
+    frames += [
+        store_messages.encode(
+            store_messages.Keep(number, secrets.token_hex(16), 0, post.rng.choice((1 << 20, 1 << 32)), bytes(4096))
+        )
+        for number in range(HALVES)
+    ]
+    frames += [
+        store_messages.encode(store_messages.Ask(number, (secrets.token_hex(16),) * store_messages.KEYS_MAX))
+        for number in range(FETCHES)
+    ]
+    frames += [
+        store_messages.encode(store_messages.Keep(1, "../../x", 0, 1, b"x")),
+        store_messages.encode(store_messages.Ask(-1, ("\n",))),
+        b"\xc1" * 64,
+    ]
+    frames += [secrets.token_bytes(1 << 16)]
+    post.rng.shuffle(frames)
+    for frame in frames:
+        if time.monotonic() > until:
+            break
+        post.send(to, frame)
+        post.rest(time.monotonic() + 0.002)
+    post.rest(time.monotonic() + ANSWER_S / 4)
+    absent = [each for each in post.all_heard(store_messages.Piece) if not each.total]
+    post.count.refused += len(absent) + sum(bool(each.wrong) for each in post.all_heard(store_messages.Kept))
+
+
+_HTTP = {
+    "endless-comments": "comments",
+    "endless-answer": "drip",
+    "no-answer": "hang-up",
+    "huge-answer": "huge",
+    "huge-parameters": "parameters",
+    "odd-http": "odd",
+}
+
+TELLINGS: Mapping[str, Telling] = {
+    **{name: partial(_answered, answer) for name, answer in _HTTP.items()},
+    "odd-addresses": odd_addresses,
+    "other-lives": other_lives,
+    "drains": drains,
+    "odd-reports": odd_reports,
+    "hoard": hoard,
+}

@@ -1,0 +1,172 @@
+"""What the members of a chaos run are started with: a router, a store on a small disk, and workers with short leases.
+
+Law: a member has the same name, address and ports in every life, so that a restart is one at the same place.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvbaton.engines.embedded.worker_options import Role, WorkerOptions
+from kvbaton.proof.chaos.liars.lies import LIAR
+from kvbaton.proof.chaos.network import rooms
+from kvbaton.proof.chaos.network.wires import Network
+
+ROUTER, STORE = "router", "store"
+PORTS = range(12_000, 32_000)
+
+DEADLINE_S = 15.0
+"""Within which the router ends every request."""
+FIRST_BYTE_S = 6.0
+LEASE_S = 3.0
+CLAIM_S = 2.0
+DEFER_S = 4.0
+"""Short, so that a fault of some seconds is longer than each of them."""
+
+BLOCKS = 256
+WAITING_MAX = 96
+IN_FLIGHT_MAX = 96
+"""A flood must meet bounds."""
+STORE_BYTES = 1 << 20
+"""What memory has no room for goes to the disk soon."""
+STORE_DISK_BYTES = 24 << 20
+DISK_BYTES = 48 << 20
+"""A disk is full when somebody else fills it: the store alone keeps within its bound."""
+SHM_BYTES = 8192
+
+PROGRAM = (sys.executable, "-m", "kvbaton.cli.main")
+
+
+class Ports(msgspec.Struct, frozen=True):
+    """`front`: HTTP, or a store's only one. `back`: control messages, or a router's registry."""
+
+    front: int
+    back: int
+
+
+class Spec(msgspec.Struct, frozen=True):
+    """One member."""
+
+    name: str
+    role: str  # router, store, prefill or decode
+    host: str
+    ports: Ports
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.ports.front}"
+
+    @property
+    def is_engine(self) -> bool:
+        return self.role in ("prefill", "decode")
+
+
+class Surroundings(msgspec.Struct, frozen=True):
+    """What all members of a run share."""
+
+    keys: str
+    hand: str  # the conductor's socket
+    disk: str  # where the store keeps values
+    has_rooms: bool
+    transport: str
+
+
+def specs(prefills: int, decodes: int, network: Network, rng: random.Random) -> dict[str, Spec]:
+    """Router first, then the store, then P and D."""
+    roles = {ROUTER: "router", STORE: "store"}
+    roles |= {f"p{n}": "prefill" for n in range(prefills)} | {f"d{n}": "decode" for n in range(decodes)}
+    found = {}
+    for name, role in roles.items():
+        host = network.address(name)
+        front, back = _free_ports(host, 2, rng)
+        found[name] = Spec(name, role, host, Ports(front, back))
+    return found
+
+
+def names(prefills: int, decodes: int) -> list[str]:
+    """Of all hosts: the members, and one that only a liar is."""
+    return [ROUTER, STORE, *(f"p{n}" for n in range(prefills)), *(f"d{n}" for n in range(decodes)), LIAR]
+
+
+def argv(
+    spec: Spec, all_specs: Mapping[str, Spec], around: Surroundings, changes: Mapping[str, Any], *, full_shm: bool
+) -> list[str]:
+    """What starts a life of a member, as the host that it is."""
+    if spec.role == "router":
+        return [*PROGRAM, *_router_words(spec, around)]
+    if spec.role == "store":
+        words = [*PROGRAM, *_store_words(spec, around)]
+        return rooms.command(around.disk, DISK_BYTES, words) if around.has_rooms else words
+    options = msgspec.structs.replace(_options(spec, all_specs, around), **changes)
+    text = msgspec.json.encode(options).decode()
+    words = [sys.executable, "-m", "kvbaton.proof.chaos.worker_main", around.hand, text]
+    if full_shm:
+        return rooms.command("/dev/shm", SHM_BYTES, words, full=True)
+    return words
+
+
+def _router_words(spec: Spec, around: Surroundings) -> list[str]:
+    return [
+        "router", "--keys", around.keys, "--host", spec.host, "--port", str(spec.ports.front),
+        "--registry-host", spec.host, "--registry-port", str(spec.ports.back), "--show-pair", "--no-same-host",
+        "--fallback", "local", "--deadline-s", str(DEADLINE_S), "--first-byte-s", str(FIRST_BYTE_S),
+        "--connect-s", "2", "--in-flight-max", str(IN_FLIGHT_MAX),
+    ]  # fmt: skip
+
+
+def _store_words(spec: Spec, around: Surroundings) -> list[str]:
+    return [
+        "store", "--keys", around.keys, "--host", spec.host, "--port", str(spec.ports.front),
+        "--bytes", str(STORE_BYTES), "--disk", str(Path(around.disk)), "--disk-bytes", str(STORE_DISK_BYTES),
+        "--stop-on-eof",
+    ]  # fmt: skip
+
+
+def _options(spec: Spec, all_specs: Mapping[str, Spec], around: Surroundings) -> WorkerOptions:
+    router, store = all_specs[ROUTER], all_specs[STORE]
+    role: Role = "prefill" if spec.role == "prefill" else "decode"
+    return WorkerOptions(
+        name=spec.name,
+        role=role,
+        keys=around.keys,
+        registry=f"tcp://{router.host}:{router.ports.back}",
+        http_host=spec.host,
+        http_port=spec.ports.front,
+        control_host=spec.host,
+        control_port=spec.ports.back,
+        transport=around.transport,
+        lease_s=LEASE_S,
+        claim_timeout=CLAIM_S,
+        defer_timeout=DEFER_S,
+        transfer_timeout=DEFER_S,
+        blocks=BLOCKS,
+        waiting_max=WAITING_MAX,
+        store=f"tcp://{store.host}:{store.ports.front}",
+        store_timeout=0.5,
+    )
+
+
+def _free_ports(host: str, count: int, rng: random.Random) -> Sequence[int]:
+    found: list[int] = []
+    while len(found) < count:
+        port = rng.choice(PORTS)
+        if port not in found and _is_free(host, port):
+            found.append(port)
+    return found
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as one:
+        try:
+            one.bind((host, port))
+        except OSError as error:
+            return error.errno == errno.EADDRNOTAVAIL  # the member's own host, where all are free
+    return True

@@ -1,0 +1,1 @@
+"""Networks to do harm on: namespaces where allowed, relays elsewhere."""

@@ -1,0 +1,1 @@
+"""The standard plan of faults on a real vLLM pair."""

@@ -1,0 +1,1 @@
+"""Contracts that any transport, store or engine can run; public as `kvbaton.testing`."""

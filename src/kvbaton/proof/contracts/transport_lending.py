@@ -1,0 +1,97 @@
+"""Cases about what is lent: an admitted peer reaches that, and nothing else, for as long as it is lent."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from kvbaton.proof.contracts.transport_case import LARGE_BYTES, READ, SMALL_BYTES, WRITE, Cases, copy, directions, fill
+from kvbaton.proof.contracts.transport_harness import Log, Pair, TransportHarness
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import JobId
+from kvbaton.transports.core.loans import EVERYTHING
+from kvbaton.transports.core.transport import Direction, LendingTransport, Loan
+
+CASES = Cases()
+LOAN = {READ: EVERYTHING, WRITE: EVERYTHING + 1}
+"""What `lend_everything` has lent to the one peer there is."""
+
+
+def _take_back(harness: TransportHarness, pair: Pair, *ways: Direction) -> None:
+    """The far side lends the near one nothing any more in these directions."""
+    for way in ways:
+        pair.far.transport.cancel(JobId(LOAN[way]))
+        assert Log(harness, pair.far).end(LOAN[way]).at_rest
+
+
+@CASES.add("lends")
+def what_is_not_lent_is_refused_and_nothing_moves(harness: TransportHarness) -> None:
+    pair = harness.pair(SMALL_BYTES, SMALL_BYTES)
+    near, far = fill(pair.near.memory, 1), fill(pair.far.memory, 2)
+    _take_back(harness, pair, READ, WRITE)
+    for job, direction in enumerate(directions(harness), 1):
+        assert pair.near.transport.submit(copy(job, pair.far, direction, [(0, 0, 4096), (8192, 8192, 1)]))
+        end = Log(harness, pair.near).end(job)
+        assert (end.reason, end.at_rest) == (Reason.LEASE_EXPIRED, True), end
+    assert bytes(pair.near.memory) == near and bytes(pair.far.memory) == far
+
+
+@CASES.add("lends", "write")
+def what_is_lent_to_read_cannot_be_written_nor_the_other_way_round(harness: TransportHarness) -> None:
+    for lent, other in ((READ, WRITE), (WRITE, READ)):
+        pair = harness.pair(SMALL_BYTES, SMALL_BYTES)
+        near, far = fill(pair.near.memory, 1), fill(pair.far.memory, 2)
+        _take_back(harness, pair, other)
+        assert pair.near.transport.submit(copy(1, pair.far, other, [(0, 0, 4096)]))
+        assert Log(harness, pair.near).end(1).reason is Reason.LEASE_EXPIRED
+        assert bytes(pair.near.memory) == near and bytes(pair.far.memory) == far
+        assert pair.near.transport.submit(copy(2, pair.far, lent, [(0, 0, 4096)]))
+        assert Log(harness, pair.near).end(2).reason is None
+
+
+@CASES.add("lends")
+def what_was_lent_twice_is_lent_until_both_are_taken_back(harness: TransportHarness) -> None:
+    pair = harness.pair(SMALL_BYTES, SMALL_BYTES)
+    cast(LendingTransport, pair.far.transport).lend(Loan(JobId(7), pair.near.peer, READ, ((0,),)))
+    _take_back(harness, pair, READ)
+    assert pair.near.transport.submit(copy(1, pair.far, READ, [(0, 0, 4096)]))
+    assert Log(harness, pair.near).end(1).reason is None
+    pair.far.transport.cancel(JobId(7))
+    assert Log(harness, pair.far).end(7).at_rest
+    assert pair.near.transport.submit(copy(2, pair.far, READ, [(0, 0, 4096)]))
+    assert Log(harness, pair.near).end(2).reason is Reason.LEASE_EXPIRED
+
+
+@CASES.add("lends")
+def blocks_that_do_not_exist_lend_nothing(harness: TransportHarness) -> None:
+    pair = harness.pair(SMALL_BYTES, SMALL_BYTES)
+    _take_back(harness, pair, READ)
+    cast(LendingTransport, pair.far.transport).lend(Loan(JobId(7), pair.near.peer, READ, ((-1, 1, 1 << 30), (0,))))
+    assert pair.near.transport.submit(copy(1, pair.far, READ, [(0, 0, 4096)]))
+    assert Log(harness, pair.near).end(1).reason is Reason.LEASE_EXPIRED
+
+
+@CASES.add("lends")
+def what_is_lent_while_it_is_asked_for_is_had(harness: TransportHarness) -> None:
+    pair = harness.pair(SMALL_BYTES, SMALL_BYTES)
+    far = fill(pair.far.memory, 2)
+    _take_back(harness, pair, READ)
+    assert pair.near.transport.submit(copy(1, pair.far, READ, [(0, 0, 4096)]))
+    cast(LendingTransport, pair.far.transport).lend(Loan(JobId(7), pair.near.peer, READ, ((0,),)))
+    assert Log(harness, pair.near).end(1).reason is None
+    assert bytes(pair.near.memory)[:4096] == far[:4096]
+
+
+@CASES.add("lends", "write")
+def after_the_end_of_a_loan_not_one_byte_lands_by_it(harness: TransportHarness) -> None:
+    for _ in range(3):
+        pair = harness.pair(LARGE_BYTES, LARGE_BYTES)
+        fill(pair.near.memory, 1)
+        assert pair.near.transport.submit(copy(1, pair.far, WRITE, [(0, 0, LARGE_BYTES)]))
+        _take_back(harness, pair, WRITE)
+        mark = bytes([0xA5]) * LARGE_BYTES
+        pair.far.memory[:] = mark
+        assert Log(harness, pair.near).end(1)
+        assert pair.near.transport.submit(copy(2, pair.far, READ, [(0, 0, 1)]))  # all that was sent before is through
+        Log(harness, pair.near).end(2)
+        assert bytes(pair.far.memory) == mark, "bytes landed by a loan that had ended"
+        harness.reset()

@@ -1,0 +1,1 @@
+"""Stand-ins for libraries that cannot run here, named so."""

@@ -1,0 +1,1 @@
+"""Checkers: what must hold after every step, and at the end."""

@@ -1,0 +1,1 @@
+"""Members with a valid key whose words are false."""

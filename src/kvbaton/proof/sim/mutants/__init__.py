@@ -1,0 +1,1 @@
+"""Mutants of the product: written by hand, generated, hunted and surveyed."""

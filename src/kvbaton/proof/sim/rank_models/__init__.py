@@ -1,0 +1,1 @@
+"""Each part of the rank links beside a model of its laws."""

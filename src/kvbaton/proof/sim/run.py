@@ -1,0 +1,88 @@
+"""Runs one seed to its end and says whether every promise held."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from kvbaton.proof.sim.checks.checkers import check_at_rest, check_excuses, check_healthy, check_planes, check_recovery
+from kvbaton.proof.sim.hardship.world_plan import FAULTY_S, PROBE_S, REST_S, draw
+from kvbaton.proof.sim.promises import Broken
+from kvbaton.proof.sim.questions.exam import asked
+from kvbaton.proof.sim.questions.exam_bank import BANK
+from kvbaton.proof.sim.quiet import quietly
+from kvbaton.proof.sim.rank_models.rank_benches import run_benches
+from kvbaton.proof.sim.world.sim_cluster import Cluster
+from kvbaton.proof.sim.world.world import World
+
+
+class Result(msgspec.Struct):
+    """What came of one seed."""
+
+    seed: int
+    profile: str
+    holds: bool
+    promise: str = ""
+    what: str = ""
+    handoffs: int = 0
+    delivered: int = 0
+    events: int = 0
+    sim_seconds: float = 0.0
+    trace_hash: str = ""
+    faults: dict[str, int] = {}
+    ends: dict[str, int] = {}
+    story: list[str] = []
+
+
+@quietly()
+def run_seed(seed: int) -> Result:
+    """One world, from its first event to rest."""
+    world = World(seed)
+    plan = draw(world.rng)
+    result = Result(seed, plan.profile, holds=True)
+    cluster: Cluster | None = None
+    try:
+        run_benches(seed)
+        asked(BANK, seed)
+        cluster = Cluster(world, plan)
+        world.run(FAULTY_S)
+        cluster.heal()
+        world.run(FAULTY_S + REST_S)
+        check_at_rest(cluster)
+        check_healthy(cluster)
+        before = cluster.delivered()
+        probes = cluster.probe()
+        world.run(FAULTY_S + REST_S + PROBE_S)
+        check_at_rest(cluster)
+        check_recovery(cluster, before, probes)
+        check_planes(cluster, FAULTY_S)
+        check_excuses(cluster)
+    except Broken as broken:
+        result.holds, result.promise, result.what = False, broken.promise, broken.what
+    finally:
+        if cluster is not None:
+            _end(cluster)
+    result.story = list(world.story)
+    if cluster is not None:
+        _count(cluster, result)
+    result.events, result.sim_seconds = world.events, world.now
+    result.faults, result.trace_hash = dict(sorted(world.faults.items())), world.trace_hash()
+    return result
+
+
+def _end(cluster: Cluster) -> None:
+    """Nothing of a world goes on after it, not even when it is collected."""
+    for life in cluster.every_life:
+        if life.ranks is not None and life.ranks.store is not None:
+            life.ranks.store.abandon()
+
+
+def _count(cluster: Cluster, result: Result) -> None:
+    ends: Counter[str] = Counter()
+    for life in cluster.every_life:
+        for name, count in life.node.ledger.desk.counts.items():
+            if name.startswith("ends."):
+                ends[name.removeprefix("ends.")] += count
+    result.ends = dict(sorted(ends.items()))
+    result.handoffs, result.delivered = sum(ends.values()), ends["delivered"]

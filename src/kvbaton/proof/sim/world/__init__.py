@@ -1,0 +1,1 @@
+"""Simulated clusters: engines, memory, transports, network, store, ranks, and the clock."""

@@ -1,0 +1,464 @@
+"""A whole cluster in one world: workers that live and die, a router, clients, and the faults of one plan."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from kvbaton.proof.sim.checks import passed_over
+from kvbaton.proof.sim.checks.hearing import Hearing
+from kvbaton.proof.sim.checks.witness import Witness
+from kvbaton.proof.sim.hardship.hardships import LOSS
+from kvbaton.proof.sim.hardship.mishaps import Mishaps
+from kvbaton.proof.sim.hardship.rank_faults import RankTroubles
+from kvbaton.proof.sim.hardship.world_plan import FAULTY_S, Plan
+from kvbaton.proof.sim.liars.liar_watch import Company
+from kvbaton.proof.sim.promises import WRONG, Broken
+from kvbaton.proof.sim.world.life import TICKET_KEY, Character, Life, request_name
+from kvbaton.proof.sim.world.sim_network import Network, NetworkFaults
+from kvbaton.proof.sim.world.sim_request import SimRequest, digest_for
+from kvbaton.proof.sim.world.sim_router import Errand, Router
+from kvbaton.proof.sim.world.sim_transport import Fabric, TransportFaults, astray
+from kvbaton.proof.sim.world.world import World
+from kvbaton.protocol.events import Departed, DrainStarted
+from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
+from kvbaton.protocol.wire.ticket import Ticket, seal
+
+DRAIN_S = 4.0
+BURST_S = 1.2
+PROBES_S = 16.0
+PROBE_LIES_S = 8.0
+FLAP_LOOK_S, FLAP_LOOKS_MAX = 0.1, 25
+
+Told = Callable[[str, str], None]
+"""How a leg ended, and the detail; `left` comes before that, when the client goes."""
+
+
+@dataclass(slots=True)
+class Leg:
+    """One client request's part on one engine."""
+
+    index: int
+    life: Life
+    then: Told
+    ends: int = 0
+
+
+class Cluster:
+    """The plan, come alive."""
+
+    def __init__(self, world: World, plan: Plan) -> None:
+        self.world = world
+        self.plan = self.drawn = plan  # the former heals
+        self.network = Network(world, plan.network)
+        self.fabric = Fabric(world, plan.copies)
+        self.fabric.on_astray = astray
+        self.network.deliver = self._deliver
+        self.witness = Witness(self.fabric)
+        self.hearing = Hearing(self.network, plan.liars)
+        self.mishaps = Mishaps(self)
+        self.lives: dict[WorkerId, Life] = {}
+        self.liars = Company(world, plan.liars, self.network, self.fabric, self.lives)
+        self.liars.attend(self.witness)
+        self.router = Router(world, self.network, self.lives)
+        self.router.late = plan.stray
+        self.draining: set[WorkerId] = set()
+        self.healed = False
+        self.every_life: list[Life] = []
+        self.legs: list[Leg] = []
+        self.outcomes: Counter[str] = Counter()
+        self.asked_at: dict[tuple[WorkerId, WorkerId], float] = {}  # (P, D): when the last probe of the pair began
+        for character in {each.name: each for each in (*plan.prefill, *plan.decode)}.values():
+            self.network.names.add(character.name)
+            self.start(character)
+        for index in range(plan.requests):
+            at_s = world.rng.uniform(0, FAULTY_S * 0.8)
+            if plan.bursts:
+                at_s = at_s // BURST_S * BURST_S + world.rng.uniform(0, 0.05)
+            world.after(at_s, self._later(self._new_request, index))
+        self._schedule_faults()
+        if plan.hardships.opens_s:
+            world.after(plan.hardships.opens_s, self.mishaps.open_planes)
+        self.rank_faults = RankTroubles(self)
+
+    # --- workers
+
+    def start(self, character: Character) -> None:
+        life = self.liars.life(character)
+        passed_over.watch(life, self.lives, self.liars.names)
+        if self.healed:
+            life.engine.preempt = life.engine.skips = 0.0
+            if life.ranks is not None:
+                life.ranks.heal()
+        else:
+            life.store.throws = self.plan.hardships.throws
+        self.draining.discard(character.name)
+        self.lives[character.name] = life
+        self.every_life.append(life)
+        self.witness.watch(life)
+        self.hearing.watch(life)
+        life.doorway.on_released = functools.partial(self.mishaps.nibble, life)
+        self.world.tell(f"{life.peer} starts")
+
+    def _crash(self) -> None:
+        rng = self.world.rng
+        name = rng.choice(sorted(self.lives))
+        life = self.lives[name]
+        if life.alive:
+            self.fall(life)
+
+    def fall(self, life: Life) -> None:
+        """A worker dies, and comes back as another life."""
+        rng = self.world.rng
+        self.world.faults["crashed"] += 1
+        self.world.tell(f"{life.peer} crashes")
+        life.crash()
+        for leg in [leg for leg in self.legs if leg.life is life and not leg.ends]:
+            self._end_leg(leg, "error", "the worker died")
+        if rng.random() < 0.5:
+            self._spread_word(life)
+        self.world.after(rng.uniform(0.05, 3.0), self._later(self._restart, life.character))
+
+    def _spread_word(self, life: Life) -> None:
+        """The registry tells the others, each in its own time, that this life is gone. It may be wrong."""
+        for other in list(self.lives.values()):
+            self.world.after(self.world.rng.uniform(0.05, 1.0), self._later(self._departed, other, life))
+
+    def _flap(self) -> None:
+        life = self.lives[self.world.rng.choice(sorted(self.lives))]
+        self.world.faults["registry_flaps"] += 1
+        self.world.tell(f"{life.peer} is said to have departed")
+        self._spread_word(life)
+        self._flap_again(life, FLAP_LOOKS_MAX)
+
+    def _flap_again(self, life: Life, looks: int) -> None:
+        """Say it again and again to whoever it writes to just then: each has an earlier fence that may not be over."""
+        for other in self.lives.values():
+            if _is_written(other, life):
+                self.world.faults["registry_flaps"] += 1
+                self._departed(other, life)
+        if looks:
+            self.world.after(FLAP_LOOK_S, self._later(self._flap_again, life, looks - 1))
+
+    def _retire(self) -> None:
+        """A worker drains, leaves with a goodbye, and comes back as another life (also: its cache was replaced).
+
+        It goes soon, whatever it holds; or waits until that is nothing, as `kvbaton drain` does, but not for ever.
+        """
+        rng = self.world.rng
+        life = self.lives[rng.choice(sorted(self.lives))]
+        if life.alive and not life.paused:
+            self.world.faults["retired"] += 1
+            self.world.tell(f"{life.peer} drains")
+            life.node.tell(DrainStarted())
+            life.wake()
+            self.draining.add(life.peer.worker)
+            soon_s, patience_s = rng.choice(((rng.uniform(0, 2.0), 0.0), (0.0, DRAIN_S)))
+            self.world.after(soon_s, self._later(self._leave, life, self.world.now + patience_s))
+
+    def _leave(self, life: Life, patient_until: float) -> None:
+        if not life.alive:
+            return
+        if life.paused or (life.engine.busy and self.world.now < patient_until):
+            self.world.after(0.5, self._later(self._leave, life, patient_until))
+            return
+        self.world.tell(f"{life.peer} leaves")
+        life.leave()
+        for leg in [leg for leg in self.legs if leg.life is life and not leg.ends]:
+            self._end_leg(leg, "error", "the worker left")
+        self.world.after(self.world.rng.uniform(0.05, 1.0), self._later(self._restart, life.character))
+
+    def _restart(self, character: Character) -> None:
+        if not self.lives[character.name].alive:  # healing may have been faster
+            self.start(character)
+
+    def _departed(self, other: Life, gone: Life) -> None:
+        if other.alive and other is not gone:
+            other.node.tell(Departed(gone.peer.worker, gone.peer.incarnation))
+            other.wake()
+
+    def _pause(self) -> None:
+        rng = self.world.rng
+        life = self.lives[rng.choice(sorted(self.lives))]
+        if not life.alive or life.paused:
+            return
+        what = rng.choice(("process", "process", "loop", "engine"))
+        self.world.faults[f"paused_{what}"] += 1
+        self.world.tell(f"{life.peer} pauses: {what}")
+        life.pause(what)
+        self.world.after(rng.choice((0.3, 1.0, 5.0, 15.0)), self._later(self._resume, life))
+
+    def _resume(self, life: Life) -> None:
+        if life.alive and life.paused:
+            self.world.tell(f"{life.peer} resumes")
+            life.resume()
+
+    def _partition(self) -> None:
+        rng = self.world.rng
+        source, target = rng.sample(sorted(self.lives), 2)
+        pairs = {(source, target)} if rng.random() < 0.5 else {(source, target), (target, source)}
+        self.world.faults["partitions"] += 1
+        self.world.tell(f"cut {sorted(pairs)}")
+        self.network.cut |= pairs
+        self.world.after(rng.uniform(0.3, 5.0), lambda: self.network.cut.difference_update(pairs))
+
+    def _schedule_faults(self) -> None:
+        rng = self.world.rng
+        for count, act in (
+            (self.plan.crashes, self._crash),
+            (self.plan.pauses, self._pause),
+            (self.plan.flaps, self._flap),
+            (self.plan.retires, self._retire),
+            (self.plan.partitions, self._partition),
+            (self.plan.hardships.replaces, self.mishaps.replace_a_cache),
+        ):
+            for _ in range(count):
+                self.world.after(rng.uniform(0.2, FAULTY_S * 0.9), act)
+
+    def heal(self) -> None:
+        """No more faults: what is left must now come to rest by itself."""
+        self.healed = True
+        self.plan = msgspec.structs.replace(self.plan, abort=0.0, bad_ticket=0.0, late_ticket=0.0, leave=0.0, stray=0.0)
+        self.router.late = 0.0
+        self.network.faults = NetworkFaults(loss=self.plan.hardships.lossy * LOSS)
+        self.fabric.faults = TransportFaults()
+        self.network.cut.clear()
+        self.rank_faults.heal()
+        self.liars.rest()
+        for life in list(self.lives.values()):
+            if not life.alive:
+                self.start(life.character)
+            elif life.paused:
+                self._resume(life)
+        for life in self.lives.values():
+            life.engine.preempt = life.engine.skips = life.store.throws = 0.0
+
+    def delivered(self) -> int:
+        return sum(life.node.ledger.desk.counts["ends.delivered"] for life in self.every_life)
+
+    # --- requests
+
+    def probe(self) -> int:
+        """After everything has healed: one request for every pair and mode. Returns how many handoffs must follow."""
+        self.liars.wake(PROBE_LIES_S)
+        turns = range(len(self.plan.decode))  # everybody else has a turn before one has the next
+        sides = [(s, self.plan.decode[(n + k) % len(turns)]) for k in turns for n, s in enumerate(self.plan.prefill)]
+        honest = [(s, t) for s, t in sides if not {s.name, t.name} & self.liars.names]
+        pairs = [(s.name, t.name) for s, t in honest if s.name != t.name and _can_talk(s, t)]
+        modes = [(*pair, mode) for mode in ("pull", "stream", "push") for pair in pairs]
+        apart_s = min(1.0, PROBES_S / max(1, len(modes)))
+        for count, (source, target, mode) in enumerate(modes, 1):
+            self.world.after(count * apart_s, self._later(self._probe, count, source, target, mode))
+        return len(modes)
+
+    def _probe(self, index: int, source: WorkerId, target: WorkerId, mode: str) -> None:
+        life, other = self.lives[source], self.lives[target]
+        self.asked_at[source, target] = self.world.now
+        content, tokens = 900_000 + index, 1 + index % 8
+        if mode == "pull":
+            self._pull(index, life, other, content, tokens, alone=True)
+        else:
+            self._both_at_once(index, life, other, content, tokens, mode)
+
+    def _new_request(self, index: int) -> None:
+        rng = self.world.rng
+        source = self._chosen([character.name for character in self.plan.prefill])
+        others = [character.name for character in self.plan.decode if character.name != source.peer.worker]
+        target = self._chosen(others)
+        mode = "push" if rng.random() < self.plan.push else rng.choice(("pull", "pull", "stream"))
+        content, tokens = index + 1, rng.randint(1, 12)
+        if rng.random() < 0.15:
+            content = rng.randint(1, index + 1)
+        if self.plan.ranks.prompts:
+            content = content % self.plan.ranks.prompts + 1
+        content = self.liars.content(source, content)
+        if mode == "pull":
+            self._pull(index, source, target, content, tokens)
+        else:
+            self._both_at_once(index, source, target, content, tokens, mode)
+
+    def _chosen(self, names: list[WorkerId]) -> Life:
+        """Any of them; one that drains where there is no other, or before the router has heard of it."""
+        able = [name for name in names if name not in self.draining]
+        if able != names and (not able or self.world.chance(0.3)):
+            able = names
+        return self.lives[self.world.rng.choice(able)]
+
+    def _pull(self, index: int, source: Life, target: Life, content: int, tokens: int, alone: bool = False) -> None:
+        targets = [target]
+        if len(self.plan.decode) > 1 and not alone and self.world.rng.random() < 0.3:
+            names = [character.name for character in self.plan.decode if character.name != source.peer.worker]
+            targets = [self.lives[name] for name in names]
+
+        def prefilled(how: str, ticket: str) -> None:
+            if how != "prefilled":
+                return
+            errand = Errand(source.peer.worker, ticket, len(targets))
+            if self.world.chance(self.plan.leave):
+                self.router.leave(errand)
+                return
+            self._stray(source, ticket)
+            late = self.world.chance(self.plan.late_ticket)
+            for reader in targets:
+                soon_s = 0.01 if alone else 0.2
+                if len(targets) > 1 and self.plan.profile != "healthy":
+                    soon_s = 1.0  # one may be done before the other comes
+                delay = self.world.rng.uniform(0.2, 4.0) if late else self.world.rng.uniform(0.001, soon_s)
+                self.world.after(delay, self._later(self._decode, index, reader, content, tokens, "pull", errand))
+
+        self.add(index, source, content, tokens, "prefill", prefilled, max_readers=len(targets))
+
+    def _both_at_once(self, index: int, source: Life, target: Life, content: int, tokens: int, mode: str) -> None:
+        rng = self.world.rng
+        handoff = handoff_id(TransferId(f"{rng.getrandbits(128):032x}"))
+        ticket = seal(Ticket(handoff, source.peer.worker, self.world.now + 5.0, target=target.peer.worker), TICKET_KEY)
+        self.liars.overhear(ticket, digest_for(content, tokens), target.peer.worker)
+        errand = Errand(source.peer.worker, ticket)
+        prefill = functools.partial(
+            self.add,
+            index,
+            source,
+            content,
+            tokens,
+            "prefill",
+            lambda how, detail: self.router.on_source(errand, how),
+            mode,
+            "",
+            handoff,
+            target.peer.worker,
+            errand=errand,
+        )
+        decode = self._later(self._decode, index, target, content, tokens, mode, errand)
+        self.world.after(rng.choice((0.001, 0.005, 0.5)) * rng.random(), prefill)
+        self.world.after(rng.choice((0.001, 0.005, 0.5)) * rng.random(), decode)
+        self._stray(source, ticket)
+
+    def _stray(self, source: Life, ticket: str) -> None:
+        if self.world.chance(self.plan.stray):
+            self.router.stray(source.peer.worker, ticket, self.plan.profile == "healthy")
+
+    def _decode(self, index: int, target: Life, content: int, tokens: int, mode: str, errand: Errand) -> None:
+        ticket, trusted = errand.ticket, True
+        if self.world.chance(self.plan.bad_ticket):
+            kind = self.world.rng.choice(("forged", "other_prompt", "replayed", "twice"))
+            self.world.faults[f"ticket_{kind}"] += 1
+            if kind == "forged":
+                flip = self.world.rng.randrange(len(ticket))
+                ticket = ticket[:flip] + ("A" if ticket[flip] != "A" else "B") + ticket[flip + 1 :]
+                trusted = False
+            elif kind == "other_prompt":
+                content += 100_000
+            else:
+                delay = 0.0 if kind == "twice" else self.world.rng.uniform(0, 3)
+                again = self._later(
+                    self.add, index, self.lives[target.peer.worker], content, tokens, "decode", _ignore, mode, ticket
+                )
+                self.world.after(delay, again)
+        current = self.lives[target.peer.worker]
+        if self.plan.hardships.nobody and not self.healed and self.world.chance(self.plan.hardships.nobody):
+            self.world.faults["ticket_of_nobody"] += 1
+            opened = current.doorway.open_ticket(errand.ticket)
+            ticket = seal(msgspec.structs.replace(opened, source=WorkerId("nobody")), TICKET_KEY)
+
+        def answered(how: str, detail: str) -> None:
+            self.router.on_target(errand, how)
+
+        cancelled = errand if mode != "pull" else None
+        self.add(index, current, content, tokens, "decode", answered, mode, ticket, trusted=trusted, errand=cancelled)
+
+    def add(
+        self,
+        index: int,
+        life: Life,
+        content: int,
+        tokens: int,
+        role: str,
+        then: Told,
+        mode: str = "pull",
+        ticket: str = "",
+        handoff: str = "",
+        target: str = "",
+        max_readers: int = 1,
+        trusted: bool = True,
+        errand: Errand | None = None,
+        prefers: tuple[int, ...] = (),
+    ) -> None:
+        leg = Leg(index, life, then)
+        self.legs.append(leg)
+        if not life.alive:
+            self._end_leg(leg, "error", "the worker is dead")
+            return
+
+        name = request_name(life, len(self.legs), role[0])
+        request = SimRequest(
+            name,
+            content,
+            tokens,
+            role,
+            functools.partial(self._end_leg, leg),
+            mode,
+            ticket,
+            HandoffId(handoff),
+            WorkerId(target),
+            max_readers,
+            trusted=trusted,
+            prefers=prefers,
+        )
+        self.world.tell(f"{life.peer.worker} {name} {role} {mode} content {content} tokens {tokens}")
+        life.engine.add(request)
+        life.wake_engine()
+        if errand is not None:
+            errand.cancels.append(self._later(self._abort, leg, request))
+        if self.world.chance(self.plan.abort):
+            self.world.faults["aborted"] += 1
+            delay = self.world.rng.choice((0.05, 0.2, 1.0)) * self.world.rng.random()
+            self.world.after(delay, self._later(self._client_leaves, leg, request))
+
+    def _client_leaves(self, leg: Leg, request: SimRequest) -> None:
+        if not leg.ends:
+            leg.then("left", "")
+        self._abort(leg, request)
+
+    def _abort(self, leg: Leg, request: SimRequest) -> None:
+        life = leg.life
+        if life.alive and not life.paused:
+            life.engine.abort(request.id)
+            life.wake_engine()
+
+    def _end_leg(self, leg: Leg, how: str, detail: str) -> None:
+        leg.ends += 1
+        if leg.ends > 1:
+            raise Broken(WRONG, f"request {leg.index} ended twice")
+        self.outcomes[f"{how}.{detail}" if how == "failed" else how] += 1
+        leg.then(how, detail)
+
+    # --- wires
+
+    def _deliver(self, source: WorkerId, target: WorkerId, frame: bytes) -> None:
+        life = self.lives[target]
+        if life.alive:
+            life.receive(source, frame)
+
+    def _later(self, act: Callable[..., None], *arguments: object, **named: object) -> Callable[[], None]:
+        return lambda: act(*arguments, **named)
+
+
+def _is_written(target: Life, source: Life) -> bool:
+    """Whether P writes to D, in the session that D knows of."""
+    link = target.node.ledger.consumer.links.by_worker.get(source.peer.worker)
+    outlets = source.node.ledger.producer.writer.outlets.items()
+    return link is not None and any(key[0] == link.session and outlet.parts.moving for key, outlet in outlets)
+
+
+def _can_talk(one: Character, other: Character) -> bool:
+    """Nothing is required that the other has not, and there is a version that both speak."""
+    ours, theirs = one.versions, other.versions
+    return not (one.required or other.required) and max(ours.oldest, theirs.oldest) <= min(ours.newest, theirs.newest)
+
+
+def _ignore(how: str, detail: str) -> None:
+    """The router has nothing left to do for this leg."""

@@ -1,0 +1,461 @@
+"""A simulated engine: a block pool, a scheduler and devices with stamped memory, behind the production `Doorway`.
+
+It keeps the contract that vLLM's scheduler enforces (reference: invariants of the hooks): a load that was begun waits
+for exactly one report per rank, also after an abort; an unknown or second report is the death of an engine.
+
+Laws: up to `depth` steps are in flight; what a request has computed is known when a step's output is taken, and outputs
+are taken in order. A chunk is announced with its step's output, a layer by the event behind that layer on that rank
+(rule 30). Where bytes may land that no step orders, a block that a step in flight writes is freed with that step's
+output (rule 32).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+
+from kvbaton.node.doorway import Doorway, DropBlocks, LoadReport, MatchState, UnpinBlocks
+from kvbaton.proof.sim.promises import DEATH, STRANGER, Broken
+from kvbaton.proof.sim.world.fetching import Fetching
+from kvbaton.proof.sim.world.sim_device import Device, Step, Work
+from kvbaton.proof.sim.world.sim_memory import Shape
+from kvbaton.proof.sim.world.sim_pool import Pool, Prefixes
+from kvbaton.proof.sim.world.sim_request import Phase, SimRequest, digest_of
+from kvbaton.proof.sim.world.world import World
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.events import Groups
+from kvbaton.protocol.geometry.progress import GroupProgress, Progress, whole
+from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId
+
+LATE_EVENT, LATE_EVENT_S = 0.3, 0.02
+"""Some events are noticed late: after the step's output, or after the request's end."""
+
+
+class SimEngine:
+    """One engine in one life."""
+
+    def __init__(
+        self, world: World, name: str, shape: Shape, doorway: Doorway, memory: list[bytearray], policy: str
+    ) -> None:
+        self.world = world
+        self.name = name
+        self.shape = shape
+        self.doorway = doorway
+        self.policy = policy
+        self.pool = Pool(shape.blocks, doorway, len(shape.group_layers))
+        self.device = Device(world, name, shape, memory)
+        self.announce: Callable[[LeaseId, Progress, int], None] = doorway.progressed  # by the rank whose device it is
+        self.device.on_layer, self.device.on_done = self._layer_done, doorway.wake_engine
+        self.fetching = Fetching(world, self.pool, self.device, self._fetched)
+        self.requests: dict[RequestId, SimRequest] = {}
+        self.prefixes = Prefixes(shape, self.pool.reuses)
+        self.own_refs = 0
+        self.layerwise = self.replacing = False
+        self.lists_early = False  # that a prompt is all listed is said with its last chunk's issue, not with its output
+        self.depth, self.defers = 1, True  # frees wait for the steps that were in flight
+        self.preempt = self.put = self.get = self.early = self.skips = 0.0  # shares of requests
+        self.on_wake: Callable[[], None] = doorway.wake_engine
+        self.put_prompts: dict[Groups, SimRequest] = {}  # by their blocks: while these are put, they are no other's
+        self.values_of: Callable[[SimRequest, Groups], tuple[Groups, tuple[bytes, ...]]] = _one_value
+        self._in_flight: deque[Step] = deque()
+        self._deferred: deque[tuple[int, list[int]]] = deque()  # (the last step that may write there, blocks)
+        self._last_step = 0
+
+    # --- requests
+
+    def add(self, request: SimRequest) -> None:
+        self.requests[request.id] = request
+        if request.role == "decode" and request.ticket:
+            self.doorway.want(
+                request.id, request.ticket, digest_of(request), request.tokens, push=request.mode == "push"
+            )
+
+    def abort(self, id: RequestId) -> None:
+        request = self.requests.get(id)
+        if request is None or request.aborted:
+            return
+        request.aborted = True
+        if request.lease is not None:
+            self.doorway.source_ended(request.lease, Reason.SOURCE_ABORTED)
+            request.lease = None
+        self.doorway.gave_up(id)
+        if request.phase is not Phase.LOADING:
+            self._remove(request)
+
+    # --- one step
+
+    def step(self) -> None:
+        """Take the outputs that have come, and issue the next step if there is room for one more in flight."""
+        self._do_duties()
+        self.fetching.poll()
+        self._take_outputs()
+        if len(self._in_flight) < self.depth and not self.replacing:
+            self._issue([work for request in list(self.requests.values()) for work in self._advance(request)])
+        self._do_duties()
+
+    def preempt_all(self) -> None:
+        self._do_duties()
+        for request in self.requests.values():
+            if request.phase in (Phase.PREFILLING, Phase.DECODING, Phase.FETCHING):
+                self._preempt(request)
+
+    def step_down(self) -> None:
+        """The engine gives up every request before its process ends; what the door still holds comes back first."""
+        for request in list(self.requests.values()):
+            request.on_end = _nobody
+            self.doorway.gave_up(request.id)
+        self._do_duties()
+
+    def stop(self) -> None:
+        self.device.stopped = True
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.requests) or self.doorway.busy
+
+    @property
+    def at_rest(self) -> bool:
+        """Nothing lands in any block, and no block waits to be free."""
+        return not (self._in_flight or self._deferred or self.fetching.open)
+
+    @property
+    def has_next(self) -> bool:
+        """Whether a step could be issued now."""
+        active = (Phase.PREFILLING, Phase.DECODING)
+        return len(self._in_flight) < self.depth and any(r.phase in active for r in self.requests.values())
+
+    @property
+    def held_refs(self) -> int:
+        """References of the engine itself: of its requests, of what a store's bytes land in, and frees that wait."""
+        return self.own_refs + self.fetching.held_blocks
+
+    def _do_duties(self) -> None:
+        for duty in self.doorway.duties():
+            if isinstance(duty, UnpinBlocks):
+                self.pool.unpin(duty.blocks)
+            elif isinstance(duty, DropBlocks):
+                self.pool.let_go(duty.blocks)
+            elif isinstance(duty, LoadReport):
+                self._report(duty)
+
+    def _report(self, duty: LoadReport) -> None:
+        request = self.requests.get(duty.request)
+        if request is None or request.phase is not Phase.LOADING:
+            raise Broken(DEATH, f"{self.name}: a report for {duty.request}, which is not loading")
+        if duty.rank in request.reported:
+            raise Broken(DEATH, f"{self.name}: rank {duty.rank} reported {duty.request} twice")
+        request.reported.add(duty.rank)
+        if not duty.end.delivered:
+            request.failed = duty.end
+        if len(request.reported) == self.shape.ranks:
+            self._loaded(request)
+
+    def _loaded(self, request: SimRequest) -> None:
+        self.world.tell(f"{self.name} loaded {request.id} {request.failed.reason if request.failed else 'ok'}")
+        if request.aborted:
+            self._remove(request)
+        elif request.failed is None:
+            if not request.trusted:
+                raise Broken(STRANGER, f"{self.name}: {request.id} was delivered on a forged ticket")
+            self._check_tokens(request, request.tokens, "as delivered")
+            request.computed = request.tokens
+            self._start_decoding(request)
+        elif self.policy == "fail":
+            self._finish(request, "failed", str(request.failed.reason))
+        else:
+            self._keep_good_prefix(request)
+
+    def _keep_good_prefix(self, request: SimRequest) -> None:
+        """Recompute; what is proven good stays where it is, as vLLM does for one group."""
+        assert request.failed is not None
+        good = request.failed.good_tokens // self.shape.block_tokens * self.shape.block_tokens
+        if good > request.first_token and len(self.shape.group_layers) == 1:
+            self._check_tokens(request, good, "as proven good")
+            request.computed = good
+            request.phase = Phase.PREFILLING
+        else:
+            self._free(request)
+            request.phase = Phase.WAITING
+
+    def _advance(self, request: SimRequest) -> list[Work]:
+        """What the next step does for a request."""
+        if request.phase is Phase.WAITING:
+            self._schedule(request)
+        if request.phase is Phase.PREFILLING:
+            return self._prefill(request)
+        return self._decode(request) if request.phase is Phase.DECODING else []
+
+    def _schedule(self, request: SimRequest) -> None:
+        if request.role == "decode" and request.ticket and not request.remote_done:
+            match = self.doorway.match(request.id)
+            if match.state is MatchState.NOT_YET:
+                if match.computed and self.world.chance(self.early):
+                    self.world.faults["early_blocks"] += 1
+                    self._load(request)  # P has it all: its answer will find the blocks taken
+                return
+            if match.state is MatchState.FOUND:
+                if self.skips and self.world.chance(self.skips):
+                    self.world.faults["not_needed"] += 1
+                    self.doorway.not_needed(request.id)
+                    request.remote_done = True
+                else:
+                    self._load(request)
+                return
+            request.remote_done = True
+            self.world.tell(f"{self.name} no match {request.id} {match.end.reason if match.end else ''}")
+            if self.policy == "fail" and match.end is not None:
+                self._finish(request, "failed", str(match.end.reason))
+                return
+        if not self._allocate(request):
+            return
+        if not request.fetched and self.world.chance(self.get) and self.fetching.begin(request):
+            request.fetched, request.phase = True, Phase.FETCHING
+            return
+        self._start_prefill(request)
+
+    def _start_prefill(self, request: SimRequest) -> None:
+        request.phase = Phase.PREFILLING
+        if request.handoff and request.role == "prefill":
+            self._begin_lease(request)
+
+    def _fetched(self, request: SimRequest, blocks: int, turn: int) -> None:
+        """A store's bytes are at rest in the first `blocks` blocks; or, if there are none, it did not have them."""
+        if request.id in self.requests and request.turn == turn:
+            request.computed = blocks * self.shape.block_tokens
+            self._start_prefill(request)
+        self.on_wake()
+
+    def _allocate(self, request: SimRequest) -> bool:
+        shape = self.shape
+        per_group, groups = -(-(request.tokens + 1) // shape.block_tokens), len(shape.group_layers)
+        if len(self.pool.free) < per_group * groups:
+            return False
+        found = self.prefixes.of(request) if request.role == "prefill" else [[] for _ in range(groups)]
+        for ids in found:  # of all groups, before a fresh block of one is taken from what another has found
+            self.pool.revive(ids)
+        self.pool.prefer(request.prefers)
+        request.blocks = tuple([*ids, *self._fresh(per_group - len(ids), group)] for group, ids in enumerate(found))
+        request.computed = len(found[0]) * shape.block_tokens
+        self.own_refs += per_group * groups
+        return True
+
+    def _fresh(self, count: int, group: int) -> list[int]:
+        blocks = self.pool.allocate(count)
+        self.device.handed_out(blocks, group)
+        return blocks
+
+    def _load(self, request: SimRequest) -> None:
+        if not self._allocate(request):
+            return
+        request.remote_done = True
+        request.phase = Phase.LOADING
+        block_tokens = self.shape.block_tokens
+        have = self.world.rng.randrange(0, request.tokens, block_tokens) if self.world.chance(0.2) else 0
+        request.first_token = have
+        if have:  # as if found in the prefix cache
+            for rank in range(self.shape.ranks):
+                for layer in self.shape.own_layers[rank]:
+                    self.device.write(request.content, request.blocks, 0, have, rank, layer)
+        wanted = tuple(tuple(ids[have // block_tokens :]) for ids in self._listed(request))
+        held = self.doorway.allocated(request.id, wanted, have)
+        self.device.check_quiet(held)
+        self.pool.hold(held)
+
+    # --- computing
+
+    def _prefill(self, request: SimRequest) -> list[Work]:
+        """The next chunk; its blocks are pinned before it is issued."""
+        if request.computed == request.tokens:
+            return []
+        if request.role == "prefill" and self.world.chance(self.preempt):
+            self._preempt(request)
+            return []
+        first, had = request.computed, request.pinned
+        request.computed = min(request.tokens, first + self.world.rng.choice((2, 4, 8, 16)))
+        if request.lease is not None:
+            self._pin_chunk(request)
+        if request.role == "prefill":
+            self.prefixes.publish(request)
+        work = Work(request, request.blocks, first, request.computed, request.turn, request.lease, had, request.pinned)
+        work.is_checked = request.fetched
+        return [work]
+
+    def _decode(self, request: SimRequest) -> list[Work]:
+        """One more token. That a request is over is known with its last output: steps too many may be in flight."""
+        if self.world.chance(self.preempt):
+            self._preempt(request)
+            return []
+        request.decode_issued += 1
+        work = Work(request, request.blocks, request.tokens, request.tokens + 1, request.turn)
+        work.is_checked = request.decode_issued == request.decode_left
+        return [work]
+
+    def _issue(self, works: list[Work]) -> None:
+        if works:
+            self._last_step += 1
+            self._in_flight.append(self.device.issue(self._last_step, works))
+
+    def _take_outputs(self) -> None:
+        while self._in_flight and self._in_flight[0].done:
+            step = self._in_flight.popleft()
+            for work in step.works:
+                request = work.request
+                if self.requests.get(request.id) is request and request.turn == work.turn:
+                    self._output(work)
+            while self._deferred and self._deferred[0][0] <= step.number:
+                self._let_go(self._deferred.popleft()[1])
+
+    def _output(self, work: Work) -> None:
+        request = work.request
+        if request.phase is Phase.DECODING:
+            request.decode_left -= 1
+            request.decode_issued -= 1
+            if request.decode_left <= 0:
+                self._finish(request, "answered", "")
+            return
+        self._announce_chunk(work)
+        if work.stop == request.tokens:
+            self._prefilled(request)
+
+    def _announce_chunk(self, work: Work) -> None:
+        """Every rank has computed the chunk: its output is here."""
+        lease = work.request.lease
+        if lease is not None:
+            self.doorway.progressed(lease, whole([work.has] * len(self.shape.group_layers)))
+            if work.stop == work.request.tokens and not self.lists_early:
+                self.doorway.completed(lease)
+
+    def _layer_done(self, step: Step, rank: int, layer: int) -> None:
+        """The event behind a layer has come to pass on one rank; whoever waits for events says so, sooner or later."""
+        if not self.layerwise:
+            return
+        for work in step.works:
+            if work.has > work.had and self.world.chance(0.5):
+                late_s = self.world.rng.uniform(0, LATE_EVENT_S) if self.world.chance(LATE_EVENT) else 0.0
+                self._announce_layer(work, rank, layer, late_s)
+
+    def _announce_layer(self, work: Work, rank: int, layer: int, late_s: float) -> None:
+        assert work.lease is not None
+        own = self.shape.own_layers[rank]
+        done = self.shape.layers if layer == own[-1] else layer + 1  # a rank counts other stages' layers as ready
+        say = functools.partial(self.announce, work.lease, self._ahead(work, done), rank)
+        if late_s:
+            self.world.after(late_s, say)
+        else:
+            say()
+
+    def _ahead(self, work: Work, layers: int) -> Progress:
+        """What is ready when `layers` layers (through all groups) of the chunk are done."""
+        found = []
+        for group, count in enumerate(self.shape.group_layers):
+            done = max(0, min(count, layers - self.shape.first_layer(group)))
+            found.append(GroupProgress(work.has) if done == count else GroupProgress(work.had, work.has, done))
+        return tuple(found)
+
+    def _prefilled(self, request: SimRequest) -> None:
+        if request.role == "prefill":
+            self._finish_prefill(request)
+        else:
+            self._start_decoding(request)
+
+    def _begin_lease(self, request: SimRequest) -> None:
+        request.pinned = 0  # also what the prefix cache gave is pinned with the first chunk
+        request.lease = self.doorway.begin(
+            request.handoff, digest_of(request), request.tokens, target=request.target, max_readers=request.max_readers
+        )
+
+    def _chunk_end(self, request: SimRequest) -> int:
+        """Whole blocks only, until the last chunk takes the tail along."""
+        if request.computed == request.tokens:
+            return -(-request.tokens // self.shape.block_tokens)
+        return request.computed // self.shape.block_tokens
+
+    def _pin_chunk(self, request: SimRequest) -> None:
+        assert request.lease is not None
+        upto = self._chunk_end(request)
+        fresh = tuple(tuple(ids[request.pinned : upto]) for ids in self._listed(request))
+        self.pool.before_pin([block for ids in fresh for block in ids])
+        self.pool.touch(self.doorway.pin(request.lease, fresh))
+        request.pinned = upto
+        if self.lists_early and request.computed == request.tokens:
+            self.doorway.completed(request.lease)
+
+    def _finish_prefill(self, request: SimRequest) -> None:
+        ticket = ""
+        blocks = tuple(map(tuple, self._listed(request)))
+        if request.mode == "pull":
+            self.pool.before_pin([block for ids in blocks for block in ids])
+            ticket, pinned = self.doorway.grant(
+                digest_of(request), request.tokens, blocks, max_readers=request.max_readers
+            )
+            self.pool.touch(pinned)
+        if self.world.chance(self.put):
+            self.world.faults["puts"] += 1
+            self.put_prompts[blocks] = request
+            self.pool.touch(self.doorway.put(*self.values_of(request, blocks)))
+        request.lease = None
+        self._finish(request, "prefilled", ticket)
+
+    def _listed(self, request: SimRequest) -> list[list[int]]:
+        """The blocks of a prompt that its KV is in, without those that left a window."""
+        needed = -(-request.tokens // self.shape.block_tokens)
+        return [self.shape.listed(group, ids[:needed], request.tokens) for group, ids in enumerate(request.blocks)]
+
+    def _preempt(self, request: SimRequest) -> None:
+        self.world.faults["preempted"] += 1
+        if request.lease is not None:
+            self.doorway.source_ended(request.lease, Reason.SOURCE_PREEMPTED)
+            request.lease = None
+            request.handoff = HandoffId("")
+        self._free(request)
+        request.phase = Phase.WAITING
+        self.on_wake()
+
+    def _start_decoding(self, request: SimRequest) -> None:
+        request.phase, request.decode_issued = Phase.DECODING, 0
+        request.decode_left = self.world.rng.choice((1, 2, 3, 12))
+
+    # --- endings and checks
+
+    def _finish(self, request: SimRequest, how: str, detail: str) -> None:
+        self._remove(request)
+        self.doorway.gave_up(request.id)
+        request.on_end(how, detail)
+
+    def _remove(self, request: SimRequest) -> None:
+        self._free(request)
+        del self.requests[request.id]
+        if request.aborted:
+            request.on_end("aborted", "")
+
+    def _free(self, request: SimRequest) -> None:
+        """Give a request's blocks back: with the output of the last step in flight where that may still write them."""
+        blocks = [block for ids in request.blocks for block in ids]
+        request.blocks, request.computed = (), 0
+        request.turn += 1
+        if self.defers and self._in_flight:
+            self._deferred.append((self._last_step, blocks))
+        else:
+            self._let_go(blocks)
+
+    def _let_go(self, blocks: list[int]) -> None:
+        if self.defers:  # else whoever gets them writes in the order of the steps, and nothing is loaded
+            self.device.check_quiet(blocks)
+        self.pool.drop(blocks)
+        self.own_refs -= len(blocks)
+
+    def _check_tokens(self, request: SimRequest, tokens: int, when: str) -> None:
+        """Every cell of the prompt is this prompt's."""
+        shape = self.shape
+        who = f"{request.id} {when}"
+        self.device.check(request.content, request.blocks, tokens, range(shape.ranks), range(shape.layers), who)
+
+
+def _one_value(request: SimRequest, blocks: Groups) -> tuple[Groups, tuple[bytes, ...]]:
+    """A store that keeps prompts, not blocks."""
+    return blocks, (digest_of(request),)
+
+
+def _nobody(how: str, detail: str) -> None:
+    """The worker leaves; its clients have been told."""

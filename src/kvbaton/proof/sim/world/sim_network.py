@@ -1,0 +1,99 @@
+"""A control network that delays, loses, doubles, reorders, cuts and garbles frames between named workers.
+
+Frames go to whoever runs under the name when they arrive, so a restarted worker hears its predecessor's mail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvbaton.proof.sim.world.world import InjectedFault, World
+from kvbaton.protocol.ids import WorkerId
+
+
+@dataclass(slots=True)
+class NetworkFaults:
+    """How bad the network is; all zero is a good one."""
+
+    loss: float = 0.0
+    double: float = 0.0
+    slow: float = 0.0  # share of frames that take `slow_s` at most
+    slow_s: float = 2.0
+    garble: float = 0.0
+    throws: float = 0.0  # share of looks for mail that raise
+
+
+class Network:
+    """All links between workers."""
+
+    def __init__(self, world: World, faults: NetworkFaults) -> None:
+        self.world = world
+        self.faults = faults
+        self.cut: set[tuple[WorkerId, WorkerId]] = set()
+        self.names: set[WorkerId] = set()
+        self.deliver: Callable[[WorkerId, WorkerId, bytes], None] = lambda source, target, frame: None
+        self.on_said: Callable[[WorkerId, bytes], None] = lambda who, frame: None
+
+    def send(self, source: WorkerId, target: WorkerId, frame: bytes) -> None:
+        world, faults, rng = self.world, self.faults, self.world.rng
+        if (source, target) in self.cut:
+            world.faults["partitioned"] += 1
+            return
+        if world.chance(faults.garble):
+            world.faults["garbled"] += 1
+            garbled = self._garbled(frame)
+            world.after(rng.uniform(0.0001, 0.002), lambda: self.deliver(source, target, garbled))
+        self.carry(lambda: self.deliver(source, target, frame))
+
+    def carry(self, arrive: Callable[[], None]) -> None:
+        """Let something arrive: once, twice or never, soon or late."""
+        world, faults, rng = self.world, self.faults, self.world.rng
+        if world.chance(faults.loss):
+            world.faults["lost"] += 1
+            return
+        copies = 1
+        if world.chance(faults.double):
+            world.faults["doubled"] += 1
+            copies = 2
+        for _ in range(copies):
+            delay = rng.uniform(0.0001, 0.002)
+            if world.chance(faults.slow):
+                world.faults["delayed"] += 1
+                delay = rng.uniform(0.002, faults.slow_s * rng.choice((0.1, 1.0)))
+            world.after(delay, arrive)
+
+    def _garbled(self, frame: bytes) -> bytes:
+        rng = self.world.rng
+        kind = rng.randrange(3)
+        if kind == 0:
+            return frame[: rng.randrange(len(frame))]
+        if kind == 1:
+            return rng.randbytes(rng.randrange(64))
+        return frame + rng.randbytes(1 + rng.randrange(8))
+
+
+class SimControl:
+    """One life's control port."""
+
+    def __init__(self, network: Network, me: WorkerId) -> None:
+        self._network = network
+        self._me = me
+        self.inbox: list[tuple[WorkerId, bytes]] = []
+        self.alive = True
+
+    def send(self, worker: WorkerId, frame: bytes) -> bool:
+        if worker not in self._network.names:
+            return False
+        if self.alive:
+            self._network.on_said(self._me, frame)
+            self._network.send(self._me, worker, frame)
+        return True
+
+    def receive(self) -> Sequence[tuple[WorkerId, bytes]]:
+        throws = self._network.faults.throws
+        if throws and self.inbox and self._network.world.chance(throws):
+            self._network.world.faults["receive_threw"] += 1
+            raise InjectedFault("the simulated control plane threw")
+        frames, self.inbox = self.inbox, []
+        return frames
