@@ -106,17 +106,6 @@ def test_the_first_block_with_a_content_is_the_one_found() -> None:
     assert pool.find((1, b"x")) is None
 
 
-def test_a_prefix_cache_is_emptied_only_at_rest() -> None:
-    pool = BlockPool(4)
-    blocks = pool.allocate(1)
-    pool.publish(blocks[0], (0, b"x"))
-    assert not pool.forget_all()
-    pool.free(blocks)
-    assert pool.forget_all()
-    assert pool.find((0, b"x")) is None
-    pool.validate({})
-
-
 def test_a_lost_reference_is_noticed() -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(1)

@@ -78,17 +78,6 @@ def test_a_salt_keeps_prefixes_apart() -> None:
         assert finish(subject)[0].cached_tokens == cached
 
 
-def test_a_reset_forgets_prefixes_once_all_blocks_are_free() -> None:
-    subject, tokens = engine(), prompt(1, 30)
-    subject.add_request(request("a", tokens, 3))
-    step(subject)
-    assert not subject.reset_prefix_cache()
-    finish(subject)
-    assert subject.reset_prefix_cache()
-    subject.add_request(request("b", tokens, 1))
-    assert finish(subject)[0].cached_tokens == 0
-
-
 @pytest.mark.parametrize("config", [TINY, SLIDING])
 @pytest.mark.parametrize("caching", [True, False])
 def test_preemption_changes_no_answer(config: ModelConfig, caching: bool) -> None:

@@ -29,7 +29,7 @@ from kvbaton.protocol.events import SourceEnded
 from kvbaton.protocol.ids import LeaseId, WorkerId
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import messages as m
-from kvbaton.protocol.wire.messages import PROTOCOL_VERSION
+from kvbaton.protocol.wire.versions import NEWEST
 
 QUICK = Settings(
     transfer_timeout=6.0, defer_timeout=12.0, claim_timeout=4.0, lease_s=3.0, max_hold_s=40.0, revoke_timeout=2.0,
@@ -126,7 +126,7 @@ class Play:
         others = [party for party in pair.parties.values() if party is not source]
         target = others[numbers[1] % len(others)]
         session = numbers[2] if way == "other" else _session(source, target)
-        version = 1 if way == "old" else PROTOCOL_VERSION
+        version = 1 if way == "old" else NEWEST
         to = source.me.incarnation if way == "past" else target.me.incarnation
         try:
             raw = PACK([version, source.name, source.me.incarnation, to, session, body])

@@ -26,7 +26,7 @@ from kvbaton.protocol.wire.codec import (
     unfolded,
     unpack_blocks,
 )
-from kvbaton.protocol.wire.versions import Versions
+from kvbaton.protocol.wire.versions import NEWEST, Versions
 
 ME = PeerId(WorkerId("d"), Incarnation(7))
 CARD = m.Card(0, 7, "host", {"model": "m"}, Shape().layout(), ("tcp",))
@@ -68,9 +68,7 @@ def refused(frame: bytes) -> tuple[Reason, str]:
     return error.value.reason, error.value.detail
 
 
-def envelope(
-    body: object, version: int = m.PROTOCOL_VERSION, worker: str = "d", more: tuple[object, ...] = ()
-) -> bytes:
+def envelope(body: object, version: int = NEWEST, worker: str = "d", more: tuple[object, ...] = ()) -> bytes:
     return msgspec.msgpack.encode((version, worker, 7, 9, 3, body, *more))
 
 
@@ -82,7 +80,7 @@ def test_there_is_a_sample_of_every_message() -> None:
 def test_what_was_said_is_heard(message: m.Message) -> None:
     heard, again = decode(encode(ME, Incarnation(9), 3, message))
     assert again == message
-    assert (heard.sender, heard.to, heard.session, heard.version) == (ME, 9, 3, m.PROTOCOL_VERSION)
+    assert (heard.sender, heard.to, heard.session, heard.version) == (ME, 9, 3, NEWEST)
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=IDS)
@@ -105,7 +103,7 @@ def test_trailing_bytes_are_a_bad_message(message: m.Message) -> None:
 
 
 def test_another_version_is_named() -> None:
-    frame = envelope([99, "whatever it says"], version=m.PROTOCOL_VERSION + 1)
+    frame = envelope([99, "whatever it says"], version=NEWEST + 1)
     assert refused(frame) == (Reason.WRONG_VERSION, "version: got 3, this node speaks 1 to 2")
 
 

@@ -23,7 +23,6 @@ from kvbaton.protocol.geometry.layout import (
     places,
     planes,
     validate,
-    window_blocks,
 )
 
 replace = msgspec.structs.replace
@@ -247,7 +246,6 @@ def test_the_last_block_may_be_partial(tokens: int, blocks: int) -> None:
     ],
 )
 def test_a_sliding_window_needs_its_last_blocks_only(tokens: int, window: int, expected: tuple[int, int]) -> None:
-    assert window_blocks(tokens, 16, window) == expected
     assert group(kind=Kind.SLIDING, window=window, block_tokens=16).needed(tokens) == expected
 
 

@@ -18,7 +18,6 @@ from kvbaton.router.policy import (
     Policy,
     Weights,
     alone,
-    common_mode,
     explain,
     mismatch,
     pairs,
@@ -118,12 +117,6 @@ def test_a_pair_that_was_tried_is_not_chosen_again() -> None:
 def test_a_new_life_of_a_worker_is_not_held_to_its_old_ones_failures() -> None:
     workers = [worker("p0", incarnation=Incarnation(2)), worker("d0")]
     assert choose(workers, Mode.PULL, 0, avoid={PeerId(WorkerId("p0"), Incarnation(1))}) is not None
-
-
-def test_the_first_mode_that_some_pair_has_in_common_is_taken() -> None:
-    workers = [worker("p0", modes=(Mode.PULL, Mode.PUSH)), worker("d0", modes=(Mode.PULL, Mode.STREAM))]
-    assert common_mode(workers, [Mode.PUSH, Mode.STREAM, Mode.PULL]) is Mode.PULL
-    assert common_mode(workers, [Mode.PUSH]) is None
 
 
 def test_what_is_missing_is_told_with_the_next_step() -> None:

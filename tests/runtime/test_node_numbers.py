@@ -28,6 +28,7 @@ from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire import v1
 from kvbaton.protocol.wire.codec import Envelope, pack_blocks
 from kvbaton.protocol.wire.ticket import Ticket, seal
+from kvbaton.protocol.wire.versions import NEWEST
 from tests.wire_numbers import MAD, Path, numbers_in, put
 
 from .test_node import DIGEST, KEY, TOKENS, FakeControl, Worker
@@ -296,13 +297,13 @@ def made(meter: Meter, kind: type) -> World:
     return world.greeting() if kind in GREETED else world.busy()
 
 
-def envelope(world: World, kind: type, body: Any, version: int = m.PROTOCOL_VERSION) -> list[Any]:
+def envelope(world: World, kind: type, body: Any, version: int = NEWEST) -> list[Any]:
     source, target = (world.p, world.d) if kind in TO_D else (world.d, world.p)
     here, there = (each.node.ledger.desk.identity.me for each in (source, target))
     return [version, here.worker, here.incarnation, there.incarnation, world.session, body]
 
 
-def drawn(kind: type, version: int = m.PROTOCOL_VERSION) -> list[Draw]:
+def drawn(kind: type, version: int = NEWEST) -> list[Draw]:
     """What `mad` draws for a message, or for what version 1 has in its place, as frames."""
     older = v1._OLDER[kind] if version == 1 else kind
 

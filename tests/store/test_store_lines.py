@@ -14,19 +14,21 @@ import zmq
 
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.zmq import ZmqControl
-from kvbaton.proof.contracts.store_case import StoreCase
+from kvbaton.proof.contracts.store_case import StoreCase, engine, names, values
 from kvbaton.proof.contracts.store_contract import check_store
 from kvbaton.proof.contracts.store_harness import FaultyBackend
 from kvbaton.proof.contracts.transport_harness import poll
+from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import WorkerId
+from kvbaton.security.handshake import NONCE_BYTES, PROOF_BYTES
 from kvbaton.security.records import OVERHEAD_BYTES, RECORD_BYTES
 from kvbaton.security.sealing import Encrypt
 from kvbaton.store import tcp_server_side
 from kvbaton.store.memory_backend import MemoryBackend
-from kvbaton.store.store_client import ServedBackend, ServerSilent
+from kvbaton.store.store_client import InvitationClient, ServerSilent
 from kvbaton.store.store_server import StoreServer
 from kvbaton.store.tcp_backend import LinedBackend
-from kvbaton.store.tcp_connection import _HELLO, NONCE_BYTES, PROOF_BYTES, Line, LineError, Op, admit, greet
+from kvbaton.store.tcp_connection import _HELLO, Line, LineError, Op, admit, greet
 from kvbaton.store.tcp_server_side import LineServer
 
 SERVER = WorkerId("store")
@@ -49,23 +51,21 @@ class LinedHarness:
         self.encrypt: Encrypt = encrypt
         self.reset_to()
 
-    def reset_to(self, *, lines: bool = True) -> None:
+    def reset_to(self) -> None:
         self.memory = FaultyBackend(MemoryBackend(64 << 20))
         self.rings = rings()
         self._names = iter([name for name in self.rings if name != SERVER])
         control = ZmqControl(self.rings[SERVER])
         self.endpoint = control.endpoint
         self.lines = LineServer(self.memory, "127.0.0.1", value_bytes_max=VALUE_BYTES_MAX, encrypt=self.encrypt)
-        given = self.lines if lines else None
-        self.server = StoreServer(
-            control, self.memory, arriving_bytes_max=16 << 20, value_bytes_max=VALUE_BYTES_MAX, lines=given
-        )
+        self.server = StoreServer(control, self.memory, self.lines)
 
     def backend(self) -> LinedBackend:
         control = ZmqControl(self.rings[next(self._names)], None)
         control.set_directory({SERVER: (self.endpoint, self.rings[SERVER].public)})
-        served = ServedBackend(control, SERVER, timeout_s=self.timeout_s)
-        return LinedBackend(served, "127.0.0.1", timeout_s=self.timeout_s, encrypt=self.encrypt)
+        return LinedBackend(
+            InvitationClient(control, SERVER), "127.0.0.1", timeout_s=self.timeout_s, encrypt=self.encrypt
+        )
 
     def reset(self) -> None:
         self.close()
@@ -106,8 +106,7 @@ def test_large_and_absent_values_go_both_ways(harness: LinedHarness) -> None:
 
 def test_a_value_over_the_bound_is_refused_and_the_line_goes_on(harness: LinedHarness) -> None:
     backend = harness.backend()
-    values = [memoryview(bytes(VALUE_BYTES_MAX + 1)), memoryview(b"good")]
-    wrong = backend.put(["a", "b"], values)
+    wrong = backend.put(["a", "b"], [memoryview(bytes(VALUE_BYTES_MAX + 1)), memoryview(b"good")])
     assert "at most" in wrong[0] and wrong[1] == ""
     assert backend.exists(["a", "b"]) == [False, True]
     assert harness.lines.counters["lines"] == 1
@@ -145,8 +144,13 @@ def test_a_server_that_hangs_or_is_gone_is_silence_in_time_and_no_byte_lands_lat
     assert backend.exists(["a"]) == [True], "a new line"
     harness.server.close()
     backend._timeout_s = 1.0
-    with pytest.raises(ServerSilent):
-        backend.exists(["a"])
+    for call in (
+        lambda: backend.exists(["a"]),
+        lambda: backend.put(["a"], [memoryview(b"1")]),
+        lambda: backend.get(["a"], [into]),
+    ):
+        with pytest.raises(ServerSilent, match="is it running"):
+            call()
     backend.close()
 
 
@@ -160,13 +164,38 @@ def test_an_idle_line_that_the_server_left_is_replaced(harness: LinedHarness) ->
     backend.close()
 
 
-def test_a_server_without_lines_is_told_by_name(harness: LinedHarness) -> None:
-    harness.close()
-    harness.reset_to(lines=False)
-    backend = harness.backend()
-    with pytest.raises(ServerSilent, match="no lines"):
-        backend.exists(["a"])
-    backend.close()
+def test_a_server_killed_while_engines_put_leaves_no_pin(harness: LinedHarness) -> None:
+    harness.timeout_s = 4.0
+    with engine(harness, call_timeout_s=1.0) as p:
+        p.kept(names(2), values(2))
+        orders = [p.put(names(9, seed), values(9), 5.0) for seed in range(1, 20)]
+        harness.server.close()
+        reasons = {p.end(order).reason for order in orders}
+        assert reasons <= {None, Reason.STORE_FAILED, Reason.TRANSFER_TIMEOUT}
+        p.pins.check()
+        assert p.end(p.lookup(names(2), 2.0)).count == 0
+
+
+def test_many_clients_at_once_get_their_own_answers(harness: LinedHarness) -> None:
+    backends = [harness.backend() for _ in range(4)]
+    wrong: list[str] = []
+
+    def use(number: int) -> None:
+        backend = backends[number % 4]
+        for turn in range(20):
+            key, value = f"k{number}.{turn}", memoryview(bytes([number]) * 1000)
+            into = memoryview(bytearray(1000))
+            if backend.put([key], [value]) != [""] or backend.get([key], [into]) != [1000] or into != value:
+                wrong.append(key)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not wrong
+    for backend in backends:
+        backend.close()
 
 
 def test_the_embedded_back_end_is_served_without_a_copy_and_with_the_same_bounds(harness: LinedHarness) -> None:

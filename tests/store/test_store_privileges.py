@@ -10,8 +10,9 @@ from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.privileges import Act, Role, may
 from kvbaton.store.memory_backend import MemoryBackend
-from kvbaton.store.store_messages import Ask, Keep, encode
+from kvbaton.store.store_messages import Dial, encode
 from kvbaton.store.store_server import StoreServer
+from kvbaton.store.tcp_server_side import LineServer
 
 
 class Port:
@@ -49,13 +50,11 @@ def memory() -> Iterator[MemoryBackend]:
 @pytest.mark.parametrize("role", Role)
 def test_the_store_answers_workers_and_nobody_else(memory: MemoryBackend, role: Role) -> None:
     member = WorkerId("m")
-    said = [(member, encode(Keep(1, "key", 0, 3, b"abc"))), (member, encode(Ask(2, ("key",))))]
-    port = Port(said)
-    server = StoreServer(
-        port, memory, arriving_bytes_max=1 << 20, value_bytes_max=1 << 20, may_ask=lambda _: may(role, Act.KEEP)
-    )
+    port = Port([(member, encode(Dial(1))), (member, encode(Dial(2)))])
+    lines = LineServer(memory, "127.0.0.1", value_bytes_max=1 << 20)
+    server = StoreServer(port, memory, lines, may_ask=lambda _: may(role, Act.KEEP))
     heard = role in (Role.PREFILL, Role.DECODE, Role.BOTH)
     assert poll(lambda: len(port.sent) + server.counters["forbidden"] == 2, 20)
-    assert port.sent == ([member] * 2 if heard else []) and len(memory) == int(heard)
+    assert port.sent == ([member] * 2 if heard else []) and len(lines._invitations) == len(port.sent)
     server.close()
     assert server.counters["forbidden"] == (0 if heard else 2)

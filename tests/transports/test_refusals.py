@@ -17,6 +17,7 @@ from kvbaton.protocol.errors import ProtocolError
 from kvbaton.ranks import rank_host
 from kvbaton.ranks.rank_messages import Refusals as RefusalNews
 from kvbaton.ranks.rank_planes import HostedPlane
+from kvbaton.security import handshake
 from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.checksum import checksum_endpoint
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
@@ -31,7 +32,7 @@ from kvbaton.transports.cuda.cuda_listener import CudaEndpoint
 from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
 from kvbaton.transports.local import region_listener
 from kvbaton.transports.local.region_listener import LENGTH, ShmEndpoint
-from kvbaton.transports.net import handshake
+from kvbaton.transports.net import handshake as auth
 from kvbaton.transports.net.stream_socket import Bytes, Sink, Wire, take
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, Status
 from kvbaton.transports.shm.shm_transport import ShmConfig, ShmTransport
@@ -74,7 +75,7 @@ class Door:
 
     def enter(self, stream: int = 0, sealed: bool = False) -> socket.socket:
         sock = self.knock()
-        play(sock, lambda wire: handshake.greet(wire, self.secret, D, P, stream, sealed))
+        play(sock, lambda wire: auth.greet(wire, self.secret, D, P, stream, sealed))
         return sock
 
     def counted(self, **expected: int) -> bool:
@@ -162,7 +163,7 @@ class TestStrangers:
     def test_a_peer_with_an_old_secret_has_shown_no_proof(self, make: Make, plane: str) -> None:
         door = make(plane)
         with door.knock() as sock, pytest.raises(ProtocolError, match="pair with it again"):
-            play(sock, lambda wire: handshake.greet(wire, bytes(32), D, P, 0))
+            play(sock, lambda wire: auth.greet(wire, bytes(32), D, P, 0))
         assert door.counted(no_proof=1)
 
     def test_who_speaks_of_something_else_gave_no_greeting(self, make: Make, plane: str) -> None:
@@ -203,9 +204,7 @@ class TestStrangers:
 def forged(wire: Wire) -> Generator[Sink, None, None]:
     """A client that holds no secret, and tries."""
     name = D.worker.encode()
-    hello = handshake._HELLO.pack(
-        handshake._MAGIC, handshake.PLAIN, 0, len(name), D.incarnation, bytes(handshake.NONCE_BYTES)
-    )
+    hello = auth._HELLO.pack(auth._MAGIC, handshake.PLAIN, 0, len(name), D.incarnation, bytes(handshake.NONCE_BYTES))
     wire.out.append(Bytes(hello + name))
     yield from take(handshake.NONCE_BYTES + handshake.PROOF_BYTES)
     wire.out.append(Bytes(bytes(handshake.PROOF_BYTES)))

@@ -17,6 +17,7 @@ from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.security import sealing
+from kvbaton.security.handshake import PLAIN
 from kvbaton.security.sealing import Encrypt
 from kvbaton.testing import check_transport
 from kvbaton.transports import catalogue
@@ -24,7 +25,7 @@ from kvbaton.transports.catalogue import PlaneSettings
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction
-from kvbaton.transports.net.handshake import PLAIN, greet
+from kvbaton.transports.net.handshake import greet
 from kvbaton.transports.net.stream_socket import Wire
 from kvbaton.transports.net.transfer_frames import Kind
 from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport

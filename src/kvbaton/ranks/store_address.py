@@ -22,7 +22,7 @@ from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.store.interface import Backend
 from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
-from kvbaton.store.store_client import ServedBackend
+from kvbaton.store.store_client import InvitationClient
 from kvbaton.store.tcp_backend import LinedBackend
 
 STORE_NAME = "store"
@@ -97,4 +97,4 @@ def _served(endpoint: str, keyring: Keyring, server: WorkerId, timeout_s: float)
     control = ZmqControl(keyring, None)
     control.set_directory({server: (endpoint, "")})  # under whichever key it has by then
     host = urlsplit(endpoint).hostname or ""
-    return LinedBackend(ServedBackend(control, server, timeout_s=timeout_s), host, timeout_s=timeout_s)
+    return LinedBackend(InvitationClient(control, server), host, timeout_s=timeout_s)

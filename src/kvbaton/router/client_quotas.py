@@ -65,9 +65,6 @@ class Room:
     def tab(self, who: str = "") -> Tab:
         return Tab(self, who)
 
-    def held_by(self, who: str) -> int:
-        return self._held.get(who, 0)
-
     def _change(self, who: str, more: int) -> bool:
         mine = self._held.get(who, 0) + more
         if more > 0 and mine + self.bytes + more > self.bytes_max:

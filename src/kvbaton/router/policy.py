@@ -187,11 +187,6 @@ def _least_loaded_part(able: Sequence[Pair], weights: Weights) -> list[Pair]:
     return part or list(able[:WEIGHED_MAX])
 
 
-def common_mode(workers: Sequence[Worker], preferred: Sequence[Mode]) -> Mode | None:
-    """The first of `preferred` that some pair can serve."""
-    return next((mode for mode in preferred if pairs(workers, mode)), None)
-
-
 def explain(workers: Sequence[Worker], mode: Mode) -> str:
     """Why no pair can serve `mode`, with the next step."""
     prefills = [worker for worker in workers if worker.prefills]

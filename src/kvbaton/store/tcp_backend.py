@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from kvbaton.security import sealing
 from kvbaton.security.sealing import Encrypt
-from kvbaton.store.store_client import ServedBackend, ServerSilent
+from kvbaton.store.store_client import InvitationClient, ServerSilent
 from kvbaton.store.tcp_connection import SIZE, Item, Line, LineError, Op, greet
 
 LINES_IDLE_MAX = 16
@@ -29,7 +29,9 @@ class LinedBackend:
 
     lands_late = False
 
-    def __init__(self, control: ServedBackend, host: str, *, timeout_s: float = 4.0, encrypt: Encrypt = "auto") -> None:
+    def __init__(
+        self, control: InvitationClient, host: str, *, timeout_s: float = 4.0, encrypt: Encrypt = "auto"
+    ) -> None:
         self._encrypt: Encrypt = encrypt
         self.counters: Counter[str] = Counter()
         self._control = control
@@ -120,16 +122,14 @@ class LinedBackend:
         return said
 
     def _dial(self, until: float) -> Line:
-        port, number, secret = self._control.invitation(until - time.monotonic())
-        if not port:
-            raise LineError("it has no lines")
-        line = Line(socket.create_connection((self._host, port), max(0.001, until - time.monotonic())))
+        invited = self._control.invitation(until - time.monotonic())
+        line = Line(socket.create_connection((self._host, invited.port), max(0.001, until - time.monotonic())))
         line.until = until
         try:
             sealed = sealing.is_required_on(self._encrypt, line.socket)
             if sealed and not sealing.can_seal():
                 raise LineError(sealing.MISSING)
-            greet(line, number, secret, sealed)
+            greet(line, invited.number, invited.secret, sealed)
         except BaseException:
             line.close()
             raise

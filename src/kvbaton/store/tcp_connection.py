@@ -1,22 +1,14 @@
 """Lines: TCP connections that carry values between a store's server and its clients.
 
-    server  nonce
-    client  magic, version, number of its invitation, nonce, HMAC(secret, "client" + both nonces)
-    server  HMAC(secret, "server" + both nonces)
-
-Laws: an invitation (number and secret) travels over the encrypted control plane, is for one line, and its secret never
-crosses the line itself. Neither side acts on anything before the other has proven that it holds it. Every wait has a
-deadline, and a line on which anything was odd, short or late is closed, never used again. Of the two versions 1 is
-plain, and 2 goes on in encrypted and signed records (`kvbaton.sealed`), which is what happens between hosts: the
-version is a part of what both prove, and who insists on 2 takes nothing else. Values have sums of their own (`frames`).
+Laws: an invitation (number and secret) travels over the encrypted control plane and is for one line, which begins with
+the handshake over it (`kvbaton.security.handshake` has its laws). Every wait has a deadline, and a line on which anything
+was odd, short or late is closed, never used again. Values have checksums of their own (`frames`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import hmac
-import secrets
 import socket
 import struct
 import time
@@ -26,12 +18,20 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from kvbaton.protocol.errors import ProtocolError
+from kvbaton.security.handshake import (
+    NONCE_BYTES,
+    PLAIN,
+    PROOF_BYTES,
+    SEALED,
+    VERSIONS,
+    Handshake,
+    HandshakeError,
+    Service,
+    nonce,
+)
 from kvbaton.security.records import HEAD, OVERHEAD_BYTES, RECORD_BYTES, Seals
-from kvbaton.security.sealing import MISSING, can_seal
 from kvbaton.store.content_keys import KEY_CHARS_MAX, VALUE_BYTES_MAX, is_key
 
-PLAIN, SEALED = 1, 2
-SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32
 KEYS_MAX = 4096
 BLOB_BYTES_MAX = 2 << 20
 WRONG_CHARS_MAX = 200
@@ -63,10 +63,6 @@ _OPS = frozenset(map(int, Op))
 
 class LineError(Exception):
     """The line is of no use any more."""
-
-
-class PlainLine(LineError):
-    """A client with an invitation that would not encrypt."""
 
 
 class Line:
@@ -188,17 +184,16 @@ class Line:
 def greet(line: Line, number: int, secret: bytes, sealed: bool = False) -> None:
     """The client's half; LineError when the server cannot prove itself."""
     version = SEALED if sealed else PLAIN
-    theirs, ours = line.read(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
-    said = _said(version, number, theirs, ours)
-    line.send(_HELLO.pack(_MAGIC, version, number, ours, _proof(secret, b"client", said)))
+    theirs, challenge = line.read(NONCE_BYTES), nonce()
+    ours = Handshake(Service.STORE, version, secret, _said(version, number, theirs, challenge), is_server=False)
+    line.send(_HELLO.pack(_MAGIC, version, number, challenge, ours.proof()))
     try:
         proof = line.read(PROOF_BYTES)
     except (LineError, OSError) as error:
         raise LineError(f"refused at the greeting ({error}); is encrypt the same there, and the version?") from None
-    if not hmac.compare_digest(proof, _proof(secret, b"server", said)):
+    if not ours.is_proof(proof):
         raise LineError("the server does not hold the secret of our invitation")
-    if sealed:
-        line.seal(Seals(secret, b"kvbaton-line|" + said, is_server=False))
+    _go_on(line, ours.seals("the store"))
 
 
 def admit(
@@ -209,30 +204,30 @@ def admit(
 ) -> None:
     """The server's half; LineError for a stranger, and with `must_seal` for a client that speaks plainly. `take` gives
     an invitation's secret once, to who has proven it."""
-    ours = secrets.token_bytes(NONCE_BYTES)
-    line.send(ours)
+    challenge = nonce()
+    line.send(challenge)
     magic, version, number, theirs, proof = _HELLO.unpack(line.read(_HELLO.size))
-    if magic != _MAGIC or version not in {PLAIN, SEALED}:
+    if magic != _MAGIC or version not in VERSIONS:
         raise LineError(f"no greeting of version {PLAIN} or {SEALED}")
-    secret = secret_of(number) or secrets.token_bytes(SECRET_BYTES)
-    said = _said(version, number, ours, theirs)
-    if not hmac.compare_digest(proof, _proof(secret, b"client", said)):
+    said = _said(version, number, challenge, theirs)
+    ours = Handshake(Service.STORE, version, secret_of(number), said, is_server=True)
+    if not ours.is_proof(proof):
         raise LineError("a stranger")  # who only names a number spends no invitation
-    if must_seal and version == PLAIN:
-        raise PlainLine("a client would not encrypt, and this store insists; update it, or set encrypt on both alike")
-    if version == SEALED and not can_seal():
-        raise LineError(f"encrypt: a client encrypts, and {MISSING}")
+    try:
+        seals = ours.seals("a client of the store", must_seal)
+    except HandshakeError as error:
+        raise LineError(str(error)) from None
     if take(number) is None:
         raise LineError("an invitation is for one line")
-    line.send(_proof(secret, b"server", said))
-    if version == SEALED:
-        line.seal(Seals(secret, b"kvbaton-line|" + said, is_server=True))
+    line.send(ours.proof())
+    _go_on(line, seals)
+
+
+def _go_on(line: Line, seals: Seals | None) -> None:
+    if seals is not None:
+        line.seal(seals)
 
 
 def _said(version: int, number: int, server: bytes, client: bytes) -> bytes:
     """What both prove. Version 1 has always been the nonces alone."""
     return server + client if version == PLAIN else _SAID.pack(version, number) + server + client
-
-
-def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(secret, b"kvbaton-line|" + role + b"|" + nonces, "sha256")

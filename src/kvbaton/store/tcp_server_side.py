@@ -17,10 +17,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 from kvbaton.security import sealing
+from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.security.sealing import Encrypt
 from kvbaton.store.interface import Backend
 from kvbaton.store.memory_backend import MemoryBackend, room
-from kvbaton.store.tcp_connection import SECRET_BYTES, SIZE, Item, Line, LineError, Op, PlainLine, admit
+from kvbaton.store.tcp_connection import SIZE, Item, Line, LineError, Op, admit
 
 log = logging.getLogger(__name__)
 
@@ -113,9 +114,6 @@ class LineServer:
             while True:
                 line.until = time.monotonic() + IDLE_S
                 buffer = self._answer(line, buffer)
-        except PlainLine as refused:
-            self.counters["ended"] += 1
-            log.warning("[plain-peer-refused] encrypt: %s", refused)
         except (LineError, OSError):
             self.counters["ended"] += 1
         except Exception:  # a back end's; the client sees a line that ended

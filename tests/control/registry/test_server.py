@@ -80,7 +80,7 @@ def test_noise_and_strangers_on_the_registrys_port_disturb_nobody(town: Town) ->
         for _ in range(5):
             with socket.create_connection((host, int(port))) as noise:
                 noise.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-        until(lambda: town.server.strangers >= 6)
+        until(lambda: town.server._control.strangers >= 6)
         d0 = town.worker(reg("d0"))
         until(lambda: d0.client.state is MemberState.LISTED)
     assert set(town.listed()) == {"d0"}
@@ -104,7 +104,7 @@ def test_a_directory_that_was_lost_comes_with_the_answer_to_a_ping() -> None:
 def test_an_identity_added_to_the_cluster_can_join_a_running_registry(town: Town) -> None:
     rings = cluster("d9")
     newcomer = msgspec.structs.replace(rings["d9"], peers={**RINGS["router"].peers, **rings["d9"].peers})
-    town.server.set_peers(newcomer.peers)
+    town.server._control.set_peers(newcomer.peers)
     client = RegistryClient(
         newcomer,
         (ROUTER, town.server.endpoint),

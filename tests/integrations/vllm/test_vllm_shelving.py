@@ -99,7 +99,7 @@ def store(key_directory: Path) -> Iterator[tuple[str, MemoryBackend]]:
     memory = MemoryBackend(1 << 20)
     control = ZmqControl(keyring.load(key_directory, "store"))
     lines = LineServer(memory, "127.0.0.1", value_bytes_max=1 << 16)
-    server = StoreServer(control, memory, arriving_bytes_max=1 << 20, value_bytes_max=1 << 16, lines=lines)
+    server = StoreServer(control, memory, lines)
     yield control.endpoint, memory
     server.close()
 

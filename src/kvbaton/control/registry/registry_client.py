@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -49,6 +50,35 @@ def _ignore(*_: object) -> None:
     pass
 
 
+@dataclass(frozen=True, slots=True)
+class _Callbacks:
+    """The owner's. They run on the client's thread."""
+
+    on_directory: OnDirectory
+    on_departed: OnDeparted
+    on_drain: OnDrain
+    on_discard: OnDiscard
+    on_show: OnShow
+
+
+class _ReportTimes:
+    """When a report is due: every `REPORT_S`, sooner if one is asked for, and never two within `SHOW_S`."""
+
+    def __init__(self, now: float) -> None:
+        self.next_at = now
+        self._last_at = now - SHOW_S
+
+    def is_due(self, now: float) -> bool:
+        """Whether one is to be sent now; then it counts as sent."""
+        if now < self.next_at:
+            return False
+        self.next_at, self._last_at = now + REPORT_S, now
+        return True
+
+    def hasten(self, now: float) -> None:
+        self.next_at = min(self.next_at, max(now, self._last_at + SHOW_S))
+
+
 class RegistryClient:
     """Keeps one worker listed, and its owner informed about the others."""
 
@@ -77,14 +107,9 @@ class RegistryClient:
         self.counters: Counter[str] = Counter()
         _check_known(keyring, registry[0])
         self._registry, self._address = registry[0], _dialable(registry[1])
-        self._on_directory = on_directory
-        self._on_departed = on_departed
-        self._on_drain = on_drain
-        self._on_discard = on_discard
+        self._callbacks = _Callbacks(on_directory, on_departed, on_drain, on_discard, on_show)
         self._report = report
-        self._report_at = clock()
-        self._reported_at = clock() - SHOW_S
-        self._on_show = on_show
+        self._report_times = _ReportTimes(clock())
         self._is_draining = False
         self._clock = clock
         self._heard_at: float | None = clock()  # None: it is said that the registry is silent
@@ -139,10 +164,9 @@ class RegistryClient:
             self._say(due)
         if self._report is None or not self._member.may_report:
             return self._member.next_deadline()
-        if now >= self._report_at:
-            self._report_at, self._reported_at = now + REPORT_S, now
+        if self._report_times.is_due(now):
             self._guard(partial(self._send_report, self._report))
-        return min(self._member.next_deadline(), self._report_at)
+        return min(self._member.next_deadline(), self._report_times.next_at)
 
     def _send_report(self, make: MakeReport) -> None:
         data = make()
@@ -184,19 +208,19 @@ class RegistryClient:
         if message.incarnation != self._member.registration.incarnation:
             self.counters["orders_late"] += 1
         elif isinstance(message, m.Discard):
-            self._guard(partial(self._on_discard, message.tickets))
+            self._guard(partial(self._callbacks.on_discard, message.tickets))
         elif isinstance(message, m.Show):
-            self._guard(partial(self._on_show, message.ids))
-            self._report_at = min(self._report_at, max(now, self._reported_at + SHOW_S))
+            self._guard(partial(self._callbacks.on_show, message.ids))
+            self._report_times.hasten(now)
         elif not self._is_draining:
-            self._guard(self._on_drain)
+            self._guard(self._callbacks.on_drain)
         elif self._member.registration.draining:  # said, but it did not get there: the order comes until it has
             self._member.present(self._member.registration, self._clock())
 
     def _pass_on(self, news: News) -> None:
-        self._guard(partial(self._on_directory, news.entries))
+        self._guard(partial(self._callbacks.on_directory, news.entries))
         for peer in news.departed:
-            self._guard(partial(self._on_departed, peer.worker, peer.incarnation))
+            self._guard(partial(self._callbacks.on_departed, peer.worker, peer.incarnation))
 
     def _guard(self, action: Callable[[], None]) -> None:
         try:

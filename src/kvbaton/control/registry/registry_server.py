@@ -79,11 +79,6 @@ class RegistryServer:
         return self._control.endpoint
 
     @property
-    def strangers(self) -> int:
-        """Connections that came and have not proven an identity of this cluster."""
-        return self._control.strangers
-
-    @property
     def visits(self) -> Mapping[str, int]:
         """What the control plane has counted of connections and frames."""
         return self._control.counters
@@ -117,10 +112,6 @@ class RegistryServer:
         if asked:
             self._control.wake()
         return asked
-
-    def set_peers(self, peers: Mapping[WorkerId, str]) -> None:
-        """The identities that there are, for a keyring that no directory stands behind. From any thread."""
-        self._control.set_peers(peers)
 
     def close(self) -> bool:
         """Stop serving; the workers go on with what they know. False when the thread did not end in time."""

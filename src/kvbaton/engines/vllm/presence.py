@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -55,12 +55,6 @@ HEALTH_WAIT_S = 5.0
 STOP_S = 3.0
 
 Role = Literal["prefill", "decode", "both"]
-
-
-class Announcer(Protocol):
-    """Keeps an engine listed somewhere."""
-
-    def start(self) -> None: ...
 
 
 class EngineFacts(msgspec.Struct, frozen=True):

@@ -9,9 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-STAGES_SHOWN = ("prefill", "handoff", "decode")
-"""Where a request under way is: at P, between P and D, or answered by D."""
-
 
 class Seen(msgspec.Struct, frozen=True):
     """A worker: what the list says of it, and what it told itself."""

@@ -34,7 +34,6 @@ class Told(msgspec.Struct, frozen=True):
     seat: str = ""  # prefill, decode or both; "" if nobody said
     here: bool = False  # registered now
     age_s: float | None = None  # since its last report; None: it never sent one
-    lag_s: float = 0.0  # the router's clock less the worker's when that came; small is the way it took
     gauges: Mapping[str, float] = {}
     links: Mapping[str, str] = {}  # source worker: data plane
     rates: Mapping[str, float] = {}  # per second, of the gauges that end in _total
@@ -160,7 +159,6 @@ def _told(name: str, worker: _Worker, now: float) -> Told:
         worker.seat,
         worker.here,
         round(max(now - worker.heard_at, 0.0), 3) if worker.heard_at else None,
-        round(worker.heard_at - report.at, 6) if report.at else 0.0,
         report.gauges,
         report.links,
         worker.rates,

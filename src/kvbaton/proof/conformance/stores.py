@@ -51,9 +51,7 @@ class LabStore:
         control = ZmqControl(keys.load(key_directory, STORE_NAME))
         self.url = control.endpoint
         lines = LineServer(self.memory, "127.0.0.1", value_bytes_max=1 << 20)
-        self._server = StoreServer(
-            control, self.memory, arriving_bytes_max=8 << 20, value_bytes_max=1 << 20, lines=lines
-        )
+        self._server = StoreServer(control, self.memory, lines)
 
     @property
     def values(self) -> int:

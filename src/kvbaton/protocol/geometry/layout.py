@@ -175,11 +175,6 @@ def needed_blocks(tokens: int, block_tokens: int) -> int:
     return -(-tokens // block_tokens)
 
 
-def window_blocks(tokens: int, block_tokens: int, window: int) -> tuple[int, int]:
-    """The block indexes [lo, hi) of a sliding window that decoding from position `tokens` reads."""
-    return _window_start(tokens, window) // block_tokens, needed_blocks(tokens, block_tokens)
-
-
 def _window_start(tokens: int, window: int) -> int:
     return max(0, tokens - window + 1)  # the token being decoded is part of its own window
 

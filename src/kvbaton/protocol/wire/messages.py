@@ -20,9 +20,8 @@ from kvbaton.protocol.geometry.progress import Progress
 from kvbaton.protocol.ids import HandoffId
 from kvbaton.protocol.numbers import GROUPS_MAX, ID, LISTED_MAX, Listed, Number, Term, Tokens
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX
-from kvbaton.protocol.wire.versions import NEWEST, version_bit, versions_in
+from kvbaton.protocol.wire.versions import version_bit, versions_in
 
-PROTOCOL_VERSION = NEWEST
 RANK_PAIRS_MAX = 4096
 DETAIL_CHARS_MAX = 512
 

@@ -12,7 +12,7 @@ import msgspec
 
 from kvbaton.protocol.ids import PeerId
 from kvbaton.protocol.numbers import Number, Port
-from kvbaton.transports.net.handshake import SECRET_BYTES
+from kvbaton.security.handshake import SECRET_BYTES
 
 VERSION = b"sum1"
 VERSIONS = {"host": VERSION, "device": b"sum2"}

@@ -1,20 +1,12 @@
-"""Who is at the other end of a connection: a mutual challenge and response over a secret minted for one peer.
+"""The handshake of the transports (`kvbaton.security.handshake` has its laws), as scripts over a `Wire`.
 
-    client  HELLO(version, stream, name, incarnation, nonce)
-    server  nonce, HMAC(secret, "server" + everything said)
-    client  HMAC(secret, "client" + everything said)
-
-Law: neither side acts on anything before the other has proven that it holds the secret. A server answers strangers like
-peers (with a secret that nobody knows), so it tells nobody whom it knows. Secrets travel in endpoint blobs over the
-authenticated control plane and never over these sockets. The version says what follows: 1, plain bytes; 2, records that
-are encrypted and signed with keys made of the secret and all that was said (`kvbaton.sealed`). It is a part of what
-both sides prove, so nobody in between can turn a 2 into a 1; and a server that insists on 2 admits nobody who says 1.
+Law: secrets are minted one per peer and life, travel in endpoint blobs over the authenticated control plane, and end
+with `revoke`.
 """
 
 from __future__ import annotations
 
 import hmac
-import logging
 import secrets
 import struct
 from collections.abc import Generator
@@ -23,17 +15,23 @@ import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+from kvbaton.security.handshake import (
+    NONCE_BYTES,
+    PLAIN,
+    PROOF_BYTES,
+    SEALED,
+    SECRET_BYTES,
+    VERSIONS,
+    Handshake,
+    HandshakeError,
+    PlainPeer,
+    Service,
+    nonce,
+)
 from kvbaton.security.records import Seals
-from kvbaton.security.sealing import MISSING, can_seal
 from kvbaton.transports.core.refusals import Cause, Refused
 from kvbaton.transports.net.stream_socket import Bytes, Sink, Wire, take
 
-log = logging.getLogger(__name__)
-
-PLAIN, SEALED = 1, 2
-SECRET_BYTES = 32
-NONCE_BYTES = 32
-PROOF_BYTES = 32
 NAME_BYTES_MAX = 96  # a worker's name and its rank
 PEERS_MAX = 4096
 
@@ -84,48 +82,39 @@ def greet(
 ) -> Generator[Sink, None, Seals | None]:
     """The client's half; raises ProtocolError when the server cannot prove itself. Give the seals to the wire."""
     name = me.worker.encode()
-    nonce = secrets.token_bytes(NONCE_BYTES)
     version = SEALED if sealed else PLAIN
-    said = _HELLO.pack(_MAGIC, version, stream, len(name), me.incarnation, nonce) + name
+    said = _HELLO.pack(_MAGIC, version, stream, len(name), me.incarnation, nonce()) + name
     wire.out.append(Bytes(said))
     said += yield from take(NONCE_BYTES)
-    if not hmac.compare_digest((yield from take(PROOF_BYTES)), _proof(secret, b"server", server, said)):
+    ours = Handshake(Service.TRANSPORT, version, secret, _addressed(server, said), is_server=False)
+    if not ours.is_proof((yield from take(PROOF_BYTES))):
         raise ProtocolError(Reason.PEER_UNKNOWN, f"{server} does not hold our secret; pair with it again")
-    wire.out.append(Bytes(_proof(secret, b"client", server, said)))
-    return Seals(secret, _context(server, said), is_server=False) if sealed else None
+    wire.out.append(Bytes(ours.proof()))
+    return ours.seals(str(server))
 
 
 def admit(wire: Wire, keyring: Keyring, me: PeerId, must_seal: bool = False) -> Generator[Sink, None, Admitted]:
     """The server's half; raises Refused for a stranger, and with `must_seal` for a peer that speaks plainly."""
     said = yield from take(_HELLO.size)
     magic, version, stream, name_bytes, incarnation, _ = _HELLO.unpack(said)
-    if magic != _MAGIC or version not in {PLAIN, SEALED} or not 0 < name_bytes <= NAME_BYTES_MAX:
+    if magic != _MAGIC or version not in VERSIONS or not 0 < name_bytes <= NAME_BYTES_MAX:
         raise Refused(Cause.BAD_GREETING, f"no greeting of version {PLAIN} or {SEALED}")
     name = yield from take(name_bytes)
     peer = PeerId(WorkerId(name.decode(errors="replace")), Incarnation(incarnation))
-    secret = keyring.get(peer) or secrets.token_bytes(SECRET_BYTES)
-    said += name + secrets.token_bytes(NONCE_BYTES)
-    wire.out.append(Bytes(said[-NONCE_BYTES:] + _proof(secret, b"server", me, said)))
-    if not hmac.compare_digest((yield from take(PROOF_BYTES)), _proof(secret, b"client", me, said)):
+    challenge, secret = nonce(), keyring.get(peer)
+    said += name + challenge
+    ours = Handshake(Service.TRANSPORT, version, secret, _addressed(me, said), is_server=True)
+    wire.out.append(Bytes(challenge + ours.proof()))
+    if not ours.is_proof((yield from take(PROOF_BYTES))) or secret is None:
         raise Refused(Cause.BAD_PROOF, f"{peer} did not prove itself")
-    if version == SEALED:
-        return Admitted(peer, stream, secret, _seals(secret, _context(me, said), peer))
-    if must_seal:  # said only now, so that no stranger fills the log
-        refused = f"encrypt: {peer} would not encrypt, and this side insists; update it, or set encrypt on both alike"
-        log.warning("[plain-peer-refused] %s", refused)
-        raise Refused(Cause.PLAIN, refused)
-    return Admitted(peer, stream, secret)
+    try:
+        return Admitted(peer, stream, secret, ours.seals(str(peer), must_seal))
+    except PlainPeer as refused:
+        raise Refused(Cause.PLAIN, str(refused)) from None
+    except HandshakeError as error:
+        raise ProtocolError(Reason.BAD_MESSAGE, str(error)) from None
 
 
-def _seals(secret: bytes, said: bytes, peer: PeerId) -> Seals:
-    if not can_seal():
-        raise ProtocolError(Reason.BAD_MESSAGE, f"encrypt: {peer} encrypts, and {MISSING}")
-    return Seals(secret, said, is_server=True)
-
-
-def _context(server: PeerId, said: bytes) -> bytes:
-    return b"|".join((b"kvbaton", str(server).encode(), said))
-
-
-def _proof(secret: bytes, role: bytes, server: PeerId, said: bytes) -> bytes:
-    return hmac.digest(secret, b"|".join((b"kvbaton", role, str(server).encode(), said)), "sha256")
+def _addressed(server: PeerId, said: bytes) -> bytes:
+    """A proof for one server, in one life, is none for another."""
+    return b"|".join((str(server).encode(), said))

@@ -29,6 +29,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.protocol.numbers import Bytes, Number, Port
 from kvbaton.security import sealing
+from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.security.records import load
 from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.core.device_event_wait import Gate
@@ -47,7 +48,6 @@ from kvbaton.transports.core.transport import (
     Spans,
     TransportEvent,
 )
-from kvbaton.transports.net.handshake import SECRET_BYTES
 from kvbaton.transports.net.socket_loop import Loop
 from kvbaton.transports.net.stream_socket import Strip
 from kvbaton.transports.net.transfer_frames import ROWS_MAX

@@ -87,7 +87,7 @@ class Greeted(msgspec.Struct, frozen=True):
     welcome: m.Welcome
 
 
-Heard = m.Message | registry.FromRegistry | registry.ToOperator | store_messages.Reply
+Heard = m.Message | registry.FromRegistry | registry.ToOperator | store_messages.Invited
 Manner = Callable[[Asked], None]
 
 

@@ -82,7 +82,7 @@ LIES: tuple[Lie, ...] = (
     Lie("other-lives", "registrations, pings and farewells of other members and of other lives", ("router",)),
     Lie("drains", "orders to drain others", ("router",), (Guise.PREFILL, Guise.DECODE, Guise.STORE)),
     Lie("odd-reports", "half a MiB of reports, of flights that others made", ("router",)),
-    Lie("hoard", "invitations by the thousand, values half sent, questions for 4 GiB", ("store",), (
+    Lie("hoard", "invitations by the thousand, values half sent, questions for 1 TiB", ("store",), (
         Guise.PREFILL, Guise.DECODE, Guise.OPERATOR)),
 )  # fmt: skip
 

@@ -6,9 +6,11 @@ Law: what a member may do is no lie: nothing is put into the store whole, and no
 from __future__ import annotations
 
 import secrets
+import socket
 import time
 from collections.abc import Mapping
 from functools import partial
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -17,7 +19,9 @@ from kvbaton.proof.chaos.liars.liar_http import Door
 from kvbaton.proof.chaos.liars.liar_post import ANSWER_S, Post, honest_registration
 from kvbaton.proof.chaos.liars.lies_to_engines import Telling
 from kvbaton.protocol.ids import Incarnation, TransferId, WorkerId, handoff_id
+from kvbaton.security import sealing
 from kvbaton.store import store_messages
+from kvbaton.store.tcp_connection import KEYS_MAX, Item, Line, LineError, Op, greet
 
 REPORTS = 12
 FLIGHTS = 256
@@ -139,25 +143,7 @@ def _flights(post: Post, names: list[str]) -> bytes:
 
 def hoard(post: Post, _: Door, to: str, until: float) -> None:
     frames = [store_messages.encode(store_messages.Dial(number)) for number in range(INVITATIONS)]
-    frames += [
-        store_messages.encode(store_messages.Fetch(number, secrets.token_hex(16), 1 << 32)) for number in range(FETCHES)
-    ]
-    frames += [
-        store_messages.encode(
-            store_messages.Keep(number, secrets.token_hex(16), 0, post.rng.choice((1 << 20, 1 << 32)), bytes(4096))
-        )
-        for number in range(HALVES)
-    ]
-    frames += [
-        store_messages.encode(store_messages.Ask(number, (secrets.token_hex(16),) * store_messages.KEYS_MAX))
-        for number in range(FETCHES)
-    ]
-    frames += [
-        store_messages.encode(store_messages.Keep(1, "../../x", 0, 1, b"x")),
-        store_messages.encode(store_messages.Ask(-1, ("\n",))),
-        b"\xc1" * 64,
-    ]
-    frames += [secrets.token_bytes(1 << 16)]
+    frames += [store_messages.encode(store_messages.Dial(-1)), b"\xc1" * 64, secrets.token_bytes(1 << 16)]
     post.rng.shuffle(frames)
     for frame in frames:
         if time.monotonic() > until:
@@ -165,8 +151,47 @@ def hoard(post: Post, _: Door, to: str, until: float) -> None:
         post.send(to, frame)
         post.rest(time.monotonic() + 0.002)
     post.rest(time.monotonic() + ANSWER_S / 4)
-    absent = [each for each in post.all_heard(store_messages.Piece) if not each.total]
-    post.count.refused += len(absent) + sum(bool(each.wrong) for each in post.all_heard(store_messages.Kept))
+    host = urlsplit(post.errand.members[to].control).hostname or ""
+    invited = iter(post.all_heard(store_messages.Invited))
+    held: list[Line] = []
+    for op, items in _odd_questions():
+        try:
+            held.append(_line(host, next(invited)))
+            held[-1].ask(op, items)
+            held[-1].send(bytes(4096))
+            post.count.told += 1
+        except (StopIteration, LineError, OSError):
+            continue  # a lie that could not be told
+    answered_by = time.monotonic() + ANSWER_S
+    for line in held:
+        line.until = answered_by
+        try:
+            line.read(1)
+            post.count.believe(f"{to} answered a question that was odd or half asked")
+        except (LineError, OSError):
+            post.count.refused += 1
+        line.close()
+
+
+def _odd_questions() -> list[tuple[Op, list[Item]]]:
+    return [
+        *[(Op.GET, [(secrets.token_hex(16), 1 << 40)])] * FETCHES,
+        (Op.EXISTS, [(secrets.token_hex(16), 0)] * (KEYS_MAX + 1)),
+        (Op.PUT, [("../../x", 1)]),
+        (Op.EXISTS, [("\n", -1)]),
+        *[(Op.PUT, [(secrets.token_hex(16), 1 << 20)])] * HALVES,
+    ]
+
+
+def _line(host: str, invited: store_messages.Invited) -> Line:
+    line = Line(socket.create_connection((host, invited.port), ANSWER_S))
+    line.until = time.monotonic() + ANSWER_S
+    try:
+        greet(line, invited.number, invited.secret, sealing.is_required_on("auto", line.socket))
+    except BaseException:
+        line.close()
+        raise
+    return line
 
 
 _HTTP = {

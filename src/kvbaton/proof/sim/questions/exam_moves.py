@@ -274,10 +274,6 @@ def sizes(rng: random.Random) -> None:
         )
         total += size * count
     same("bytes of a prompt", promised_bytes(one.layout, counted, case.tokens), total)
-    window, size = rng.randint(1, 6), rng.randint(1, 4)
-    reads = [n for n in range(case.tokens) if case.tokens - n < window]
-    lo = (reads[0] if reads else case.tokens) // size
-    same("blocks of a window", layout.window_blocks(case.tokens, size, window), (lo, -(-case.tokens // size)))
     placed = layout.places(range(2, 4), 10, 5, 3, 1)
     same(
         "evenly spaced layers",

@@ -1,0 +1,99 @@
+"""The mutual handshake of connections that carry values: a challenge and response over a secret minted for one peer.
+
+    tcp      client  HELLO(version, stream, name, incarnation, nonce)
+             server  nonce, proof                                        said: server's id, HELLO, nonce
+             client  proof
+
+    store    server  nonce
+             client  HELLO(version, number of its invitation, nonce), proof
+             server  proof                                               said: (version, number,) both nonces
+
+    proof    HMAC-SHA256(secret, service | role | said)
+
+Laws:
+ 1. Neither side acts on anything before the other has proven that it holds the secret. Secrets travel over the
+    authenticated control plane and never over these connections.
+ 2. A proof is of one service, one role and one connection: it is none for another service, cannot be given back to its
+    sender, and both sides' fresh nonces are in it.
+ 3. An unknown peer is answered like a known one, with a secret that exists nowhere else: a server does not tell whom it
+    knows.
+ 4. The version says what follows: 1, plain bytes; 2, encrypted and signed records (`records`), with keys made of the
+    secret and of all that was said. It is a part of what both prove, so a 2 cannot be turned into a 1 on the way; and a
+    side that insists on 2 takes nothing else. (A store's version 1 proves the nonces alone, as it always has.)
+ 5. A peer that does not encrypt is told and logged only after it has proven itself: strangers do not fill the log.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import logging
+import secrets
+
+from kvbaton.security.records import Seals
+from kvbaton.security.sealing import MISSING, can_seal
+
+log = logging.getLogger(__name__)
+
+PLAIN, SEALED = 1, 2
+VERSIONS = frozenset({PLAIN, SEALED})
+SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32
+_NEXT_STEP = "update it, or set encrypt on both alike"
+
+
+class HandshakeError(Exception):
+    """The peer has proven itself, and the connection cannot go on as it asks."""
+
+
+class PlainPeer(HandshakeError):
+    """It does not encrypt, and this side insists."""
+
+
+class Service(enum.Enum):
+    """What a proof is good for. No value has a `|`: otherwise one service's text could begin like another's."""
+
+    TRANSPORT = b"kvbaton"
+    STORE = b"kvbaton-line"
+
+
+class Handshake:
+    """One side of one handshake, once both nonces are known. Pure; `secret` is None for an unknown peer."""
+
+    __slots__ = ("_is_proven", "_is_server", "_said", "_secret", "_service", "_version")
+
+    def __init__(self, service: Service, version: int, secret: bytes | None, said: bytes, *, is_server: bool) -> None:
+        self._service = service.value
+        self._version = version
+        self._secret = secret or secrets.token_bytes(SECRET_BYTES)
+        self._said = said
+        self._is_server = is_server
+        self._is_proven = False
+
+    def proof(self) -> bytes:
+        """Ours."""
+        return self._proof(b"server" if self._is_server else b"client")
+
+    def is_proof(self, theirs: bytes) -> bool:
+        self._is_proven = hmac.compare_digest(theirs, self._proof(b"client" if self._is_server else b"server"))
+        return self._is_proven
+
+    def seals(self, peer: str, must_seal: bool = False) -> Seals | None:
+        """Of the records that follow, None where plain bytes do; only for a peer that has proven itself."""
+        if not self._is_proven:
+            raise RuntimeError(f"{peer} has not proven itself")
+        if self._version == PLAIN:
+            if must_seal:
+                refused = f"encrypt: {peer} would not encrypt, and this side insists; {_NEXT_STEP}"
+                log.warning("[plain-peer-refused] %s", refused)
+                raise PlainPeer(refused)
+            return None
+        if not can_seal():
+            raise HandshakeError(f"encrypt: {peer} encrypts, and {MISSING}")
+        return Seals(self._secret, b"|".join((self._service, self._said)), self._is_server)
+
+    def _proof(self, role: bytes) -> bytes:
+        return hmac.digest(self._secret, b"|".join((self._service, role, self._said)), "sha256")
+
+
+def nonce() -> bytes:
+    return secrets.token_bytes(NONCE_BYTES)
