@@ -21,7 +21,6 @@ from kvbaton.proof.chaos.chaos_plan import Plan
 from kvbaton.proof.chaos.fleet import Fleet, FleetError
 from kvbaton.proof.chaos.judged_request import Found, Prompt, Way, ask, judged
 from kvbaton.proof.chaos.members import Ports, Spec, Surroundings
-from kvbaton.proof.chaos.network.loopback import LoopbackNetwork
 from kvbaton.proof.chaos.outcome import Outcome, Row
 from kvbaton.proof.chaos.resources import Usage, is_there, usage
 from kvbaton.proof.chaos.seen import AtRest, Finds, Sample, Seen, seen
@@ -284,18 +283,19 @@ def test_files_left_in_shared_memory_are_named() -> None:
 # --- engines that die
 
 
-class _Dying(LoopbackNetwork):
-    """A network on which every process ends at once."""
+class _Only(SimpleNamespace):
+    """A network on which every member is this command."""
 
-    def command(self, name: str, argv: Sequence[str]) -> list[str]:
-        return ["sh", "-c", "echo the last words; exit 3"]
+    def __init__(self, *words: str) -> None:
+        super().__init__(command=lambda name, argv: list(words))
 
 
 def test_an_engine_that_ends_though_nobody_hurt_it_is_a_death(tmp_path: Path) -> None:
     async def go() -> list[str]:
         specs = {"store": Spec("store", "store", "127.0.0.1", Ports(1, 2))}
         around = Surroundings(str(tmp_path), "", str(tmp_path), False, "tcp")
-        async with Fleet(specs, _Dying(["store"]), around, tmp_path, lambda _: None) as fleet:
+        dying = _Only("sh", "-c", "echo the last words; exit 3")
+        async with Fleet(specs, dying, around, tmp_path, lambda _: None) as fleet:
             await fleet.start("store")
             async with asyncio.timeout(20):
                 while not fleet.deaths:
@@ -307,16 +307,11 @@ def test_an_engine_that_ends_though_nobody_hurt_it_is_a_death(tmp_path: Path) ->
     assert "the last words" in deaths[0]
 
 
-class _Patient(LoopbackNetwork):
-    def command(self, name: str, argv: Sequence[str]) -> list[str]:
-        return ["sleep", "600"]
-
-
 def test_one_that_was_killed_is_not_and_none_outlives_the_fleet(tmp_path: Path) -> None:
     async def go() -> tuple[list[str], int, int]:
         specs = {"store": Spec("store", "store", "127.0.0.1", Ports(1, 2))}
         around = Surroundings(str(tmp_path), "", str(tmp_path), False, "tcp")
-        async with Fleet(specs, _Patient(["store"]), around, tmp_path, lambda _: None) as fleet:
+        async with Fleet(specs, _Only("sleep", "600"), around, tmp_path, lambda _: None) as fleet:
             await fleet.start("store")
             first = fleet.pid("store")
             await fleet.kill("store")
@@ -336,7 +331,7 @@ def test_a_start_that_takes_too_long_says_what_the_member_answered(tmp_path: Pat
             host, port = url.removeprefix("http://").split(":")
             specs = {name: Spec(name, name, host, Ports(int(port), 2)) for name in ("router", "prefill")}
             around = Surroundings(str(tmp_path), "", str(tmp_path), False, "tcp")
-            async with Fleet(specs, _Patient(list(specs)), around, tmp_path, lambda _: None) as fleet:
+            async with Fleet(specs, _Only("sleep", "600"), around, tmp_path, lambda _: None) as fleet:
                 with pytest.raises(FleetError) as caught:
                     await fleet.wait_listed("prefill", within_s=0.0)
         return str(caught.value)
