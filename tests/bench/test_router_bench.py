@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvbaton.cli import bench_router, bench_router_arguments, bench_router_report
+from kvbaton.cli import bench_router, bench_router_arguments
 from kvbaton.cli import main as cli
-from kvbaton.cli.arguments import CommandError
 from kvbaton.cli.bench_router import Findings
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.proof.bench import router_targets as targets
+from kvbaton.proof.bench import run_facts
 from kvbaton.proof.bench.router_rows import DIRECT, KVBATON, MORIIO, NIXL, THEIRS, TOY, Level, Row, Streams
 from kvbaton.proof.bench.router_toy import to_prefill
 
@@ -102,26 +101,6 @@ def test_every_target_but_direct_has_a_command_with_its_port_and_both_backends()
         targets.command(NIXL, targets.Site(SITE.backends, None), PORTS)
 
 
-class Offering(random.Random):
-    """Chooses one port twice before it goes on by chance."""
-
-    def __init__(self, port: int) -> None:
-        super().__init__(4)
-        self._first = [port, port]
-
-    def choice(self, seq: Any) -> Any:
-        return self._first.pop() if self._first else super().choice(seq)
-
-
-def test_ports_are_free_and_outside_of_those_that_connections_get() -> None:
-    found = targets.free_ports(3, random.Random(4))
-    assert len(set(found)) == 3 and all(port in targets.PORTS for port in found)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert port not in targets.free_ports(3, Offering(port))
-    assert targets.free_ports(2, Offering(port)).count(port) <= 1
-
-
 def test_the_toy_asks_p_for_one_token_and_leaves_the_clients_body_alone() -> None:
     body = {"prompt": "x", "max_tokens": 16, "stream": True, "stream_options": {}}
     asked = to_prefill(body)
@@ -145,7 +124,7 @@ def told(
     async def measured(_: bench_router.Plan) -> Findings:
         return findings
 
-    monkeypatch.setattr(bench_router, "_unless_stopped", measured)
+    monkeypatch.setattr(bench_router, "_run", measured)
     status = cli.main(["bench", "router", "--json", *words])
     return status, json.loads(capsys.readouterr().out)
 
@@ -208,7 +187,7 @@ def test_bounds_are_kvbatons_and_say_nothing_where_only_others_are_measured(
 
 def test_a_page_does_not_tell_where_things_lie_on_this_machine() -> None:
     words = ["bench", "router", "--out", "/home/me/page.md", "--vllm-router=/opt/x/vllm-router", "--quick"]
-    assert bench_router_report.shown(words) == ("kvbaton bench router --out page.md --vllm-router=vllm-router --quick")
+    assert run_facts.shown(words) == ("kvbaton bench router --out page.md --vllm-router=vllm-router --quick")
 
 
 def test_a_page_is_written_where_it_was_asked_for(

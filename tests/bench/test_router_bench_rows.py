@@ -145,7 +145,7 @@ def test_cpu_of_a_process_that_is_gone_is_nothing() -> None:
 
 
 def test_a_page_tells_figures_bounds_failures_and_what_is_missing() -> None:
-    facts = router_page.Facts(
+    facts = router_page.RouterFacts(
         date="2026-01-01", machine="2 cores", cores=2, load_before=(0.1, 0, 0), load_after=(0.2, 0, 0),
         versions={"kvbaton": "0"}, command="kvbaton bench router", window_s=0.5, rounds=1, seconds=3.0,
         targets=[KVBATON],

@@ -122,7 +122,7 @@ def test_everything_is_sent_once_answered_and_counted() -> None:
     assert (meter.sent, meter.right, meter.unfinished, meter.errors) == (12, 12, 0, {})
     assert sorted(bodies) == sorted(prompt(ask, 0) for ask in drawn(SHAPE))
     assert sent == list(range(12)) and ended == 12
-    assert meter.output_tokens == 36 and meter.input_tokens == sum(ask.input_tokens for ask in drawn(SHAPE))
+    assert meter.tokens.output == 36 and meter.tokens.input == sum(ask.input_tokens for ask in drawn(SHAPE))
     assert meter.times["ttft"].count == 12 and meter.times["itl"].count == 24
 
 

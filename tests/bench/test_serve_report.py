@@ -10,8 +10,7 @@ import pytest
 
 from kvbaton.cli.bench_serve_report import notes
 from kvbaton.proof.bench.serve_meter import Meter, Part, Used, part, together
-from kvbaton.proof.bench.serve_page import page
-from kvbaton.proof.bench.serve_plot import plot
+from kvbaton.proof.bench.serve_page import page, plot
 from kvbaton.proof.bench.serve_report import Report, Spread, base_of, complaints, ratios, tables
 from kvbaton.proof.bench.serve_stats import quantiles
 from kvbaton.proof.bench.serve_stream import Told

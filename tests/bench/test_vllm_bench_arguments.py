@@ -8,7 +8,7 @@ import pytest
 
 from kvbaton.cli import bench_arguments, bench_targets
 from kvbaton.cli import main as cli
-from kvbaton.cli.arguments import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.proof.bench.vllm_rows import Level
 
 

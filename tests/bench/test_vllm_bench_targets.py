@@ -11,14 +11,14 @@ import pytest
 from kvbaton.cli import bench_targets
 from kvbaton.cli.bench_targets import TARGETS, Setup
 from kvbaton.cli.bench_vllm import Plan
-from kvbaton.cli.cluster import Member
 from kvbaton.cli.vllm_engine import ServerOptions
+from kvbaton.processes.child_process import Program
 from kvbaton.proof.bench.vllm_rows import Level
 
 SETUP = Setup(server=ServerOptions(python="py", model="/m", served_name="tiny"), prefix_caching=False)
 
 
-def _engines(name: str, directory: Path) -> list[Member]:
+def _engines(name: str, directory: Path) -> list[Program]:
     _, members = bench_targets._members(name, SETUP, directory)
     return [member for member in members.values() if member.name != "router"]
 

@@ -283,32 +283,19 @@ def test_files_left_in_shared_memory_are_named() -> None:
 # --- engines that die
 
 
-class _Loopback:
-    """A `Network` without wires."""
+class _Only(SimpleNamespace):
+    """A network on which every member is this command."""
 
-    kind = "loopback"
-
-    def address(self, name: str) -> str:
-        return "127.0.0.1"
-
-    def cut(self, source: str, target: str) -> None: ...
-    def slow(self, source: str, target: str, delay_s: float, loss: float) -> None: ...
-    def heal(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class _Dying(_Loopback):
-    """A network on which every process ends at once."""
-
-    def command(self, name: str, argv: Sequence[str]) -> list[str]:
-        return ["sh", "-c", "echo the last words; exit 3"]
+    def __init__(self, *words: str) -> None:
+        super().__init__(command=lambda name, argv: list(words))
 
 
 def test_an_engine_that_ends_though_nobody_hurt_it_is_a_death(tmp_path: Path) -> None:
     async def go() -> list[str]:
         specs = {"store": Spec("store", "store", "127.0.0.1", Ports(1, 2))}
         around = Surroundings(str(tmp_path), "", str(tmp_path), False, "tcp")
-        async with Fleet(specs, _Dying(), around, tmp_path, lambda _: None) as fleet:
+        dying = _Only("sh", "-c", "echo the last words; exit 3")
+        async with Fleet(specs, dying, around, tmp_path, lambda _: None) as fleet:
             await fleet.start("store")
             async with asyncio.timeout(20):
                 while not fleet.deaths:
@@ -320,16 +307,11 @@ def test_an_engine_that_ends_though_nobody_hurt_it_is_a_death(tmp_path: Path) ->
     assert "the last words" in deaths[0]
 
 
-class _Patient(_Loopback):
-    def command(self, name: str, argv: Sequence[str]) -> list[str]:
-        return ["sleep", "600"]
-
-
 def test_one_that_was_killed_is_not_and_none_outlives_the_fleet(tmp_path: Path) -> None:
     async def go() -> tuple[list[str], int, int]:
         specs = {"store": Spec("store", "store", "127.0.0.1", Ports(1, 2))}
         around = Surroundings(str(tmp_path), "", str(tmp_path), False, "tcp")
-        async with Fleet(specs, _Patient(), around, tmp_path, lambda _: None) as fleet:
+        async with Fleet(specs, _Only("sleep", "600"), around, tmp_path, lambda _: None) as fleet:
             await fleet.start("store")
             first = fleet.pid("store")
             await fleet.kill("store")
@@ -349,7 +331,7 @@ def test_a_start_that_takes_too_long_says_what_the_member_answered(tmp_path: Pat
             host, port = url.removeprefix("http://").split(":")
             specs = {name: Spec(name, name, host, Ports(int(port), 2)) for name in ("router", "prefill")}
             around = Surroundings(str(tmp_path), "", str(tmp_path), False, "tcp")
-            async with Fleet(specs, _Patient(), around, tmp_path, lambda _: None) as fleet:
+            async with Fleet(specs, _Only("sleep", "600"), around, tmp_path, lambda _: None) as fleet:
                 with pytest.raises(FleetError) as caught:
                     await fleet.wait_listed("prefill", within_s=0.0)
         return str(caught.value)

@@ -21,7 +21,8 @@ from kvbaton.engines.embedded.embedded_worker import Worker, reference_answers
 from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.proof.chaos.liars import lies, lies_to_readers
 from kvbaton.proof.chaos.liars.liar_http import ANSWERS, ODD, Door, Question
-from kvbaton.proof.chaos.liars.liar_post import CHUNKS, Asked, Errand, Member, Post, honest_card
+from kvbaton.proof.chaos.liars.liar_post import Asked, Errand, Member, Post, honest_card
+from kvbaton.proof.chaos.liars.liar_reach import CHUNKS
 from kvbaton.proof.chaos.liars.lies import Count, Guise
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import (
@@ -84,8 +85,8 @@ class _Plane:
 def _posted(tmp_path: Path, plane: Any) -> Iterator[Post]:
     keyring.mint(tmp_path / "keys", ["p0", "liar"])
     post = Post(_errand(str(tmp_path / "keys"), {"p0": Member("prefill", "tcp://127.0.0.1:1")}))
-    post._plane.close()
-    post._plane = plane
+    post.reach.plane.close()
+    post.reach.plane = plane
     with contextlib.closing(post):
         yield post
 
@@ -98,7 +99,7 @@ def _endpoint(size: int) -> bytes:
 def test_memory_that_is_given_away_is_noticed_piece_by_piece(direction: Direction, tmp_path: Path) -> None:
     plane = _Plane(None)
     with _posted(tmp_path, plane) as post:
-        post.move_all(P0, (_endpoint(1001),), direction, 1e18)
+        post.reach.move_all(P0, (_endpoint(1001),), direction, 1e18)
     assert (post.count.told, post.count.refused, post.count.believed) == (CHUNKS, 0, CHUNKS)
     assert post.count.evidence.startswith("p0 ")
     spans = [(copy.spans[1], copy.spans[2]) for copy in plane.asked]
@@ -108,7 +109,7 @@ def test_memory_that_is_given_away_is_noticed_piece_by_piece(direction: Directio
 
 def test_memory_that_is_refused_is_a_lie_refused(tmp_path: Path) -> None:
     with _posted(tmp_path, _Plane(Reason.BAD_SPAN)) as post:
-        post.move_all(P0, (_endpoint(1001), b"no endpoint"), Direction.READ, 1e18)
+        post.reach.move_all(P0, (_endpoint(1001), b"no endpoint"), Direction.READ, 1e18)
     assert (post.count.told, post.count.refused, post.count.believed) == (CHUNKS, CHUNKS, 0)
 
 
@@ -124,6 +125,7 @@ class _Listening:
         self.errand = _errand("", {"d0": Member("decode", "tcp://127.0.0.1:1", "127.0.0.1:2")})
         self.answers: list[tuple[m.Message, bytes]] = []
         self.manner: Any = self.refuse
+        self.reach = self
 
     def card(self, **changes: Any) -> dict[str, Any]:
         honest = honest_card("h")

@@ -8,8 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+from kvbaton.observe.metrics.scraping import figures
 from kvbaton.proof.chaos.vllm.vllm_pair import BLOCKS, handed, held
-from kvbaton.proof.chaos.vllm.vllm_process import Engine, parse_figures
+from kvbaton.proof.chaos.vllm.vllm_process import Engine
 
 TWO_PROCESSES = """
 import os, time
@@ -53,7 +54,7 @@ def test_a_signal_reaches_every_process_and_a_kill_ends_them_all(tmp_path: Path)
 
 
 def test_figures_are_summed_over_labels_and_kept_with_them() -> None:
-    found = parse_figures('# TYPE x counter\nx{end="a"} 2\nx{end="b"} 3.5\ny 1e-3\nnot a sample\n')
+    found = figures('# TYPE x counter\nx{end="a"} 2\nx{end="b"} 3.5\ny 1e-3\nnot a sample\n')
     assert found == {"x": 5.5, 'x{end="a"}': 2.0, 'x{end="b"}': 3.5, "y": 0.001}
 
 
@@ -65,6 +66,6 @@ def test_what_is_held_is_the_most_that_anybody_counts() -> None:
 
 
 def test_handoffs_are_counted_for_either_connector() -> None:
-    figures = {'kvbaton_ends_total{end="delivered"}': 4.0, 'kvbaton_ends_total{end="stale"}': 2.0}
-    assert handed("kvbaton", figures) == 4 and handed("nixl", figures) == 0
+    found = {'kvbaton_ends_total{end="delivered"}': 4.0, 'kvbaton_ends_total{end="stale"}': 2.0}
+    assert handed("kvbaton", found) == 4 and handed("nixl", found) == 0
     assert handed("nixl", {"vllm:nixl_xfer_time_seconds_count": 3.0}) == 3

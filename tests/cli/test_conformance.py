@@ -9,7 +9,7 @@ import pytest
 
 from kvbaton.cli import conformance
 from kvbaton.cli import main as cli
-from kvbaton.cli.arguments import CommandError
+from kvbaton.processes.operator_errors import CommandError
 
 
 class GoneError(Exception):

@@ -19,9 +19,10 @@ import pytest
 from kvbaton.cli import doctor_machine, doctor_ports
 from kvbaton.cli.main import main
 from kvbaton.control import key_rotation, keyring
-from kvbaton.engines.vllm.launching import CONNECTOR, PYTHON_VARIABLE, free_ports
+from kvbaton.engines.vllm.launching import CONNECTOR, PYTHON_VARIABLE
 from kvbaton.observe.codes.entry import Severity
 from kvbaton.observe.codes.findings import SEVERITY
+from kvbaton.processes.free_ports import free_ports
 from kvbaton.transports import catalogue
 from kvbaton.transports.core import mover
 

@@ -188,10 +188,6 @@ def test_the_environment_names_a_python(monkeypatch: pytest.MonkeyPatch, stand_i
     assert vllm_engine.find_python(None) == str(stand_in)
 
 
-def test_ports_are_different() -> None:
-    assert len(set(vllm_engine.free_ports(20))) == 20
-
-
 @pytest.mark.parametrize(("config", "extra"), [('{"kv_lora_rank": 512}', True), ("{}", False), ("nonsense", False)])
 def test_a_latent_cache_gets_the_norm_that_reads_slices_right(tmp_path: Path, config: str, extra: bool) -> None:
     (tmp_path / "config.json").write_text(config)

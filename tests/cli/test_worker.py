@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvbaton.cli import main as cli
-from kvbaton.cli.worker import argv_of
-from kvbaton.engines.embedded.worker_options import WorkerOptions
+from kvbaton.engines.embedded.worker_options import WorkerOptions, argv_of
 
 PLAIN = WorkerOptions(name="p0", role="prefill", keys="k", registry="tcp://127.0.0.1:1")
 ALL = WorkerOptions(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
-import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import zmq
 
 from kvbaton.control.addressing import Limits
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
+from kvbaton.processes.free_ports import free_ports
 from kvbaton.protocol.ids import WorkerId
 
 DEADLINE_S = 30.0
@@ -22,11 +21,7 @@ IDLE_WINDOWS = 10
 
 def steady_bind() -> str:
     """An address to bind now or again later: outside of what the kernel gives to connections in between."""
-    while True:
-        port = random.randrange(12000, 32000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return f"tcp://127.0.0.1:{port}"
+    return f"tcp://127.0.0.1:{free_ports(1)[0]}"
 
 
 def cluster(*names: str) -> dict[str, Keyring]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import shlex
 import signal
@@ -26,6 +25,8 @@ from pathlib import Path
 from docs_commands import Command
 from docs_rules import OPERATORS, DocsError, parsed, split
 
+from kvbaton.processes.free_ports import free_ports
+
 BIN = Path(sys.executable).parent
 COMMAND_S = 120.0
 START_S = 120.0
@@ -37,15 +38,6 @@ _PORTS = {"8000": "front", "7700": "registry", "7710": "store"}
 _SERVES = {"router", "worker", "store"}
 _LONG = {"sim", "bench", "chaos", "conformance"}  # these take minutes, but for what they tell of themselves
 _SHORT = {"--list", "--help", "--version"}
-
-
-def free_port() -> int:
-    """Below those that the kernel gives to others in the meantime."""
-    while True:
-        port = random.randint(12000, 32000)
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("127.0.0.1", port))
-            return port
 
 
 def until(what: str, predicate: Callable[[], bool], deadline_s: float = START_S) -> None:
@@ -77,7 +69,7 @@ def is_open(port: int) -> bool:
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[int]:
     """`kvbaton up` as in the quick start; gives the port for clients."""
-    port = free_port()
+    port = free_ports(1)[0]
     with open(folder / "up.log", "wb") as log:
         process = subprocess.Popen(
             [BIN / UP[0], *UP[1:], "--port", str(port)], cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL
@@ -200,5 +192,5 @@ class Reader:
         if in_cluster and name == "front":
             return self._cluster_port()
         if name not in self._ports:
-            self._ports[name] = free_port()
+            self._ports[name] = free_ports(1)[0]
         return self._ports[name]

@@ -27,8 +27,9 @@ from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.store import store_messages, tcp_connection, value_header
 from kvbaton.store.content_keys import HASH_BYTES
 from kvbaton.transports.checksum import checksum_endpoint
+from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.cuda import cuda_listener
-from kvbaton.transports.local.region_listener import ShmEndpoint, host_identity
+from kvbaton.transports.local.region_listener import ShmEndpoint
 from kvbaton.transports.mooncake import mooncake_endpoint
 from kvbaton.transports.mori import mori_endpoint
 from kvbaton.transports.net import handshake, transfer_frames

@@ -16,6 +16,7 @@ from kvbaton.proof.chaos.vllm.vllm_judge import Well
 from kvbaton.proof.chaos.vllm.vllm_plan import D, P
 from kvbaton.proof.chaos.vllm.vllm_steps import DO
 from kvbaton.proof.gpu_test import gpu_faults
+from kvbaton.proof.gpu_test.gpu_machine import MemoryWatch
 from kvbaton.proof.gpu_test.gpu_record import Book, Page
 from kvbaton.proof.gpu_test.servers import GIB
 from kvbaton.proof.gpu_test.sizes import CPU, QUICK, STANDARD, Sizes
@@ -114,24 +115,24 @@ class TestDead:
     def pair(self, levels: list[int], level: int | None = 20 * GIB) -> gpu_faults.WatchedPair:
         return gpu_faults.WatchedPair(
             "kvbaton", Path(), {}, None, [], [], [], lambda text: None,  # type: ignore[arg-type]
-            memory=lambda: levels.pop(0) if len(levels) > 1 else levels[0], p_bytes=8 * GIB, within_s=0.3, level=level,
+            memory=MemoryWatch(lambda: levels.pop(0) if len(levels) > 1 else levels[0], 8 * GIB, 0.3, level),
         )  # fmt: skip
 
     def test_a_dead_p_gives_its_cache_back(self) -> None:
         pair = self.pair([20 * GIB, 11 * GIB])
         asyncio.run(pair.died(P))
-        assert [each.after_s is not None for each in pair.freed] == [True]
+        assert [each.after_s is not None for each in pair.memory.freed] == [True]
 
     def test_a_cache_that_d_keeps_mapped_is_seen(self) -> None:
         pair = self.pair([18 * GIB])
         asyncio.run(pair.died(P))
-        assert [each.after_s for each in pair.freed] == [None]
+        assert [each.after_s for each in pair.memory.freed] == [None]
 
     @pytest.mark.parametrize(("names", "level"), [((D,), 20 * GIB), ((P, D), 20 * GIB), ((P,), None), ((), 20 * GIB)])
     def test_nothing_is_claimed_of_others_or_where_nobody_says(self, names: tuple[str, ...], level: int | None) -> None:
         pair = self.pair([0], level)
         asyncio.run(pair.died(*names))
-        assert pair.freed == []
+        assert pair.memory.freed == []
 
 
 class Played:

@@ -88,8 +88,9 @@ def test_of_a_wrong_answer_it_is_kept_where_it_differs_and_how_sure_that_was(tmp
     found = gpu_oracle.doubted("kvbaton", "abort", 3, PROMPT, told, right(SURE, SURE, 0.5, SURE))
     assert (found.at, found.got, found.expected, found.gap) == (2, "x", "c", 0.5)
     page = Book(tmp_path, "standard", "cuda", {}, "").begin("faults")
-    gpu_oracle.keep(page, "kvbaton", [found])
-    gpu_oracle.tell(page, [found], 2)
+    doubts = gpu_oracle.Doubts("kvbaton", None, "", [found], more=2)  # type: ignore[arg-type]
+    gpu_oracle.keep(page, doubts)
+    gpu_oracle.tell(page, [doubts])
     row = page.part.tables[0].rows[0]
     assert len(row) == len(gpu_oracle.HEAD) and "4 of 6 tokens not computed by D" in row and "chaos-9" in row
     assert page.part.figures["kvbaton: wrong answers"][0]["gap"] == 0.5 and "2 more" in page.part.notes[0]
@@ -133,7 +134,7 @@ def test_wrong_answers_of_a_pair_are_looked_into_and_not_more_than_so_many(monke
             known = Right(tuple(map(str, PROMPT)), (SURE,) * 6)
             pair = gpu_faults.WatchedPair(
                 "kvbaton", Path(), {}, session, [PROMPT, [9]], [known.sure], [], lambda text: None, rights=[known],
-                alone_url=url, during="abort",
+                doubts=gpu_oracle.Doubts("kvbaton", session, url), during="abort",
             )  # fmt: skip
             for _ in range(3):
                 assert not pair.count(Tally(), Told(tokens=("x",)), 0)
@@ -141,8 +142,9 @@ def test_wrong_answers_of_a_pair_are_looked_into_and_not_more_than_so_many(monke
             await pair.looked_into()
         return pair
 
-    pair = asyncio.run(main())
-    assert [each.again for each in pair.doubts] == ["as before, among 2 at once"] * 2 and pair.more == 1
+    doubts = asyncio.run(main()).doubts
+    assert doubts is not None
+    assert [each.again for each in doubts.found] == ["as before, among 2 at once"] * 2 and doubts.more == 1
 
 
 def test_prompts_of_answers_that_cannot_be_compared_are_dropped() -> None:

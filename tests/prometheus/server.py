@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -17,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvbaton.processes.free_ports import free_ports
 from tests.e2e.cluster import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +106,7 @@ def prometheus(directory: Path, jobs: Mapping[str, Sequence[str]]) -> Iterator[S
         ],
     }
     (directory / "prometheus.yml").write_text(json.dumps(config))  # which is YAML
-    address, log = f"127.0.0.1:{_free_port()}", directory / "prometheus.log"
+    address, log = f"127.0.0.1:{free_ports(1)[0]}", directory / "prometheus.log"
     command = [
         program("prometheus"), f"--config.file={directory / 'prometheus.yml'}", f"--web.listen-address={address}",
         f"--storage.tsdb.path={directory / 'data'}", "--enable-feature=exemplar-storage",
@@ -132,12 +131,3 @@ def _is_ready(url: str) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
-
-
-def _free_port() -> int:
-    """Below those that the kernel gives to connections meanwhile: the server binds it a second later."""
-    while True:
-        port = random.randrange(12000, 32000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

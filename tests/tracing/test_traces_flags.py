@@ -13,9 +13,10 @@ import pytest
 
 from kvbaton.cli import router as router_command
 from kvbaton.cli import traces, up, worker
-from kvbaton.cli.arguments import CommandError
 from kvbaton.cli.main import main
+from kvbaton.engines.embedded.worker_options import argv_of
 from kvbaton.observe.flight.collector import Gathering
+from kvbaton.processes.operator_errors import CommandError
 from tests.tracing.collector import Collector, collecting
 from tests.tracing.flights import router
 
@@ -98,7 +99,7 @@ def test_the_flags_reach_the_router_and_the_workers():
     assert (settings.trace, settings.trace_sample) == (True, 0.0)
     assert not router_command.settings_of(parsed(router_command)).trace
     options = worker.options_of(parsed(worker, *COMMANDS["worker"], "--otlp-endpoint", URL))
-    assert worker.argv_of(options)[-2:] == ["--otlp-endpoint", URL]
+    assert argv_of(options)[-2:] == ["--otlp-endpoint", URL]
 
 
 def test_a_routers_flights_are_exported_while_the_context_lasts():

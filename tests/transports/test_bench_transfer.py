@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvbaton.proof.bench import idle, machine_ways, peers, transfer
-from kvbaton.proof.bench.children import Child, ChildFailed
+from kvbaton.proof.bench.children import ChildFailed, PipedChild
 from kvbaton.proof.bench.transfer import Rounds
 from kvbaton.proof.bench.workload import WrongBytes
 
@@ -138,15 +138,13 @@ def test_a_peer_that_cannot_be_loaded_is_an_error_that_says_how_to_get_it() -> N
 
 
 def test_a_child_that_ends_early_is_told_with_what_it_said_last() -> None:
-    with Child("kvbaton.proof.bench.idle", "read", "pigeon") as child, pytest.raises(ChildFailed) as error:
+    with PipedChild("kvbaton.proof.bench.idle", "read", "pigeon") as child, pytest.raises(ChildFailed) as error:
         child.hear(int)
     assert "ended early: " in str(error.value)
     assert str(error.value).endswith("which goes over shm, mori, nixl, mooncake, tcp")
 
 
 def test_a_child_that_says_nothing_has_a_deadline() -> None:
-    with (
-        Child("kvbaton.proof.bench.peers", "read", "nixl") as child,
-        pytest.raises(ChildFailed, match="said nothing within"),
-    ):
+    silent = PipedChild("kvbaton.proof.bench.peers", "read", "nixl")
+    with silent as child, pytest.raises(ChildFailed, match="said nothing within"):
         child.hear(int, 0.05)

@@ -20,6 +20,7 @@ from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId
 from kvbaton.testing import Log
+from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction
 from kvbaton.transports.local import region_listener
@@ -216,7 +217,7 @@ class Liar:
         name = f"kvbaton-liar-{os.getpid()}-{id(self)}"
         self._listener.bind("\0" + name)
         self._listener.listen()
-        self.endpoint = msgspec.msgpack.encode(ShmEndpoint(P, region_listener.host_identity(), name, keyring.mint(D)))
+        self.endpoint = msgspec.msgpack.encode(ShmEndpoint(P, host_identity(), name, keyring.mint(D)))
 
         def serve() -> None:
             with contextlib.suppress(OSError):  # until it is shut down
@@ -330,7 +331,7 @@ def test_a_peer_that_accepts_and_says_nothing_is_given_up_at_the_deadline(rig: R
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(f"\0kvbaton-mute-{os.getpid()}")
         mute.listen()
-        there = ShmEndpoint(P, region_listener.host_identity(), f"kvbaton-mute-{os.getpid()}", bytes(32))
+        there = ShmEndpoint(P, host_identity(), f"kvbaton-mute-{os.getpid()}", bytes(32))
         d = rig.make(D, dial_deadline_s=0.1)
         d.connect(P, msgspec.msgpack.encode(there))
         assert d.submit(read())
@@ -341,7 +342,7 @@ def test_a_copy_that_waits_for_a_mapping_is_cancelled_at_once(rig: Rig) -> None:
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(f"\0kvbaton-mute-{os.getpid()}")
         mute.listen()
-        there = ShmEndpoint(P, region_listener.host_identity(), f"kvbaton-mute-{os.getpid()}", bytes(32))
+        there = ShmEndpoint(P, host_identity(), f"kvbaton-mute-{os.getpid()}", bytes(32))
         d = rig.make(D, dial_deadline_s=1000.0)
         d.connect(P, msgspec.msgpack.encode(there))
         assert d.submit(read())

@@ -21,14 +21,6 @@ _OPTIONS_IN_USAGE_MAX = 4
 _HELP_WIDTH_MAX = 100
 
 
-class CommandError(Exception):
-    """The operator must act; the message is the whole line."""
-
-
-class StoppedError(Exception):
-    """The operator ended the command before it was done."""
-
-
 class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong with the command line, and exits with 2."""
 

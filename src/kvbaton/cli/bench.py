@@ -7,7 +7,8 @@ import importlib
 from types import ModuleType
 
 from kvbaton.cli import bench_arguments, bench_router_arguments, bench_serve_arguments, bench_store, bench_transfer
-from kvbaton.cli.arguments import CommandError, HelpFormatter, Parser, add_common
+from kvbaton.cli.arguments import HelpFormatter, Parser, add_common
+from kvbaton.processes.operator_errors import CommandError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 
-from kvbaton.cli.arguments import CommandError, planes_choice, seconds, whole
+from kvbaton.cli.arguments import planes_choice, seconds, whole
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.proof.bench.vllm_rows import Level
 
 TARGETS = ("aggregated", "kvbaton-pull", "kvbaton-push", "kvbaton-stream", "nixl")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton.cli.arguments import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.proof.bench import device_page, device_ways
 from kvbaton.proof.bench.children import ChildFailed
 from kvbaton.transports.cuda.cuda_driver import CudaError

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import importlib.util
 import json
 import os
@@ -22,15 +23,17 @@ import msgspec
 
 import kvbaton.proof.bench.router_page as bench_page
 from kvbaton.cli import bench_router_report
-from kvbaton.cli.arguments import CommandError, StoppedError
-from kvbaton.cli.fronting import told_to_stop
 from kvbaton.cli.limits import raise_file_limit
-from kvbaton.proof.bench import router_meters
+from kvbaton.cli.screen import note
+from kvbaton.processes.child_process import ChildError
+from kvbaton.processes.operator_control import told_to_stop, unless_stopped
+from kvbaton.processes.operator_errors import CommandError
+from kvbaton.proof.bench import router_meters, run_facts
 from kvbaton.proof.bench.router_backends import Counts
 from kvbaton.proof.bench.router_client import get
 from kvbaton.proof.bench.router_load import Order
 from kvbaton.proof.bench.router_meters import Watched
-from kvbaton.proof.bench.router_page import Facts
+from kvbaton.proof.bench.router_page import RouterFacts
 from kvbaton.proof.bench.router_rows import DIRECT, THEIRS, Level, Row, Streams
 from kvbaton.proof.bench.router_targets import (
     HOW_TO_GET_VLLM_ROUTER,
@@ -44,9 +47,10 @@ from kvbaton.proof.bench.router_targets import (
     standing,
 )
 
-GUARD = (sys.executable, "-m", "kvbaton.cli.vllm_child")
 READY_S = 30.0
 COUNTS_S = 20.0
+
+_note = functools.partial(note, "bench")
 
 
 @dataclass(slots=True)
@@ -110,14 +114,15 @@ def run(args: argparse.Namespace) -> int:
     plan, missing = _plan(args)
     load, begun = os.getloadavg(), time.monotonic()
     try:
-        findings = asyncio.run(_unless_stopped(plan))
+        findings = asyncio.run(_run(plan))
     except TargetError as error:
         raise CommandError(f"{error}; is this machine very busy?") from None
-    facts = Facts(
+    facts = RouterFacts(
         targets=plan.targets, missing=missing, commands=findings.commands, failures=findings.failures,
         versions=bench_router_report.versions(plan.vllm_router), load_before=load, load_after=os.getloadavg(),
         window_s=plan.window_s, rounds=plan.rounds, seconds=round(time.monotonic() - begun, 1),
-        command=bench_router_report.shown(sys.argv[1:]), **bench_router_report.place(),
+        command=run_facts.shown(sys.argv[1:]), date=run_facts.today(), machine=run_facts.machine(),
+        cores=os.cpu_count() or 1,
     )  # fmt: skip
     report = bench_router_report.Report(facts, findings.rows, findings.streams, judged=not args.no_verdict)
     print(json.dumps(report.as_object()) if args.json else report.as_text())
@@ -145,18 +150,9 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, str]]:
     return plan, missing
 
 
-async def _unless_stopped(plan: Plan) -> Findings:
+async def _run(plan: Plan) -> Findings:
     with told_to_stop() as stop:
-        measuring = asyncio.create_task(_measure(plan))
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait((measuring, stopped), return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if not measuring.done():
-            _note("stopping")
-            measuring.cancel()
-            await asyncio.wait((measuring,))
-            raise StoppedError
-        return measuring.result()
+        return await unless_stopped(_measure(plan), stop)
 
 
 async def _measure(plan: Plan) -> Findings:
@@ -167,7 +163,7 @@ async def _measure(plan: Plan) -> Findings:
     ):
         ports = msgspec.json.decode(await backends.line(READY_S), type=Backends)
         await client.line(READY_S)
-        bench = Bench(plan, Site(ports, plan.vllm_router, GUARD), client, backends)
+        bench = Bench(plan, Site(ports, plan.vllm_router), client, backends)
         for number in range(1, plan.rounds + 1):
             for name in plan.order(number):
                 begun = time.monotonic()
@@ -176,7 +172,7 @@ async def _measure(plan: Plan) -> Findings:
                         findings.commands.setdefault(name, target.command)
                         _note(f"round {number} of {plan.rounds}: {name} is up after {time.monotonic() - begun:.1f} s")
                         await _target(bench, number, target, findings)
-                except TargetError as error:
+                except ChildError as error:
                     findings.failures.append(f"{name}, round {number}, could not be measured: {error}")
                     _note(findings.failures[-1])
     return findings
@@ -225,7 +221,3 @@ def _short(row: Row) -> str:
     cpu = "" if row.cpu_us is None else f", CPU {row.cpu_us:.0f} µs/req"
     figures = f"{row.req_per_s or 0:.0f} req/s, p50 {row.p50_ms or 0:.2f} ms, p99 {row.p99_ms or 0:.2f} ms"
     return f"  {row.target}, {row.level} at once: {figures}{cpu}, errors {row.error_count}"
-
-
-def _note(text: str) -> None:
-    print(f"kvbaton bench: {text}", file=sys.stderr, flush=True)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 
-from kvbaton.cli.arguments import CommandError, seconds, whole
+from kvbaton.cli.arguments import seconds, whole
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.proof.bench.router_rows import DIRECT, KVBATON, TARGETS, THEIRS, TOY
 
 CONCURRENCY = (1, 64, 512)

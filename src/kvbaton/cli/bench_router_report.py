@@ -6,13 +6,8 @@ met its bounds. What is wrong is told in the same words to readers and to progra
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-import shlex
 import subprocess
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +15,9 @@ import msgspec
 
 import kvbaton.proof.bench.router_page as bench_page
 import kvbaton.proof.bench.router_rows as bench_rows
-from kvbaton import __version__
-from kvbaton.proof.bench.router_page import Facts
+from kvbaton.proof.bench.router_page import RouterFacts
 from kvbaton.proof.bench.router_rows import KVBATON, Row, Streams
+from kvbaton.proof.bench.run_facts import own_versions
 
 PROBE_S = 20.0
 
@@ -30,7 +25,7 @@ PROBE_S = 20.0
 class Report:
     """A run, judged."""
 
-    def __init__(self, facts: Facts, rows: Sequence[Row], streams: Sequence[Streams], *, judged: bool) -> None:
+    def __init__(self, facts: RouterFacts, rows: Sequence[Row], streams: Sequence[Streams], *, judged: bool) -> None:
         self._facts = facts
         self._rows = rows
         self._streams = streams
@@ -96,40 +91,11 @@ class Report:
         }
 
 
-_PLACES = ("--out", "--page", "--vllm-router")
 _SAID_AS_THEY_ARE = ("versions", "date", "command", "window_s", "rounds", "seconds")
 
 
-def shown(words: Sequence[str]) -> str:
-    """The command that was given, without the places of one machine."""
-    told, before = ["kvbaton"], ""
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if before in _PLACES:
-            word = Path(word).name
-        elif equals and flag in _PLACES:
-            word = f"{flag}={Path(value).name}"
-        told.append(word)
-        before = word
-    return shlex.join(told)
-
-
-def place() -> dict[str, Any]:
-    """When and on what."""
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "cores": os.cpu_count() or 1,
-        "machine": f"{os.cpu_count()} cores ({platform.machine()}), Linux {platform.release()}",
-    }
-
-
 def versions(vllm_router: str | None) -> dict[str, str]:
-    told = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    commit = f" ({told.stdout.strip()})" if told.returncode == 0 else ""
-    found = {"kvbaton": f"{__version__}{commit}", "python": platform.python_version()}
-    found |= {name: importlib.metadata.version(name) for name in ("uvloop", "aiohttp")}
+    found = own_versions("uvloop", "aiohttp")
     return found if vllm_router is None else {**found, "vllm-router": _vllm_router_version(vllm_router)}
 
 

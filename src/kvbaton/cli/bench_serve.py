@@ -10,34 +10,41 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import gc
 import os
+import sys
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvbaton.api.http import run as run_loop
-from kvbaton.cli import bench_router_report, bench_serve_sites, screen
-from kvbaton.cli.arguments import CommandError, StoppedError
-from kvbaton.cli.bench_serve_arguments import AGGREGATED, SINGLE
+from kvbaton.cli import bench_serve_sites, screen
 from kvbaton.cli.bench_serve_probe import ask_for_models
-from kvbaton.cli.bench_serve_report import report_of, tell, texts
-from kvbaton.cli.bench_serve_sites import Site, note, site_of
+from kvbaton.cli.bench_serve_report import report_of, texts
+from kvbaton.cli.bench_serve_sites import Site, site_of
 from kvbaton.cli.bench_serve_work import Findings, Work, work_of
 from kvbaton.cli.bench_targets import versions as vllm_versions
-from kvbaton.cli.fronting import told_to_stop
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.cli.vllm_engine import ServerOptions
-from kvbaton.proof.bench import serve_meter, serve_plan, serve_trace
+from kvbaton.processes.operator_control import told_to_stop, unless_stopped
+from kvbaton.processes.operator_errors import CommandError, StoppedError
+from kvbaton.proof.bench import run_facts, serve_meter, serve_plan, serve_report, serve_trace
 from kvbaton.proof.bench.serve_load import Aim, Load, warm_up
 from kvbaton.proof.bench.serve_meter import Meter, Part, Used
+from kvbaton.proof.bench.serve_plan import AGGREGATED, SINGLE
+from kvbaton.proof.bench.serve_report import Report
 from kvbaton.router.openai_api import MODE_HEADER
 
 INTERRUPTED = 130
 HURRIED_S = 0.5  # for engines to come to rest when somebody waits for this to end
 SUFFIXES = (".md", ".svg", ".json")
+
+note = functools.partial(screen.note, "bench")
 
 
 @dataclass(slots=True)
@@ -67,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
     if not findings.parts:
         raise StoppedError
     more = {} if server is None else vllm_versions(server.python)
-    report = report_of(args, work, findings, (load, os.getloadavg()[0]), time.monotonic() - begun, more)
-    tell(report, as_json=args.json)
+    report = report_of(args, sys.argv[1:], work, findings, (load, os.getloadavg()[0]), time.monotonic() - begun, more)
+    _tell(report, as_json=args.json)
     for path, text in zip(files, texts(report, files), strict=False):
         path.write_text(text)
     if files:
@@ -76,6 +83,18 @@ def run(args: argparse.Namespace) -> int:
     if report.stopped:
         return INTERRUPTED
     return 0 if report.ok else 1
+
+
+def _tell(report: Report, *, as_json: bool) -> None:
+    if as_json:
+        print(msgspec.json.encode(report).decode(), flush=True)
+        return
+    style = screen.stdout().style
+    lines = ["\n\n".join(serve_report.tables(report)), "", serve_report.LEGEND]
+    lines += [serve_report.RATIO_LEGEND] if report.ratios else []
+    lines += ["", *report.notes, *(style(line, "bad") for line in report.wrong)]
+    verdict = style("ok", "good") if report.ok else style("stopped" if report.stopped else "NOT ok", "bad")
+    print("\n".join([*lines, f"verdict: {verdict} ({report.seconds:.0f} s)"]), flush=True)
 
 
 def _files(args: argparse.Namespace) -> tuple[Path, ...]:
@@ -86,7 +105,7 @@ def _files(args: argparse.Namespace) -> tuple[Path, ...]:
         )
     if args.out is None:
         return ()
-    name = args.name or f"{bench_router_report.place()['date']}-serve"
+    name = args.name or f"{run_facts.today()}-serve"
     found = tuple(Path(args.out) / f"{name}{suffix}" for suffix in SUFFIXES)
     if not Path(args.out).is_dir():
         raise CommandError(f"argument --out: {args.out} is not a directory; make it first")
@@ -192,17 +211,11 @@ async def _part(
 
 async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
     """Whether it came to its end."""
-    working, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait((working, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
-            return True
+        await unless_stopped(work, stop)
+    except StoppedError:
         return False
-    finally:
-        for task in (working, stopped):
-            task.cancel()
-        await asyncio.wait((working, stopped))
+    return True
 
 
 def _short(part: Part) -> str:

@@ -12,14 +12,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvbaton.cli.arguments import CommandError, planes_choice, seconds, url, whole
+from kvbaton.cli.arguments import planes_choice, seconds, url, whole
+from kvbaton.processes.operator_errors import CommandError
+from kvbaton.proof.bench.serve_plan import AGGREGATED, REQUESTS, SINGLE
 
 ENGINES = ("embedded", "vllm")
-AGGREGATED, SINGLE = "aggregated", "single"
 MODES = ("pull", "stream", "push")
 COMPARED = (AGGREGATED, *MODES, SINGLE)
 DEFAULT_COMPARED = (AGGREGATED, *MODES)
-REQUESTS, CONCURRENCY, ROUNDS = 32, 8, 6
+CONCURRENCY, ROUNDS = 8, 6
 INPUT_LEN, OUTPUT_LEN = "256", "32"
 CONCURRENCY_MAX, ROUNDS_MAX, TARGETS_MAX, WARMUPS_MAX = 2048, 100, 16, 1024
 _NAME = re.compile(r"[\w.-]{1,40}")

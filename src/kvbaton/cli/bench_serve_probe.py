@@ -10,7 +10,7 @@ import os
 import aiohttp
 import msgspec
 
-from kvbaton.cli.arguments import CommandError
+from kvbaton.processes.operator_errors import CommandError
 
 PROBE_S = 10.0
 

@@ -6,19 +6,16 @@ Law: what is wrong is told in the same words to readers and to programs, and no 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvbaton.cli import bench_router_report, screen
 from kvbaton.cli.bench_serve_work import Findings, Work
-from kvbaton.proof.bench import serve_meter, serve_page, serve_plot, serve_report, serve_stats
+from kvbaton.proof.bench import run_facts, serve_meter, serve_page, serve_report, serve_stats
 from kvbaton.proof.bench.serve_meter import Part
 from kvbaton.proof.bench.serve_report import Report
-from kvbaton.proof.bench.vllm_page import public
 
 REACHED = 0.7  # of the rate: a part ends with its last answer, which costs a short part some of it
 TOGETHER = 0.1
@@ -27,6 +24,7 @@ LATE_MS = 20.0  # requests that are sent so much after they were due are another
 
 def report_of(
     args: argparse.Namespace,
+    words: Sequence[str],
     work: Work,
     findings: Findings,
     load: tuple[float, float],
@@ -40,17 +38,17 @@ def report_of(
     ]
     engine = "" if args.targets else args.engine
     wrong = [*findings.failures, *serve_report.complaints(parts, exact=engine == "embedded", stopped=findings.stopped)]
-    place = bench_router_report.place()
     return Report(
         ok=not wrong and not findings.stopped, wrong=wrong, notes=notes(totals, args.rate), stopped=findings.stopped,
-        date=place["date"], machine=place["machine"], versions={**bench_router_report.versions(None), **more},
-        command=_shown(args), seconds=round(seconds, 1), load=load, engine=engine, options=_options(args, work),
+        date=run_facts.today(), machine=run_facts.machine(),
+        versions={**run_facts.own_versions("uvloop", "aiohttp"), **more},
+        command=_shown(args, words), seconds=round(seconds, 1), load=load, engine=engine, options=_options(args, work),
         order=findings.order, targets=totals, parts=parts, ratios=serve_report.ratios(parts, list(pools)),
         quantiles={
             name: {time_: serve_stats.quantiles(meter.times[time_]) for time_ in serve_meter.TIMES}
             for name, meter in pools.items()
         },
-        commands={name: public(line) for name, line in findings.commands.items()},
+        commands={name: run_facts.public(line) for name, line in findings.commands.items()},
     )  # fmt: skip
 
 
@@ -100,26 +98,14 @@ def notes(totals: Sequence[Part], rate: float | None) -> list[str]:
     return found
 
 
-def _shown(args: argparse.Namespace) -> str:
+def _shown(args: argparse.Namespace, words: Sequence[str]) -> str:
     """The command without the places of one machine."""
     places = {str(value) for value in (args.out, args.record, args.trace, args.vllm_python) if value is not None}
-    return bench_router_report.shown([Path(word).name if word in places else word for word in sys.argv[1:]])
-
-
-def tell(report: Report, *, as_json: bool) -> None:
-    if as_json:
-        print(msgspec.json.encode(report).decode(), flush=True)
-        return
-    style = screen.stdout().style
-    lines = ["\n\n".join(serve_report.tables(report)), "", serve_report.LEGEND]
-    lines += [serve_report.RATIO_LEGEND] if report.ratios else []
-    lines += ["", *report.notes, *(style(line, "bad") for line in report.wrong)]
-    verdict = style("ok", "good") if report.ok else style("stopped" if report.stopped else "NOT ok", "bad")
-    print("\n".join([*lines, f"verdict: {verdict} ({report.seconds:.0f} s)"]), flush=True)
+    return run_facts.shown([Path(word).name if word in places else word for word in words])
 
 
 def texts(report: Report, files: Sequence[Path]) -> Iterable[str]:
     if files:
         yield serve_page.page(report, files[1].name)
-        yield serve_plot.plot(report.quantiles)
+        yield serve_page.plot(report.quantiles)
         yield msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n"

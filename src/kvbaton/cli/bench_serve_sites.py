@@ -13,25 +13,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 import kvbaton.cli.vllm_engine as server_words
-from kvbaton.cli.arguments import CommandError, StoppedError
-from kvbaton.cli.bench_serve_arguments import AGGREGATED, SINGLE
-from kvbaton.cli.bench_targets import GUARD, fetch
-from kvbaton.cli.cluster import COMMAND, NEWS_S, Child, Member, Plan, Startable, end, last_line, obituary, places, start
-from kvbaton.cli.vllm_engine import HOST, Handoff, ServerOptions, free_ports, tiny_model
+from kvbaton.cli.cluster import Plan, Startable, places
+from kvbaton.cli.vllm_engine import HOST, Handoff, ServerOptions, fetch, tiny_model
 from kvbaton.cli.vllm_up import TINY_KINDS, TINY_SEED, VllmPlan
 from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
 from kvbaton.engines.embedded.worker_options import WorkerOptions
+from kvbaton.observe.metrics.scraping import samples
+from kvbaton.processes.child_process import GUARD, KVBATON_ARGV, Child, Program, Say, end, ready, start
+from kvbaton.processes.free_ports import free_ports
 from kvbaton.proof.bench import vllm_meters
 from kvbaton.proof.bench.serve_meter import Used
+from kvbaton.proof.bench.serve_plan import AGGREGATED, SINGLE
 from kvbaton.router.router_settings import RouterSettings
 
 DISAGGREGATED = "disaggregated"
@@ -39,8 +39,6 @@ REST_S = 30.0
 _LOOK_S = 0.1
 _ROUTER_S = 900.0  # of a request in the router: here a request's own time-out counts
 _WORKER = WorkerOptions(name="p0", role="prefill", keys="-", registry="tcp://-:1")
-
-Say = Callable[[str], None]
 
 
 def site_of(target: str) -> str:
@@ -57,7 +55,7 @@ class Site:
         self._children = children
         self._engines = engines  # URL by name
         self._vllm = vllm
-        pids = {child.name: child.process.pid for child in children}
+        pids = {child.name: child.pid for child in children}
         self._router_pid = pids.pop("router")
         self._engine_pids = tuple(pids.values())
 
@@ -65,8 +63,9 @@ class Site:
         return {f"{self.name} {child.name}": child.command for child in self._children}
 
     def dead(self) -> list[str]:
-        ended = [child for child in self._children if child.process.returncode is not None]
-        return [f"{self.name} {child.name} ended: {last_line(child)}" for child in ended]
+        return [
+            f"{self.name} {child.name} ended: {child.last_line()}" for child in self._children if not child.is_alive
+        ]
 
     def cpu(self) -> vllm_meters.Cpu:
         return vllm_meters.cpu(self._engine_pids, self._router_pid, load=-1)
@@ -77,7 +76,7 @@ class Site:
         for url in self._engines.values():
             try:
                 if self._vllm:
-                    told = vllm_meters.ends(vllm_meters.samples(await fetch(f"{url}/metrics")))
+                    told = vllm_meters.ends(samples(await fetch(f"{url}/metrics")))
                     total += told.get(vllm_meters.DELIVERED, 0)
                 else:
                     total += msgspec.json.decode(await fetch(f"{url}/stats"), type=_Stats).delivered_total
@@ -154,7 +153,6 @@ def plan_of(name: str, args: argparse.Namespace, server: ServerOptions | None) -
 @contextlib.asynccontextmanager
 async def standing(name: str, plan: Startable, say: Say, stop: asyncio.Event, *, vllm: bool) -> AsyncIterator[Site]:
     """A cluster whose engines have all registered."""
-    deaths: asyncio.Queue[Child] = asyncio.Queue()
     children: list[Child] = []
     with key_room() as directory:
         try:
@@ -164,20 +162,20 @@ async def standing(name: str, plan: Startable, say: Say, stop: asyncio.Event, *,
             members += plan.members(str(directory / "keys"), f"tcp://{HOST}:{registry_port}")
             say(f"starting {name}: {' '.join(plan.names())}")
             for member in members:
-                children.append(await start(member, directory, deaths))
+                children.append(await start(member, directory / f"{member.name}.log"))
             url = f"http://{HOST}:{port}"
-            engines = await _registered(url, children, deaths, plan.start_s, say, stop)
+            engines = await _registered(url, children, plan.start_s, say, stop)
             yield Site(name, url, children, engines, vllm)
         finally:
             await end(children)
 
 
-def _router(name: str, port: int, registry_port: int, directory: Path) -> Member:
+def _router(name: str, port: int, registry_port: int, directory: Path) -> Program:
     words = ["router", "--host", HOST, "--port", str(port), "--keys", str(directory / "keys")]
     words += ["--registry-port", str(registry_port), "--deadline-s", str(_ROUTER_S), "--first-byte-s", str(_ROUTER_S)]
     words += [] if name == DISAGGREGATED else ["--fallback", "local"]
-    argv = [*COMMAND, *words]
-    return Member("router", "router", [*GUARD, *argv], server_words.shown(argv, {}))
+    argv = [*KVBATON_ARGV, *words]
+    return Program("router", "router", [*GUARD, *argv], server_words.shown(argv, {}))
 
 
 class _Worker(msgspec.Struct):
@@ -190,39 +188,20 @@ class _Workers(msgspec.Struct):
 
 
 async def _registered(
-    url: str,
-    children: Sequence[Child],
-    deaths: asyncio.Queue[Child],
-    within_s: float,
-    say: Say,
-    stop: asyncio.Event,
+    url: str, children: Sequence[Child], within_s: float, say: Say, stop: asyncio.Event
 ) -> dict[str, str]:
     """URL by name of all engines, once the router knows them and says that it can serve."""
     wanted = {child.name for child in children} - {"router"}
-    begun = told = time.monotonic()
     here: dict[str, str] = {}
-    while True:
-        with contextlib.suppress(OSError, msgspec.DecodeError):
+
+    async def missing() -> set[str]:
+        with contextlib.suppress(msgspec.DecodeError):
             workers = msgspec.json.decode(await fetch(f"{url}/workers"), type=_Workers).workers
-            here = {each.name: each.url for each in workers}
-            if here.keys() >= wanted:
-                await fetch(f"{url}/health")
-                return here
-        now = time.monotonic()
-        if stop.is_set():
-            raise StoppedError
-        if not deaths.empty():
-            raise CommandError(obituary(deaths.get_nowait()))
-        missing = [child for child in children if child.name in wanted - here.keys()]
-        if now > begun + within_s:
-            lines = " | ".join(f"{child.name}: {last_line(child)}" for child in missing)
-            raise CommandError(f"no cluster within {within_s:.0f} s; is this machine very busy? {lines}")
-        if now > told + NEWS_S:
-            told = now
-            for child in missing:
-                say(f"{now - begun:.0f} s: {child.name} is starting: {last_line(child)}")
-        await asyncio.sleep(_LOOK_S)
+            here.clear()
+            here.update({each.name: each.url for each in workers})
+        if here.keys() >= wanted:
+            await fetch(f"{url}/health")
+        return wanted - here.keys()
 
-
-def note(text: str) -> None:
-    print(f"kvbaton bench: {text}", file=sys.stderr, flush=True)
+    await ready(missing, children, within_s, say, stop=stop)
+    return here

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvbaton.cli.arguments import CommandError
-from kvbaton.cli.bench_serve_arguments import REQUESTS
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.proof.bench import serve_plan, serve_stats, serve_trace
 from kvbaton.proof.bench.serve_load import UNDER_WAY_MAX, Pace
 from kvbaton.proof.bench.serve_meter import Meter, Part
-from kvbaton.proof.bench.serve_plan import REQUESTS_MAX, Ask, Shape
+from kvbaton.proof.bench.serve_plan import REQUESTS, REQUESTS_MAX, Ask, Shape
 
 WARMUPS = 4
 

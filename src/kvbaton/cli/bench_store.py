@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
-import platform
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +18,16 @@ from pathlib import Path
 import msgspec
 
 from kvbaton import __version__
-from kvbaton.cli.arguments import CommandError, whole
-from kvbaton.proof.bench import store_moves, store_page, store_sites, store_ttft
+from kvbaton.cli.arguments import whole
+from kvbaton.cli.screen import note
+from kvbaton.processes.operator_errors import CommandError
+from kvbaton.proof.bench import run_facts, store_moves, store_page, store_sites, store_ttft
 from kvbaton.proof.bench.store_page import Report
 from kvbaton.proof.bench.store_sites import BACKENDS, MOONCAKE, SiteError
 
 ROOM_BYTES = 1 << 30
+
+_say = functools.partial(note, "bench")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         rounds=args.rounds,
         seconds=time.monotonic() - begun,
         load=(load, os.getloadavg()[0]),
-        machine=f"{os.cpu_count()} cores ({platform.machine()}), Linux {platform.release()}",
+        machine=run_facts.machine(),
         version=__version__,
     )
     verdict = [*failures, *store_page.complaints(report, strict=not args.no_verdict)]
@@ -106,7 +109,3 @@ def _hushed(name: str) -> Iterator[None]:
         finally:
             os.dup2(kept, 2)
             os.close(kept)
-
-
-def _say(text: str) -> None:
-    print(f"kvbaton bench: {text}", file=sys.stderr, flush=True)

@@ -6,26 +6,25 @@ behind the same router. Whatever was started is gone after the context, by its i
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 
 import kvbaton.cli.vllm_engine as server_words
 import kvbaton.cli.vllm_up as server_members
 from kvbaton.api.params import Mode
-from kvbaton.cli.arguments import CommandError
-from kvbaton.cli.cluster import COMMAND, NEWS_S, Child, Member, Place, end, last_line, obituary, start
-from kvbaton.cli.vllm_engine import HOST, Handoff, ServerOptions
+from kvbaton.cli.cluster import Place
+from kvbaton.cli.vllm_engine import HOST, Handoff, ServerOptions, serving
 from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
 from kvbaton.engines.vllm import launching
+from kvbaton.processes.child_process import GUARD, KVBATON_ARGV, Child, Program, Say, end, start
+from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.operator_errors import CommandError
 
 ALONE = "aggregated"
 NIXL = "nixl"
@@ -33,12 +32,7 @@ TARGETS: Mapping[str, Mode | None] = {
     ALONE: None, "kvbaton-pull": Mode.PULL, "kvbaton-push": Mode.PUSH, "kvbaton-stream": Mode.STREAM, NIXL: Mode.PULL,
 }  # fmt: skip
 PLACES = (Place("p0", "prefill", 1), Place("d0", "decode", 1))
-GUARD = [sys.executable, "-m", "kvbaton.cli.vllm_child"]
-"""In front of a command: it ends with this program, however that ends."""
 REQUEST_S = 900.0  # of a request in the router: here a level has the deadline
-GET_S = 20.0
-
-Say = Callable[[str], None]
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,25 +57,24 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     directory: Path
 
     def dead(self) -> list[str]:
-        return [f"{child.name}: {last_line(child)}" for child in self.children if child.process.returncode is not None]
+        return [f"{child.name}: {child.last_line()}" for child in self.children if not child.is_alive]
 
 
 @contextlib.asynccontextmanager
 async def standing(name: str, setup: Setup, say: Say) -> AsyncIterator[Standing]:
     """A target whose engines are all up; gone after the context."""
-    deaths: asyncio.Queue[Child] = asyncio.Queue()
     children: list[Child] = []
     with key_room() as directory:
         try:
             url, members = _members(name, setup, directory)
             for member in members.values():
-                children.append(await start(member, directory, deaths))
+                children.append(await start(member, directory / f"{member.name}.log"))
             urls = list(members)
             # the router last: it knows when all are in
             for url_of, child in zip(urls[::-1], children[::-1], strict=True):
-                await _serving(url_of, child, deaths, setup.start_s, say)
+                await serving(url_of, child, setup.start_s, say)
             engines = {child.name: at for at, child in zip(urls, children, strict=True) if child.name != "router"}
-            pids = {child.name: child.process.pid for child in children}
+            pids = {child.name: child.pid for child in children}
             yield Standing(
                 name=name, url=url, engines=engines, engine_pids=tuple(pids[each] for each in engines),
                 router_pid=pids.get("router"), commands={child.name: child.command for child in children},
@@ -91,9 +84,9 @@ async def standing(name: str, setup: Setup, say: Say) -> AsyncIterator[Standing]
             await end(children)
 
 
-def _members(name: str, setup: Setup, directory: Path) -> tuple[str, dict[str, Member]]:
+def _members(name: str, setup: Setup, directory: Path) -> tuple[str, dict[str, Program]]:
     """Where clients go, and what to start, by URL; a router first."""
-    ports = launching.free_ports(6)
+    ports = free_ports(6)
     urls = [f"http://{HOST}:{port}" for port in ports]
     if name == ALONE:
         return urls[0], {urls[0]: _engine(Place("alone", "both", 1), setup, ports[0], None)}
@@ -117,7 +110,7 @@ def _members(name: str, setup: Setup, directory: Path) -> tuple[str, dict[str, M
 
 def _engine(
     place: Place, setup: Setup, port: int, config: Mapping[str, Any] | None, more: Mapping[str, str] = {}
-) -> Member:
+) -> Program:
     argv = setup.server.argv(port, place.tp, config)
     argv.append("--enable-prefix-caching" if setup.prefix_caching else "--no-enable-prefix-caching")
     made = server_members.member(place, argv, setup.server.kv_gib)
@@ -134,39 +127,10 @@ def _baton(place: Place, setup: Setup, port: int, directory: Path, registry: str
     return server_words.kv_transfer_config(role, setup.server.policy, msgspec.to_builtins(own))
 
 
-def _router(port: int, known: Sequence[str]) -> Member:
+def _router(port: int, known: Sequence[str]) -> Program:
     times = ["--deadline-s", str(REQUEST_S), "--first-byte-s", str(REQUEST_S)]
-    argv = [*COMMAND, "router", "--host", HOST, "--port", str(port), *times, *known]
-    return Member("router", "router", [*GUARD, *argv], server_words.shown(argv, {}))
-
-
-async def _serving(url: str, child: Child, deaths: asyncio.Queue[Child], within_s: float, say: Say) -> None:
-    loop = asyncio.get_running_loop()
-    begun = told = loop.time()
-    while True:
-        with contextlib.suppress(OSError):
-            await fetch(f"{url}/health")
-            return
-        now = loop.time()
-        if not deaths.empty():
-            raise CommandError(obituary(deaths.get_nowait()))
-        if now > begun + within_s:
-            raise CommandError(f"{child.name} did not serve within {within_s:.0f} s: {last_line(child)}")
-        if now > told + NEWS_S:
-            told = now
-            say(f"{now - begun:.0f} s: {child.name} is starting: {last_line(child)}")
-        await asyncio.sleep(0.25)
-
-
-async def fetch(url: str) -> str:
-    """The text behind a URL; OSError if there is none."""
-    try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(GET_S)) as session, session.get(url) as answer:
-            if answer.status != 200:
-                raise OSError(f"{url}: status {answer.status}")
-            return await answer.text()
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise OSError(f"{url}: {type(error).__name__}: {error}") from None
+    argv = [*KVBATON_ARGV, "router", "--host", HOST, "--port", str(port), *times, *known]
+    return Program("router", "router", [*GUARD, *argv], server_words.shown(argv, {}))
 
 
 def versions(python: str) -> dict[str, str]:

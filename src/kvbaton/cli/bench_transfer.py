@@ -6,7 +6,6 @@ Law: the status is the verdict: 0 when every byte was right and, with peers, eve
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -18,9 +17,10 @@ from pathlib import Path
 import msgspec
 
 from kvbaton import __version__
-from kvbaton.cli import bench_device, bench_router_report
-from kvbaton.cli.arguments import CommandError, whole
-from kvbaton.proof.bench import idle, peers, transfer, transfer_checks, transfer_page, transfer_plot, whole_handoff
+from kvbaton.cli import bench_device
+from kvbaton.cli.arguments import whole
+from kvbaton.processes.operator_errors import CommandError
+from kvbaton.proof.bench import idle, peers, run_facts, transfer, transfer_checks, transfer_page, whole_handoff
 from kvbaton.proof.bench.children import ChildFailed
 
 OWN_PLANES = ("shm", "tcp")
@@ -54,13 +54,15 @@ def run(args: argparse.Namespace) -> int:
         report = _measure(args)
     except ChildFailed as error:
         raise CommandError(str(error)) from None
-    facts = transfer_page.Facts(
+    facts = transfer_page.TransferFacts(
         load_before=load,
         load_after=os.getloadavg()[0],
         versions=_versions(args.peers),
-        command=bench_router_report.shown(sys.argv[1:]),
+        command=run_facts.shown(sys.argv[1:]),
         seconds=time.monotonic() - begun,
-        **bench_router_report.place(),
+        date=run_facts.today(),
+        machine=run_facts.machine(),
+        cores=os.cpu_count() or 1,
     )
     typed = msgspec.convert(report, transfer_page.Report)
     _write(args, facts, typed)
@@ -107,19 +109,15 @@ def _measure(args: argparse.Namespace) -> dict[str, object]:
 def _versions(names: list[str]) -> dict[str, str]:
     found = {"kvbaton": __version__, "python": platform.python_version()}
     for name in names:
-        for distribution in peers.DISTRIBUTIONS[name]:
-            try:
-                found[distribution] = importlib.metadata.version(distribution)
-                break
-            except importlib.metadata.PackageNotFoundError:
-                continue
+        present = run_facts.installed(peers.DISTRIBUTIONS[name])
+        found |= dict(list(present.items())[:1])
     return found
 
 
-def _write(args: argparse.Namespace, facts: transfer_page.Facts, report: transfer_page.Report) -> None:
+def _write(args: argparse.Namespace, facts: transfer_page.TransferFacts, report: transfer_page.Report) -> None:
     plot = Path(args.plot) if args.plot else Path(args.out).with_suffix(".svg") if args.out else None
     if plot is not None:
-        plot.write_text(transfer_plot.plot(report.segments))
+        plot.write_text(transfer_page.plot(report.segments))
     if args.out and plot is not None:
         beside = os.path.relpath(plot, Path(args.out).parent)
         Path(args.out).write_text(transfer_page.page(msgspec.structs.replace(facts, plot=beside), report))

@@ -10,16 +10,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
-import os
-import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +26,18 @@ import kvbaton.proof.bench.vllm_load as bench_load
 import kvbaton.proof.bench.vllm_meters as bench_meters
 import kvbaton.proof.bench.vllm_rows as bench_rows
 import kvbaton.proof.bench.vllm_table as bench_table
-from kvbaton import __version__
 from kvbaton.cli import bench_targets, vllm_engine, vllm_up
-from kvbaton.cli.arguments import CommandError, StoppedError
-from kvbaton.cli.bench_targets import ALONE, GUARD, NIXL, TARGETS, Setup, Standing, fetch, standing
-from kvbaton.cli.fronting import told_to_stop
+from kvbaton.cli.bench_targets import ALONE, NIXL, TARGETS, Setup, Standing, standing
 from kvbaton.cli.limits import raise_file_limit
-from kvbaton.cli.screen import stdout
-from kvbaton.cli.vllm_engine import ServerOptions
-from kvbaton.proof.bench.vllm_page import Facts, page
+from kvbaton.cli.screen import note, stdout
+from kvbaton.cli.vllm_engine import ServerOptions, fetch
+from kvbaton.observe.metrics.scraping import samples
+from kvbaton.processes.child_process import GUARD
+from kvbaton.processes.operator_control import told_to_stop, unless_stopped
+from kvbaton.processes.operator_errors import CommandError
+from kvbaton.proof.bench import run_facts
+from kvbaton.proof.bench.text_tables import plain
+from kvbaton.proof.bench.vllm_page import VllmFacts, page
 from kvbaton.proof.bench.vllm_rows import OURS, Level, Row
 from kvbaton.router.openai_api import MODE_HEADER
 
@@ -47,6 +47,8 @@ FRONT = (
     "all pairs stand behind the same front, kvbaton's router (NIXL by URL, P then D); the aggregated engine is asked "
     "directly and uses one core, a pair uses two"
 )
+
+_note = functools.partial(note, "bench")
 
 
 @dataclass(slots=True)
@@ -91,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"{python} has no nixl; make vllm-nixl installs it, or leave {NIXL} out of --targets")
     plan = _plan(args, python)
     begun = time.monotonic()
-    findings = asyncio.run(_unless_stopped(plan))
+    findings = asyncio.run(_run(plan))
     facts = _facts(plan, versions, findings, time.monotonic() - begun)
     expected = sum(name.startswith(OURS) for name in plan.targets) * len(plan.levels) * plan.rounds
     ok = bench_rows.verdict(findings.rows, expected) and not findings.failures
@@ -114,18 +116,9 @@ def _plan(args: argparse.Namespace, python: str) -> Plan:
     )  # fmt: skip
 
 
-async def _unless_stopped(plan: Plan) -> Findings:
+async def _run(plan: Plan) -> Findings:
     with told_to_stop() as stop:
-        measuring = asyncio.create_task(_measure(plan))
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait((measuring, stopped), return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if not measuring.done():
-            _note("stopping")
-            measuring.cancel()
-            await asyncio.wait((measuring,))
-            raise StoppedError
-        return measuring.result()
+        return await unless_stopped(_measure(plan), stop)
 
 
 async def _measure(plan: Plan) -> Findings:
@@ -226,7 +219,7 @@ async def _ends(target: Standing) -> dict[str, int] | None:
     """Handoffs so far in D, by how they ended; None if there is no D, or none that tells."""
     d = target.engines.get("d0")
     with contextlib.suppress(OSError):
-        return None if d is None else bench_meters.ends(bench_meters.samples(await fetch(f"{d}/metrics")))
+        return None if d is None else bench_meters.ends(samples(await fetch(f"{d}/metrics")))
     return None
 
 
@@ -234,17 +227,10 @@ def _shown(load: bench_load.Load) -> str:
     return shlex.join(["vllm", "bench", "serve", *load.words(Path("load.json"))])
 
 
-def _facts(plan: Plan, versions: Mapping[str, str], findings: Findings, seconds: float) -> Facts:
-    where = Path(__file__).parent
-    told = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=where, capture_output=True, text=True, check=False
-    )
-    commit = f" ({told.stdout.strip()})" if told.returncode == 0 else ""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return Facts(
-        date=datetime.now(UTC).strftime("%Y-%m-%d"),
-        machine=f"{os.cpu_count()} cores ({platform.machine()}), {memory:.0f} GiB, Linux {platform.release()}",
-        versions={"kvbaton": f"{__version__}{commit}", **versions},
+def _facts(plan: Plan, versions: Mapping[str, str], findings: Findings, seconds: float) -> VllmFacts:
+    return VllmFacts(
+        date=run_facts.today(), machine=run_facts.machine(with_memory=True),
+        versions={"kvbaton": run_facts.own_versions()["kvbaton"], **versions},
         command=shlex.join(["kvbaton", *sys.argv[1:]]),
         options={
             "prompt tokens": plan.input_tokens, "answer tokens": plan.output_tokens,
@@ -257,7 +243,7 @@ def _facts(plan: Plan, versions: Mapping[str, str], findings: Findings, seconds:
     )  # fmt: skip
 
 
-def _tell(findings: Findings, facts: Facts, ok: bool, *, as_json: bool) -> None:
+def _tell(findings: Findings, facts: VllmFacts, ok: bool, *, as_json: bool) -> None:
     rows, found = findings.rows, bench_rows.ratios(findings.rows)
     wrong = [*findings.failures, *bench_rows.complaints(rows)]
     if as_json:
@@ -265,9 +251,9 @@ def _tell(findings: Findings, facts: Facts, ok: bool, *, as_json: bool) -> None:
         told |= {"rows": [_row(row) for row in rows], "ratios": msgspec.to_builtins(found)}
         print(json.dumps(told))
         return
-    print(bench_table.plain(bench_table.HEAD, bench_table.grid(rows)))
+    print(plain(bench_table.HEAD, bench_table.grid(rows)))
     if found:
-        print(f"\n{bench_table.plain(bench_table.RATIO_HEAD, bench_table.ratio_grid(found))}")
+        print(f"\n{plain(bench_table.RATIO_HEAD, bench_table.ratio_grid(found))}")
     print(f"\n{FRONT}.\n{bench_table.LEGEND}")
     print("\n".join(["", *wrong, f"verdict: {stdout().verdict(ok)} ({facts.seconds:.0f} s)"]))
 
@@ -275,7 +261,3 @@ def _tell(findings: Findings, facts: Facts, ok: bool, *, as_json: bool) -> None:
 def _row(row: Row) -> dict[str, Any]:
     per_request = {"engine_cpu_per_request_s": row.engine_cpu_per_request_s}
     return {**msgspec.to_builtins(row), "failed": row.failed, **per_request}
-
-
-def _note(text: str) -> None:
-    print(f"kvbaton bench: {text}", file=sys.stderr, flush=True)

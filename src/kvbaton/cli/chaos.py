@@ -7,6 +7,7 @@ verdict to stdout; what is needed to look closer, or to run it again, is in the 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import random
@@ -18,14 +19,17 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.cli.arguments import CommandError, minutes, whole
+from kvbaton.cli.arguments import minutes, whole
 from kvbaton.cli.limits import raise_file_limit
-from kvbaton.cli.screen import stdout
+from kvbaton.cli.screen import note, stdout
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.proof.chaos import chaos_plan as plans
 from kvbaton.proof.chaos.fault_catalogue import BY_NAME, FAULTS, PROMISES
 from kvbaton.proof.chaos.outcome import Outcome
 
 SIZE_MAX = 16
+
+_note = functools.partial(note, "chaos")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -196,7 +200,3 @@ def _list_as_text() -> str:
         lines.append(f"{'':<13} to {', '.join(fault.targets)}{moments}")
         lines.append(f"{'':<13} tries: {', '.join(f'{number} {PROMISES[number]}' for number in fault.promises)}")
     return "\n".join(lines)
-
-
-def _note(text: str) -> None:
-    print(f"kvbaton chaos: {text}", file=sys.stderr, flush=True)

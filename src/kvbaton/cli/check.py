@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import random
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,9 +19,10 @@ import msgspec
 from kvbaton.api import sse
 from kvbaton.api.bodies import Kind
 from kvbaton.api.params import Mode
-from kvbaton.cli.arguments import CommandError, StoppedError
 from kvbaton.cli.cluster import Cluster, Plan, running
-from kvbaton.cli.screen import stdout
+from kvbaton.processes.child_process import Say
+from kvbaton.processes.operator_control import unless_stopped
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.openai_api import MODE_HEADER
 
 MAX_TOKENS = 12
@@ -89,31 +89,26 @@ def _text(rng: random.Random, length: int) -> str:
     return words[:length]
 
 
-async def check(plans: Mapping[str, Plan], modes: Sequence[Mode], *, as_json: bool, stop: asyncio.Event) -> int:
-    """Check one cluster per transport; the exit status is the verdict."""
+async def check(
+    plans: Mapping[str, Plan], modes: Sequence[Mode], *, say: Say, show: Say, stop: asyncio.Event
+) -> dict[str, Any]:
+    """Check one cluster per transport. `show` is given each row as it is done; the verdict has all of them."""
     begun = time.monotonic()
     worker = next(iter(plans.values())).worker
     asked = prompts(worker.block_tokens)
     expecting = asyncio.create_task(asyncio.to_thread(_reference, [prompt.text for prompt in asked], worker.seed))
     rows: list[Row] = []
-    table = sys.stderr if as_json else sys.stdout
     try:
         for transport, plan in plans.items():
-            async with running(plan, _note, stop) as here:
+            async with running(plan, say, stop) as here:
                 expected = await expecting
                 for mode in modes:
-                    row = await _unless_stopped(_row(here, transport, mode, asked, expected), stop)
-                    print(_line(row), file=table, flush=True)
+                    row = await unless_stopped(_row(here, transport, mode, asked, expected), stop)
+                    show(_line(row))
                     rows.append(row)
     finally:
         expecting.cancel()
-    verdict = _verdict(rows, time.monotonic() - begun)
-    print(msgspec.json.encode(verdict).decode() if as_json else _summary(verdict, modes, list(plans)), flush=True)
-    return 0 if verdict["ok"] else 1
-
-
-def _note(text: str) -> None:
-    print(f"kvbaton up: {text}", file=sys.stderr, flush=True)
+    return _verdict(rows, time.monotonic() - begun)
 
 
 def _reference(texts: Sequence[str], seed: int) -> list[str]:
@@ -121,19 +116,6 @@ def _reference(texts: Sequence[str], seed: int) -> list[str]:
     engine = importlib.import_module("kvbaton.engines.embedded.embedded_worker")
     answers: list[str] = engine.reference_answers(texts, MAX_TOKENS, seed=seed)
     return answers
-
-
-async def _unless_stopped(work: Any, stop: asyncio.Event) -> Row:
-    working, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait((working, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise StoppedError
-        row: Row = working.result()
-        return row
-    finally:
-        working.cancel()
-        stopped.cancel()
 
 
 async def _row(cluster: Cluster, transport: str, mode: Mode, asked: Sequence[Prompt], expected: Sequence[str]) -> Row:
@@ -225,7 +207,7 @@ def _verdict(rows: Sequence[Row], seconds: float) -> dict[str, Any]:
     return {"ok": bool(rows) and all(row.ok for row in rows), **totals, "seconds": round(seconds, 2), "rows": told}
 
 
-def _summary(verdict: Mapping[str, Any], modes: Sequence[Mode], transports: Sequence[str]) -> str:
+def summary(verdict: Mapping[str, Any], modes: Sequence[Mode], transports: Sequence[str]) -> str:
     said = " and ".join([", ".join(_NAMES[mode] for mode in modes[:-1]), _NAMES[modes[-1]]][len(modes) == 1 :])
     return "\n".join(
         [
@@ -233,7 +215,6 @@ def _summary(verdict: Mapping[str, Any], modes: Sequence[Mode], transports: Sequ
             f"over {' and over '.join(transports)}",
             f"{verdict['bytes_moved']} bytes moved in {verdict['handoffs']} handoffs; {verdict['pins']} pins left; "
             f"{verdict['seconds']} s",
-            f"verdict: {stdout().verdict(verdict['ok'])}",
         ]
     )
 

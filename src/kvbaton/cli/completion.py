@@ -11,11 +11,12 @@ import importlib
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
-from kvbaton.cli.arguments import CommandError, planes_choice
+from kvbaton.cli.arguments import planes_choice
 from kvbaton.cli.completion_bash import bash
 from kvbaton.cli.completion_others import fish, zsh
 from kvbaton.cli.completion_words import Node, Taker, Takes
 from kvbaton.observe.codes.catalogue import CATALOGUE
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.transports import catalogue
 
 SHELLS = {"bash": bash, "zsh": zsh, "fish": fish}

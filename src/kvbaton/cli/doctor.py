@@ -11,7 +11,6 @@ import json
 import os
 import platform
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
@@ -26,13 +25,15 @@ from kvbaton.cli import (
     doctor_ports,
     doctor_read,
 )
-from kvbaton.cli.arguments import CommandError, planes_choice, seconds
+from kvbaton.cli.arguments import planes_choice, seconds
 from kvbaton.cli.doctor_cluster import WorkerState
 from kvbaton.cli.doctor_config import Engine
 from kvbaton.cli.doctor_finding import Finding, ordered
 from kvbaton.cli.screen import Screen, Style, stdout
 from kvbaton.observe.codes.entry import Severity
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.transports import catalogue as planes
+from kvbaton.transports.core.host_identity import boot_id
 
 SHM = "/dev/shm"
 PACKAGES = (
@@ -119,7 +120,7 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
         version=kvbaton.__version__,
         python=platform.python_version(),
         machine=f"{platform.machine()} {platform.system()} {platform.release()}, {os.cpu_count()} cores",
-        host=_host(),
+        host=boot_id(),
         gpus=doctor_gpu.names(gpus),
         rdma_devices=planes.rdma_devices(),
         packages=doctor_machine.packages(PACKAGES),
@@ -209,8 +210,3 @@ def _planes(offered: tuple[str, ...]) -> Iterator[PlaneState]:
         plane = planes.PLANES[name]
         problem = plane.usable()
         yield PlaneState(name, not problem, name in offered, plane.what, problem, plane.needs if problem else "")
-
-
-def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else platform.node()

@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from kvbaton.cli.arguments import CommandError
 from kvbaton.cli.asking import asked
 from kvbaton.cli.doctor_finding import Finding, finding
 from kvbaton.observe.flight.sanitize import printable, printable_all
+from kvbaton.processes.operator_errors import CommandError
 
 ANSWER_BYTES_MAX = 4 << 20
 CLOCK_S_MAX = 5.0

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from kvbaton.cli.arguments import CommandError
 from kvbaton.cli.doctor_finding import Finding, finding
 from kvbaton.cli.doctor_read import Launch
 from kvbaton.engines.vllm import supported
 from kvbaton.engines.vllm.connector_settings import FIELD, ConnectorSettings
 from kvbaton.engines.vllm.launching import CONNECTOR
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.settings import Settings
 from kvbaton.security.sealing import MISSING, Encrypt, check, is_loopback
 

@@ -8,21 +8,25 @@ life, and left alone.
 from __future__ import annotations
 
 import argparse
-import sys
+import functools
 import time
 from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
-from kvbaton.cli.arguments import CommandError, endpoint, seconds
+from kvbaton.cli.arguments import endpoint, seconds
+from kvbaton.cli.screen import note
 from kvbaton.control import keyring as keys
 from kvbaton.control.registry import DrainState, OperatorLine
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.ids import WorkerId, is_worker_id
 
 ANSWER_S = 5.0  # a registry that answers does so in milliseconds
 POLL_S = 0.25
 NEWS_S = 3.0
+
+_note = functools.partial(note, "drain")
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -126,7 +130,3 @@ def _verdict(found: Outcome, args: argparse.Namespace) -> str:
         )
     held = found.held or "it has not said what"
     return f"{found.worker} is still there after {found.seconds:.0f} s, with: {held}; it goes on draining, ask again"
-
-
-def _note(text: str) -> None:
-    print(f"kvbaton drain: {text}", file=sys.stderr, flush=True)

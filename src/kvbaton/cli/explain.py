@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvbaton.cli.arguments import CommandError
 from kvbaton.observe.codes.catalogue import CATALOGUE, TITLES, close, find
 from kvbaton.observe.codes.entry import Entry, Kind, Who
+from kvbaton.processes.operator_errors import CommandError
 
 WIDTH = 100
 ACTS: dict[Who, str] = {

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -140,17 +140,3 @@ async def dumping(gathering: Gathering, name: str, directory: str = "") -> Async
         if directory:
             gathering.on_flight.remove(dumps.on_flight)
         await asyncio.to_thread(dumps.close)
-
-
-@contextlib.contextmanager
-def told_to_stop() -> Iterator[asyncio.Event]:
-    """An event that Ctrl-C and SIGTERM set, while the context lasts."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    try:
-        yield stop
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)

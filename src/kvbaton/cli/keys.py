@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvbaton.cli.arguments import CommandError, seconds
+from kvbaton.cli.arguments import seconds
 from kvbaton.control import key_rotation, keyring
 from kvbaton.control.key_following import LOOK_S
 from kvbaton.control.key_report import Report, report
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.privileges import Role
 
-ALWAYS = ("router", "operator")
 """Whom every cluster has: its registry, and whoever may tell workers to go (kvbaton drain)."""
 
 ACTIONS = {
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         nargs="*",
         default=[],
-        help=f"workers, of new and add also NAME:ROLE ({', '.join(Role)}); new adds {' and '.join(ALWAYS)}",
+        help=f"workers, of new and add also NAME:ROLE ({', '.join(Role)}); new adds {' and '.join(keyring.ALWAYS)}",
     )
     group = parser.add_argument_group("rotate")
     group.add_argument("--tickets", action="store_true", help="the key that signs tickets")
@@ -80,7 +80,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _new(args: argparse.Namespace) -> int:
     given = {name.partition(":")[0] for name in args.names}
-    names = [*(name for name in ALWAYS if name not in given), *args.names]
+    names = [*(name for name in keyring.ALWAYS if name not in given), *args.names]
     keyring.mint(args.directory, names)
     return _minted(names, args)
 

@@ -16,7 +16,8 @@ from typing import get_args
 
 import kvbaton
 from kvbaton.cli import screen, streams
-from kvbaton.cli.arguments import BAD_USAGE, CommandError, HelpFormatter, Parser, StoppedError, add_common, complain
+from kvbaton.cli.arguments import BAD_USAGE, HelpFormatter, Parser, add_common, complain
+from kvbaton.processes.operator_errors import CommandError, StoppedError
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "run a cluster": {

@@ -14,12 +14,14 @@ from kvbaton.api.http import run as run_loop
 from kvbaton.api.params import Mode
 from kvbaton.api.tokens import is_loopback
 from kvbaton.cli import traces
-from kvbaton.cli.arguments import CommandError, host_port, port, seconds, whole
-from kvbaton.cli.fronting import Front, Sources, dumping, fronted, told_to_stop
+from kvbaton.cli.arguments import host_port, port, seconds, whole
+from kvbaton.cli.fronting import Front, Sources, dumping, fronted
 from kvbaton.cli.limits import raise_file_limit
 from kvbaton.control import keyring
 from kvbaton.control.plain import Fleet, PlainSettings
 from kvbaton.control.registry import Networks
+from kvbaton.processes.operator_control import told_to_stop
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.http import http_client
 from kvbaton.router.policy import Policy

@@ -53,6 +53,11 @@ def stderr() -> Screen:
     return Screen(sys.stderr, os.environ, _ASKED[0])
 
 
+def note(command: str, text: str) -> None:
+    """Progress of `kvbaton command`: one line on stderr, which is never the answer."""
+    print(f"kvbaton {command}: {text}", file=sys.stderr, flush=True)
+
+
 class Screen:
     """One output stream, and what may be done on it."""
 

@@ -9,7 +9,8 @@ import sys
 import msgspec
 
 from kvbaton.cli import sim_reports
-from kvbaton.cli.arguments import CommandError, whole
+from kvbaton.cli.arguments import whole
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.proof.sim.campaign import Summary, default_jobs, run_seeds
 from kvbaton.proof.sim.mutants import hunting, mutating
 from kvbaton.proof.sim.run import run_seed

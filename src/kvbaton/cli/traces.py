@@ -13,9 +13,9 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Protocol
 
-from kvbaton.cli.arguments import CommandError
 from kvbaton.observe.flight.flight_records import Flight
 from kvbaton.observe.tracing.export import TRACES_PATH, ExportError, SpanExport, needed, traces_url
+from kvbaton.processes.operator_errors import CommandError
 
 log = logging.getLogger(__name__)
 

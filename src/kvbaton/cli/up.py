@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+import kvbaton.cli.vllm_arguments as on_vllm
 import kvbaton.cli.vllm_check as on_vllm_check
-import kvbaton.cli.vllm_up as on_vllm
 from kvbaton.api.http import run as run_loop
 from kvbaton.api.params import Mode
 from kvbaton.cli import traces
-from kvbaton.cli.arguments import CommandError, planes_choice, port, seconds, whole
-from kvbaton.cli.check import check
-from kvbaton.cli.cluster import Cluster, Plan, Startable, how_it_ended, running, shown_command
-from kvbaton.cli.fronting import told_to_stop
+from kvbaton.cli.arguments import planes_choice, port, seconds, whole
+from kvbaton.cli.check import check, summary
+from kvbaton.cli.cluster import Cluster, Plan, Startable, running, shown_command
 from kvbaton.cli.limits import raise_file_limit
-from kvbaton.cli.vllm_engine import ServerOptions, free_ports
+from kvbaton.cli.screen import note, stdout
+from kvbaton.cli.vllm_engine import ServerOptions
+from kvbaton.cli.vllm_up import VllmPlan
 from kvbaton.engines.embedded.worker_options import POLICIES, WorkerOptions
+from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.operator_control import told_to_stop
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.security.sealing import ENCRYPT
 from kvbaton.transports.catalogue import CHECKSUMS
@@ -34,6 +39,8 @@ _SIZES = ("blocks", "block_tokens", "max_num_seqs", "seed")
 _VLLM_DEFAULTS = {"blocks": "", "block_tokens": "; vllm: its own", "max_num_seqs": "; vllm: its own", "seed": ""}
 _NEWS_S = 0.5
 MEMORY = "memory"
+
+_note = functools.partial(note, "up")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +134,7 @@ def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: M
 
 def vllm_plan_of(
     args: argparse.Namespace, server: ServerOptions, transport: str, *, http_port: int, mode: Mode
-) -> on_vllm.VllmPlan:
+) -> VllmPlan:
     tracing = {"trace": bool(args.otlp_endpoint), "trace_sample": args.trace_sample}
     settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True, **tracing)
     times = {name: getattr(args, name) for name in (*_TIMES, "otlp_endpoint")}
@@ -139,14 +146,27 @@ async def _check(args: argparse.Namespace) -> int:
     transports = ["shm", "tcp"] if args.transport is None else [args.transport]
     plans = {each: plan_of(args, each, http_port=args.port or 0, mode=modes[0]) for each in transports}
     with told_to_stop() as stop:
-        return await check(plans, modes, as_json=args.json, stop=stop)
+        verdict = await check(plans, modes, say=_note, show=_shower(args), stop=stop)
+    return _told(args, verdict, f"{summary(verdict, modes, transports)}\nverdict: {stdout().verdict(verdict['ok'])}")
 
 
 async def _check_vllm(args: argparse.Namespace, server: ServerOptions) -> int:
     modes = list(Mode) if args.mode is None else [Mode(args.mode)]
     plan = vllm_plan_of(args, server, args.transport or "auto", http_port=args.port or 0, mode=modes[0])
     with told_to_stop() as stop:
-        return await on_vllm_check.check(plan, modes, as_json=args.json, stop=stop)
+        verdict = await on_vllm_check.check(plan, modes, say=_note, show=_shower(args), stop=stop)
+    return _told(args, verdict, f"verdict: {stdout().verdict(verdict['ok'])} ({verdict['seconds']} s)")
+
+
+def _shower(args: argparse.Namespace) -> Callable[[str], None]:
+    """Rows as they come: beside the one object of --json they are no answer."""
+    table = sys.stderr if args.json else sys.stdout
+    return lambda line: print(line, file=table, flush=True)
+
+
+def _told(args: argparse.Namespace, verdict: Mapping[str, Any], plain: str) -> int:
+    print(msgspec.json.encode(verdict).decode() if args.json else plain, flush=True)
+    return 0 if verdict["ok"] else 1
 
 
 async def _serve(args: argparse.Namespace, server: ServerOptions | None = None) -> int:
@@ -173,13 +193,9 @@ async def _serve(args: argparse.Namespace, server: ServerOptions | None = None) 
     return 0
 
 
-def _note(text: str) -> None:
-    print(f"kvbaton up: {text}", file=sys.stderr, flush=True)
-
-
 def _facts(cluster: Cluster) -> dict[str, Any]:
     children = [
-        {"name": child.name, "role": child.member.role, "pid": child.process.pid, "command": child.command}
+        {"name": child.name, "role": child.program.role, "pid": child.pid, "command": child.command}
         for child in cluster.children
     ]
     front = cluster.front
@@ -189,7 +205,7 @@ def _facts(cluster: Cluster) -> dict[str, Any]:
 
 def _welcome(cluster: Cluster, plan: Startable, transport: str) -> Sequence[str]:
     url = cluster.front.url
-    roles = [child.member.role for child in cluster.children]
+    roles = [child.program.role for child in cluster.children]
     body = '{"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0, "stream": true}'
     return [
         f"kvbaton is up at {url}/v1: {roles.count('prefill')} prefill, {roles.count('decode')} decode, "
@@ -220,7 +236,7 @@ async def _watch(cluster: Cluster, stop: asyncio.Event) -> None:
             await asyncio.wait((stopped, death), timeout=_NEWS_S, return_when=asyncio.FIRST_COMPLETED)
             if death.done():
                 child = death.result()
-                _note(f"worker {child.name} {how_it_ended(child)}; to start it again: {child.command}")
+                _note(f"worker {child.name} {child.how_it_ended()}; to start it again: {child.command}")
                 for line in child.last_lines():
                     _note(f"  {child.name}: {line}")
             else:

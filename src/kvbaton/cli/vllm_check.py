@@ -10,7 +10,6 @@ import asyncio
 import random
 import re
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -21,11 +20,14 @@ import aiohttp
 import msgspec
 
 from kvbaton.api.params import Mode
-from kvbaton.cli.arguments import CommandError, StoppedError
-from kvbaton.cli.cluster import NEWS_S, Child, Cluster, Place, end, last_line, obituary, running, start
-from kvbaton.cli.screen import stdout
-from kvbaton.cli.vllm_engine import HOST, free_ports
+from kvbaton.cli.cluster import Cluster, Place, running
+from kvbaton.cli.vllm_engine import HOST, serving
 from kvbaton.cli.vllm_up import VllmPlan, member
+from kvbaton.observe.metrics.scraping import samples, total
+from kvbaton.processes.child_process import Say, end, start
+from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.operator_control import unless_stopped
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.openai_api import MODE_HEADER
 
 MAX_TOKENS = 12
@@ -36,22 +38,9 @@ DIFFERENCES_SHOWN = 3
 _MOVED = "vllm:external_prefix_cache_hits_total"
 _USED = "vllm:kv_cache_usage_perc"
 _WORDS = (
-    "what",
-    "is",
-    "the",
-    "lease",
-    "of",
-    "a",
-    "block",
-    "that",
-    "nobody",
-    "reads",
-    "who",
-    "ends",
-    "it",
-    "when",
-    "two",
-)
+    "what", "is", "the", "lease", "of", "a", "block", "that", "nobody",
+    "reads", "who", "ends", "it", "when", "two",
+)  # fmt: skip
 
 Answer = tuple[str, ...]
 """The tokens of an answer; or one text that begins with a line break, which says what went wrong."""
@@ -102,67 +91,37 @@ def _text(rng: random.Random, words: int) -> str:
     return " ".join(rng.choice(_WORDS) for _ in range(words))
 
 
-async def check(plan: VllmPlan, modes: Sequence[Mode], *, as_json: bool, stop: asyncio.Event) -> int:
-    """Ask one engine, then the pair in each mode; the exit status is the verdict."""
+async def check(plan: VllmPlan, modes: Sequence[Mode], *, say: Say, show: Say, stop: asyncio.Event) -> dict[str, Any]:
+    """Ask one engine, then the pair in each mode. `show` is given each row as it is done; the verdict has all."""
     begun = time.monotonic()
-    table = sys.stderr if as_json else sys.stdout
-    asked, expected = await _alone(plan, stop)
+    asked, expected = await _alone(plan, say, stop)
     rows: list[Row] = []
-    async with running(plan, _note, stop) as cluster:
+    async with running(plan, say, stop) as cluster:
         for mode in modes:
-            row = await _unless_stopped(_row(cluster, mode, asked, expected), stop)
-            print(_line(row), file=table, flush=True)
+            row = await unless_stopped(_row(cluster, mode, asked, expected), stop)
+            show(_line(row))
             rows.append(row)
-    ok = bool(rows) and all(row.ok for row in rows)
     told = [{**msgspec.to_builtins(row), "ok": row.ok} for row in rows]
-    verdict: dict[str, Any] = {"ok": ok, "seconds": round(time.monotonic() - begun, 1), "rows": told}
-    plain = f"verdict: {stdout().verdict(ok)} ({verdict['seconds']} s)"
-    print(msgspec.json.encode(verdict).decode() if as_json else plain, flush=True)
-    return 0 if ok else 1
+    ok = bool(rows) and all(row.ok for row in rows)
+    return {"ok": ok, "seconds": round(time.monotonic() - begun, 1), "rows": told}
 
 
-async def _alone(plan: VllmPlan, stop: asyncio.Event) -> tuple[list[Prompt], list[Answer]]:
+async def _alone(plan: VllmPlan, say: Say, stop: asyncio.Event) -> tuple[list[Prompt], list[Answer]]:
     """What one engine answers that computes prompts and decodes them itself."""
     directory = Path(tempfile.mkdtemp(prefix="kvbaton-"))
-    deaths: asyncio.Queue[Child] = asyncio.Queue()
     (port,) = free_ports(1)
     url = f"http://{HOST}:{port}"
     argv = plan.server.argv(port)
-    child = await start(member(Place("alone", "both", 1), argv, plan.server.kv_gib), directory, deaths)
+    child = await start(member(Place("alone", "both", 1), argv, plan.server.kv_gib), directory / "alone.log")
     try:
-        _note("starting one engine that does all alone, for the right answers")
+        say("starting one engine that does all alone, for the right answers")
         async with _session() as session:
-            await _serving(session, url, child, deaths, plan.start_s, stop)
+            await serving(url, child, plan.start_s, say, stop)
             asked = prompts(_block_tokens(await _get(session, f"{url}/metrics")))
-            return asked, await _unless_stopped(_ask_all(session, url, asked, {}, "alone"), stop)
+            return asked, await unless_stopped(_ask_all(session, url, asked, {}, "alone"), stop)
     finally:
         await end([child])
         shutil.rmtree(directory, ignore_errors=True)
-
-
-async def _serving(
-    session: aiohttp.ClientSession, url: str, child: Child, deaths: asyncio.Queue[Child], start_s: float,
-    stop: asyncio.Event,
-) -> None:  # fmt: skip
-    begun = told = time.monotonic()
-    while True:
-        try:
-            async with session.get(f"{url}/health") as response:
-                if response.status == 200:
-                    return
-        except aiohttp.ClientError:
-            pass
-        now = time.monotonic()
-        if stop.is_set():
-            raise StoppedError
-        if not deaths.empty():
-            raise CommandError(obituary(child))
-        if now > begun + start_s:
-            raise CommandError(f"the single engine did not serve within {start_s:.0f} s: {last_line(child)}")
-        if now > told + NEWS_S:
-            told = now
-            _note(f"{now - begun:.0f} s: it is starting: {last_line(child)}")
-        await asyncio.sleep(0.2)
 
 
 async def _row(cluster: Cluster, mode: Mode, asked: Sequence[Prompt], expected: Sequence[Answer]) -> Row:
@@ -231,10 +190,10 @@ async def _get(session: aiohttp.ClientSession, url: str) -> str:
 
 
 def _metric(text: str, name: str) -> float:
-    values = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
-    if not values:
+    value = total(samples(text), name)
+    if value is None:
         raise CommandError(f"an engine's /metrics has no {name}; is it vLLM 0.32?")
-    return sum(map(float, values))
+    return value
 
 
 def _block_tokens(text: str) -> int:
@@ -246,18 +205,6 @@ def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(ASK_S))
 
 
-async def _unless_stopped(work: Any, stop: asyncio.Event) -> Any:
-    working, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait((working, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise StoppedError
-        return working.result()
-    finally:
-        working.cancel()
-        stopped.cancel()
-
-
 def _line(row: Row) -> str:
     line = (
         f"{row.mode:<7} identical {row.identical} of {row.requests}   {row.tokens_moved} tokens' KV handed over   "
@@ -266,7 +213,3 @@ def _line(row: Row) -> str:
     if row.tokens_moved < row.tokens_needed:
         line += f"\n  too few: {row.tokens_needed} tokens were in no cache"
     return "\n".join([line, *(f"  differs: {each}" for each in row.differences)])
-
-
-def _note(text: str) -> None:
-    print(f"kvbaton up: {text}", file=sys.stderr, flush=True)

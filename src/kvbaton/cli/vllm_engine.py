@@ -1,36 +1,38 @@
 """vLLM servers as this program's commands start them: what is set for one, and what its connector is told.
 
 Law: an option here is an option of `kvbaton up`, `bench` or `chaos`. Words and surroundings of a server are
-`integrations.vllm.launching`'s; what that refuses ends a command here, with the same line.
+`integrations.vllm.launching`'s.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 
-from kvbaton.cli.arguments import CommandError
 from kvbaton.engines.embedded.worker_options import Policy
-from kvbaton.engines.vllm import launching
 from kvbaton.engines.vllm.launching import (
     HOST,
     PROBE_S,
     PYTHON_VARIABLE,
     environment,
-    free_ports,
+    find_python,
     kv_transfer_config,
     server_argv,
     shown,
+    tiny_model,
 )
+from kvbaton.processes.child_process import Child, Say, ready
 
 __all__ = [
-    "HOST", "KV_ROLES", "PROBE_S", "PYTHON_VARIABLE", "Handoff", "ServerOptions", "environment", "find_python",
-    "free_ports", "kv_transfer_config", "server_argv", "shown", "tiny_model",
+    "HOST", "KV_ROLES", "PROBE_S", "PYTHON_VARIABLE", "Handoff", "ServerOptions", "environment", "fetch", "find_python",
+    "kv_transfer_config", "server_argv", "serving", "shown", "tiny_model",
 ]  # fmt: skip
 
+GET_S = 20.0
 KV_ROLES: Mapping[str, str] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 
 
@@ -74,17 +76,22 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         return words if kv_config is None else [*words, "--kv-transfer-config", msgspec.json.encode(kv_config).decode()]
 
 
-def find_python(given: str | None) -> str:
-    """The Python that has vLLM: as given, as the environment says, this one, or that of `make vllm`."""
-    try:
-        return launching.find_python(given)
-    except launching.LaunchError as error:
-        raise CommandError(str(error)) from None
+async def serving(url: str, child: Child, within_s: float, say: Say, stop: asyncio.Event | None = None) -> None:
+    """Until it says that it can serve."""
+
+    async def missing() -> list[str]:
+        await fetch(f"{url}/health")
+        return []
+
+    await ready(missing, [child], within_s, say, stop=stop, look_s=0.25)
 
 
-def tiny_model(python: str, kind: str, seed: int) -> Path:
-    """The directory of a tiny model in the cache, made now if need be."""
+async def fetch(url: str) -> str:
+    """The text behind a URL; OSError if there is none."""
     try:
-        return launching.tiny_model(python, kind, seed)
-    except launching.LaunchError as error:
-        raise CommandError(str(error)) from None
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(GET_S)) as session, session.get(url) as answer:
+            if answer.status != 200:
+                raise OSError(f"{url}: status {answer.status}")
+            return await answer.text()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise OSError(f"{url}: {type(error).__name__}: {error}") from None

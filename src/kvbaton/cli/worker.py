@@ -20,9 +20,18 @@ from typing import Any, TextIO
 import msgspec
 
 from kvbaton.cli import traces
-from kvbaton.cli.arguments import CommandError, planes_choice, port, seconds, whole
+from kvbaton.cli.arguments import planes_choice, port, seconds, whole
 from kvbaton.cli.limits import raise_file_limit
-from kvbaton.engines.embedded.worker_options import DIALECTS, HTTP_ACCESS, MODES, POLICIES, ROLES, WorkerOptions
+from kvbaton.engines.embedded.worker_options import (
+    DIALECTS,
+    HTTP_ACCESS,
+    MODES,
+    POLICIES,
+    ROLES,
+    WorkerOptions,
+    flag_of,
+)
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.security.sealing import ENCRYPT
 from kvbaton.transports.catalogue import CHECKSUMS
 
@@ -111,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             more["choices"] = _CHOICES[field.name]
         else:
             more |= {"type": port if field.name.endswith("_port") else _TYPES[field.type], "metavar": _metavar(field)}
-        place.get(field.name, parser).add_argument(_flag(field.name), **more)
+        place.get(field.name, parser).add_argument(flag_of(field.name), **more)
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout when it serves")
     parser.add_argument("--stop-on-eof", action="store_true", help=argparse.SUPPRESS)
 
@@ -161,23 +170,7 @@ def options_of(args: argparse.Namespace) -> WorkerOptions:
         return WorkerOptions(**values)
     except ValueError as error:
         name, _, rest = str(error).partition(":")
-        raise CommandError(f"argument {_flag(name)}:{rest}; see: kvbaton worker --help") from None
-
-
-def argv_of(options: WorkerOptions) -> list[str]:
-    """The flags that say `options`, without those that say a default."""
-    argv = []
-    for field in msgspec.structs.fields(WorkerOptions):
-        value = getattr(options, field.name)
-        if field.required or value != field.default:
-            argv.append(_flag(field.name))
-            if value is not True:
-                argv.append(",".join(value) if field.name == "modes" else str(value))
-    return argv
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+        raise CommandError(f"argument {flag_of(name)}:{rest}; see: kvbaton worker --help") from None
 
 
 def _metavar(field: msgspec.structs.FieldInfo) -> str:

@@ -35,6 +35,8 @@ __all__ = [
     "FILE_BYTES_MAX", "IDENTITIES_MAX", "TICKET_KEYS_MAX", "TICKET_KEY_BYTES", "Keyring", "add", "is_public_key",
     "load", "mint", "reload",
 ]  # fmt: skip
+ALWAYS = ("router", "operator")
+"""Names that every cluster has keys for."""
 
 
 class Keyring(msgspec.Struct, frozen=True):

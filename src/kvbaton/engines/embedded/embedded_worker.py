@@ -11,10 +11,8 @@ import contextlib
 import logging
 import secrets
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import kvbaton
@@ -59,6 +57,7 @@ from kvbaton.protocol.machines.context import Identity
 from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
 from kvbaton.transports import catalogue
+from kvbaton.transports.core.host_identity import boot_id
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Transport
 
@@ -142,7 +141,7 @@ class Worker:
             compat_digest=compat_digest(self.compat),
             tp_size=options.tp,
             model=MODEL_NAME,
-            host=_host(),
+            host=boot_id(),
         )
 
     def on_directory(self, entries: Sequence[DirectoryEntry]) -> None:
@@ -245,7 +244,7 @@ class Worker:
         ranks = [self._make_transports(rank, region) for rank, region in enumerate(self.regions)]
         identity = Identity(
             me=self.peer,
-            host=_host(),
+            host=boot_id(),
             compat=self.compat,
             layout=engine_layout(geometry),
             transports=tuple(transport.capabilities for transport in ranks[0].values()),
@@ -381,12 +380,6 @@ def reference_answers(prompts: Sequence[str | Sequence[int]], max_tokens: int, s
 
 def _by_name(counts: Mapping[str, int], front: str) -> dict[str, int]:
     return {name.removeprefix(front): count for name, count in counts.items() if name.startswith(front)}
-
-
-def _host() -> str:
-    """Who may share memory with us: the same kernel, by its boot id."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def _bracketed(host: str) -> str:

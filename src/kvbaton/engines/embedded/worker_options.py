@@ -159,3 +159,19 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def _bad(field: str, got: object, expected: str) -> ValueError:
     return ValueError(f"{field}: got {got!r}, expected {expected}")
+
+
+def argv_of(options: WorkerOptions) -> list[str]:
+    """The flags that say `options`, without those that say a default."""
+    argv = []
+    for field in msgspec.structs.fields(WorkerOptions):
+        value = getattr(options, field.name)
+        if field.required or value != field.default:
+            argv.append(flag_of(field.name))
+            if value is not True:
+                argv.append(",".join(value) if field.name == "modes" else str(value))
+    return argv
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -6,14 +6,11 @@ variables that `environment` names, so that the line which an operator reads sta
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
-import random
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +20,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.engines.vllm import nixl_shim
+from kvbaton.processes.operator_errors import CommandError
 
 PYTHON_VARIABLE = "KVBATON_VLLM_PYTHON"
 VENV = ".venv-vllm"
@@ -36,7 +34,6 @@ NIXL: Mapping[str, Any] = {
 """vLLM's own connector, as well as we could make it run on a CPU; with `nixl_environment`."""
 PROBE_S = 60.0
 MAKE_S = 300.0
-PORTS = (12_000, 32_000)  # below Linux's ip_local_port_range
 _UCX = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "UCX_RCACHE_MAX_UNRELEASED": "1024"}
 _PROBE = """\
 import sys
@@ -45,7 +42,7 @@ sys.exit(10 * (find_spec("vllm") is None) + 20 * (find_spec("kvbaton") is None))
 """
 
 
-class LaunchError(Exception):
+class LaunchError(CommandError):
     """There is nothing to start; the message says what the operator can do."""
 
 
@@ -98,17 +95,6 @@ def kv_transfer_config(kv_role: str, policy: str, extra: Mapping[str, Any]) -> d
 def shown(argv: Sequence[str], variables: Mapping[str, str]) -> str:
     """A command as an operator types it."""
     return shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), *argv])
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free now, all different, and outside what the kernel hands out: an engine binds a minute later."""
-    found: list[int] = []
-    while len(found) < count:
-        port = random.randrange(*PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((HOST, port))
-            found += [] if port in found else [port]
-    return found
 
 
 def tiny_model(python: str, kind: str, seed: int) -> Path:

@@ -15,7 +15,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -47,6 +46,7 @@ from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.ranks.engine_store import Shelf
 from kvbaton.ranks.rank_link import RankLinks
 from kvbaton.ranks.rank_messages import RankInvitation
+from kvbaton.transports.core.host_identity import boot_id
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class Presence:
             compat_digest=compat_digest(facts.compat),
             tp_size=facts.tp_size,
             model=facts.model[-256:],
-            host=host_id(),
+            host=boot_id(),
             stays=True,
         )
 
@@ -258,7 +258,7 @@ class Presence:
         common = [name for name in planes[0] if all(name in rank for rank in planes)]
         identity = Identity(
             me=self.peer,
-            host=host_id(),
+            host=boot_id(),
             compat=self.facts.compat,
             layout=self.facts.layout,
             transports=tuple(planes[0][name].capabilities for name in common),
@@ -282,9 +282,3 @@ class Presence:
         for shelf in shelves:
             shelf.open(compat_digest(self.facts.compat))
         return Shelf(shelves, self.settings.shelf())
-
-
-def host_id() -> str:
-    """Who may share memory with us: the same kernel, by its boot id."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else secrets.token_hex(16)

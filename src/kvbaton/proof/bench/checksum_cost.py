@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from typing import IO, cast
+from collections.abc import Mapping
+from typing import cast
 
 import msgspec
 
-from kvbaton.proof.bench.machine_noise import foreign_cpu_s
+from kvbaton.processes.proc_stat import foreign_cpu_s
+from kvbaton.proof.bench.children import Parent, PipedChild
+from kvbaton.proof.bench.text_tables import spaced
 from kvbaton.proof.bench.workload import Driven, P, pattern, scattered, verify
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.transports.checksum.checksum_portions import Checksum
@@ -33,6 +34,7 @@ SEGMENT_BYTES = (16 << 10, 64 << 10, 256 << 10)
 COPY_BYTES = (2 << 20, 128 << 20)
 REGION_BYTES = 256 << 20
 PLANES = ("shm", "tcp")
+COLUMN = 16
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -74,9 +76,9 @@ def make(plane: str, mode: Checksum, me: PeerId) -> HostTransport:
     return inner if mode is Checksum.OFF else SummedTransport(inner, me, SumConfig(mode))
 
 
-def serve() -> None:
+def serve(parent: Parent) -> None:
     """The peer process: offers its memory by every way, until its input ends."""
-    order = msgspec.json.decode(sys.stdin.readline(), type=Order)
+    order = next(parent.questions(Order))
     memory = allocate(order.region_bytes)
     memory.view[:] = pattern(order.region_bytes).data
     offers: dict[str, bytes] = {}
@@ -87,7 +89,7 @@ def serve() -> None:
         if transports[-1].capabilities.enforces:
             lend_everything(cast(LendingTransport, transports[-1]), reader)
         offers[way] = transports[-1].endpoint(reader)
-    print(msgspec.json.encode(offers).decode(), flush=True)
+    parent.answer(offers)
     sys.stdin.read()
     for transport in transports:
         transport.close()
@@ -96,7 +98,7 @@ def serve() -> None:
 class Bench:
     """The decode side: its memory, a transport for each way, and the peer process."""
 
-    def __init__(self, peer: subprocess.Popen[str], region_bytes: int) -> None:
+    def __init__(self, peer: PipedChild, region_bytes: int) -> None:
         self._peer = peer
         self._target = allocate(region_bytes)
         self._transports: list[HostTransport] = []
@@ -104,10 +106,7 @@ class Bench:
 
     def connect(self) -> None:
         readers = {way: PeerId(WorkerId(way.replace(" ", "-")), Incarnation(1)) for way in ways()}
-        order, pipe = Order(len(self._target.view), readers), _pipe(self._peer.stdin)
-        pipe.write(msgspec.json.encode(order).decode() + "\n")
-        pipe.flush()
-        offers = msgspec.json.decode(_pipe(self._peer.stdout).readline() or "null", type=dict[str, bytes])
+        offers = self._peer.ask(Order(len(self._target.view), readers), dict[str, bytes])
         for way, (plane, mode) in ways().items():
             self._transports.append(make(plane, mode, readers[way]))
             self._driven[way] = Driven(way, self._transports[-1], self._target.view, offers[way])
@@ -139,11 +138,11 @@ class Bench:
         return Round(seconds, cpu_s, max(0.0, foreign_cpu_s(*pids) - before_s) / (time.perf_counter() - begun))
 
     def _cpu_s(self) -> float:
-        return time.process_time() + cpu_of(self._peer.pid)
+        return time.process_time() + scheduled_s(self._peer.pid)
 
 
-def cpu_of(pid: int) -> float:
-    """Seconds of CPU that all threads of a process have used."""
+def scheduled_s(pid: int) -> float:
+    """Seconds of CPU that all threads of a process have used, to the nanosecond: ticks are too coarse for one copy."""
     spent_ns = 0
     for task in os.listdir(f"/proc/{pid}/task"):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/schedstat") as stat:
@@ -178,21 +177,6 @@ def _rows(copy_bytes: int, segment_bytes: int, rounds: list[Round]) -> list[Row]
     return rows
 
 
-def _pipe(pipe: IO[str] | None) -> IO[str]:
-    assert pipe is not None
-    return pipe
-
-
-@contextlib.contextmanager
-def _peer_process() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "kvbaton.proof.bench.checksum_cost", "--peer"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
-        try:
-            yield peer
-        finally:
-            peer.kill()
-
-
 def measure(
     repetitions: int = 20,
     region_bytes: int = REGION_BYTES,
@@ -201,7 +185,7 @@ def measure(
 ) -> list[dict[str, object]]:
     """A row for every way, size of copy and size of segment, as plain values; progress on standard error."""
     rows: list[Row] = []
-    with _peer_process() as peer:
+    with PipedChild("kvbaton.proof.bench.checksum_cost", "--peer") as peer:
         bench = Bench(peer, region_bytes)
         try:
             bench.connect()
@@ -220,7 +204,7 @@ def table(rows: list[Mapping[str, object]] | list[dict[str, object]]) -> str:
     """The same for reading."""
     lines = ["checksum: GB/s (ratio to off), milliseconds added to a copy, CPU ms per GB of both sides together"]
     names = ("copy", "segment", "plane", "checksum", "GB/s", "added ms", "CPU ms/GB", "cores of others")
-    lines.append("".join(f"{name:>16}" for name in names))
+    lines.append(spaced(names, COLUMN))
     for row in msgspec.convert(rows, list[Row]):
         cells = (
             f"{row.copy_bytes >> 20} MiB",
@@ -232,12 +216,12 @@ def table(rows: list[Mapping[str, object]] | list[dict[str, object]]) -> str:
             f"{row.cpu_ms_gb:.0f}",
             f"{row.foreign_cores:.2f}",
         )
-        lines.append("".join(f"{cell:>16}" for cell in cells))
+        lines.append(spaced(cells, COLUMN))
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
     if "--peer" in sys.argv:
-        serve()
+        serve(Parent())
     else:
         print(table(measure()))

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -35,19 +35,21 @@ class Line(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Child:
-    """`python -m module words…`; use it as a context manager."""
+class PipedProgram:
+    """Any program that serves while its context lasts; `line` is what it says next on standard output."""
 
-    def __init__(self, module: str, *words: str) -> None:
-        self.what = " ".join((module, *words))
+    ends_with_input = False
+
+    def __init__(self, what: str, command: Sequence[str], variables: Mapping[str, str] = {}) -> None:
+        self.what = what
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
-        command = [sys.executable, "-m", module, *words]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, bufsize=0
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, bufsize=0,
+            env={**os.environ, **variables},
+        )  # fmt: skip
         self._read = b""
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,6 +58,53 @@ class Child:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def line(self, deadline_s: float = ANSWER_S) -> bytes:
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + deadline_s
+        while b"\n" not in self._read:
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self.failed(f"said nothing within {deadline_s:.0f} s")
+            data = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not data:
+                raise self.failed("ended early")
+            self._read += data
+        line, _, self._read = self._read.partition(b"\n")
+        return line
+
+    def close(self) -> None:
+        """End it: by its input, and by force where that does not help."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        if not self.ends_with_input:
+            self._process.terminate()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._said.close()
+
+    def failed(self, how: str) -> ChildFailed:
+        size = self._said.seek(0, os.SEEK_END)
+        self._said.seek(max(0, size - TAIL_BYTES))
+        tail = self._said.read().decode(errors="replace").strip()
+        return ChildFailed(f"{self.what} {how}" + (f": {tail}" if tail else ""))
+
+
+class PipedChild(PipedProgram):
+    """`python -m module words…`, which speaks JSON and ends with its input; use it as a context manager."""
+
+    ends_with_input = True
+
+    def __init__(self, module: str, *words: str) -> None:
+        super().__init__(" ".join((module, *words)), [sys.executable, "-m", module, *words])
 
     def ask(self, question: object, answer: type[T], deadline_s: float = ANSWER_S) -> T:
         self.tell(question)
@@ -71,45 +120,16 @@ class Child:
         try:
             self._process.stdin.write(msgspec.json.encode(value) + b"\n")
         except BrokenPipeError:
-            raise self._failed("ended early") from None
+            raise self.failed("ended early") from None
 
     def hear(self, answer: type[T], deadline_s: float = ANSWER_S) -> T:
         return msgspec.json.decode(self._hear(deadline_s), type=answer)
 
     def _hear(self, deadline_s: float) -> msgspec.Raw:
-        assert self._process.stdout is not None
-        deadline = time.monotonic() + deadline_s
-        while b"\n" not in self._read:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise self._failed(f"said nothing within {deadline_s:.0f} s")
-            data = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not data:
-                raise self._failed("ended early")
-            self._read += data
-        line, _, self._read = self._read.partition(b"\n")
-        told = msgspec.json.decode(line, type=Line)
+        told = msgspec.json.decode(self.line(deadline_s), type=Line)
         if told.error:
             raise ChildFailed(told.error)
         return told.answer
-
-    def close(self) -> None:
-        """End it: by its input, and by force where that does not help."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        self._said.close()
-
-    def _failed(self, how: str) -> ChildFailed:
-        size = self._said.seek(0, os.SEEK_END)
-        self._said.seek(max(0, size - TAIL_BYTES))
-        tail = self._said.read().decode(errors="replace").strip()
-        return ChildFailed(f"{self.what} {how}" + (f": {tail}" if tail else ""))
 
 
 class Parent:

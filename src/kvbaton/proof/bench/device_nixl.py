@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvbaton.proof.bench.children import Child, ChildFailed, Parent
+from kvbaton.proof.bench.children import ChildFailed, Parent, PipedChild
 from kvbaton.proof.bench.device_world import (
     BLOCK_BYTES,
     DEVICE,
@@ -98,7 +98,9 @@ def measure(
     for setting in settings:
         say(f"NIXL, {setting.name} …")
         try:
-            with Child("kvbaton.proof.bench.device_nixl", "read", json.dumps(msgspec.to_builtins(setting))) as child:
+            with PipedChild(
+                "kvbaton.proof.bench.device_nixl", "read", json.dumps(msgspec.to_builtins(setting))
+            ) as child:
                 found.append(child.ask(Read(counts, repetitions), Reads, 90.0))
         except ChildFailed as error:
             found.append(Reads(setting.name, problem=str(error)[-400:]))
@@ -131,7 +133,7 @@ def serve(setting: Setting) -> None:
 def read(setting: Setting) -> None:
     parent = Parent()
     for question in parent.questions(Read):
-        with Child("kvbaton.proof.bench.device_nixl", "serve", json.dumps(msgspec.to_builtins(setting))) as peer:
+        with PipedChild("kvbaton.proof.bench.device_nixl", "serve", json.dumps(msgspec.to_builtins(setting))) as peer:
             told = peer.ask(Serve(), Told, 60.0)
             parent.answer(_read(Agent("bench-d", setting), setting, told, question))
 

@@ -11,14 +11,15 @@ import math
 
 import msgspec
 
+from kvbaton.proof.bench import svg_plots
 from kvbaton.proof.bench.device_nixl import Reads
 from kvbaton.proof.bench.device_ways import DeviceReport, Size
+from kvbaton.proof.bench.text_tables import spaced
 
 LAUNCH_MIN = 0.93
 HANDOFF_MAX, HANDOFF_AIM = 2.5, 1.5
 STAGED_MIN = 0.85
-
-WIDTH, HEIGHT, LEFT, TOP, DECADE = 640, 290, 190, 30, 110
+COLUMN = 26
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -61,12 +62,12 @@ def table(report: DeviceReport) -> str:
         report.device,
         "milliseconds (GB/s) by the clock on the wall; in brackets the device's own time for a copy or launch",
     ]
-    lines.append("".join(f"{cell:>26}" for cell in ("", *(f"{size.blocks} blocks" for size in report.sizes))))
+    lines.append(spaced(["", *(f"{size.blocks} blocks" for size in report.sizes)], COLUMN))
     for name in report.sizes[0].wall_ms:
-        lines.append("".join(f"{cell:>26}" for cell in (name, *(_cell(size, name) for size in report.sizes))))
+        lines.append(spaced([name, *(_cell(size, name) for size in report.sizes)], COLUMN))
     for reads in report.nixl:
         cells = [_time(reads.ms.get(size.blocks), size.bytes) for size in report.sizes]
-        lines.append("".join(f"{cell:>26}" for cell in ("NIXL", *cells)) + f"   {reads.setting} {reads.problem[-80:]}")
+        lines.append(spaced(["NIXL", *cells], COLUMN) + f"   {reads.setting} {reads.problem[-80:]}")
     bus = report.bus
     lines.append(
         f"the bus, pinned: {bus.to_host_gb_s} GB/s to the host, {bus.to_device_gb_s} to the device, "
@@ -92,18 +93,10 @@ def plot(report: DeviceReport) -> str:
     nixl = best_nixl(report)
     if nixl is not None and size.blocks in nixl.ms:
         rates["NIXL, best found"] = size.bytes / 1e6 / nixl.ms[size.blocks]
-    bars = []
-    for row, (name, rate) in enumerate(sorted(rates.items(), key=lambda each: -each[1])):
-        y, long = TOP + 32 * row, max(1.0, DECADE * math.log10(max(rate, 1.0)))
-        bars.append(
-            f'<text x="{LEFT - 8}" y="{y + 15}" text-anchor="end">{name}</text>'
-            f'<rect x="{LEFT}" y="{y}" width="{long:.0f}" height="20" fill="#4477aa"/>'
-            f'<text x="{LEFT + long + 6:.0f}" y="{y + 15}">{rate:,.1f}</text>'
-        )
     title = f"GB/s at {size.blocks} blocks of 64 x 32 KiB, wall clock, logarithmic"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '
-        f'font-size="13"><text x="8" y="18">{title}</text>{"".join(bars)}</svg>\n'
+    ordered = dict(sorted(rates.items(), key=lambda each: -each[1]))
+    return svg_plots.bars(
+        {title: ordered}, lambda _: "#4477aa", scale=lambda rate: max(0.01, math.log10(max(rate, 1.0)))
     )
 
 

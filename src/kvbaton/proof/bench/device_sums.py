@@ -22,7 +22,7 @@ import msgspec
 
 from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
-from kvbaton.proof.bench.children import Child
+from kvbaton.proof.bench.children import PipedChild
 from kvbaton.proof.bench.device_peer import Offer, Order, P, Prompts, make_plane
 from kvbaton.proof.bench.device_side import DeviceSide
 from kvbaton.proof.bench.device_world import BLOCK_BYTES, DEVICE, Cache, TimedGpu, blocks_of, pattern, weave_of
@@ -64,7 +64,7 @@ class Cost(msgspec.Struct, frozen=True):
 class Pair:
     """A handoff's two ends over one plane: P in a process of its own, D here."""
 
-    def __init__(self, plane: str, peer: Child, directory: str, gpu: TimedGpu, cache: Cache) -> None:
+    def __init__(self, plane: str, peer: PipedChild, directory: str, gpu: TimedGpu, cache: Cache) -> None:
         keyring.mint(directory, ["p", "d"])
         self._peer = peer
         order = Order(directory, {}, handoffs=plane)
@@ -85,7 +85,7 @@ def pairs(plane: str, gpu: TimedGpu, cache: Cache) -> Iterator[tuple[Pair, Pair]
         made = []
         for name in (plane, plane + SUMS):
             scratch = stack.enter_context(key_room())
-            peer = stack.enter_context(Child("kvbaton.proof.bench.device_peer"))
+            peer = stack.enter_context(PipedChild("kvbaton.proof.bench.device_peer"))
             made.append(Pair(name, peer, str(scratch / "keys"), gpu, cache))
             stack.callback(made[-1].side.close)
         yield made[0], made[1]

@@ -23,7 +23,7 @@ import msgspec
 from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
 from kvbaton.proof.bench import device_nixl
-from kvbaton.proof.bench.children import Child
+from kvbaton.proof.bench.children import PipedChild
 from kvbaton.proof.bench.device_peer import PLANES, Offer, Order, P, Prompts, make_plane
 from kvbaton.proof.bench.device_side import DeviceSide
 from kvbaton.proof.bench.device_world import (
@@ -85,7 +85,7 @@ class DeviceReport(msgspec.Struct, frozen=True):
 class DeviceBench:
     """The decode side: its cache, its planes, its node, and the peer process."""
 
-    def __init__(self, peer: Child, key_directory: str) -> None:
+    def __init__(self, peer: PipedChild, key_directory: str) -> None:
         self._peer = peer
         self._gpu = TimedGpu(DEVICE)
         self._gpu.enter()
@@ -221,7 +221,7 @@ def _bench() -> Iterator[DeviceBench]:
     with key_room() as scratch:
         directory = str(scratch / "keys")
         keyring.mint(directory, ["p", "d"])
-        with Child("kvbaton.proof.bench.device_peer") as peer:
+        with PipedChild("kvbaton.proof.bench.device_peer") as peer:
             bench = DeviceBench(peer, directory)
             try:
                 yield bench

@@ -15,8 +15,8 @@ from array import array
 from collections.abc import Sequence
 from typing import cast
 
-from kvbaton.proof.bench.children import Child, Parent
-from kvbaton.proof.bench.machine_noise import cpu_s
+from kvbaton.processes.proc_stat import cpu_s
+from kvbaton.proof.bench.children import Parent, PipedChild
 from kvbaton.proof.bench.workload import Driven, P, pattern, verify
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.transports import catalogue
@@ -32,7 +32,7 @@ D = PeerId(WorkerId("bench-d"), Incarnation(1))
 def measure(names: Sequence[str], idle_s: float = IDLE_S) -> dict[str, float]:
     """Percent of a core by data plane, of the busier of its two processes."""
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(Child("kvbaton.proof.bench.idle", "read", name)) for name in names]
+        children = [stack.enter_context(PipedChild("kvbaton.proof.bench.idle", "read", name)) for name in names]
         pids = [child.hear(tuple[int, int]) for child in children]
         before = [[cpu_s(pid) for pid in pair] for pair in pids]
         begun = time.monotonic()
@@ -60,7 +60,7 @@ def serve(name: str, parent: Parent) -> None:
 def read(name: str, parent: Parent) -> None:
     """One read, then nothing more."""
     memory, spans = allocate(MEMORY_BYTES), array("q", (0, 0, MEMORY_BYTES))
-    with Child("kvbaton.proof.bench.idle", "serve", name) as source:
+    with PipedChild("kvbaton.proof.bench.idle", "serve", name) as source:
         transport = catalogue.make(name, D, catalogue.PlaneSettings(), [])
         driven = Driven(name, transport, memory.view, source.hear(bytes))
         driven.read(spans)

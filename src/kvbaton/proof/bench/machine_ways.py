@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvbaton.proof.bench.children import Child, Parent
+from kvbaton.proof.bench.children import Parent, PipedChild
 from kvbaton.proof.bench.workload import Driven, P, contiguous, pattern, scattered, verify
 from kvbaton.protocol.geometry.pages import Band, PageTable
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
@@ -88,7 +88,7 @@ class Machine:
         self._local = allocate(region_bytes)
         self._local.view[:] = pattern(region_bytes).data
         self._mover = choose_mover()
-        self._peer = Child("kvbaton.proof.bench.machine_ways")
+        self._peer = PipedChild("kvbaton.proof.bench.machine_ways")
         self._driven: dict[str, Driven] = {}
         self._raw: list[socket.socket] = []
         self.pids = (os.getpid(), self._peer.pid)

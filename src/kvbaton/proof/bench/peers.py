@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvbaton.proof.bench.children import Child, ChildFailed, Parent
+from kvbaton.proof.bench.children import ChildFailed, Parent, PipedChild
 from kvbaton.proof.bench.workload import pattern, scattered, verify
 from kvbaton.transports.core.shared_memory import allocate
 from kvbaton.transports.core.transport import Spans
@@ -74,7 +74,7 @@ class Peer:
     """A library's two processes, as the benchmark sees them: some ways to copy."""
 
     def __init__(self, library: str, region_bytes: int, moved_bytes: int) -> None:
-        self._child = Child("kvbaton.proof.bench.peers", "read", library)
+        self._child = PipedChild("kvbaton.proof.bench.peers", "read", library)
         try:
             self._ready = self._child.ask(Begin(region_bytes, moved_bytes), Ready)
         except ChildFailed as error:
@@ -119,7 +119,7 @@ def read(library: str, parent: Parent) -> None:
     questions = parent.questions(Begin | Prepare | Go)
     begin = next(questions)
     memory, want = allocate(begin.region_bytes), pattern(begin.region_bytes)
-    with Child("kvbaton.proof.bench.peers", "serve", library) as source:
+    with PipedChild("kvbaton.proof.bench.peers", "serve", library) as source:
         reader: Reader = _module(library).Reader(memory.view, source.ask(begin, dict[str, bytes]))
         parent.answer(Ready(reader.ways, (os.getpid(), source.pid)))
         for question in questions:
@@ -137,7 +137,7 @@ def read(library: str, parent: Parent) -> None:
         reader.close()
 
 
-def _timed(reader: Reader, source: Child, way: str) -> float:
+def _timed(reader: Reader, source: PipedChild, way: str) -> float:
     if way in reader.spins:
         source.order(Spin(way))
     begun = time.perf_counter()

@@ -24,12 +24,13 @@ async def carry_out(order: Order) -> Outcome:
     if order.hold_port is not None:
         return await _all_open(load, order, order.hold_port)
     await load.connect()
-    await load.window()
+    await load.measure()
     await load.stop(order.drain_s)
+    window = load.window
     return Outcome(
-        asked=load.asked, answered=load.counted, errors=dict(load.errors), used=load.used,
-        p50_ms=percentile(load.latencies_s, 0.5, 1e3), p99_ms=percentile(load.latencies_s, 0.99, 1e3),
-        first_byte_p50_ms=percentile(load.first_bytes_s, 0.5, 1e3) if order.stream else None,
+        asked=load.asked, answered=len(window.latencies_s), errors=dict(load.errors), used=window.used,
+        p50_ms=percentile(window.latencies_s, 0.5, 1e3), p99_ms=percentile(window.latencies_s, 0.99, 1e3),
+        first_byte_p50_ms=percentile(window.first_bytes_s, 0.5, 1e3) if order.stream else None,
     )  # fmt: skip
 
 

@@ -63,6 +63,40 @@ def request(stream: bool) -> bytes:
     return head % len(body) + body
 
 
+class Window:
+    """The laps that count."""
+
+    def __init__(self, order: Order) -> None:
+        self.used: Cpu | None = None  # once it is over
+        self.due = float("inf")  # when it may begin, then when it may end
+        self.latencies_s: list[float] = []
+        self.first_bytes_s: list[float] = []
+        self._order = order
+        self._before: Cpu | None = None  # when it began
+        self._laps = 0
+
+    def count(self, latency_s: float, first_byte_s: float) -> None:
+        if self._before is not None and self.used is None:
+            self.latencies_s.append(latency_s)
+            self.first_bytes_s.append(first_byte_s)
+
+    def lap(self, now: float) -> bool:
+        """As many requests ended as there are clients; whether the window is over with them."""
+        self._laps += 1
+        if now < self.due or self.used is not None:
+            return False
+        if self._before is None:
+            self._before, self._laps = router_meters.read(self._order.watched), 0
+            self.due = now + self._order.window_s
+        elif self._laps >= self._order.laps_min:
+            self.close()
+        return self.used is not None
+
+    def close(self) -> None:
+        if self._before is not None and self.used is None:
+            self.used = self._before.until(router_meters.read(self._order.watched))
+
+
 class Load:
     """Connections that ask again as soon as they are answered, until they are told to stop."""
 
@@ -70,17 +104,11 @@ class Load:
         self.request = request(order.stream)
         self.is_asking = True
         self.is_connected = False  # until then nobody asks
-        self.used: Cpu | None = None  # in the window, once that is over
-        self.counted = 0
-        self.latencies_s: list[float] = []
-        self.first_bytes_s: list[float] = []
+        self.window = Window(order)
         self.errors: Counter[str] = Counter()
         self.asked = self.answered = self.under_way = self.started = 0
         self.changed = asyncio.Event()
         self._order = order
-        self._before: Cpu | None = None  # when the window began
-        self._due = float("inf")  # when it may begin, then when it may end
-        self._laps = 0
         self._connections: set[Connection] = set()
         self._dialling: set[asyncio.Task[None]] = set()
 
@@ -120,37 +148,20 @@ class Load:
             self.fail(wrong)
             return
         self.answered += 1
-        if self._before is not None and self.used is None:
-            self.counted += 1
-            self.latencies_s.append(now - asked_at)
-            self.first_bytes_s.append(first_at - asked_at)
-        if self.answered % self._order.concurrency == 0:
-            self._lap(now)
-
-    def _lap(self, now: float) -> None:
-        self._laps += 1
-        if now < self._due or self.used is not None:
-            return
-        if self._before is None:
-            self._before, self._laps = router_meters.read(self._order.watched), 0
-            self._due = now + self._order.window_s
-        elif self._laps >= self._order.laps_min:
-            self.close_window()
-
-    def close_window(self) -> None:
-        if self._before is not None and self.used is None:
-            self.used = self._before.until(router_meters.read(self._order.watched))
+        self.window.count(now - asked_at, first_at - asked_at)
+        if self.answered % self._order.concurrency == 0 and self.window.lap(now):
             self.changed.set()
 
     @property
     def _is_cut_off(self) -> bool:
         return not self._connections and not self._dialling
 
-    async def window(self) -> None:
+    async def measure(self) -> None:
         """A warm-up, and then a window."""
-        self._due = time.perf_counter() + self._order.warmup_s
-        await self.until(lambda: self.used is not None or not self.is_asking or self._is_cut_off, WINDOW_S_MAX)
-        self.close_window()
+        window = self.window
+        window.due = time.perf_counter() + self._order.warmup_s
+        await self.until(lambda: window.used is not None or not self.is_asking or self._is_cut_off, WINDOW_S_MAX)
+        window.close()
 
     def fail(self, why: str) -> None:
         self.errors[why] += 1

@@ -6,17 +6,12 @@ used is its parent's by then. Figures are in clock ticks (10 ms), so a window is
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import msgspec
 
-from kvbaton.proof.bench.machine_noise import foreign_cpu_s
-
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+from kvbaton.processes.proc_stat import all_stats, foreign_cpu_s, stat
 
 
 class Watched(msgspec.Struct, frozen=True):
@@ -50,21 +45,12 @@ def read(watched: Watched) -> Cpu:
 
 def cpu_s(pids: Iterable[int]) -> float:
     """User and system time of these and of the children they waited for."""
-    ticks = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            ticks += sum(map(int, _fields(pid)[11:15]))
-    return ticks * TICK_S
+    return sum(found.family_cpu_s for pid in pids if (found := stat(pid)) is not None)
 
 
 def family(pid: int) -> tuple[int, ...]:
     """A process and all its descendants, now."""
-    parents: dict[int, int] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                parents[int(name)] = int(_fields(int(name))[1])
-    return descended(pid, parents)
+    return descended(pid, {each: found.parent for each, found in all_stats().items()})
 
 
 def descended(pid: int, parents: Mapping[int, int]) -> tuple[int, ...]:
@@ -73,8 +59,3 @@ def descended(pid: int, parents: Mapping[int, int]) -> tuple[int, ...]:
     for each in found:  # grows while it is read: children of children
         found += sorted(child for child, parent in parents.items() if parent == each and child not in found)
     return tuple(found)
-
-
-def _fields(pid: int) -> list[str]:
-    """Of /proc/PID/stat, from the state on; a name in brackets before it may contain anything."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

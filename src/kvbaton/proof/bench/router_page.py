@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 import kvbaton.proof.bench.router_rows as found
+from kvbaton.proof.bench.lab_pages import SAYS, bullets, indented, lab_page, section, what_ran
 from kvbaton.proof.bench.router_backends import EVENTS, WRITES
 from kvbaton.proof.bench.router_rows import KVBATON, TARGETS, TOY, Bound, Row, Streams
-from kvbaton.proof.bench.vllm_table import Grid, markdown, plain
+from kvbaton.proof.bench.run_facts import RunFacts, load_line, unquiet
+from kvbaton.proof.bench.text_tables import Grid, markdown, number, plain
 
 HEAD = (
     "at once", "target", "req/s", "p50 ms", "p99 ms", "added p50 ms", "added p99 ms", "CPU µs/req", "backends µs",
@@ -26,7 +26,6 @@ LEGEND = (
     "straight to D. From 64 at once on, p50 is queueing, that is at once / req/s, and says nothing that req/s does "
     "not. Medians over the rounds; of latencies and rates over the quieter half of them."
 )
-QUIET_CORES = 0.1
 COARSE_S = 2.0
 LIMITS = (
     "Backends answer at once with fixed bytes, and client, backends and router share one machine's cores over "
@@ -38,19 +37,14 @@ LIMITS = (
 )
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is told besides the figures."""
+class RouterFacts(RunFacts, frozen=True, kw_only=True):
+    """And how it was measured."""
 
-    date: str
-    machine: str
     cores: int
     load_before: tuple[float, float, float]
     load_after: tuple[float, float, float]
-    versions: Mapping[str, str]
-    command: str
     window_s: float
     rounds: int
-    seconds: float
     targets: Sequence[str]  # that were to be measured, and could be found
     commands: Mapping[str, str]
     missing: Mapping[str, str] = {}  # how to get what could not be measured, by target
@@ -65,10 +59,10 @@ def grid(rows: Sequence[Row]) -> Grid:
             each = found.summary(rows, target, level)
             if each is not None:
                 cells = [
-                    _number(each.req_per_s, 0), _number(each.p50_ms, 3), _number(each.p99_ms, 2),
-                    _number(each.added_p50_ms, 3), _number(each.added_p99_ms, 2), _number(each.cpu_us, 0),
-                    _number(each.backends_cpu_us, 0), _number(each.client_cpu_us, 0),
-                    f"{each.errors} of {each.requests}", _number(each.others_cores, 2),
+                    number(each.req_per_s, 0), number(each.p50_ms, 3), number(each.p99_ms, 2),
+                    number(each.added_p50_ms, 3), number(each.added_p99_ms, 2), number(each.cpu_us, 0),
+                    number(each.backends_cpu_us, 0), number(each.client_cpu_us, 0),
+                    f"{each.errors} of {each.requests}", number(each.others_cores, 2),
                 ]  # fmt: skip
                 lines.append([str(level), target, *cells])
     return lines
@@ -77,7 +71,7 @@ def grid(rows: Sequence[Row]) -> Grid:
 def ratio_grid(rows: Sequence[Row]) -> Grid:
     """kvbaton's figures divided by another's, a line per level and base."""
     return [
-        [level, f"{KVBATON} / {base}", *(_number(each[name][level], 2) for name in each)]
+        [level, f"{KVBATON} / {base}", *(number(each[name][level], 2) for name in each)]
         for base, each in found.ratios(rows).items()
         for level in each["cpu_us"]
     ]
@@ -89,7 +83,7 @@ def tables(rows: Sequence[Row]) -> str:
     return plain(HEAD, grid(rows)) + (f"\n\n{plain(RATIO_HEAD, ratios)}" if ratios else "")
 
 
-def bounds(facts: Facts, rows: Sequence[Row], streams: Sequence[Streams]) -> dict[str, Bound]:
+def bounds(facts: RouterFacts, rows: Sequence[Row], streams: Sequence[Streams]) -> dict[str, Bound]:
     """None where kvbaton's router was not to be measured."""
     return found.bounds(rows, streams) if KVBATON in facts.targets else {}
 
@@ -119,67 +113,38 @@ def stream_lines(streams: Sequence[Streams]) -> list[str]:
     return lines
 
 
-def doubts(facts: Facts, rows: Sequence[Row]) -> list[str]:
+def doubts(facts: RouterFacts, rows: Sequence[Row]) -> list[str]:
     """How much the figures are worth."""
     said = []
     if facts.window_s < COARSE_S:
         said.append(f"Windows of {facts.window_s:g} s: CPU time comes in ticks of 10 ms, so these figures are coarse.")
     if facts.rounds < 2:
         said.append("A single round: there is no spread to judge differences by.")
-    busy = [row.others_cores for row in rows if (row.others_cores or 0.0) > QUIET_CORES]
-    if busy:
-        said.append(
-            f"The machine was not quiet: in {len(busy)} of {len(rows)} windows others used more than {QUIET_CORES} "
-            f"cores (up to {max(each or 0.0 for each in busy):.2f}). Latencies and rates suffer from that, CPU less."
-        )
-    return said
+    so = "Latencies and rates suffer from that, CPU less."
+    return [*said, *unquiet([row.others_cores for row in rows], "windows", so)]
 
 
-def page(facts: Facts, rows: Sequence[Row], streams: Sequence[Streams]) -> str:
+def page(facts: RouterFacts, rows: Sequence[Row], streams: Sequence[Streams]) -> str:
     """The whole page."""
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     missing = [f"{name} was not measured: it is not installed ({how})." for name, how in facts.missing.items()]
     wrong = [f"**{line}**" for line in (*facts.failures, *found.complaints(rows, streams))]
-    return "\n".join(
-        [
-            f"# {facts.date}: what a router costs: kvbaton's beside vllm-router and a toy proxy",
-            "",
-            f"{facts.machine}; load {_load(facts.load_before)} before and {_load(facts.load_after)} after. {versions}. "
-            f"{facts.rounds} round{'s' if facts.rounds != 1 else ''}, each target started anew in each, windows of "
-            f"{facts.window_s:g} s, {facts.seconds:.0f} s in all. Completions of 2.1 kB; streams have "
-            f"{EVENTS} events in {WRITES} writes.",
-            "",
-            f"    {facts.command}",
-            "",
-            markdown(HEAD, grid(rows)),
-            "",
-            LEGEND,
-            "",
-            "## Beside the others",
+    return lab_page(
+        f"{facts.date}: what a router costs: kvbaton's beside vllm-router and a toy proxy",
+        f"{facts.machine}; {load_line(facts.load_before[0], facts.load_after[0])}. {facts.version_line}. "
+        f"{facts.rounds} round{'s' if facts.rounds != 1 else ''}, each target started anew in each, windows of "
+        f"{facts.window_s:g} s, {facts.seconds:.0f} s in all. Completions of 2.1 kB; streams have "
+        f"{EVENTS} events in {WRITES} writes.",
+        indented(facts.command),
+        [markdown(HEAD, grid(rows)), "", LEGEND],
+        section(
+            "Beside the others",
             "kvbaton's figure divided by the other's at the same level. Less is better for CPU and added p50, more for "
             "req/s.",
             "",
             markdown(RATIO_HEAD, ratio_grid(rows)),
-            "",
-            "## Streams that are all open at once",
-            *(f"- {line}" for line in stream_lines(streams)),
-            "",
-            "## What kvbaton's router has to meet",
-            *(f"- {line}" for line in bound_lines(bounds(facts, rows, streams))),
-            "",
-            "## What this says and does not say",
-            *(f"- {line}" for line in [*doubts(facts, rows), *missing, *wrong, *LIMITS]),
-            "",
-            "## What ran",
-            *(f"- {name}: `{command}`" for name, command in facts.commands.items()),
-            "",
-        ]
+        ),
+        bullets("Streams that are all open at once", stream_lines(streams)),
+        bullets("What kvbaton's router has to meet", bound_lines(bounds(facts, rows, streams))),
+        bullets(SAYS, [*doubts(facts, rows), *missing, *wrong, *LIMITS]),
+        what_ran(facts.commands),
     )
-
-
-def _load(load: tuple[float, float, float]) -> str:
-    return f"{load[0]:.2f}"
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

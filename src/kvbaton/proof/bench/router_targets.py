@@ -1,8 +1,7 @@
 """What is measured: kvbaton's router, vLLM's in two of its modes, and a toy proxy, each a fresh process.
 
-Laws: the process that was started is the process that is ended, by its own handle, with whatever it started; it is gone
-when its context is. Ports come from outside the range that the kernel gives to connections. Every wait has a deadline,
-and one that fails is told with what the process said last.
+Laws: a target is gone when its context is. Every wait has a deadline, and one that fails is told with what the process
+said last.
 """
 
 from __future__ import annotations
@@ -13,31 +12,28 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 
 from kvbaton.control.moriio import MoriioAnnouncer, registration
+from kvbaton.processes.child_process import GUARD, KVBATON_ARGV, Child, ChildError, Program, end, ready, start
+from kvbaton.processes.free_ports import free_ports
 from kvbaton.proof.bench.router_backends import HOST
 from kvbaton.proof.bench.router_client import get
 from kvbaton.proof.bench.router_load import WINDOW_S_MAX, Order, Outcome
 from kvbaton.proof.bench.router_rows import DIRECT, KVBATON, MORIIO, NIXL, THEIRS, TOY
 
-START_S, END_S = 60.0, 5.0
+START_S = 60.0
 POLL_S = 0.05
 ORDER_MARGIN_S = 60.0  # for an order beyond its own windows
-PORTS = range(12_000, 32_000)
-PORT_TRIES = 200
-SAID_CHARS_MAX = 600
 HOW_TO_GET_VLLM_ROUTER = "make .venv-router/.ready, or name one with --vllm-router PATH, or give --without-vllm-router"
 
 
-class TargetError(Exception):
+class TargetError(ChildError):
     """A process of the benchmark did not start or did not answer; the message says which, and what it said last."""
 
 
@@ -53,7 +49,6 @@ class Site(msgspec.Struct, frozen=True):
 
     backends: Backends
     vllm_router: str | None
-    guard: tuple[str, ...] = ()  # words before a command, which then ends with this process, however that ends
 
 
 class Ports(msgspec.Struct, frozen=True):
@@ -73,20 +68,6 @@ class Standing(msgspec.Struct, frozen=True):
     command: str
 
 
-def free_ports(count: int, rng: random.Random) -> list[int]:
-    """Ports that nobody listens on now."""
-    found: list[int] = []
-    for _ in range(PORT_TRIES):
-        port = rng.choice(PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((HOST, port))
-            if port not in found:
-                found.append(port)
-        if len(found) == count:
-            return found
-    raise TargetError(f"no {count} free ports between {PORTS.start} and {PORTS.stop} in {PORT_TRIES} tries")
-
-
 def find_vllm_router(given: str | None, start: Path, search: str | None) -> str | None:
     """As given, else of the environment that `make .venv-router/.ready` makes in or above `start`, else on the path."""
     if given is not None:
@@ -103,7 +84,7 @@ def command(name: str, site: Site, ports: Ports) -> list[str]:
     """How a target is started, each in the fastest form of it that we know."""
     prefill, decode = f"http://{HOST}:{site.backends.prefill}", f"http://{HOST}:{site.backends.decode}"
     if name == KVBATON:
-        words = [sys.executable, "-m", "kvbaton.cli.main", "router", "--host", HOST, "--port", str(ports.http)]
+        words = [*KVBATON_ARGV, "router", "--host", HOST, "--port", str(ports.http)]
         return [*words, "--prefill-url", prefill, "--decode-url", decode]
     if name == TOY:
         return [sys.executable, "-m", "kvbaton.proof.bench.router_toy", str(ports.http), prefill, decode]
@@ -124,42 +105,18 @@ async def standing(name: str, site: Site, rng: random.Random) -> AsyncIterator[S
     if name == DIRECT:
         yield Standing(DIRECT, site.backends.decode, None, "the client asks D itself")
         return
-    ports = Ports(*free_ports(3, rng))
+    ports = Ports(*free_ports(3, HOST, rng))
     words = command(name, site, ports)
     with tempfile.TemporaryDirectory(prefix="kvbaton-bench-") as directory:
-        log = Path(directory, "log")
-        async with _process([*site.guard, *words], log, directory) as process:
+        child = await start(Program(name, "router", [*GUARD, *words]), Path(directory, "log"), cwd=directory)
+        try:
             if name in THEIRS:
-                await _until_ok(name, process, f"{ports.http}/liveness", log)  # it listens for announcements by then
+                await _until_ok(child, ports.http, "/liveness")  # it listens for announcements by then
             async with _announced(name, site, ports):
-                await _until_ok(name, process, f"{ports.http}/health", log)
-                yield Standing(name, ports.http, process.pid, " ".join([Path(words[0]).name, *words[1:]]))
-
-
-@contextlib.asynccontextmanager
-async def _process(words: Sequence[str], log: Path, directory: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    with log.open("wb") as out:
-        process = await asyncio.create_subprocess_exec(
-            *words, stdin=asyncio.subprocess.PIPE, stdout=out, stderr=out, cwd=directory, start_new_session=True
-        )
-    try:
-        yield process
-    finally:
-        await end(process)
-
-
-async def end(process: asyncio.subprocess.Process) -> None:
-    """Ask, wait, insist; then the rest of the session that it led."""
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        await asyncio.wait_for(process.wait(), END_S)
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+                await _until_ok(child, ports.http, "/health")
+                yield Standing(name, ports.http, child.pid, " ".join([Path(words[0]).name, *words[1:]]))
+        finally:
+            await end([child])
 
 
 @contextlib.asynccontextmanager
@@ -181,50 +138,45 @@ async def _announced(name: str, site: Site, ports: Ports) -> AsyncIterator[None]
             await asyncio.to_thread(announcer.stop)
 
 
-async def _until_ok(name: str, process: asyncio.subprocess.Process, place: str, log: Path) -> None:
-    """Until GET of `place`, a port and a path, is answered with 200."""
-    port, _, path = place.partition("/")
-    deadline = time.monotonic() + START_S
-    while True:
-        with contextlib.suppress(OSError, TimeoutError, ValueError):
-            status, _ = await get(int(port), f"/{path}", 2.0)
-            if status == 200:
-                return
-        said = log.read_text(errors="replace")[-SAID_CHARS_MAX:].strip() or "nothing"
-        if process.returncode is not None:
-            raise TargetError(f"{name} ended with status {process.returncode}; it said last: {said}")
-        if time.monotonic() > deadline:
-            raise TargetError(f"{name} did not answer /{path} with 200 within {START_S:.0f} s; it said last: {said}")
-        await asyncio.sleep(POLL_S)
+async def _until_ok(child: Child, port: int, path: str) -> None:
+    """Until GET of `path` is answered with 200."""
+
+    async def missing() -> list[str]:
+        with contextlib.suppress(TimeoutError, ValueError):
+            status, _ = await get(port, path, 2.0)
+            return [] if status == 200 else [child.name]
+        return [child.name]
+
+    await ready(missing, [child], START_S, lambda _: None, verb=f"answer {path} with 200", look_s=POLL_S)
 
 
 class Helper:
     """A process of our own that is spoken to in lines."""
 
-    def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
-        self._process = process
-        self._name = name
+    def __init__(self, child: Child) -> None:
+        self._child = child
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     async def line(self, within_s: float) -> bytes:
-        assert self._process.stdout is not None
+        assert self._child.process.stdout is not None
+        name = self._child.name
         try:
-            line = await asyncio.wait_for(self._process.stdout.readline(), within_s)
+            line = await asyncio.wait_for(self._child.process.stdout.readline(), within_s)
         except TimeoutError:
-            self._process.kill()  # or what it says late would be taken for the answer to the next order
-            raise TargetError(f"the benchmark's own {self._name} said nothing for {within_s:.0f} s") from None
+            self._child.signal(signal.SIGKILL)  # or what it says late would be taken for the answer to the next order
+            raise TargetError(f"the benchmark's own {name} said nothing for {within_s:.0f} s") from None
         if not line:
-            raise TargetError(f"the benchmark's own {self._name} ended; run it alone to see why: {self._name}")
+            raise TargetError(f"the benchmark's own {name} ended; run it alone to see why: {name}")
         return line
 
     async def carry_out(self, order: Order) -> Outcome:
         """Send an order, await its outcome."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(order) + b"\n")
-        await self._process.stdin.drain()
+        assert self._child.process.stdin is not None
+        self._child.process.stdin.write(msgspec.json.encode(order) + b"\n")
+        await self._child.process.stdin.drain()
         within_s = WINDOW_S_MAX + order.drain_s + ORDER_MARGIN_S
         return msgspec.json.decode(await self.line(within_s), type=Outcome)
 
@@ -232,11 +184,9 @@ class Helper:
 @contextlib.asynccontextmanager
 async def helper(module: str) -> AsyncIterator[Helper]:
     """One of this benchmark's own processes."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, stdin=pipe, stdout=pipe, start_new_session=True
-    )
+    program = Program(f"python -m {module}", "helper", [sys.executable, "-m", module])
+    child = await start(program, None, stdout=asyncio.subprocess.PIPE)
     try:
-        yield Helper(process, f"python -m {module}")
+        yield Helper(child)
     finally:
-        await end(process)
+        await end([child])

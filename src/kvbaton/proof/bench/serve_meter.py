@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -18,9 +19,17 @@ from kvbaton.proof.bench.serve_stream import Told
 ERRORS_IN_A_ROW_MAX = 200
 ERROR_KINDS_MAX = 32
 TIMES = ("ttft", "tpot", "itl", "e2e")
-_SUMMED = (
-    "sent", "right", "good", "unfinished", "input_tokens", "output_tokens", "gaps", "gaps_of_none", "seconds",
-)  # fmt: skip
+_SUMMED = ("sent", "right", "good", "unfinished", "seconds")
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Of right answers."""
+
+    input: int = 0
+    output: int = 0
+    gaps: int = 0
+    gaps_of_none: int = 0  # tokens that came in one read with the one before
 
 
 class Meter:
@@ -30,8 +39,7 @@ class Meter:
         self.times = {name: Reservoir(seed=seed) for name in TIMES}
         self.held_back = Reservoir(seed=seed)  # from when a request was due until it was sent
         self.sent = self.right = self.good = self.unfinished = 0
-        self.input_tokens = self.output_tokens = 0
-        self.gaps = self.gaps_of_none = 0  # between tokens; of those, how many came in one read with the one before
+        self.tokens = Tokens()
         self.errors: Counter[str] = Counter()
         self.digests: dict[int, bytes] = {}  # of answers, by index
         self.planned: int | None = None  # None: as many as the time allows
@@ -47,8 +55,8 @@ class Meter:
         self.right += 1
         self._failed_in_a_row = 0
         self.good += self._slo is None or self._slo.met_by(told)
-        self.input_tokens += input_tokens
-        self.output_tokens += told.tokens
+        self.tokens.input += input_tokens
+        self.tokens.output += told.tokens
         self.digests[index] = told.digest
         self.times["ttft"].add(told.ttft_s)
         self.times["e2e"].add(told.e2e_s)
@@ -56,8 +64,8 @@ class Meter:
             self.times["tpot"].add(told.tpot_s)
         for gap in told.gaps_s:
             self.times["itl"].add(gap)
-        self.gaps += len(told.gaps_s)
-        self.gaps_of_none += told.gaps_s.count(0.0)
+        self.tokens.gaps += len(told.gaps_s)
+        self.tokens.gaps_of_none += told.gaps_s.count(0.0)
 
     def failed(self, why: str) -> None:
         self._failed_in_a_row += 1
@@ -69,8 +77,9 @@ class Meter:
         for source, target in [*pairs, (other.held_back, self.held_back)]:
             for value in source.kept:
                 target.add(value)
-        for name in _SUMMED:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for mine, theirs, names in ((self, other, _SUMMED), (self.tokens, other.tokens, Tokens.__slots__)):
+            for name in names:
+                setattr(mine, name, getattr(mine, name) + getattr(theirs, name))
         if other.planned is not None:
             self.planned = (self.planned or 0) + other.planned
         self.errors.update(other.errors)
@@ -155,10 +164,10 @@ def _part(
         round=number, target=target, planned=meter.planned, sent=meter.sent, right=meter.right,
         errors=dict(sorted(meter.errors.items())),
         unfinished=meter.unfinished, seconds=round(meter.seconds, 3),
-        requests_per_s=_rate(meter.right, meter.seconds), input_tokens_per_s=_rate(meter.input_tokens, meter.seconds),
-        output_tokens_per_s=_rate(meter.output_tokens, meter.seconds), good=good,
+        requests_per_s=_rate(meter.right, meter.seconds), input_tokens_per_s=_rate(meter.tokens.input, meter.seconds),
+        output_tokens_per_s=_rate(meter.tokens.output, meter.seconds), good=good,
         goodput_per_s=None if good is None or not meter.seconds else round(good / meter.seconds, 3),
-        together=None if not meter.gaps else round(meter.gaps_of_none / meter.gaps, 3),
+        together=None if not meter.tokens.gaps else round(meter.tokens.gaps_of_none / meter.tokens.gaps, 3),
         held_back_p99_ms=None if held_back is None else held_back.p99_ms,
         same_answers=same, compared_answers=compared, used=used,
         **{name: figures(reservoir) for name, reservoir in meter.times.items()},

@@ -6,11 +6,19 @@ handing KV over is told in the same words as what speaks for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from kvbaton.proof.bench import svg_plots
+from kvbaton.proof.bench.lab_pages import SAYS, bullets, console, lab_page, section, what_ran
+from kvbaton.proof.bench.run_facts import load_line, named, unquiet
 from kvbaton.proof.bench.serve_report import LEGEND, RATIO_LEGEND, Ratio, Report, tables
 
-QUIET_CORES = 0.1
+TITLES = {
+    "ttft": "time to first token",
+    "tpot": "time per further token",
+    "itl": "gap between tokens",
+    "e2e": "whole answer",
+}
 ROUNDS_MIN = 6  # five that agree are chance once in sixteen
 RATES = ("req/s", "out tok/s", "goodput/s")
 LOCAL = (
@@ -30,23 +38,24 @@ VLLM = "The model is a four-layer Llama of random weights in fp32 on a CPU; each
 def page(report: Report, picture: str) -> str:
     """The whole page; `picture` is the file beside it."""
     engine = report.engine or "clusters that were running"
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    options = ", ".join(f"{name} {value}" for name, value in report.options.items())
     drawn = tables(report, as_markdown=True)
-    lines = [
-        f"# {report.date}: what clients see ({engine})", "",
-        f"{report.machine}; load {report.load[0]:.2f} before and {report.load[1]:.2f} after. {versions}. "
-        f"{report.seconds:.0f} s in all. {options}.", "",
-        "<!-- run: needs=minutes -->", "```console", f"$ {report.command}", "```", "",
-        f"Order of the parts: {' '.join(target for _, target in report.order)}.", "",
-        drawn[0], "", drawn[1], "", LEGEND, "", f"![Times of requests by target]({picture})", "",
-    ]  # fmt: skip
-    if report.ratios:
-        lines += ["## Beside each other", drawn[2], "", RATIO_LEGEND, ""]
-    lines += ["## What this says and does not say", *(f"- {line}" for line in said(report)), ""]
-    if report.commands:
-        lines += ["## What ran", *(f"- {name}: `{line}`" for name, line in report.commands.items()), ""]
-    return "\n".join(lines)
+    return lab_page(
+        f"{report.date}: what clients see ({engine})",
+        f"{report.machine}; {load_line(*report.load)}. {report.version_line}. {report.seconds:.0f} s in all. "
+        f"{named(report.options)}.",
+        console(report.command),
+        [f"Order of the parts: {' '.join(target for _, target in report.order)}."],
+        [drawn[0], "", drawn[1], "", LEGEND, "", f"![Times of requests by target]({picture})"],
+        section("Beside each other", drawn[2], "", RATIO_LEGEND) if report.ratios else [],
+        bullets(SAYS, said(report)),
+        what_ran(report.commands),
+    )
+
+
+def plot(quantiles: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """`quantiles`: by target and time, the values of 0, 1 … 100 %."""
+    about = "Times of requests by target: share of requests against milliseconds"
+    return svg_plots.curves(quantiles, TITLES, about)
 
 
 def said(report: Report) -> list[str]:
@@ -88,11 +97,5 @@ def _noise(report: Report) -> Sequence[str]:
     found = []
     if rounds < ROUNDS_MIN and report.ratios:
         found.append(f"Rounds: {rounds}. Fewer than {ROUNDS_MIN} decide nothing, so nothing is called better or worse.")
-    busy = [each.used.others_cores for each in report.parts if (each.used.others_cores or 0.0) > QUIET_CORES]
-    if busy:
-        found.append(
-            f"The machine was not quiet: in {len(busy)} of {len(report.parts)} parts others used more than "
-            f"{QUIET_CORES} cores (up to {max(each or 0.0 for each in busy):.2f}). Targets took turns, so that this "
-            "hits all alike; take the ratios rather than the times."
-        )
-    return found
+    so = "Targets took turns, so that this hits all alike; take the ratios rather than the times."
+    return [*found, *unquiet([each.used.others_cores for each in report.parts], "parts", so)]

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+AGGREGATED, SINGLE = "aggregated", "single"
+"""Targets that hand nothing over: as many engines as the others have, or one."""
+REQUESTS = 32
 REQUESTS_MAX = 100_000  # of one part; each is remembered until the part is told
 TOKENS_MAX = 1 << 20
-PREFIXES_MAX = 4096
-RATE_MAX = 100_000.0
 IDS = range(32, 127)  # printable ASCII in a tokenizer of bytes, ordinary pieces in others
 MARK_TOKENS = 8
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.proof.bench.run_facts import RunFacts
 from kvbaton.proof.bench.serve_meter import Part
+from kvbaton.proof.bench.serve_plan import AGGREGATED
 from kvbaton.proof.bench.serve_stats import Figures
-from kvbaton.proof.bench.vllm_table import Grid, markdown, plain
+from kvbaton.proof.bench.text_tables import Grid, markdown, number, plain
 
-AGGREGATED = "aggregated"
 CHANCE = 0.05
 HEAD = (
     "target", "right", "req/s", "out tok/s", "goodput/s", "handed over", "same answers", "engine CPU s/req",
@@ -85,18 +86,13 @@ class Ratio(msgspec.Struct, frozen=True):
     by_metric: Mapping[str, Spread | None]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class Report(RunFacts, frozen=True, kw_only=True):
     """Everything that a run found."""
 
     ok: bool
     wrong: Sequence[str]
     notes: Sequence[str]
     stopped: bool  # by the operator, before it was done
-    date: str
-    machine: str
-    versions: Mapping[str, str]
-    command: str
-    seconds: float
     load: tuple[float, float]  # of the machine, before and after
     engine: str  # of engines that were started here; "" where others were asked
     options: Mapping[str, Any]
@@ -178,17 +174,17 @@ def tables(report: Report, *, as_markdown: bool = False) -> list[str]:
 def _line(each: Part) -> list[str]:
     used = each.used
     return [
-        each.target, f"{each.right} of {each.sent}", _number(each.requests_per_s, 2),
-        _number(each.output_tokens_per_s, 1), _number(each.goodput_per_s, 2),
+        each.target, f"{each.right} of {each.sent}", number(each.requests_per_s, 2),
+        number(each.output_tokens_per_s, 1), number(each.goodput_per_s, 2),
         "-" if used.handed_over is None else str(used.handed_over),
         "-" if each.same_answers is None else f"{each.same_answers} of {each.compared_answers}",
-        _number(_each(used.engine_cpu_s, each.right), 4), _number(_each(used.router_cpu_s, each.right), 4),
-        _number(used.others_cores, 2),
+        number(_each(used.engine_cpu_s, each.right), 4), number(_each(used.router_cpu_s, each.right), 4),
+        number(used.others_cores, 2),
     ]  # fmt: skip
 
 
 def _times(parts: Sequence[Part]) -> Grid:
-    lines: Grid = []
+    lines = []
     for name in ("ttft", "tpot", "itl", "e2e"):
         for each in parts:
             found: Figures | None = getattr(each, name)
@@ -207,7 +203,3 @@ def _cell(found: Spread | None) -> str:
 
 def _each(value: float | None, count: int) -> float | None:
     return None if value is None or not count else value / count
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

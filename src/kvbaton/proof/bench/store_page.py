@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
+from kvbaton.proof.bench.lab_pages import indented, lab_page
+from kvbaton.proof.bench.run_facts import load_line
 from kvbaton.proof.bench.store_moves import Row
 from kvbaton.proof.bench.store_ttft import Ttft
+from kvbaton.proof.bench.text_tables import markdown
+
+HEAD = (
+    "store", "values", "put GB/s", "get GB/s", "put µs/key", "get µs/key", "exists µs/key", "hits", "wrong bytes",
+)  # fmt: skip
+TTFT_HEAD = ("store", "prompt tokens", "first token, computed", "first token, loaded", "ratio", "wrong answers")
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,45 +47,32 @@ def complaints(report: Report, *, strict: bool) -> list[str]:
 
 
 def tables(report: Report) -> list[str]:
-    lines = [
-        "| store | values | put GB/s | get GB/s | put µs/key | get µs/key | exists µs/key | hits | wrong bytes |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in report.moves:
-        lines.append(
-            f"| {row.backend} | {row.shape} | {row.put_gb_s:.2f} | {row.get_gb_s:.2f} | {row.put_us_per_key:.0f} | "
-            f"{row.get_us_per_key:.0f} | {row.exists_us_per_key:.1f} | {row.hit_ratio:.0%} | {row.wrong_bytes} |"
-        )
-    lines += [
-        "",
-        "| store | prompt tokens | first token, computed | first token, loaded | ratio | wrong answers |",
-        "|---|---|---|---|---|---|",
-    ]
-    for ttft in report.ttft:
-        lines.append(
-            f"| {ttft.backend} | {ttft.prompt_tokens} | {ttft.cold_ms:.1f} ms | {ttft.hit_ms:.1f} ms | "
-            f"{ttft.ratio:.1f} | {ttft.wrong_answers} |"
-        )
-    return lines
+    moves = [
+        [row.backend, row.shape, f"{row.put_gb_s:.2f}", f"{row.get_gb_s:.2f}", f"{row.put_us_per_key:.0f}",
+         f"{row.get_us_per_key:.0f}", f"{row.exists_us_per_key:.1f}", f"{row.hit_ratio:.0%}", str(row.wrong_bytes)]
+        for row in report.moves
+    ]  # fmt: skip
+    firsts = [
+        [each.backend, str(each.prompt_tokens), f"{each.cold_ms:.1f} ms", f"{each.hit_ms:.1f} ms", f"{each.ratio:.1f}",
+         str(each.wrong_answers)]
+        for each in report.ttft
+    ]  # fmt: skip
+    return [markdown(HEAD, moves), "", markdown(TTFT_HEAD, firsts)]
 
 
 def page(report: Report, verdict: list[str], command: str) -> str:
     """A page for docs/lab."""
-    before, after = report.load
-    lines = [
-        "# What the shared stores reach",
-        "",
-        f"{report.machine}; load {before:.2f} before and {after:.2f} after. kvbaton {report.version}, "
+    return lab_page(
+        "What the shared stores reach",
+        f"{report.machine}; {load_line(*report.load)}. kvbaton {report.version}, "
         f"{report.rounds} rounds of each row, {report.seconds:.0f} s in all; medians over the faster half.",
-        "",
-        f"    {command}",
-        "",
-        *tables(report),
-        "",
-        "One client puts 64 values, another gets them, each through the whole of kvbaton's store: the copy between the "
-        "engine's pieces and the store's own memory, sums, and the back end in another process. Every byte that was "
-        "got was compared with what was put. First token: the embedded engine, prompts of the same length in turns.",
-        "",
-        *([f"- {each}" for each in verdict] or ["All bytes and answers were right."]),
-    ]
-    return "\n".join(lines) + "\n"
+        indented(command),
+        tables(report),
+        [
+            "One client puts 64 values, another gets them, each through the whole of kvbaton's store: the copy between "
+            "the engine's pieces and the store's own memory, sums, and the back end in another process. Every byte "
+            "that was got was compared with what was put. First token: the embedded engine, prompts of the same length "
+            "in turns."
+        ],
+        [f"- {each}" for each in verdict] or ["All bytes and answers were right."],
+    )

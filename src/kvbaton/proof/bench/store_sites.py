@@ -10,11 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import random
-import select
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +20,9 @@ import msgspec
 
 from kvbaton.control import keyring as keys
 from kvbaton.control.key_room import key_room
+from kvbaton.processes.child_process import KVBATON_ARGV
+from kvbaton.processes.free_ports import free_ports
+from kvbaton.proof.bench.children import PipedProgram
 from kvbaton.ranks.store_address import opener, store_place
 from kvbaton.store.interface import Backend
 from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
@@ -31,8 +30,7 @@ from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
 KVBATON, MOONCAKE = "kvbaton", "mooncake"
 BACKENDS = (KVBATON, MOONCAKE)
 CLIENTS = ("p0", "d0")
-START_S, END_S = 30.0, 10.0
-PORTS = (12_000, 32_000)
+START_S = 30.0
 
 
 class SiteError(Exception):
@@ -64,9 +62,9 @@ def _client(directory: Path, place: str, who: str) -> Backend:
 
 @contextlib.contextmanager
 def _served(directory: Path, bytes_max: int) -> Iterator[str]:
-    words = ["-m", "kvbaton.cli.main", "store", "--keys", str(directory), "--port", "0", "--json", "--stop-on-eof"]
-    with _child([sys.executable, *words, "--bytes", str(bytes_max)]) as child:
-        yield str(json.loads(_line(child, "kvbaton store"))["endpoint"])
+    words = ["store", "--keys", str(directory), "--port", "0", "--json", "--stop-on-eof", "--bytes", str(bytes_max)]
+    with _started("kvbaton store", [*KVBATON_ARGV, *words]) as child:
+        yield str(json.loads(child.line(START_S))["endpoint"])
 
 
 @contextlib.contextmanager
@@ -74,62 +72,28 @@ def _mooncake(bytes_max: int) -> Iterator[str]:
     binary = Path(sys.executable).with_name("mooncake_master")
     if not binary.exists():
         raise SiteError(f"{binary} is missing; install mooncake-transfer-engine, or its -non-cuda build, beside it")
-    port, metrics = _free_ports(2)
+    port, metrics = free_ports(2)
     words = [f"--rpc_port={port}", "--rpc_address=127.0.0.1", f"--metrics_port={metrics}"]
-    with _child([str(binary), *words, "--enable_metric_reporting=false"]) as master:
+    with _started("mooncake_master", [str(binary), *words, "--enable_metric_reporting=false"]) as master:
         _answers(master, port)
-        with _child([sys.executable, "-m", __name__, f"127.0.0.1:{port}", str(bytes_max)]) as owner:
-            _line(owner, "the owner of memory")
+        lending = [sys.executable, "-m", __name__, f"127.0.0.1:{port}", str(bytes_max)]
+        with _started("the owner of memory", lending) as owner:
+            owner.line(START_S)
             yield f"mooncake://127.0.0.1:{port}?lend=0"
 
 
-@contextlib.contextmanager
-def _child(words: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    quiet = {**os.environ, "GLOG_minloglevel": "3", "MC_LOG_LEVEL": "error"}
-    child = subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=quiet, bufsize=0
-    )
-    try:
-        yield child
-    finally:
-        child.terminate()
-        try:
-            child.wait(END_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait(END_S)
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                pipe.close()
+def _started(what: str, words: Sequence[str]) -> PipedProgram:
+    return PipedProgram(what, words, {"GLOG_minloglevel": "3", "MC_LOG_LEVEL": "error"})
 
 
-def _line(child: subprocess.Popen[bytes], what: str) -> bytes:
-    assert child.stdout is not None
-    ready, _, _ = select.select([child.stdout], [], [], START_S)
-    said = child.stdout.readline() if ready else b""
-    if not said:
-        raise SiteError(f"{what} did not start within {START_S:.0f} s; run it by hand to see why")
-    return bytes(said)
-
-
-def _answers(child: subprocess.Popen[bytes], port: int) -> None:
+def _answers(child: PipedProgram, port: int) -> None:
     until = time.monotonic() + START_S
-    while time.monotonic() < until and child.poll() is None:
+    while time.monotonic() < until and child.is_alive:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.02)
-    raise SiteError(f"mooncake_master did not serve within {START_S:.0f} s; run it by hand to see why")
-
-
-def _free_ports(count: int) -> list[int]:
-    found: list[int] = []
-    while len(found) < count:
-        port = random.randrange(*PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            found += [] if port in found else [port]
-    return found
+    raise child.failed(f"did not serve within {START_S:.0f} s")
 
 
 def _lend(master: str, segment_bytes: int) -> None:

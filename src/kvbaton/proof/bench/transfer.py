@@ -17,8 +17,8 @@ from typing import Protocol
 
 import msgspec
 
+from kvbaton.processes.proc_stat import foreign_cpu_s
 from kvbaton.proof.bench import machine_ways, transfer_checks
-from kvbaton.proof.bench.machine_noise import foreign_cpu_s
 from kvbaton.proof.bench.machine_ways import Machine
 from kvbaton.proof.bench.peers import Peer
 from kvbaton.proof.bench.transfer_checks import Check

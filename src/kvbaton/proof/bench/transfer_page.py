@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from kvbaton.proof.bench import svg_plots
+from kvbaton.proof.bench.lab_pages import SAYS, bullets, indented, lab_page, section
+from kvbaton.proof.bench.run_facts import QUIET_CORES, RunFacts, load_line, named
+from kvbaton.proof.bench.text_tables import markdown
 from kvbaton.proof.bench.transfer import BASES, Result
 from kvbaton.proof.bench.transfer_checks import Check
-from kvbaton.proof.bench.vllm_table import markdown
 from kvbaton.proof.bench.whole_handoff import HandoffResult
 
 WAYS = {
@@ -32,7 +35,12 @@ WAYS = {
     "mooncake": "Mooncake's transfer engine over TCP, connection pool on, batches of 1,024 slices",
     "kvbaton_mooncake": "kvbaton driving Mooncake's transfer engine, configured alike",
 }
-QUIET_CORES = 0.1
+OWN, DRIVEN, DIRECT, OTHER = "#1f618d", "#7fb3d5", "#ca6f1e", "#909497"
+COLOURS = {"kvbaton_": DRIVEN, "shm": OWN, "tcp": OWN, "nixl": DIRECT, "mooncake": DIRECT}
+LEGEND = {
+    "kvbaton's own": OWN, "a library driven by kvbaton": DRIVEN, "a library driven directly": DIRECT,
+    "the machine": OTHER,
+}  # fmt: skip
 FEW = 5
 LIMITS = (
     "Loopback and one machine: nothing here speaks of a network card or of RDMA, which is what NIXL is for.",
@@ -40,17 +48,12 @@ LIMITS = (
 )
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is told besides the figures."""
+class TransferFacts(RunFacts, frozen=True, kw_only=True):
+    """And how busy the machine was."""
 
-    date: str
-    machine: str
     cores: int
     load_before: float
     load_after: float
-    versions: Mapping[str, str]
-    command: str
-    seconds: float
     plot: str = ""  # a file beside the page
 
 
@@ -72,39 +75,41 @@ def check_lines(checks: Sequence[Check]) -> list[str]:
     ]
 
 
-def page(facts: Facts, report: Report) -> str:
+def page(facts: TransferFacts, report: Report) -> str:
     """The whole page."""
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     taken = sorted({each.repetitions for each in report.segments})
-    return "\n".join(
-        [
-            f"# {facts.date}: data planes side by side",
-            "",
-            f"{facts.machine}; load {facts.load_before:.2f} before and {facts.load_after:.2f} after. {versions}. "
-            f"{report.moved_bytes >> 20} MiB a copy, scattered in segments over a region twice as large on both sides; "
-            f"{' to '.join(map(str, taken))} interleaved repetitions, medians over the quieter half; "
-            f"{facts.seconds:.0f} s in all. Every way's bytes were compared before it was measured.",
-            "",
-            f"    {facts.command}",
-            "",
-            *([f"![GB/s of every way]({facts.plot})", ""] if facts.plot else []),
-            "## Copies",
+    return lab_page(
+        f"{facts.date}: data planes side by side",
+        f"{facts.machine}; {load_line(facts.load_before, facts.load_after)}. {facts.version_line}. "
+        f"{report.moved_bytes >> 20} MiB a copy, scattered in segments over a region twice as large on both sides; "
+        f"{' to '.join(map(str, taken))} interleaved repetitions, medians over the quieter half; "
+        f"{facts.seconds:.0f} s in all. Every way's bytes were compared before it was measured.",
+        indented(facts.command),
+        [f"![GB/s of every way]({facts.plot})"] if facts.plot else [],
+        section(
+            "Copies",
             "GB/s; in brackets how fast beside what the second column names, within the same repetition.",
             "",
             markdown(
                 ("way", "beside", *(f"{each.segment_bytes >> 10} KiB" for each in report.segments)), _grid(report)
             ),
-            "",
-            *(f"- `{name}`: {what}" for name, what in WAYS.items() if name in report.segments[0].gb_s),
-            *_idle(report),
-            *_handoffs(report),
-            *_checks(report),
-            "",
-            "## What this says and does not say",
-            *(f"- {line}" for line in (*_doubts(report), *LIMITS)),
-            "",
-        ]
+        ),
+        [f"- `{name}`: {what}" for name, what in WAYS.items() if name in report.segments[0].gb_s],
+        _idle(report),
+        _handoffs(report),
+        bullets("What is claimed", check_lines(report.checks)),
+        bullets(SAYS, (*_doubts(report), *LIMITS)),
     )
+
+
+def plot(results: Sequence[Result]) -> str:
+    """A panel for each segment size, a bar for each way."""
+    panels = {f"segments of {each.segment_bytes >> 10} KiB, GB/s": each.gb_s for each in results}
+    return svg_plots.bars(panels, _colour, LEGEND)
+
+
+def _colour(name: str) -> str:
+    return next((colour for start, colour in COLOURS.items() if name.startswith(start)), OTHER)
 
 
 def _doubts(report: Report) -> list[str]:
@@ -132,8 +137,8 @@ def _grid(report: Report) -> list[list[str]]:
 def _idle(report: Report) -> list[str]:
     if not report.idle_percent:
         return []
-    said = ", ".join(f"{name} {percent:g} %" for name, percent in report.idle_percent.items())
-    return ["", "## Idle", f"Connected and left alone for 10 s, of a core, the busier of two processes: {said}."]
+    percent = named({name: f"{used:g} %" for name, used in report.idle_percent.items()})
+    return section("Idle", f"Connected and left alone for 10 s, of a core, the busier of two processes: {percent}.")
 
 
 def _handoffs(report: Report) -> list[str]:
@@ -145,8 +150,4 @@ def _handoffs(report: Report) -> list[str]:
         for each in report.handoffs
     ]  # fmt: skip
     head = ("", "p50 alone", "p99 alone", "64 at once", "delivered, bytes compared")
-    return ["", "## One-block handoffs through the whole stack", "", markdown(head, lines)]
-
-
-def _checks(report: Report) -> list[str]:
-    return ["", "## What is claimed", *(f"- {line}" for line in check_lines(report.checks))] if report.checks else []
+    return section("One-block handoffs through the whole stack", "", markdown(head, lines))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from kvbaton.processes.child_process import Program, end, start
 from kvbaton.proof.bench.vllm_rows import BadResultError, Level, Told
 
 DRIVER: Sequence[str] = ("-m", "kvbaton.engines.vllm.load_generator")
@@ -78,17 +78,16 @@ async def run(
     """Carry a load out with `python`; `read` is called with the generator's id as it begins and as it ends."""
     result = directory / "load.json"
     result.unlink(missing_ok=True)
-    process = await asyncio.create_subprocess_exec(
-        *python, *DRIVER, *load.words(result),
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-    )  # fmt: skip
+    variables = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    argv = [*python, *DRIVER, *load.words(result)]
+    program = Program("load", "client", argv, env=variables, stop=signal.SIGKILL)
+    child = await start(program, None, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
+    process = child.process
     watch: _Watch[Reading] = _Watch(process, read)
     try:
         hung = not await watch.until_over(start_s, deadline_s)
     finally:
-        await _gone(process)
+        await end([child], END_S)
     said = " | ".join(watch.lines[-3:])
     told = None if hung or process.returncode else _result(result)
     return Outcome(told=told, began=watch.began, ended=watch.ended, hung=hung, said=said)
@@ -143,11 +142,3 @@ def _result(path: Path) -> Told | None:
         return None
     except json.JSONDecodeError as error:
         raise BadResultError(f"{path.name} of vllm bench serve is not JSON: {error}") from None
-
-
-async def _gone(process: asyncio.subprocess.Process) -> None:
-    """End the generator and what it started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(process.wait(), END_S)

@@ -7,16 +7,14 @@ inferred: an engine that does not answer is not at rest.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
-from kvbaton.proof.bench.machine_noise import foreign_cpu_s
+from kvbaton.observe.metrics.scraping import Sample, samples, total
+from kvbaton.processes.proc_stat import all_stats, foreign_cpu_s
 
 USED = "vllm:kv_cache_usage_perc"
 PINNED = "kvbaton_pinned_blocks"
@@ -30,29 +28,9 @@ NIXL_ENDS = (
     "num_notifications_after_expiry",
 )
 POLL_S = 0.25
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
-Sample = tuple[str, Mapping[str, str], float]
 Fetch = Callable[[str], Awaitable[str]]
 """Gives the text behind a URL; raises OSError if there is none."""
-
-
-def samples(text: str) -> list[Sample]:
-    """Every line of Prometheus text: name, labels, value."""
-    found: list[Sample] = []
-    for line in text.splitlines():
-        sample = _SAMPLE.match(line)
-        if sample is not None:
-            found.append((sample[1], dict(_LABEL.findall(sample[2] or "")), float(sample[3])))
-    return found
-
-
-def total(found: Iterable[Sample], name: str) -> float | None:
-    """The sum over a name's labels; None if there is no such name."""
-    values = [value for each, _, value in found if each == name]
-    return sum(values) if values else None
 
 
 def ends(found: Sequence[Sample]) -> dict[str, int]:
@@ -133,10 +111,6 @@ def cpu(engines: Iterable[int], router: int | None, load: int) -> Cpu:
 def _by_session() -> dict[int, float]:
     """CPU seconds of living processes and of the children they waited for."""
     found: dict[int, float] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-                session = int(fields[3])
-                found[session] = found.get(session, 0.0) + sum(map(int, fields[11:15])) * _TICK_S
+    for each in all_stats().values():
+        found[each.session] = found.get(each.session, 0.0) + each.family_cpu_s
     return found

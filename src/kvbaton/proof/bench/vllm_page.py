@@ -6,17 +6,16 @@ told in the same words as what speaks for it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 import kvbaton.proof.bench.vllm_table as table
+from kvbaton.proof.bench.lab_pages import SAYS, bullets, indented, lab_page, section, what_ran
+from kvbaton.proof.bench.run_facts import RunFacts, named, unquiet
+from kvbaton.proof.bench.text_tables import markdown
 from kvbaton.proof.bench.vllm_rows import OURS, Ratio, Row, complaints, median, of, ratios
 
 NOISE = 0.1
 """Figures this close are called alike, or as close as two rounds of one target, if those differ more."""
-QUIET_CORES = 0.1
 LIMITS = (
     "The model is a four-layer Llama of random weights in fp32 on a CPU, engines and client share one machine, and "
     "bytes go over its own memory or loopback. Nothing here speaks about GPUs, RDMA, real models or several machines: "
@@ -35,67 +34,32 @@ LIMITS = (
 )
 
 
-_PLACES = (
-    (re.compile(r"(?<![\w/])(?:/[^\s/'\"=]+)+/bin/python[\d.]*"), "python"),
-    (re.compile(r"(?:/[^\s/'\"=]+)*/kvbaton-bench-\w+"), "DIR"),
-    (re.compile(r"(?:/[^\s/'\"=]+)*/\.cache/"), "~/.cache/"),
-)
+class VllmFacts(RunFacts, frozen=True, kw_only=True):
+    """And how it was measured."""
 
-
-def public(command: str) -> str:
-    """A command without the places of one machine."""
-    for place, name in _PLACES:
-        command = place.sub(name, command)
-    return command
-
-
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a page says besides the figures."""
-
-    date: str
-    machine: str
-    versions: Mapping[str, str]
-    command: str
     options: Mapping[str, object]
     commands: Mapping[str, str]  # of what was started, by target and name
     idle_cores: Mapping[str, float] = {}  # of a target's engines together, before any load
     failures: Sequence[str] = ()  # targets that could not be measured
-    seconds: float = 0.0
 
 
-def page(facts: Facts, rows: Sequence[Row]) -> str:
+def page(facts: VllmFacts, rows: Sequence[Row]) -> str:
     """The whole page."""
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    options = ", ".join(f"{name} {value}" for name, value in facts.options.items())
     rounds = len({row.round for row in rows})
-    return "\n".join(
-        [
-            f"# {facts.date}: vLLM with kvbaton, with NIXL, and alone",
-            "",
-            f"{facts.machine}. {versions}. {rounds} round{'s' if rounds != 1 else ''}, each target started anew in "
-            f"each, {facts.seconds / 60:.0f} minutes in all. {options}.",
-            "",
-            f"    {facts.command}",
-            "",
-            table.markdown(table.HEAD, table.grid(rows)),
-            "",
-            table.LEGEND,
-            "",
-            "## Beside the others",
+    return lab_page(
+        f"{facts.date}: vLLM with kvbaton, with NIXL, and alone",
+        f"{facts.machine}. {facts.version_line}. {rounds} round{'s' if rounds != 1 else ''}, each target started anew "
+        f"in each, {facts.seconds / 60:.0f} minutes in all. {named(facts.options)}.",
+        indented(facts.command),
+        [markdown(table.HEAD, table.grid(rows)), "", table.LEGEND],
+        section(
+            "Beside the others",
             "kvbaton's figure divided by the other's at the same level. More is better for req/s, less for the rest.",
             "",
-            table.markdown(table.RATIO_HEAD, table.ratio_grid(ratios(rows))),
-            "",
-            "## What this says and does not say",
-            *(
-                f"- {line}"
-                for line in [*noise(rows), *idle(facts.idle_cores), *findings(rows), *facts.failures, *LIMITS]
-            ),
-            "",
-            "## What ran",
-            *(f"- {name}: `{public(command)}`" for name, command in facts.commands.items()),
-            "",
-        ]
+            markdown(table.RATIO_HEAD, table.ratio_grid(ratios(rows))),
+        ),
+        bullets(SAYS, [*noise(rows), *idle(facts.idle_cores), *findings(rows), *facts.failures, *LIMITS]),
+        what_ran(facts.commands),
     )
 
 
@@ -138,15 +102,8 @@ def noise(rows: Sequence[Row]) -> list[str]:
         said.append("Single runs: differences of a tenth mean nothing, and there is no spread to judge the rest by.")
     else:
         said.append(f"The rate of one target at one level differed between rounds by up to {_spread(rows):.0%}.")
-    busy = [row for row in rows if (row.others_cores or 0.0) > QUIET_CORES]
-    if busy:
-        worst = max(row.others_cores or 0.0 for row in busy)
-        said.append(
-            f"The machine was not quiet: in {len(busy)} of {len(rows)} measurements others used more than "
-            f"{QUIET_CORES} cores (up to {worst:.2f}). Wall-clock figures of those are not worth keeping; CPU s/req "
-            "suffers less."
-        )
-    return said
+    so = "Wall-clock figures of those are not worth keeping; CPU s/req suffers less."
+    return [*said, *unquiet([row.others_cores for row in rows], "measurements", so)]
 
 
 def _spread(rows: Sequence[Row]) -> float:

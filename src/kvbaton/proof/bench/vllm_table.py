@@ -1,6 +1,6 @@
-"""The figures of `kvbaton bench vllm` as a table, for a terminal and for Markdown.
+"""The figures of `kvbaton bench vllm` as grids of cells.
 
-Laws: pure; one grid, drawn twice. Several rounds are shown as their median, the rate with its lowest and highest as
+Laws: pure. Several rounds are shown as their median, the rate with its lowest and highest as
 well, so that a reader sees how much a figure is worth. What was not measured is a dash.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvbaton.proof.bench.text_tables import Grid, number
 from kvbaton.proof.bench.vllm_rows import METRICS, Ratio, Row, levels, median, of, targets
 
 HEAD = (
@@ -20,9 +21,6 @@ LEGEND = (
     "whose KV D took from P. same answers: as the aggregated engine's, greedy, text by text. others' cores: what "
     "everybody else on this machine used meanwhile, the load generator excluded."
 )
-_LEFT = ("target", "target / base")
-
-Grid = list[list[str]]
 
 
 def grid(rows: Sequence[Row]) -> Grid:
@@ -43,23 +41,23 @@ def _cells(rows: Sequence[Row]) -> list[str]:
     hung = ", hung" if any(row.hung for row in rows) else ""
     return [
         _rate(rows),
-        _number(median(rows, lambda row: row.ttft_p50_ms), 0),
-        _number(median(rows, lambda row: row.ttft_p99_ms), 0),
-        _number(median(rows, lambda row: row.tpot_p50_ms), 1),
-        _number(median(rows, lambda row: row.itl_p99_ms), 0),
-        _number(median(rows, lambda row: row.engine_cpu_per_request_s), 3),
-        _number(median(rows, lambda row: row.router_cpu_per_request_s), 4),
+        number(median(rows, lambda row: row.ttft_p50_ms), 0),
+        number(median(rows, lambda row: row.ttft_p99_ms), 0),
+        number(median(rows, lambda row: row.tpot_p50_ms), 1),
+        number(median(rows, lambda row: row.itl_p99_ms), 0),
+        number(median(rows, lambda row: row.engine_cpu_per_request_s), 3),
+        number(median(rows, lambda row: row.router_cpu_per_request_s), 4),
         f"{failed} of {requests}{hung}",
         _share(rows, lambda row: row.handed_over),
         _share(rows, lambda row: row.same_answers),
         f"yes, {slowest:.1f} s" if len(resting) == len(rows) else "NO",
-        _number(median(rows, lambda row: row.others_cores), 2),
+        number(median(rows, lambda row: row.others_cores), 2),
     ]
 
 
 def _rate(rows: Sequence[Row]) -> str:
     rates = [row.req_per_s for row in rows if row.req_per_s is not None]
-    middle = _number(median(rows, lambda row: row.req_per_s), 2)
+    middle = number(median(rows, lambda row: row.req_per_s), 2)
     return middle if len(rates) < 2 else f"{middle} ({min(rates):.2f} to {max(rates):.2f})"
 
 
@@ -68,39 +66,16 @@ def _share(rows: Sequence[Row], count: Callable[[Row], int | None]) -> str:
     return f"{sum(value for value, _ in known)} of {sum(asked for _, asked in known)}" if known else "-"
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
 def ratio_grid(found: Sequence[Ratio]) -> Grid:
     """A line per pair of targets and level."""
     return [
         [
             str(each.concurrency),
             f"{each.target} / {each.base}",
-            *(_number(value, 2) for value in each.by_metric.values()),
+            *(number(value, 2) for value in each.by_metric.values()),
         ]
         for each in found
     ]
-
-
-def plain(head: Sequence[str], lines: Grid) -> str:
-    """Columns as wide as they must be."""
-    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-
-    def drawn(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if name in _LEFT else cell.rjust(width)
-            for name, cell, width in zip(head, cells, widths, strict=True)
-        ]
-        return "  ".join(padded).rstrip()
-
-    return "\n".join(map(drawn, [list(head), *lines]))
-
-
-def markdown(head: Sequence[str], lines: Grid) -> str:
-    drawn = [f"| {' | '.join(cells)} |" for cells in (list(head), *lines)]
-    return "\n".join([drawn[0], "|---" * len(head) + "|", *drawn[1:]])
 
 
 def short(row: Row) -> str:

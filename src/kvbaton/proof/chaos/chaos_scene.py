@@ -51,8 +51,7 @@ class Scene:
     problems: list[str] = field(default_factory=list)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
     lies: Tally = field(default_factory=Tally)
-    reached: int = 0
-    missed: int = 0
+    moments: dict[str, int] = field(default_factory=lambda: {"reached": 0, "missed": 0})
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -79,9 +78,9 @@ class Scene:
         who = "" if step.target == ROUTER else step.target  # a router has part in every handoff
         async with self.hand.caught(step.moment, who, REACH_S) as reached:
             if reached is None:
-                self.missed += 1
+                self.moments["missed"] += 1
                 self.problems.append(f"{step.title()}: done at another moment, since {step.moment} was not reached")
                 yield f"{step.moment} was not reached within {REACH_S:g} s"
             else:
-                self.reached += 1
+                self.moments["reached"] += 1
                 yield f"at {reached.what}"

@@ -144,7 +144,7 @@ class Run:
             deaths=scene.fleet.deaths,
             problems=[*scene.problems, *problems],
             handoffs=handoffs,
-            moments={"reached": scene.reached, "missed": scene.missed},
+            moments=scene.moments,
             lies=lies.figures(scene.lies),
         )
         return seen(self.plan, self.board, finds, self.begun_at)

@@ -7,11 +7,10 @@ ends them. A process that ends though nobody hurt it is a death: counted, told, 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import aiohttp
 
 from kvbaton.api import tokens
 from kvbaton.control import keyring
+from kvbaton.processes.child_process import Child, Program, Say, end, start, tail
 from kvbaton.proof.chaos import members
 from kvbaton.proof.chaos.members import ROUTER, STORE, Spec, Surroundings
 from kvbaton.proof.chaos.network import rooms
@@ -35,8 +35,6 @@ REVIVALS_MAX = 3
 
 PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl  # found here: a child between fork and exec should not look for anything
-
-Say = Callable[[str], None]
 
 
 def die_with_conductor() -> None:
@@ -54,7 +52,7 @@ class Life:
 
     spec: Spec
     log: Path
-    process: asyncio.subprocess.Process | None = None
+    child: Child | None = None
     count: int = 0  # how often it was started
     is_hurt: bool = False  # its end is our doing
     is_stopped: bool = False
@@ -63,11 +61,15 @@ class Life:
 
     @property
     def pid(self) -> int:
-        return self.process.pid if self.process is not None else 0
+        return self.child.pid if self.child is not None else 0
 
     @property
     def runs(self) -> bool:
-        return self.process is not None and self.process.returncode is None
+        return self.child is not None and self.child.is_alive
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.child is not None:
+            self.child.signal(number)
 
 
 class Fleet:
@@ -120,18 +122,12 @@ class Fleet:
         words = members.argv(life.spec, self.specs, self.around, life.changes, full_shm=full_shm)
         with life.log.open("ab") as out:
             out.write(f"--- life {life.count + 1}\n".encode())
-            out.flush()
-            life.process = await asyncio.create_subprocess_exec(
-                *self.network.command(name, words),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,  # Ctrl-C is for the conductor alone, which then ends its children
-                preexec_fn=die_with_conductor,
-            )
+        stop = signal.SIGHUP if life.spec.is_engine else signal.SIGTERM
+        program = Program(name, life.spec.role, self.network.command(name, words), stop=stop)
+        life.child = await start(program, life.log, preexec_fn=die_with_conductor)
         life.count += 1
         life.is_hurt = life.is_stopped = False
-        life.watcher = asyncio.create_task(self._watch(life, life.process))
+        life.watcher = asyncio.create_task(self._watch(life, life.child))
 
     async def wait_listed(self, name: str, within_s: float = START_S) -> None:
         """Until the router lists this life of an engine as serving; of others, until they answer."""
@@ -167,19 +163,19 @@ class Fleet:
     async def kill(self, name: str) -> None:
         """kill -9, and wait until it is gone."""
         life = self.lives[name]
-        if life.process is None:
+        if life.child is None:
             return
         life.is_hurt = True
-        self._signal(life, signal.SIGKILL)
-        await asyncio.wait_for(life.process.wait(), STOP_S)
+        life.signal(signal.SIGKILL)
+        await asyncio.wait_for(life.child.process.wait(), STOP_S)
 
     def stop(self, name: str) -> None:
         self.lives[name].is_stopped = True
-        self._signal(self.lives[name], signal.SIGSTOP)
+        self.lives[name].signal(signal.SIGSTOP)
 
     def go_on(self, name: str) -> None:
         self.lives[name].is_stopped = False
-        self._signal(self.lives[name], signal.SIGCONT)
+        self.lives[name].signal(signal.SIGCONT)
 
     def fill_disk(self) -> str:
         """No byte more fits on the store's disk; how that was done. Never a disk that others use."""
@@ -221,9 +217,7 @@ class Fleet:
         return {tokens.HEADER: tokens.token(keyring.load(self.around.keys, ROUTER).ticket_keys[0], name)}
 
     def last_lines(self, name: str, count: int = LAST_LINES) -> str:
-        with contextlib.suppress(OSError):
-            return " | ".join(self.lives[name].log.read_text(errors="replace").splitlines()[-count:])
-        return ""
+        return " | ".join(tail(self.lives[name].log, count))
 
     def ports(self) -> Sequence[tuple[str, int]]:
         """Every fixed port that somebody listens at."""
@@ -243,26 +237,15 @@ class Fleet:
         alive = [life for life in self.lives.values() if life.runs]
         for life in alive:
             life.is_hurt = True
-            self._signal(life, signal.SIGCONT)
-            self._signal(life, signal.SIGHUP if life.spec.is_engine else signal.SIGTERM)
-        await self._gone(alive, STOP_S / 2)
-        for life in alive:
-            self._signal(life, signal.SIGKILL)
-        await self._gone(alive, STOP_S)
+            life.signal(signal.SIGCONT)
+        await end([life.child for life in alive if life.child is not None], STOP_S / 2)
         if self._session is not None:
             await self._session.close()
 
-    async def _gone(self, alive: Sequence[Life], within_s: float) -> None:
-        waits = [asyncio.create_task(life.process.wait()) for life in alive if life.process is not None and life.runs]
-        if waits:
-            _, late = await asyncio.wait(waits, timeout=within_s)
-            for each in late:
-                each.cancel()
-
-    async def _watch(self, life: Life, process: asyncio.subprocess.Process) -> None:
-        status = await process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
+    async def _watch(self, life: Life, child: Child) -> None:
+        status = await child.process.wait()
+        if child.process.stdin is not None:
+            child.process.stdin.close()
         if life.is_hurt or self._is_closing:
             return
         name = life.spec.name
@@ -274,8 +257,3 @@ class Fleet:
         revival = asyncio.create_task(self.start(name, life.changes))
         self._revivals.add(revival)
         revival.add_done_callback(self._revivals.discard)
-
-    def _signal(self, life: Life, number: signal.Signals) -> None:
-        if life.runs:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(life.pid, number)

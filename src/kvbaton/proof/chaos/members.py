@@ -5,23 +5,22 @@ Law: a member has the same name, address and ports in every life, so that a rest
 
 from __future__ import annotations
 
-import errno
 import random
-import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvbaton.engines.embedded.worker_options import Role, WorkerOptions
+from kvbaton.processes.child_process import KVBATON_ARGV
+from kvbaton.processes.free_ports import free_ports
 from kvbaton.proof.chaos.liars.lies import LIAR
 from kvbaton.proof.chaos.network import rooms
 from kvbaton.proof.chaos.network.wires import Network
 
 ROUTER, STORE = "router", "store"
-PORTS = range(12_000, 32_000)
 
 DEADLINE_S = 15.0
 """Within which the router ends every request."""
@@ -41,8 +40,6 @@ STORE_DISK_BYTES = 24 << 20
 DISK_BYTES = 48 << 20
 """A disk is full when somebody else fills it: the store alone keeps within its bound."""
 SHM_BYTES = 8192
-
-PROGRAM = (sys.executable, "-m", "kvbaton.cli.main")
 
 
 class Ports(msgspec.Struct, frozen=True):
@@ -86,7 +83,7 @@ def specs(prefills: int, decodes: int, network: Network, rng: random.Random) -> 
     found = {}
     for name, role in roles.items():
         host = network.address(name)
-        front, back = _free_ports(host, 2, rng)
+        front, back = free_ports(2, host, rng)
         found[name] = Spec(name, role, host, Ports(front, back))
     return found
 
@@ -101,9 +98,9 @@ def argv(
 ) -> list[str]:
     """What starts a life of a member, as the host that it is."""
     if spec.role == "router":
-        return [*PROGRAM, *_router_words(spec, around)]
+        return [*KVBATON_ARGV, *_router_words(spec, around)]
     if spec.role == "store":
-        words = [*PROGRAM, *_store_words(spec, around)]
+        words = [*KVBATON_ARGV, *_store_words(spec, around)]
         return rooms.command(around.disk, DISK_BYTES, words) if around.has_rooms else words
     options = msgspec.structs.replace(_options(spec, all_specs, around), **changes)
     text = msgspec.json.encode(options).decode()
@@ -152,21 +149,3 @@ def _options(spec: Spec, all_specs: Mapping[str, Spec], around: Surroundings) ->
         store=f"tcp://{store.host}:{store.ports.front}",
         store_timeout=0.5,
     )
-
-
-def _free_ports(host: str, count: int, rng: random.Random) -> Sequence[int]:
-    found: list[int] = []
-    while len(found) < count:
-        port = rng.choice(PORTS)
-        if port not in found and _is_free(host, port):
-            found.append(port)
-    return found
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as one:
-        try:
-            one.bind((host, port))
-        except OSError as error:
-            return error.errno == errno.EADDRNOTAVAIL  # the member's own host, where all are free
-    return True

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from kvbaton.processes.proc_stat import stat
+
 SHM = Path("/dev/shm")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -36,9 +38,8 @@ def usage(pid: int) -> Usage | None:
 
 def is_there(pid: int) -> bool:
     """Whether it runs, or is stopped; one that ended and was not waited for is not there."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
+    found = stat(pid)
+    return found is not None and found.is_there
 
 
 def shared_files(marks: tuple[str, ...] = ("kvbaton",)) -> frozenset[str]:

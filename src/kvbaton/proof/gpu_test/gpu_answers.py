@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -19,7 +19,7 @@ import msgspec
 from kvbaton.proof.chaos.vllm.vllm_client import Tally, both_legs
 from kvbaton.proof.gpu_test import gpu_client, gpu_oracle
 from kvbaton.proof.gpu_test.gpu_client import Prompt, Told, ask, prompt_of
-from kvbaton.proof.gpu_test.gpu_oracle import SURE_MIN, Doubt, Right
+from kvbaton.proof.gpu_test.gpu_oracle import SURE_MIN, Doubts, Right
 from kvbaton.proof.gpu_test.gpu_record import Page, Table
 from kvbaton.proof.gpu_test.servers import GIB, Group, Say, Spec
 from kvbaton.proof.gpu_test.sizes import Sizes, Variant
@@ -129,7 +129,7 @@ async def run(sizes: Sizes, groups: dict[str, Group], session: aiohttp.ClientSes
         *(_variant(sizes, variant, groups, asked, session, page, table, say) for variant in sizes.variants)
     )
     tried = [each for each in trials if each is not None]
-    gpu_oracle.tell(page, [doubt for each in tried for doubt in each.doubts], sum(each.more for each in tried))
+    gpu_oracle.tell(page, [each.doubts for each in tried])
 
 
 async def _learned(session: aiohttp.ClientSession, alone: Group, asked: Questions, sizes: Sizes) -> dict[int, Right]:
@@ -159,7 +159,7 @@ async def _variant(
         f"{variant.name}: the model runner", " and ".join(sorted(ran)), variant.runner, ran == {variant.runner}
     )
     alone = groups[_alone(variant.graphs)].alone
-    trial = Trial(sizes, variant, pair, asked, session, page, table, say, alone.url)
+    trial = Trial(sizes, variant, pair, asked, session, page, table, say, Doubts(variant.name, session, alone.url))
     for case in CASES:
         await trial.fresh(case)
     await trial.shared()
@@ -186,10 +186,8 @@ class Trial:
     page: Page
     table: Table
     say: Say
-    alone_url: str
+    doubts: Doubts
     number: int = 0
-    doubts: list[Doubt] = field(default_factory=list)
-    more: int = 0  # wrong answers that were not looked into
 
     async def one(self, prompt: Prompt, tally: Tally, mode: str, tokens: int) -> None:
         """Both legs by the client's own hand, or through the router."""
@@ -212,16 +210,11 @@ class Trial:
 
     async def doubt(self, prompt: Prompt, told: Told, right: Right, mode: str, tokens: int) -> None:
         """Look into a wrong answer that nobody made wrong."""
-        if len(self.doubts) >= gpu_oracle.DOUBTS_MAX:
-            self.more += 1
-            return
         if mode != "pull":  # the router has D say what P had cached
             told = msgspec.structs.replace(told, cached=None)
-        found = gpu_oracle.doubted(self.variant.name, mode, self.number, prompt, told, right)
-        self.doubts.append(found)
         others = self.asked.fresh["pull"][: self.sizes.at_once - 1]
-        found.again = await gpu_oracle.again(self.session, self.alone_url, prompt, right, others, tokens)
-        gpu_oracle.keep(self.page, self.variant.name, self.doubts)
+        await self.doubts.look_into(mode, self.number, prompt, told, right, others, tokens)
+        gpu_oracle.keep(self.page, self.doubts)
 
     async def all(self, prompts: Sequence[Prompt], mode: str, tokens: int) -> tuple[Tally, int]:
         """All at once, as many as may be; what was told, and how many were handed over."""

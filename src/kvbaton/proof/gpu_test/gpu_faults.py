@@ -32,7 +32,8 @@ from kvbaton.proof.chaos.vllm.vllm_process import Engine
 from kvbaton.proof.chaos.vllm.vllm_run import judged, line, outcome
 from kvbaton.proof.chaos.vllm.vllm_steps import CLIENTS, LATE, Scene
 from kvbaton.proof.gpu_test import gpu_machine, gpu_oracle
-from kvbaton.proof.gpu_test.gpu_oracle import Right
+from kvbaton.proof.gpu_test.gpu_machine import MemoryWatch
+from kvbaton.proof.gpu_test.gpu_oracle import Doubts, Right
 from kvbaton.proof.gpu_test.gpu_record import Page
 from kvbaton.proof.gpu_test.servers import GIB, Group, Say, Site, Spec, standing
 from kvbaton.proof.gpu_test.sizes import Sizes
@@ -133,14 +134,16 @@ async def run(sizes: Sizes, site: Site, session: aiohttp.ClientSession, page: Pa
                 connector, site.directory, _engines(one), session, prompts, [each.sure for each in rights], [], say,
                 blocks={P: _blocks(sizes.fault_blocks), D: _blocks(sizes.fault_d_blocks)}, turn=turn,
                 meeting=meeting, rank=rank, until=until,
-                memory=gpu_machine.Memory().used if site.device == "cuda" else lambda: None,
-                p_bytes=one.spec.cache_bytes, within_s=sizes.lease_s + FREE_GRACE_S,
-                rights=rights, alone_url=alone.alone.url,
+                memory=MemoryWatch(
+                    gpu_machine.Memory().used if site.device == "cuda" else lambda: None,
+                    one.spec.cache_bytes, sizes.lease_s + FREE_GRACE_S,
+                ),
+                rights=rights, doubts=Doubts(connector, session, alone.alone.url),
             )
             for rank, connector in enumerate(up) if (one := groups[PAIRS[connector]])
         ]  # fmt: skip
         found = await asyncio.gather(*(_carried_out(pair, sizes, page, say) for pair in pairs))
-    gpu_oracle.tell(page, [doubt for pair in pairs for doubt in pair.doubts], sum(pair.more for pair in pairs))
+    gpu_oracle.tell(page, [pair.doubts for pair in pairs if pair.doubts is not None])
     _told({each.connector: each for each in found}, {pair.connector: pair.not_run for pair in pairs}, page)
 
 
@@ -191,7 +194,8 @@ async def _carried_out(pair: WatchedPair, sizes: Sizes, page: Page, say: Say) ->
                 pair.not_run.append(step.title())
                 continue
             row = await _step(pair, step, sizes, begun, kinds, problems)
-            gpu_oracle.keep(page, pair.connector, pair.doubts)
+            if pair.doubts is not None:
+                gpu_oracle.keep(page, pair.doubts)
             if row is None:
                 pair.not_run += [each.title() for each in ordered[number + 1 :]]
                 break
@@ -209,7 +213,7 @@ async def _step(
     def prepare(scene: Scene) -> None:
         scene.late_s, scene.clients, scene.share = sizes.lease_s + 2.0, sizes.clients, SHARE
 
-    already = len(pair.freed)
+    already = len(pair.memory.freed)
     pair.during = step.title()
     pair.crowd = {"abort": sizes.clients, "late-decode": LATE, "exhausted": LONG}.get(step.fault, CLIENTS)
     if step.fault == "kill":
@@ -221,7 +225,7 @@ async def _step(
         await pair.looked_into()
     if row is None or step.fault != "kill":
         return row
-    said = [row.note, freed_text(pair.freed[-1]) if len(pair.freed) > already else ""]
+    said = [row.note, freed_text(pair.memory.freed[-1]) if len(pair.memory.freed) > already else ""]
     said += [f"its successor served after {pair.successor_s:.0f} s"] if pair.successor_s is not None else []
     return msgspec.structs.replace(row, note="; ".join(filter(None, said)))
 

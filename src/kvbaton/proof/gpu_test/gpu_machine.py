@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -77,6 +78,24 @@ async def freed(used: Used, before: int, wanted: int, within_s: float) -> Freed 
         if seconds > within_s:
             return Freed(wanted=wanted, fell=fell, after_s=None)
         await asyncio.sleep(LOOK_S)
+
+
+@dataclass(slots=True)
+class MemoryWatch:
+    """What the death of an engine gives back. `wanted` bytes of it must come back in time; 0: nobody looks."""
+
+    used: Used = lambda: None
+    wanted: int = 0
+    within_s: float = 0.0
+    level: int | None = None  # bytes in use while all were up
+    freed: list[Freed] = field(default_factory=list)
+
+    async def died(self) -> Freed | None:
+        if self.level is None or not self.wanted:
+            return None
+        found = await freed(self.used, self.level, self.wanted, self.within_s)
+        self.freed += [] if found is None else [found]
+        return found
 
 
 def described(device: str) -> dict[str, str]:

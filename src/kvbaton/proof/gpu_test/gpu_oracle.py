@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import aiohttp
 import msgspec
@@ -141,17 +142,40 @@ async def again(
     return f"another answer too, from token {at} (`{_at(told.tokens, at)}`), {crowd}"
 
 
-def keep(page: Page, who: str, doubts: Sequence[Doubt]) -> None:
+@dataclass(slots=True)
+class Doubts:
+    """The wrong answers of one pair, looked into; no more than `DOUBTS_MAX` of them."""
+
+    who: str
+    session: aiohttp.ClientSession
+    alone_url: str  # of the engine that said what is right
+    found: list[Doubt] = field(default_factory=list)
+    more: int = 0  # that were not looked into
+
+    async def look_into(
+        self, during: str, number: int, prompt: Prompt, told: Told, right: Right, others: Sequence[Prompt], tokens: int
+    ) -> None:
+        if len(self.found) >= DOUBTS_MAX:
+            self.more += 1
+            return
+        doubt = doubted(self.who, during, number, prompt, told, right)
+        self.found.append(doubt)
+        doubt.again = await again(self.session, self.alone_url, prompt, right, others, tokens)
+
+
+def keep(page: Page, doubts: Doubts) -> None:
     """In the JSON, as soon as they are known: a run that is killed has them."""
-    page.figure(f"{who}: wrong answers", msgspec.to_builtins(list(doubts)))
+    page.figure(f"{doubts.who}: wrong answers", msgspec.to_builtins(doubts.found))
 
 
-def tell(page: Page, doubts: Sequence[Doubt], more: int) -> None:
+def tell(page: Page, all_doubts: Sequence[Doubts]) -> None:
     """All wrong answers, as a table."""
-    if doubts:
+    found = [doubt for each in all_doubts for doubt in each.found]
+    more = sum(each.more for each in all_doubts)
+    if found:
         table = page.table("Wrong answers", HEAD)
-        for each in doubts:
-            page.row(table, *each.cells())
+        for doubt in found:
+            page.row(table, *doubt.cells())
     if more:
         page.note(f"{more} more wrong answers were counted and not looked into")
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 
 import aiohttp
 import msgspec
 
+from kvbaton.processes.child_process import Program, end, start
 from kvbaton.proof.gpu_test.gpu_client import Streamed, streamed
 
 UNDER_WAY = 4  # tokens of every stream
@@ -44,10 +46,11 @@ class Watch:
 @contextlib.asynccontextmanager
 async def watching(order: Order) -> AsyncIterator[Watch]:
     """Streams that are under way by now; TimeoutError if they do not get there."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvbaton.proof.gpu_test.gpu_watching", stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE, limit=LINE_MAX,
-    )  # fmt: skip
+    program = Program(
+        "watching", "client", [sys.executable, "-m", "kvbaton.proof.gpu_test.gpu_watching"], stop=signal.SIGKILL
+    )
+    child = await start(program, None, stdout=asyncio.subprocess.PIPE, limit=LINE_MAX)
+    process = child.process
     try:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(msgspec.json.encode(order))
@@ -55,9 +58,7 @@ async def watching(order: Order) -> AsyncIterator[Watch]:
         await asyncio.wait_for(process.stdout.readline(), BEGIN_S)
         yield Watch(process)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        await end([child])
 
 
 async def _watched(order: Order) -> Sequence[Streamed]:

@@ -5,8 +5,7 @@ Law: what was missed and what was not run stands first, in the same words as wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from kvbaton.proof.bench.text_tables import markdown
 from kvbaton.proof.gpu_test.gpu_plan import ABOUT
 from kvbaton.proof.gpu_test.gpu_record import Part, Record, Table
 
@@ -19,13 +18,13 @@ def drawn(record: Record) -> str:
         lines += ["**A rehearsal on a CPU: what is timed here says nothing of a GPU.**", ""]
     lines += [f"{machine}.", "", "<!-- run: needs=gpu -->", "```console"]
     lines += [*(f"$ {command}" for command in record.commands), "```", "", "## Verdicts", ""]
-    lines += [*_verdicts(record), ""]
+    lines += [_verdicts(record), ""]
     for part in record.parts.values():
         lines += _part(part)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _verdicts(record: Record) -> list[str]:
+def _verdicts(record: Record) -> str:
     rows: list[list[str]] = []
     for part in record.parts.values():
         for each in sorted(part.verdicts, key=lambda each: each.ok):
@@ -34,7 +33,7 @@ def _verdicts(record: Record) -> list[str]:
         if not part.ended:
             rows.append([f"`{part.name}`", "ended", "no: it was ended from outside or failed", "yes", "**missed**"])
     rows.sort(key=lambda row: row[-1] != "**missed**")
-    return _rows(["part", "what", "reached", "bound", ""], rows)
+    return markdown(["part", "what", "reached", "bound", ""], rows)
 
 
 def _part(part: Part) -> list[str]:
@@ -57,9 +56,4 @@ def _part(part: Part) -> list[str]:
 
 
 def _table(table: Table) -> list[str]:
-    return [f"**{table.title}**", "", *_rows(table.head, table.rows), ""]
-
-
-def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return [f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in line)} |" for line in lines]
+    return [f"**{table.title}**", "", markdown(table.head, table.rows), ""]

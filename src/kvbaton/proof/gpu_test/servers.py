@@ -12,7 +12,6 @@ import contextlib
 import importlib.util
 import os
 import re
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +22,14 @@ import msgspec
 
 from kvbaton.control import keyring
 from kvbaton.engines.vllm import launching
+from kvbaton.processes.child_process import KVBATON_ARGV, with_news
+from kvbaton.processes.free_ports import free_ports
 from kvbaton.proof.chaos.vllm.vllm_process import Engine, EngineError
 from kvbaton.proof.gpu_test.sizes import Device, Variant
 
 SERVED = "kv"
 GIB = 1 << 30
 READY_S = 330.0
-NEWS_S = 15.0
 LOG_LINES, LOG_CHARS = 6, 1500
 SHARE = "0.05"
 """Of the GPU, which vLLM wants free at its start whatever it needs; the cache is given in bytes."""
@@ -176,7 +176,7 @@ def made(site: Site, spec: Spec) -> Group:
     home = site.directory / spec.name
     home.mkdir(parents=True, exist_ok=True)
     group = Group(spec, {}, home / MISPLACE)
-    ports = launching.free_ports(6)
+    ports = free_ports(6)
     if not spec.connector:
         words = site.words(spec, ports[0], spec.d_blocks)
         group.engines["alone"] = Engine("alone", ports[0], words, site.variables(spec), site.logs / f"{spec.name}.log")
@@ -184,7 +184,7 @@ def made(site: Site, spec: Spec) -> Group:
     if spec.connector == "kvbaton":
         keyring.mint(home / "keys", [ROUTER, f"{P}:prefill", f"{D}:decode"])
         if spec.has_router:
-            words = [sys.executable, "-m", "kvbaton.cli.main", "router", "--keys", str(home / "keys"), "--port"]
+            words = [*KVBATON_ARGV, "router", "--keys", str(home / "keys"), "--port"]
             words += [str(ports[4]), "--registry-port", str(ports[5])]
             group.engines[ROUTER] = Engine(ROUTER, ports[4], words, {}, site.logs / f"{spec.name}-router.log")
     for name, port, side, blocks in ((P, ports[0], ports[2], spec.p_blocks), (D, ports[1], ports[3], spec.d_blocks)):
@@ -267,14 +267,7 @@ async def _all_up(groups: Mapping[str, Group], session: aiohttp.ClientSession, s
         say(f"{group.name}: {state} after {loop.time() - begun:.0f} s")
 
     waiting = asyncio.gather(*map(up, groups.values()))
-    try:
-        while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(waiting), NEWS_S)
-                return
-            say(f"{loop.time() - begun:.0f} s: servers are starting")
-    finally:
-        waiting.cancel()
+    await with_news(waiting, lambda seconds: say(f"{seconds:.0f} s: servers are starting"))
 
 
 def last_words(log: Path) -> str:

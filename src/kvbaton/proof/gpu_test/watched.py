@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvbaton.proof.chaos.vllm.vllm_client import TOKENS, Prompt, Told
+from kvbaton.proof.chaos.vllm.vllm_client import TOKENS, Told
 from kvbaton.proof.chaos.vllm.vllm_pair import Pair
 from kvbaton.proof.chaos.vllm.vllm_plan import P
 from kvbaton.proof.chaos.vllm.vllm_steps import CLIENTS
-from kvbaton.proof.gpu_test import gpu_machine, gpu_oracle
-from kvbaton.proof.gpu_test.gpu_oracle import Doubt, Right
+from kvbaton.proof.gpu_test.gpu_machine import MemoryWatch
+from kvbaton.proof.gpu_test.gpu_oracle import Doubts, Right
 from kvbaton.proof.gpu_test.servers import GIB
 
 START_S = 75.0
@@ -62,27 +62,21 @@ class WatchedPair(Pair):
     meeting: Meeting = field(default_factory=lambda: Meeting(1))
     rank: int = 0  # who kills first: what an earlier one left mapped must not be counted as a later one's
     until: float = float("inf")  # by when all has to be over
-    memory: gpu_machine.Used = lambda: None
-    p_bytes: int = 0  # that must come back when P is killed
-    within_s: float = 0.0
+    memory: MemoryWatch = field(default_factory=MemoryWatch)  # of a P that is killed
     has_turn: bool = False
-    level: int | None = None  # bytes in use while all were up
-    freed: list[gpu_machine.Freed] = field(default_factory=list)
     successor_s: float | None = None  # how long the last one took to serve
     fallen: tuple[str, ...] = ()  # died, and there was no time to start them again
     not_run: list[str] = field(default_factory=list)  # titles
     rights: Sequence[Right] = ()
-    alone_url: str = ""
     during: str = ""  # the step under way
     crowd: int = CLIENTS  # requests at once in it
-    doubts: list[Doubt] = field(default_factory=list)
-    more: int = 0  # wrong answers that were not looked into
+    doubts: Doubts | None = None  # None: nobody looks into wrong answers
     opinions: list[asyncio.Task[None]] = field(default_factory=list)  # of this step
 
     async def take_turn(self) -> None:
         """Before a step that kills, after a meeting."""
         await self.turn.acquire()
-        self.has_turn, self.level, self.successor_s = True, self.memory(), None
+        self.has_turn, self.memory.level, self.successor_s = True, self.memory.used(), None
 
     async def end_turn(self) -> None:
         """Nobody is watched any more when this returns. May be called twice."""
@@ -109,27 +103,18 @@ class WatchedPair(Pair):
             await Pair.restart(self, *names)
 
     async def died(self, *names: str) -> None:
-        if names != (P,) or self.level is None or not self.p_bytes:
-            return
-        found = await gpu_machine.freed(self.memory, self.level, self.p_bytes, self.within_s)
+        found = await self.memory.died() if names == (P,) else None
         if found is not None:
-            self.freed.append(found)
             self.say(
                 f"{self.connector}: of a P that was killed {found.fell / GIB:.1f} GiB came back, by {found.after_s} s"
             )
 
     def doubt(self, told: Told, number: int) -> None:
-        if len(self.doubts) >= gpu_oracle.DOUBTS_MAX:
-            self.more += 1
-            return
-        prompt, right = self.prompts[number], self.rights[number]
-        found = gpu_oracle.doubted(self.connector, self.during, number, prompt, told, right)
-        self.doubts.append(found)
-        self.opinions.append(asyncio.create_task(self._again(found, prompt, right)))
-
-    async def _again(self, found: Doubt, prompt: Prompt, right: Right) -> None:
-        others = [each for each in self.prompts if each is not prompt][: self.crowd - 1]
-        found.again = await gpu_oracle.again(self.session, self.alone_url, prompt, right, others, TOKENS)
+        if self.doubts is not None:
+            prompt = self.prompts[number]
+            others = [each for each in self.prompts if each is not prompt][: self.crowd - 1]
+            opinion = self.doubts.look_into(self.during, number, prompt, told, self.rights[number], others, TOKENS)
+            self.opinions.append(asyncio.create_task(opinion))
 
     async def looked_into(self) -> None:
         """Wait for second opinions; they have deadlines."""

@@ -23,10 +23,11 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.protocol.numbers import Bytes, Number
 from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.refusals import Cause, Refusals, Refused, cause_of
 from kvbaton.transports.core.shared_memory import REGIONS_MAX
 from kvbaton.transports.cuda.cuda_driver import HANDLE_BYTES, CudaError, Gpu
-from kvbaton.transports.local.region_listener import LENGTH, NAME_PREFIX, STRANGERS_MAX, host_identity, same_user
+from kvbaton.transports.local.region_listener import LENGTH, NAME_PREFIX, STRANGERS_MAX, same_user
 from kvbaton.transports.net.handshake import Admitted, Keyring
 from kvbaton.transports.net.reception import BACKLOG, Reception
 from kvbaton.transports.net.socket_loop import Loop

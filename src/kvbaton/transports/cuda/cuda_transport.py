@@ -36,6 +36,7 @@ from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.transports.core.device_event_wait import Gate
 from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
+from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.jobs import Job, Jobs
 from kvbaton.transports.core.mover import choose_mover
 from kvbaton.transports.core.transport import Capabilities, Copy, Direction, Spans, TransportEvent
@@ -45,7 +46,6 @@ from kvbaton.transports.cuda.cuda_event_wait import quiet_event
 from kvbaton.transports.cuda.cuda_listener import CudaDoor, CudaEndpoint, parse_endpoint
 from kvbaton.transports.cuda.cuda_mover import CudaMover, Due
 from kvbaton.transports.cuda.cuda_table import check_weave, parts_of
-from kvbaton.transports.local.region_listener import host_identity
 from kvbaton.transports.net.socket_loop import Loop
 
 log = logging.getLogger(__name__)

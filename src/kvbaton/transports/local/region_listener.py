@@ -48,12 +48,6 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     size: Bytes
 
 
-def host_identity() -> str:
-    """The same for processes that can reach each other's abstract sockets: one boot, one network namespace."""
-    with open("/proc/sys/kernel/random/boot_id") as boot:
-        return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
-
-
 class Door:
     """One listening socket, and the regions that go with a welcome."""
 

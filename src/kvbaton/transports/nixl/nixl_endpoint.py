@@ -20,6 +20,7 @@ import msgspec
 
 from kvbaton.protocol.ids import PeerId
 from kvbaton.protocol.numbers import Number
+from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.shared_memory import REGIONS_MAX
 from kvbaton.transports.nixl.nixl_lists import Place
 
@@ -43,7 +44,7 @@ class Life(msgspec.Struct, frozen=True, array_like=True):
 
     def is_over(self) -> bool:
         """Whether it is known to have died; False for what cannot be known from here."""
-        if self.host != _host():
+        if self.host != host_identity("pid"):
             return False
         try:
             os.kill(self.pid, 0)
@@ -72,7 +73,7 @@ class NixlEndpoint(msgspec.Struct, frozen=True, array_like=True):
 
 def this_life() -> Life:
     found = _stat_of(os.getpid())
-    return Life(_host(), os.getpid(), found.started if found else 0)
+    return Life(host_identity("pid"), os.getpid(), found.started if found else 0)
 
 
 def name_agent(owner: PeerId) -> str:
@@ -114,11 +115,6 @@ def _is_named_after(agent: str, owner: PeerId) -> bool:
     incarnation, _, rest = agent.partition(".")
     nonce, _, worker = rest.partition(".")
     return (incarnation, worker) == (str(owner.incarnation), owner.worker) and len(nonce) == 2 * NONCE_BYTES
-
-
-def _host() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as boot:
-        return f"{boot.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _stat_of(pid: int) -> _Stat | None:

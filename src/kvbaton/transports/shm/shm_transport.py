@@ -18,13 +18,14 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.transports.core.device_event_wait import Gate
+from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.jobs import Job, Jobs
 from kvbaton.transports.core.mover import choose_mover
 from kvbaton.transports.core.shared_memory import Registered, region_of
 from kvbaton.transports.core.span_tables import cut
 from kvbaton.transports.core.transport import Capabilities, Copy, Direction, TransportEvent
 from kvbaton.transports.local.region_client import Attachment, Mapped
-from kvbaton.transports.local.region_listener import Door, ShmEndpoint, host_identity
+from kvbaton.transports.local.region_listener import Door, ShmEndpoint
 from kvbaton.transports.net.socket_loop import Loop
 from kvbaton.transports.shm.shm_movers import Movers
 

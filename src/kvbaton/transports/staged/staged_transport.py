@@ -27,6 +27,7 @@ from kvbaton.security.records import load
 from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.core.device_event_wait import Gate
 from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
+from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.jobs import Job, Jobs
 from kvbaton.transports.core.loans import GRACE_S, Loans
 from kvbaton.transports.core.mover import choose_mover
@@ -35,7 +36,6 @@ from kvbaton.transports.core.transport import Capabilities, Copy, Direction, Fen
 from kvbaton.transports.cuda.cuda_driver import SHARE, CudaGpu, Gpu, check_share
 from kvbaton.transports.cuda.cuda_event_wait import quiet_event
 from kvbaton.transports.cuda.cuda_table import PIECE_BYTES
-from kvbaton.transports.local.region_listener import host_identity
 from kvbaton.transports.net.socket_loop import Loop
 from kvbaton.transports.net.transfer_frames import ROWS_MAX
 from kvbaton.transports.staged.staged_client import StagedLink

@@ -7,12 +7,13 @@ of the store it borrows the key. What was done for it, though it has no right to
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import signal
 import sys
 import zlib
 
 import msgspec
 
+from kvbaton.processes.child_process import Program, end, start
 from kvbaton.proof.chaos import fleet
 from kvbaton.proof.chaos.chaos_plan import Step
 from kvbaton.proof.chaos.chaos_scene import Scene
@@ -33,23 +34,16 @@ async def tell_lies(scene: Scene, step: Step) -> str:
     errand = errand_of(scene, step)
     words = [sys.executable, "-m", "kvbaton.proof.chaos.liars.liar_main", msgspec.json.encode(errand).decode()]
     log = scene.fleet.lives[STORE].log.with_name(LOG)
-    with log.open("ab") as out:
-        process = await asyncio.create_subprocess_exec(
-            *scene.network.command(LIAR, words),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=out,
-            start_new_session=True,
-            preexec_fn=fleet.die_with_conductor,
-        )
+    program = Program(LIAR, LIAR, scene.network.command(LIAR, words), stop=signal.SIGKILL)
+    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    liar = await start(program, log, stdin=nothing, stdout=pipe, preexec_fn=fleet.die_with_conductor)
     try:
         async with asyncio.timeout(step.seconds + SLACK_S + START_S):
-            told, _ = await process.communicate()
+            told, _ = await liar.process.communicate()
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-    if process.returncode:
-        raise RuntimeError(f"the liar ended with status {process.returncode}; see {log}")
+        await end([liar])
+    if liar.process.returncode:
+        raise RuntimeError(f"the liar ended with status {liar.process.returncode}; see {log}")
     tally = lies.decode(told)
     scene.lies.add(tally)
     scene.problems += tally.problems()

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import random
 import time
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -23,27 +22,19 @@ from kvbaton.control.zmq import ZmqControl
 from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
 from kvbaton.engines.embedded.kv_layout import compat_key, engine_layout
 from kvbaton.engines.embedded.kv_memory import KvGeometry
+from kvbaton.proof.chaos.liars.liar_reach import ANSWER_S, BUFFER_BYTES, Reach
 from kvbaton.proof.chaos.liars.lies import Count, Guise
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.errors import ProtocolError
-from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId, rank_peer
+from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import Envelope, decode
 from kvbaton.protocol.wire.messages import ALL_FEATURES, Card
 from kvbaton.protocol.wire.versions import NEWEST, SPOKEN
 from kvbaton.store import store_messages
-from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
-from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport
 
-PER_S_MAX = 400.0
 PING_S = 1.0
-ANSWER_S = 1.0
-"""How long an answer is waited for, where one is due; silence is a refusal."""
-COPY_S = 2.0
 HEARD_MAX = 4096
-BUFFER_BYTES = 4 << 20
-CHUNKS = 4
-"""All memory in so many pieces: each is far more than any one lease or offer of this cluster can cover."""
 _encode = msgspec.msgpack.Encoder().encode
 
 ASKED = (m.Hello, m.Joined, m.Claim, m.Renew, m.Commit, m.Abandon, m.Offer, m.Ack, m.Revoke)
@@ -109,21 +100,17 @@ class Post:
         self.entitled: set[tuple[str, int]] = set()  # sessions in which it held a lease of its own, and may be answered
         self._heard: deque[tuple[WorkerId, int, Incarnation, Heard]] = deque(maxlen=HEARD_MAX)
         self._nonces = self.rng.getrandbits(40)
-        self._jobs = 0
-        self._left, self._since = PER_S_MAX / 4, time.monotonic()
         self._ping_at = 0.0
-        self._buffer = bytearray(self.rng.randbytes(BUFFER_BYTES))
-        self._ends: dict[int, CopyEnded] = {}
+        self.reach = Reach(self, bytearray(self.rng.randbytes(BUFFER_BYTES)))
         self._be_born()
 
     def _be_born(self) -> None:
         self.me = PeerId(WorkerId(self.errand.name), Incarnation(1 + self.rng.getrandbits(62)))
-        self._plane = TcpTransport(rank_peer(self.me, 0), TcpConfig(host=self.errand.address))
-        self._plane.register(0, memoryview(self._buffer))
+        self.reach.be_born(self.me, self.errand.address)
 
     def begin_life(self, http: str) -> None:
         """As if it had been started again: who has learned not to trust the life before comes to this one."""
-        self._plane.close()
+        self.reach.plane.close()
         self._be_born()
         self.entitled.clear()
         if self.errand.guise.is_worker:
@@ -133,7 +120,7 @@ class Post:
         if self.registration is not None:
             self.tell_registry(registry.Deregister(self.me.incarnation))
             self.hear(registry.Deregistered, time.monotonic() + ANSWER_S)
-        self._plane.close()
+        self.reach.plane.close()
         self.control.close()
 
     # --- saying
@@ -143,7 +130,7 @@ class Post:
     ) -> None:
         """One message to an engine: in that session, to that life of it, under that name."""
         if paced:
-            self._pace()
+            self.reach.pace.wait(self.rest)
         life = self.lives.get(to, 0) if life is None else life
         frame = [NEWEST, name or self.me.worker, self.me.incarnation, life, session, msgspec.Raw(body)]
         self.send(to, _encode(frame))
@@ -257,16 +244,6 @@ class Post:
         else:
             self._heard.append((worker, envelope.session, envelope.incarnation, message))
 
-    def _pace(self) -> None:
-        while True:
-            now = time.monotonic()
-            self._left = min(PER_S_MAX / 4, self._left + (now - self._since) * PER_S_MAX)
-            self._since = now
-            if self._left >= 1.0:
-                self._left -= 1.0
-                return
-            self.rest(now + 2 / PER_S_MAX)
-
     # --- manners
 
     def refuse(self, asked: Asked) -> None:
@@ -301,56 +278,9 @@ class Post:
 
     def join(self, to: str, greeted: Greeted, until: float, endpoints: list[bytes] | None = None) -> bool:
         """Confirm that session; whether the member says that the two are linked."""
-        mine = [self._plane.endpoint(rank_peer(greeted.peer, n)) for n in range(len(greeted.welcome.endpoints))]
+        mine = [self.reach.endpoint_for(rank_peer(greeted.peer, n)) for n in range(len(greeted.welcome.endpoints))]
         self.say(to, said(m.Joined, mine if endpoints is None else endpoints), session=greeted.session)
         return self.hear(m.Linked, min(until, time.monotonic() + ANSWER_S)) is not None
-
-    def endpoint_for(self, peer: PeerId) -> bytes:
-        """What lets that rank of a member dial the liar's own memory."""
-        return self._plane.endpoint(peer)
-
-    # --- memory
-
-    def move_all(self, peer: PeerId, endpoints: tuple[bytes, ...], direction: Direction, until: float) -> None:
-        """READ or WRITE all memory of every rank; each piece that moves is a lie that was believed."""
-        for rank, endpoint in enumerate(endpoints):
-            for region, size in self._connect(rank_peer(peer, rank), endpoint).items():
-                step = min(BUFFER_BYTES, -(-size // CHUNKS))
-                for at in range(0, size, max(step, 1)):
-                    self.move(rank_peer(peer, rank), region, ((at, min(step, size - at)),), direction, until)
-
-    def move(
-        self, rank: PeerId, region: int, there: Sequence[tuple[int, int]], direction: Direction, until: float
-    ) -> None:
-        """One request for (offset, bytes) of a rank that is connected."""
-        self._pace()
-        self._jobs += 1
-        self.count.told += 1
-        spans = array("q", [number for at, size in there for number in (0, at, size)])
-        self._plane.submit(Copy(JobId(self._jobs), rank, direction, 0, region, spans))
-        until = min(until + ANSWER_S, time.monotonic() + COPY_S)
-        while self._jobs not in self._ends and time.monotonic() < until:
-            self._ends |= {each.job: each for each in self._plane.drain() if isinstance(each, CopyEnded)}
-            self.rest(time.monotonic() + 0.005)
-        end = self._ends.pop(self._jobs, None)
-        if end is not None and end.reason is None:
-            name = str(rank.worker).partition("#")[0]
-            verb = "gave" if direction is Direction.READ else "took"
-            size = sum(size for _, size in there)
-            self.count.believe(f"{name} {verb} {size} bytes at {there[0][0]} that were not leased")
-        else:
-            self.count.refused += 1
-            if end is None:
-                self._plane.cancel(JobId(self._jobs))
-
-    def _connect(self, rank: PeerId, endpoint: bytes) -> Mapping[int, int]:
-        """Bytes by region of a rank that can now be dialled; none where its endpoint is not of tcp."""
-        try:
-            there = msgspec.msgpack.decode(endpoint, type=TcpEndpoint | SealedTcpEndpoint)
-            self._plane.connect(rank, endpoint)
-        except (msgspec.MsgspecError, ValueError):
-            return {}
-        return there.regions
 
 
 def said(kind: type, *fields: Any) -> bytes:

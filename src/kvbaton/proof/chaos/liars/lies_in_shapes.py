@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from kvbaton.proof.chaos.liars.liar_http import Door
-from kvbaton.proof.chaos.liars.liar_post import ANSWER_S, Post, said
+from kvbaton.proof.chaos.liars.liar_post import Post, said
+from kvbaton.proof.chaos.liars.liar_reach import ANSWER_S
 from kvbaton.proof.chaos.liars.lies_to_engines import Telling, judge, of_a_reader, session_at
 from kvbaton.protocol.ids import TransferId, handoff_id, rank_peer
 from kvbaton.protocol.wire import messages as m

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.proof.chaos.liars.liar_http import Door, Question
-from kvbaton.proof.chaos.liars.liar_post import ANSWER_S, Greeted, Post, guessed, said
+from kvbaton.proof.chaos.liars.liar_post import Greeted, Post, guessed, said
+from kvbaton.proof.chaos.liars.liar_reach import ANSWER_S
 from kvbaton.protocol.content import Content, digest
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, TransferId, WorkerId, handoff_id, rank_peer
@@ -44,7 +45,7 @@ def _all_memory(post: Post, to: str, until: float, direction: Direction) -> None
         if greeted is None:
             post.count.refused += 1
         else:
-            post.move_all(greeted.peer, greeted.welcome.endpoints, direction, until)
+            post.reach.move_all(greeted.peer, greeted.welcome.endpoints, direction, until)
         if time.monotonic() + ROUND_S >= until:
             return
         post.rest(time.monotonic() + ROUND_S)
@@ -93,7 +94,7 @@ def _overuse(post: Post, question: Question, until: float) -> None:
     post.say(source, claim, session=greeted.session)
     granted: m.Granted | None = post.hear(m.Granted, time.monotonic() + ANSWER_S, _of(ticket, OWN))
     for direction in (Direction.READ, Direction.WRITE):
-        post.move_all(greeted.peer, greeted.welcome.endpoints, direction, until)
+        post.reach.move_all(greeted.peer, greeted.welcome.endpoints, direction, until)
     if granted is not None and granted.blocks and granted.blocks[0]:
         _beside(post, greeted, granted, until)
         for blocks in (b"\xff\xff\xff\x7f", b"\1\0\0\0" * 4096, b""):  # as if P had been asked to write
@@ -131,7 +132,7 @@ def _beside(post: Post, greeted: Greeted, granted: m.Granted, until: float) -> N
         ((others,), Direction.READ),
         ((mine, others), Direction.READ),
     ):
-        post.move(rank, place.region, there, direction, until)
+        post.reach.move(rank, place.region, there, direction, until)
 
 
 # --- tickets, leases and sessions

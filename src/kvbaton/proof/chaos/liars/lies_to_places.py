@@ -16,7 +16,8 @@ import msgspec
 
 from kvbaton.control.registry import registry_messages as registry
 from kvbaton.proof.chaos.liars.liar_http import Door
-from kvbaton.proof.chaos.liars.liar_post import ANSWER_S, Post, honest_registration
+from kvbaton.proof.chaos.liars.liar_post import Post, honest_registration
+from kvbaton.proof.chaos.liars.liar_reach import ANSWER_S
 from kvbaton.proof.chaos.liars.lies_to_engines import Telling
 from kvbaton.protocol.ids import Incarnation, TransferId, WorkerId, handoff_id
 from kvbaton.security import sealing

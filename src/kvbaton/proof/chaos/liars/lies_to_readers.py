@@ -47,7 +47,7 @@ class Source:
 
     def welcome(self, asked: Asked, hello: m.Hello, endpoints: Sequence[bytes] | None = None, **changes: Any) -> None:
         peer = asked.envelope.sender
-        mine = [self.post.endpoint_for(rank_peer(peer, n)) for n in range(len(hello.card.layout.ranks))]
+        mine = [self.post.reach.endpoint_for(rank_peer(peer, n)) for n in range(len(hello.card.layout.ranks))]
         transport = changes.pop("transport", "tcp")
         card = list(self.post.card(**changes).values())
         self.post.answer(
@@ -208,7 +208,7 @@ def beyond_offer(post: Post, door: Door, _: str, until: float) -> None:
                 tried[worker] = tried.get(worker, 0) + 1
                 if tried[worker] <= 3:
                     for direction in (Direction.WRITE, Direction.READ):
-                        post.move_all(peer, endpoints, direction, until)
+                        post.reach.move_all(peer, endpoints, direction, until)
 
 
 TELLINGS: Mapping[str, Telling] = {

@@ -18,9 +18,11 @@ import msgspec
 
 from kvbaton.control import keyring
 from kvbaton.engines.vllm import launching
+from kvbaton.processes.child_process import with_news
+from kvbaton.processes.free_ports import free_ports
 from kvbaton.proof.chaos.vllm.vllm_client import Prompt, Tally, Told, ask, prompt_of
 from kvbaton.proof.chaos.vllm.vllm_plan import Connector, D, P
-from kvbaton.proof.chaos.vllm.vllm_process import NEWS_S, Engine, Figures
+from kvbaton.proof.chaos.vllm.vllm_process import Engine, Figures
 
 BLOCKS = 128
 """KV blocks of P and of D, of 128 tokens: so few that what is let go is soon computed over."""
@@ -91,14 +93,8 @@ class Pair:
 
     async def ready(self, *names: str) -> None:
         waiting = asyncio.gather(*(self.engines[name].ready(self.session) for name in names))
-        try:
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(asyncio.shield(waiting), NEWS_S)
-                    return
-                self.say(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} starting")
-        finally:
-            waiting.cancel()
+        news = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} starting"
+        await with_news(waiting, lambda _: self.say(news))
 
     async def used(self, name: str) -> int | None:
         """Blocks and pins that an engine holds; None if it does not say."""
@@ -132,7 +128,7 @@ async def standing(
     models = [launching.tiny_model(python, "llama", number) for number in MODEL_SEEDS]
     prompts = [prompt_of(150 + 7 * number, f"{seed} usual {number}") for number in range(USUAL)]
     prompts += [prompt_of(LONG_TOKENS + number, f"{seed} long {number}") for number in range(LONG)]
-    ports = launching.free_ports(5)
+    ports = free_ports(5)
     engines = _engines(connector, directory, logs, python, ports)
     alone = Engine("alone", ports[4], _words(directory, python, ports[4]), launching.environment(), logs / "alone.log")
     connections = aiohttp.TCPConnector(limit=0, force_close=True)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,16 +19,15 @@ from pathlib import Path
 import aiohttp
 
 from kvbaton.engines.vllm.launching import HOST
+from kvbaton.observe.metrics.scraping import figures
+from kvbaton.processes.child_process import GUARD
+from kvbaton.processes.proc_stat import all_stats
 
 READY_S = 420.0
 END_S = 15.0
 FIGURES_S = 20.0
 LOOK_S = 0.2
-NEWS_S = 20.0
 TAIL_CHARS = 300
-GUARD = (sys.executable, "-m", "kvbaton.cli.vllm_child")
-"""In front of a command: it keeps the id, and ends when this program does."""
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)$")
 
 Figures = Mapping[str, float]
 
@@ -72,8 +69,7 @@ class Engine:
         """Every process of this life that is there still."""
         if self.process is None:
             return []
-        leader = self.process.pid
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session(pid) == leader]
+        return [pid for pid, each in all_stats().items() if each.session == self.process.pid and each.is_there]
 
     def send(self, number: signal.Signals) -> None:
         for pid in self.pids():
@@ -117,7 +113,7 @@ class Engine:
         """`/metrics` by name, summed over labels, and by name{labels}; None if it does not say."""
         try:
             async with asyncio.timeout(FIGURES_S), session.get(f"{self.url}/metrics") as answer:
-                return parse_figures(await answer.text())
+                return figures(await answer.text())
         except (aiohttp.ClientError, OSError, ValueError):
             return None
 
@@ -125,24 +121,3 @@ class Engine:
         with contextlib.suppress(OSError):
             return self.log.read_text(errors="replace")[-TAIL_CHARS:]
         return ""
-
-
-def parse_figures(text: str) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for line in text.splitlines():
-        sample = _SAMPLE.match(line)
-        if sample is None:
-            continue
-        name, labels, value = sample[1], sample[2], float(sample[3])
-        found[name] = found.get(name, 0.0) + value
-        if labels:
-            found[f"{name}{{{labels}}}"] = value
-    return found
-
-
-def _session(pid: int) -> int | None:
-    """The session that a living process belongs to."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        state, _parent, _group, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
-        return None if state == "Z" else int(session)
-    return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import tempfile
 import time
@@ -21,6 +20,7 @@ import msgspec
 from kvbaton.engines.vllm import launching
 from kvbaton.proof.chaos.chaos_plan import Plan, Step
 from kvbaton.proof.chaos.outcome import Member, Outcome, Row
+from kvbaton.proof.chaos.resources import usage
 from kvbaton.proof.chaos.vllm import vllm_pair
 from kvbaton.proof.chaos.vllm.vllm_judge import examined, row_of
 from kvbaton.proof.chaos.vllm.vllm_pair import Pair
@@ -132,15 +132,9 @@ def outcome(
 
 def _at_rest(engine: Engine) -> AtRest:
     """Descriptors, threads and MiB of all processes of an engine."""
-    fds = threads = 0
-    mib = 0.0
-    for pid in engine.pids():
-        with contextlib.suppress(OSError):
-            fds += len(os.listdir(f"/proc/{pid}/fd"))
-            threads += len(os.listdir(f"/proc/{pid}/task"))
-            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-            mib += pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
-    return fds, threads, round(mib, 1)
+    found = [each for each in map(usage, engine.pids()) if each is not None]
+    fds, threads = sum(each.fds for each in found), sum(each.threads for each in found)
+    return fds, threads, round(sum(each.rss_mib for each in found), 1)
 
 
 async def _member(pair: Pair, engine: Engine, before: AtRest) -> Member:

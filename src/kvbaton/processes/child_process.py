@@ -1,0 +1,206 @@
+"""Starting, awaiting and ending the processes that a command has of its own.
+
+Laws: a child leads a session of its own, so that Ctrl-C is for the parent alone, which then ends its children in order.
+It is ended by its pid, and what it started with it, in bounded time: asked, waited for, made to. Every wait has a
+deadline and tells how far it is; a child that dies meanwhile ends the wait, with the end of its log. Nothing is
+restarted. Children that outlive a killed parent see their stdin end and stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvbaton.processes.operator_errors import CommandError, StoppedError
+
+KVBATON_ARGV = (sys.executable, "-m", "kvbaton.cli.main")
+"""Starts a process of this program."""
+GUARD = (sys.executable, "-m", "kvbaton.cli.vllm_child")
+"""In front of a command that does not look at its stdin: it keeps the pid, and ends with this process."""
+STOP_S = 5.0
+NEWS_S = 15.0
+LOG_LINES = 5
+LINE_CHARS_MAX = 120
+
+Say = Callable[[str], None]
+
+
+class ChildError(CommandError):
+    """A child ended or was not ready in time; the message says which, and what it logged last."""
+
+
+class Program(msgspec.Struct, frozen=True):
+    """What to start: what runs it, and what an operator types to run it again."""
+
+    name: str
+    role: str
+    argv: Sequence[str]
+    command: str = ""
+    env: Mapping[str, str] = {}  # on top of this process's
+    stop: signal.Signals = signal.SIGTERM  # ends it soon; one that would drain on this is told otherwise
+
+
+@dataclass(slots=True)
+class Child:
+    """A program that was started."""
+
+    program: Program
+    process: asyncio.subprocess.Process
+    log: Path | None
+    watcher: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.program.name
+
+    @property
+    def command(self) -> str:
+        return self.program.command
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.returncode is None
+
+    def last_lines(self, count: int = LOG_LINES) -> list[str]:
+        return [] if self.log is None else tail(self.log, count)
+
+    def last_line(self) -> str:
+        lines = [line for line in self.last_lines() if line.strip()]
+        return lines[-1][:LINE_CHARS_MAX] if lines else "nothing in its log yet"
+
+    def how_it_ended(self) -> str:
+        status = self.process.returncode or 0
+        if status < 0:
+            return f"(pid {self.pid}) was ended by {signal.Signals(-status).name}"
+        return f"(pid {self.pid}) ended with status {status}"
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+
+def tail(log: Path, count: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return log.read_text(errors="replace").splitlines()[-count:]
+    return []
+
+
+async def start(
+    program: Program, log: Path | None, *, deaths: asyncio.Queue[Child] | None = None, **more: Any
+) -> Child:
+    """Start a program whose output is added to `log`; `more` is `create_subprocess_exec`'s, and goes first.
+
+    Whoever starts one ends it with `end`. `deaths` gets the child when it ends before that.
+    """
+    with contextlib.ExitStack() as stack:
+        output = None if log is None else stack.enter_context(log.open("ab"))
+        given = {"stdin": asyncio.subprocess.PIPE, "stdout": output, "stderr": output, "start_new_session": True}
+        process = await asyncio.create_subprocess_exec(
+            *program.argv, **{"env": {**os.environ, **program.env}, **given, **more}
+        )
+    child = Child(program, process, log)
+    child.watcher = asyncio.create_task(_watch(child, deaths))
+    return child
+
+
+async def _watch(child: Child, deaths: asyncio.Queue[Child] | None) -> None:
+    await child.process.wait()
+    end_group(child.pid)
+    if deaths is not None:
+        deaths.put_nowait(child)
+
+
+async def ready(
+    missing: Callable[[], Awaitable[Collection[str]]],
+    children: Sequence[Child],
+    within_s: float,
+    say: Say,
+    *,
+    stop: asyncio.Event | None = None,
+    verb: str = "serve",
+    look_s: float = 0.1,
+) -> None:
+    """Ask until nobody is missing. `missing` gives names of children; an OSError of it means that all still are."""
+    loop = asyncio.get_running_loop()
+    begun = told = loop.time()
+    names: Collection[str] = [child.name for child in children]
+    while True:
+        with contextlib.suppress(OSError):
+            names = await missing()
+        if not names:
+            return
+        now = loop.time()
+        late = [child for child in children if child.name in names]
+        if stop is not None and stop.is_set():
+            raise StoppedError
+        for child in children:
+            if not child.is_alive:
+                lines = " | ".join(child.last_lines()) or "nothing in its log"
+                raise ChildError(f"{child.name} {child.how_it_ended()} before it could serve: {lines}")
+        if now > begun + within_s:
+            lines = " | ".join(f"{child.name}: {child.last_line()}" for child in late)
+            raise ChildError(
+                f"{' '.join(sorted(names))} did not {verb} within {within_s:.0f} s; is this machine very busy? {lines}"
+            )
+        if now > told + NEWS_S:
+            told = now
+            for child in late:
+                say(f"{now - begun:.0f} s: {child.name} is starting: {child.last_line()}")
+        await asyncio.sleep(look_s)
+
+
+async def with_news(work: Awaitable[Any], tell: Callable[[float], None], every_s: float = NEWS_S) -> None:
+    """Wait for `work`, which has a deadline of its own, and `tell` now and then how many seconds it has taken."""
+    loop = asyncio.get_running_loop()
+    begun, working = loop.time(), asyncio.ensure_future(work)
+    try:
+        while not working.done():
+            await asyncio.wait((working,), timeout=every_s)
+            if not working.done():
+                tell(loop.time() - begun)
+        working.result()
+    finally:
+        working.cancel()
+
+
+async def end(children: Sequence[Child], within_s: float = STOP_S) -> None:
+    """Ask, wait, and then insist; then the rest of each one's session. May be called twice."""
+    for child in children:
+        if child.watcher is not None:
+            child.watcher.cancel()
+        child.signal(child.program.stop)
+    if late := await _alive(children, within_s):
+        for child in late:
+            child.signal(signal.SIGKILL)
+        await _alive(late, within_s)
+    for child in children:
+        end_group(child.pid)
+
+
+async def _alive(children: Sequence[Child], within_s: float) -> list[Child]:
+    exits = [asyncio.create_task(child.process.wait()) for child in children]
+    if exits:
+        _, late = await asyncio.wait(exits, timeout=within_s)
+        for each in late:
+            each.cancel()
+    return [child for child in children if child.is_alive]
+
+
+def end_group(pid: int) -> None:
+    """End what a child's first process left behind when it ended: the rest of the group that it led."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
