@@ -25,8 +25,8 @@ from typing import Any
 
 import aiohttp
 
-from kvbaton.cli.check import MAX_TOKENS, Prompt, prompts
 from kvbaton.engines.embedded.embedded_worker import reference_answers
+from kvbaton.local_cluster.answer_check import MAX_TOKENS, Prompt, prompts
 from kvbaton.router.openai_api import MODE_HEADER
 
 HERE = Path(__file__).resolve().parents[1]

@@ -12,12 +12,12 @@ import pytest
 
 from kvbaton.cli.main import main
 from kvbaton.control import keyring
-from kvbaton.proof.bench import device_page
-from kvbaton.proof.bench.device_nixl import Reads
-from kvbaton.proof.bench.device_peer import make_plane
-from kvbaton.proof.bench.device_side import DeviceSide
-from kvbaton.proof.bench.device_ways import Bus, DeviceReport, Size
-from kvbaton.proof.bench.device_world import (
+from kvbaton.proof.bench.device import device_page
+from kvbaton.proof.bench.device.device_nixl import Reads
+from kvbaton.proof.bench.device.device_peer import make_plane
+from kvbaton.proof.bench.device.device_side import DeviceSide
+from kvbaton.proof.bench.device.device_ways import Bus, DeviceReport, Size
+from kvbaton.proof.bench.device.device_world import (
     BLOCK_BYTES,
     BLOCKS,
     REGION_BYTES,

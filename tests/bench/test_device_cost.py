@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from kvbaton.proof.bench import device_share, device_sums
-from kvbaton.proof.bench.device_share import Mover, Row
-from kvbaton.proof.bench.device_sums import Cost
+from kvbaton.proof.bench.device import device_checksums, device_share
+from kvbaton.proof.bench.device.device_checksums import Cost
+from kvbaton.proof.bench.device.device_share import Mover, Row
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.transports.cuda import cuda_launch
 from kvbaton.transports.cuda.cuda_driver import CudaError
@@ -48,7 +48,7 @@ class Memory:
 def test_the_digest_that_is_timed_reads_every_row_of_the_receivers_side_once() -> None:
     gpu = TimedFake()
     address = gpu.allocate(SIZE)
-    assert device_sums.digest_ms(cast(Any, gpu), address, WEAVE, 3) == 1.5
+    assert device_checksums.digest_ms(cast(Any, gpu), address, WEAVE, 3) == 1.5
     assert [(at - address, size) for _, at, size in gpu.digested] == [(0, 64), (256, 32), (4096, 64), (4352, 32)]
     first = gpu.digested[0][0]
     assert [to - first for to, _, _ in gpu.digested] == [0, 8, 16, 24] and gpu.calls.count("digest_rows") == 3
@@ -71,7 +71,7 @@ def test_a_mover_moves_what_it_is_told_and_leaves_nothing() -> None:
 )
 def test_the_bound_is_a_tenth_of_the_handoff_and_right_bytes(ratio: float, right: bool, ok: bool) -> None:
     cost = Cost("staged-tcp", 67 << 20, 0.05, 1.0, 20.0, 20.0 * ratio, ratio, right)
-    told = device_sums.shown(cost)
+    told = device_checksums.shown(cost)
     assert cost.ok is ok and ("NOT WITHIN" in told) is not ok and ("WRONG" in told) is not right
 
 

@@ -15,10 +15,10 @@ from kvbaton.cli import bench_router, bench_router_arguments
 from kvbaton.cli import main as cli
 from kvbaton.cli.bench_router import Findings
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.proof.bench import router_targets as targets
-from kvbaton.proof.bench import run_facts
-from kvbaton.proof.bench.router_rows import DIRECT, KVBATON, MORIIO, NIXL, THEIRS, TOY, Level, Row, Streams
-from kvbaton.proof.bench.router_toy import to_prefill
+from kvbaton.proof.bench.kit import run_facts
+from kvbaton.proof.bench.router import router_targets as targets
+from kvbaton.proof.bench.router.router_rows import DIRECT, KVBATON, MORIIO, NIXL, THEIRS, TOY, Level, Row, Streams
+from kvbaton.proof.bench.router.router_toy import to_prefill
 
 SITE = targets.Site(targets.Backends(1111, 2222), "/somewhere/vllm-router")
 PORTS = targets.Ports(3333, 4444, 5555)

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from kvbaton.cli import main as cli
-from kvbaton.proof.bench.store_moves import SHAPES, Shape, measure, settled
-from kvbaton.proof.bench.store_page import Report, complaints, page
-from kvbaton.proof.bench.store_ttft import Ttft
+from kvbaton.proof.bench.store.store_moves import SHAPES, Shape, measure, settled
+from kvbaton.proof.bench.store.store_page import Report, complaints, page
+from kvbaton.proof.bench.store.store_ttft import Ttft
 from kvbaton.proof.contracts.store_harness import FaultyBackend
 from kvbaton.store.memory_backend import MemoryBackend
 

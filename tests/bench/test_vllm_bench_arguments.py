@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.cli import bench_arguments, bench_targets
+from kvbaton.cli import bench_arguments
 from kvbaton.cli import main as cli
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.proof.bench.vllm_rows import Level
+from kvbaton.proof.bench.vllm import vllm_targets
+from kvbaton.proof.bench.vllm.vllm_rows import Level
 
 
 def test_levels_have_their_default_requests_and_others_two_for_each_at_once() -> None:
@@ -32,7 +33,7 @@ def test_requests_are_given_once_for_all_or_one_by_one() -> None:
 
 
 def test_the_targets_that_can_be_named_are_those_that_can_be_started() -> None:
-    assert tuple(bench_targets.TARGETS) == bench_arguments.TARGETS
+    assert tuple(vllm_targets.TARGETS) == bench_arguments.TARGETS
     assert set(bench_arguments.DEFAULT_TARGETS) < set(bench_arguments.TARGETS)
 
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from kvbaton.cli import bench_targets
-from kvbaton.cli.bench_targets import TARGETS, Setup
 from kvbaton.cli.bench_vllm import Plan
-from kvbaton.cli.vllm_engine import ServerOptions
+from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton.processes.child_process import Program
-from kvbaton.proof.bench.vllm_rows import Level
+from kvbaton.proof.bench.vllm import vllm_targets
+from kvbaton.proof.bench.vllm.vllm_rows import Level
+from kvbaton.proof.bench.vllm.vllm_targets import TARGETS, Setup
 
 SETUP = Setup(server=ServerOptions(python="py", model="/m", served_name="tiny"), prefix_caching=False)
 
 
 def _engines(name: str, directory: Path) -> list[Program]:
-    _, members = bench_targets._members(name, SETUP, directory)
+    _, members = vllm_targets._members(name, SETUP, directory)
     return [member for member in members.values() if member.name != "router"]
 
 
@@ -49,7 +49,7 @@ def test_engines_of_all_targets_differ_in_their_connector_alone(name: str, tmp_p
 
 @pytest.mark.parametrize("name", [name for name in TARGETS if name != "aggregated"])
 def test_every_pair_stands_behind_kvbatons_router(name: str, tmp_path: Path) -> None:
-    url, members = bench_targets._members(name, SETUP, tmp_path)
+    url, members = vllm_targets._members(name, SETUP, tmp_path)
     assert members[url].name == "router" and len(members) == 3
     words = list(members[url].argv)
     assert ("--prefill-url" in words) == (name == "nixl") == ("--keys" not in words)

@@ -9,7 +9,7 @@ import urllib.error
 import pytest
 from talker import dripping, talker, whole
 
-from kvbaton.cli.asking import SAID_CHARS_MAX, asked
+from kvbaton.processes.http_question import SAID_CHARS_MAX, asked
 
 EVIL = b"\x1b]0;owned\x07"
 

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from kvbaton.cli import main as cli
-from kvbaton.proof.bench import idle, transfer, whole_handoff
-from kvbaton.proof.bench.children import ChildFailed
-from kvbaton.proof.bench.transfer import Result
-from kvbaton.proof.bench.transfer_checks import Check
-from kvbaton.proof.bench.whole_handoff import HandoffResult
+from kvbaton.proof.bench.kit.piped_children import ChildFailed
+from kvbaton.proof.bench.transfer import idle, transfer_rounds, whole_handoff
+from kvbaton.proof.bench.transfer.transfer_checks import Check
+from kvbaton.proof.bench.transfer.transfer_rounds import Result
+from kvbaton.proof.bench.transfer.whole_handoff import HandoffResult
 
 SPEEDS = {"memcpy": 10.0, "shm_2_threads": 15.0, "tcp": 4.0, "raw_sockets": 4.5}
 RATIOS = {"shm_2_threads": 1.5, "tcp": 0.9}
@@ -29,7 +29,7 @@ class Faked:
         self.asked: dict[str, Any] = {}
         self.idle_of: tuple[str, ...] = ()
         self.holds, self.idle_percent, self.delivered, self.foreign_cores = True, 0.1, 10, 0.0
-        patch.setattr(transfer, "measure", self._measure)
+        patch.setattr(transfer_rounds, "measure", self._measure)
         patch.setattr(idle, "measure", self._idle)
         patch.setattr(
             whole_handoff, "measure", lambda name: HandoffResult(name, 1.0, 2.0, 100.0, 64, 10, self.delivered)
@@ -97,7 +97,7 @@ def test_a_peer_that_fails_is_one_line(
     def fails(**_: Any) -> None:
         raise ChildFailed("nixl: NixlError: no device; make planes-env installs it")
 
-    monkeypatch.setattr(transfer, "measure", fails)
+    monkeypatch.setattr(transfer_rounds, "measure", fails)
     status, out, err = run(capsys, "--peers", "nixl")
     assert (status, out) == (2, "") and err.count("\n") == 1 and "no device" in err
 
@@ -107,7 +107,7 @@ def test_without_peers_four_sizes_are_measured_and_nothing_is_claimed(
 ) -> None:
     status, out, _ = run(capsys)
     assert status == 0 and not faked.idle_of
-    assert faked.asked == {"repetitions": 11, "segments": transfer.SEGMENT_BYTES, "peers": []}
+    assert faked.asked == {"repetitions": 11, "segments": transfer_rounds.SEGMENT_BYTES, "peers": []}
     assert "256 KiB" in out and "10 of 10" in out and "holds" not in out
 
 
@@ -117,7 +117,11 @@ def test_with_peers_one_object_has_figures_checks_and_idle_and_the_status_is_the
     status, out, err = run(capsys, "--peers", "nixl,mooncake", "--json", "--repetitions", "3")
     report = json.loads(out)
     assert status == 0
-    assert faked.asked == {"repetitions": 3, "segments": transfer.PEER_SEGMENT_BYTES, "peers": ["nixl", "mooncake"]}
+    assert faked.asked == {
+        "repetitions": 3,
+        "segments": transfer_rounds.PEER_SEGMENT_BYTES,
+        "peers": ["nixl", "mooncake"],
+    }
     assert faked.idle_of == ("shm", "tcp", "nixl", "mooncake")
     assert report["idle_percent"] == dict.fromkeys(faked.idle_of, 0.1)
     names = ["shm / memcpy at 16 KiB", *(f"idle {name}, % of a core" for name in faked.idle_of)]
@@ -145,7 +149,7 @@ def test_a_page_and_a_plot_are_written(faked: Faked, capsys: pytest.CaptureFixtu
     assert str(tmp_path) not in text
     root = ET.fromstring(plot.read_text())
     bars = [each for each in root.iter("{http://www.w3.org/2000/svg}rect") if each.get("x") == "160"]
-    assert len(bars) == len(SPEEDS) * len(transfer.PEER_SEGMENT_BYTES)
+    assert len(bars) == len(SPEEDS) * len(transfer_rounds.PEER_SEGMENT_BYTES)
     widths = [float(each.get("width", "0")) for each in bars[:4]]
     assert widths[0] / widths[1] == pytest.approx(10 / 15, abs=0.01)
 

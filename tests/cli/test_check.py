@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvbaton.api.params import Mode
-from kvbaton.cli.check import Row, _line, _verdict, prompts, summary
+from kvbaton.local_cluster.answer_check import Row, _line, _verdict, prompts, summary
 
 GOOD: dict[str, Any] = {
     "mode": "pull", "transport": "shm", "requests": 24, "identical": 24, "handoffs": 20, "handoffs_needed": 20,

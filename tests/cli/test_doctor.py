@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvbaton.cli import doctor_cluster
 from kvbaton.cli.main import main
+from kvbaton.doctor import cluster_checks
 from kvbaton.transports import catalogue
 
 Pages = dict[str, tuple[int, str]]
@@ -135,7 +135,7 @@ def test_a_clock_that_is_far_off_is_a_warning(
     said: str | None,
 ) -> None:
     now = 1_700_000_000.0  # and it stands still, however long an answer takes
-    monkeypatch.setattr(doctor_cluster, "time", SimpleNamespace(monotonic=time.monotonic, time=lambda: now))
+    monkeypatch.setattr(cluster_checks, "time", SimpleNamespace(monotonic=time.monotonic, time=lambda: now))
     url = serve({WORKERS: listed("d0"), "/d0/stats": (200, "{}")})
     dates.append(now + off_s)
     status, told = found(capsys, "--router", url)

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 from talker import dripping, talker, whole
 
-from kvbaton.cli import doctor_cluster
-from kvbaton.cli.asking import Answer
-from kvbaton.cli.doctor_cluster import AT_ONCE, ROUNDS, findings, workers
 from kvbaton.cli.main import main
+from kvbaton.doctor import cluster_checks
+from kvbaton.doctor.cluster_checks import AT_ONCE, ROUNDS, findings, workers
+from kvbaton.processes.http_question import Answer
 
 EVIL = "\x1b]0;owned\x07\x9b2J\u202e"
 DEEP = "[" * 100_000
@@ -73,7 +73,7 @@ def cluster(count: int, worker: Callable[[str], Iterable[bytes]]) -> Callable[[s
 
 def states(
     count: int, worker: Callable[[str], Iterable[bytes]], timeout_s: float = 20.0
-) -> tuple[doctor_cluster.WorkerState, ...]:
+) -> tuple[cluster_checks.WorkerState, ...]:
     answer = cluster(count, worker)
     with talker(answer) as url:
         for each in answer.listed:  # type: ignore[attr-defined]
@@ -171,8 +171,8 @@ def test_all_of_them_together_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -
             questions += 1
         raise TimeoutError("timed out")
 
-    monkeypatch.setattr(doctor_cluster, "asked", hangs)
-    monkeypatch.setattr(doctor_cluster, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
+    monkeypatch.setattr(cluster_checks, "asked", hangs)
+    monkeypatch.setattr(cluster_checks, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
     found = tuple(workers("http://router", 5.0))
     assert len(found) == 500 and all(each.problem for each in found)
     assert ROUNDS <= questions <= ROUNDS + AT_ONCE

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from kvbaton.cli import doctor_machine, doctor_ports
 from kvbaton.cli.main import main
 from kvbaton.control import key_rotation, keyring
+from kvbaton.doctor import machine_checks, port_checks
 from kvbaton.engines.vllm.launching import CONNECTOR, PYTHON_VARIABLE
 from kvbaton.observe.codes.entry import Severity
 from kvbaton.observe.codes.findings import SEVERITY
@@ -523,8 +523,8 @@ def test_it_needs_neither_vllm_nor_what_serves_http(place: Place) -> None:
 
 
 def test_a_python_that_is_too_old() -> None:
-    assert [each.code for each in doctor_machine.python((3, 10))] == ["python-version"]
-    assert list(doctor_machine.python((3, 11))) == []
+    assert [each.code for each in machine_checks.python((3, 10))] == ["python-version"]
+    assert list(machine_checks.python((3, 11))) == []
 
 
 def test_a_machine_without_the_c_mover_or_encryption(
@@ -532,7 +532,7 @@ def test_a_machine_without_the_c_mover_or_encryption(
 ) -> None:
     slow = mover.choose_mover(pure_python=True)
     monkeypatch.setattr(mover, "choose_mover", lambda: slow)
-    monkeypatch.setattr(doctor_machine, "can_seal", lambda: False)
+    monkeypatch.setattr(machine_checks, "can_seal", lambda: False)
     monkeypatch.setattr("kvbaton.security.sealing.can_seal", lambda: False)
     place.extra("p")["control_host"] = place.extra("d")["control_host"] = ELSEWHERE
     status, found = told(capsys, place.words())
@@ -561,11 +561,11 @@ def test_notes_are_no_verdict(
 ) -> None:
     huge = place.base / "shmem_enabled"
     huge.write_text("always [never]")
-    monkeypatch.setattr(doctor_machine, "HUGE", huge)
+    monkeypatch.setattr(machine_checks, "HUGE", huge)
     del place.transfer("p")["kv_load_failure_policy"]
     free = free_ports(1)[0]  # and no connection takes it meanwhile: the range is only said to hold it
     (place.base / "range").write_text(f"{free}\t{free}\n")
-    monkeypatch.setattr(doctor_ports, "EPHEMERAL", place.base / "range")
+    monkeypatch.setattr(port_checks, "EPHEMERAL", place.base / "range")
     place.more = ["--port", f"{ELSEWHERE}:80", "--port", str(free)]
     status, found = told(capsys, place.words())
     notes = {"huge-pages", "policy-default", "host-foreign", "port-ephemeral"}
@@ -588,11 +588,11 @@ def test_a_configuration_for_another_host_is_not_held_to_this_one(
 
 def test_the_memory_of_a_container_bounds_that_of_its_host(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    8192 kB\n")
-    assert doctor_machine.available_bytes(tmp_path / "meminfo", tmp_path) == 8 << 20
+    assert machine_checks.available_bytes(tmp_path / "meminfo", tmp_path) == 8 << 20
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("1000000\n")
-    assert doctor_machine.available_bytes(tmp_path / "meminfo", tmp_path) == 2_000_000
-    assert doctor_machine.available_bytes(tmp_path / "none", tmp_path / "none") is None
+    assert machine_checks.available_bytes(tmp_path / "meminfo", tmp_path) == 2_000_000
+    assert machine_checks.available_bytes(tmp_path / "none", tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(
@@ -600,7 +600,7 @@ def test_the_memory_of_a_container_bounds_that_of_its_host(tmp_path: Path) -> No
     [("0.30.0", []), ("0.32.1+cpu", []), ("0.29.9", ["vllm-old"]), ("1.0", ["vllm-untested"]), ("unknown", [])],
 )
 def test_versions_of_vllm(version: str, code: list[str]) -> None:
-    assert [each.code for each in doctor_machine.vllm_findings(version)] == code
+    assert [each.code for each in machine_checks.vllm_findings(version)] == code
 
 
 def test_every_code_is_planted_somewhere() -> None:

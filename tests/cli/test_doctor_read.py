@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.cli import doctor_read
-from kvbaton.cli.doctor_config import examine
-from kvbaton.cli.doctor_read import Launch, UnreadableError, parse, read
+from kvbaton.doctor import config_reading
+from kvbaton.doctor.config_checks import examine
+from kvbaton.doctor.config_reading import Launch, UnreadableError, parse, read
 
 TRANSFER = {"kv_connector": "BatonConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {"name": "p0"}}
 TEXT = json.dumps(TRANSFER)
@@ -49,7 +49,7 @@ def test_a_worker_of_our_own() -> None:
 
 def test_yaml_is_read_where_its_library_is(monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"model: m\nport: 8100\nkv-transfer-config: '{TEXT}'\n"
-    monkeypatch.setattr(doctor_read, "_yaml", lambda _: {"model": "m", "port": 8100, "kv-transfer-config": TEXT})
+    monkeypatch.setattr(config_reading, "_yaml", lambda _: {"model": "m", "port": 8100, "kv-transfer-config": TEXT})
     assert parse("prefill", "here", text).option("port") == "8100"
 
 
@@ -83,7 +83,7 @@ def test_a_file_and_its_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert launch is not None and launch.where == f"--prefill {path}" and found == []
     path.write_bytes(b"\xff\xfe")
     assert [each.found for each in read("prefill", str(path))[1]] == ["not a text in UTF-8"]
-    monkeypatch.setattr(doctor_read, "TEXT_BYTES_MAX", 10)
+    monkeypatch.setattr(config_reading, "TEXT_BYTES_MAX", 10)
     path.write_text(TEXT)
     assert [each.found for each in read("prefill", str(path))[1]] == ["more than 10 bytes"]
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from kvbaton.cli import check as checking
 from kvbaton.cli import main as cli
+from kvbaton.local_cluster import answer_check as checking
 
 UP = [sys.executable, "-m", "kvbaton.cli.main", "up", "--port", "0", "--json"]
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from kvbaton.cli import main as cli
-from kvbaton.cli import vllm_engine
+from kvbaton.local_cluster import vllm_engine
 
 pytestmark = pytest.mark.slow
 

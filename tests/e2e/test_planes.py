@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from kvbaton.api.params import Mode
-from kvbaton.cli.fronting import Sources, fronted
 from kvbaton.control import keyring
 from kvbaton.engines.embedded.embedded_worker import reference_answers
+from kvbaton.local_cluster.router_front import Sources, fronted
 from kvbaton.router.policy import Policy
 from kvbaton.router.router_settings import RouterSettings
 from tests.e2e.cluster import ask_all, eventually, some_prompts

@@ -90,7 +90,7 @@ def test_no_server_imports_the_tool_that_pickles_its_own_objects() -> None:
     }
     assert {name for name in users if not name.startswith("integrations/vllm/conformance/")} <= {
         "cli/conformance.py",
-        "proof/bench/vllm_waiting.py",  # drives the same lab; no server
+        "proof/bench/vllm/vllm_waiting.py",  # drives the same lab; no server
     }
 
 

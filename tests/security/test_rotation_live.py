@@ -19,7 +19,6 @@ import aiohttp
 import pytest
 
 from kvbaton.api.http import serving
-from kvbaton.cli.fronting import Front, Sources, fronted
 from kvbaton.control import key_following, key_rotation
 from kvbaton.control import keyring as keys
 from kvbaton.engines.embedded import embedded_worker as engine_worker
@@ -27,6 +26,7 @@ from kvbaton.engines.embedded.embedded_worker import Worker, reference_answers
 from kvbaton.engines.embedded.http_worker import worker_app
 from kvbaton.engines.embedded.worker_draining import Stopping
 from kvbaton.engines.embedded.worker_options import WorkerOptions
+from kvbaton.local_cluster.router_front import Front, Sources, fronted
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.router_settings import RouterSettings
 from tests.e2e.cluster import some_prompts

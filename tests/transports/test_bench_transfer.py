@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvbaton.proof.bench import idle, machine_ways, peers, transfer
-from kvbaton.proof.bench.children import ChildFailed, PipedChild
-from kvbaton.proof.bench.transfer import Rounds
-from kvbaton.proof.bench.workload import WrongBytes
+from kvbaton.proof.bench.kit.piped_children import ChildFailed, PipedChild
+from kvbaton.proof.bench.transfer import idle, machine_ways, peers, transfer_rounds
+from kvbaton.proof.bench.transfer.transfer_rounds import Rounds
+from kvbaton.proof.bench.transfer.workload import WrongBytes
 
 pytestmark = pytest.mark.slow
 
@@ -23,9 +23,9 @@ MOONCAKE = {"mooncake", "kvbaton_mooncake"}
 
 
 def test_a_small_run_reports_every_way_and_ratio() -> None:
-    report = transfer.measure(repetitions=1, region_bytes=2 << 20, moved_bytes=1 << 20, segments=(4096, 65536))
+    report = transfer_rounds.measure(repetitions=1, region_bytes=2 << 20, moved_bytes=1 << 20, segments=(4096, 65536))
     assert json.loads(json.dumps(report)) == report
-    assert "64 KiB" in transfer.table(report)
+    assert "64 KiB" in transfer_rounds.table(report)
     segments = report["segments"]
     assert isinstance(segments, list) and "checks" not in report
     assert [segment["segment_bytes"] for segment in segments] == [4096, 65536]
@@ -39,11 +39,11 @@ def test_a_small_run_reports_every_way_and_ratio() -> None:
 def test_wrong_bytes_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_ways.Machine, "_memcpy", lambda self: None)
     with pytest.raises(WrongBytes, match="memcpy delivered wrong bytes"):
-        transfer.measure(repetitions=1, region_bytes=2 << 20, moved_bytes=1 << 20, segments=(4096,))
+        transfer_rounds.measure(repetitions=1, region_bytes=2 << 20, moved_bytes=1 << 20, segments=(4096,))
 
 
 def test_a_small_run_with_peers_checks_each_way_of_theirs_and_judges_every_claim() -> None:
-    report = transfer.measure(
+    report = transfer_rounds.measure(
         repetitions=1, region_bytes=2 << 20, moved_bytes=1 << 20, segments=(16384,), peers=("nixl", "mooncake")
     )
     segments, checks = report["segments"], report["checks"]
@@ -93,21 +93,21 @@ def test_a_repetition_goes_forwards_and_backwards_and_ratios_are_taken_within_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     busy = iter([0.0, 5.0, 5.0, 5.0, 5.0, 9.0])  # before and after each: only the second was quiet
-    monkeypatch.setattr(transfer, "foreign_cpu_s", lambda *_: next(busy))
+    monkeypatch.setattr(transfer_rounds, "foreign_cpu_s", lambda *_: next(busy))
     fake = Fake(a=[9, 9, 1, 3, 9, 9], b=[1, 1, 4, 4, 1, 1])
     rounds = Rounds([fake], 4096, 0)
     rounds.add(3)
     assert fake.ran == ["a", "b", "b", "a"] * 3
     assert next(each.seconds for each in rounds.quiet("a", "b")) == {"a": 2, "b": 4}
     fake.seconds = {"a": [2] * 20, "b": [4] * 20}
-    monkeypatch.setattr(transfer, "foreign_cpu_s", lambda *_: 0.0)
+    monkeypatch.setattr(transfer_rounds, "foreign_cpu_s", lambda *_: 0.0)
     rounds.add(10)
     assert rounds.ratio("a", "b") == 2
     assert rounds.speed("a", 4_000_000_000) == 2
 
 
 def test_more_repetitions_of_some_ways_count_for_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "foreign_cpu_s", lambda *_: 0.0)
+    monkeypatch.setattr(transfer_rounds, "foreign_cpu_s", lambda *_: 0.0)
     fake = Fake(a=[1] * 20, b=[1] * 2 + [3] * 18, c=[1] * 2)
     rounds = Rounds([fake], 4096, 0)
     rounds.add(1)
@@ -121,8 +121,8 @@ def test_what_noise_could_decide_is_measured_six_times_as_often(monkeypatch: pyt
     ways = dict.fromkeys(sorted(OWN | NIXL), 1.0)
     ways |= {"shm_2_threads": 0.5, "tcp": 0.9}  # tcp is 1.11 of both ways of nixl over tcp
     fake = Fake(**{name: [seconds] * 100 for name, seconds in ways.items()})
-    monkeypatch.setattr(transfer, "_starts", lambda *_: [("fake", lambda: fake)])
-    transfer.measure(repetitions=2, segments=(16384,), peers=("nixl",))
+    monkeypatch.setattr(transfer_rounds, "_starts", lambda *_: [("fake", lambda: fake)])
+    transfer_rounds.measure(repetitions=2, segments=(16384,), peers=("nixl",))
     ran = {name: fake.ran.count(name) // 2 for name in ways}
     assert ran.pop("nixl_tcp") == 2 + 10 + 10, "of two such claims"
     assert {ran.pop(name) for name in ("kvbaton_nixl", "nixl", "kvbaton_nixl_tcp", "tcp", "nixl_tcp_spin")} == {2 + 10}
@@ -138,13 +138,16 @@ def test_a_peer_that_cannot_be_loaded_is_an_error_that_says_how_to_get_it() -> N
 
 
 def test_a_child_that_ends_early_is_told_with_what_it_said_last() -> None:
-    with PipedChild("kvbaton.proof.bench.idle", "read", "pigeon") as child, pytest.raises(ChildFailed) as error:
+    with (
+        PipedChild("kvbaton.proof.bench.transfer.idle", "read", "pigeon") as child,
+        pytest.raises(ChildFailed) as error,
+    ):
         child.hear(int)
     assert "ended early: " in str(error.value)
     assert str(error.value).endswith("which goes over shm, mori, nixl, mooncake, tcp")
 
 
 def test_a_child_that_says_nothing_has_a_deadline() -> None:
-    silent = PipedChild("kvbaton.proof.bench.peers", "read", "nixl")
+    silent = PipedChild("kvbaton.proof.bench.transfer.peers", "read", "nixl")
     with silent as child, pytest.raises(ChildFailed, match="said nothing within"):
         child.hear(int, 0.05)

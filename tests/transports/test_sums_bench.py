@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from kvbaton.proof.bench import checksum_cost
-from kvbaton.proof.bench.workload import WrongBytes
+from kvbaton.proof.bench.transfer import checksum_cost
+from kvbaton.proof.bench.transfer.workload import WrongBytes
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.cli import vllm_engine
+from kvbaton.local_cluster import vllm_engine
 from tests.vllm.engines import Engine, free_port, start_engine
 
 SEED = 1

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvbaton.cli.fronting import Sources, fronted
 from kvbaton.control import keyring
+from kvbaton.local_cluster.router_front import Sources, fronted
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.router.router_settings import RouterSettings

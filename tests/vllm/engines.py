@@ -24,8 +24,8 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.cli import vllm_engine
 from kvbaton.control import keyring
+from kvbaton.local_cluster import vllm_engine
 
 READY_S = 240.0
 STOP_S = 20.0

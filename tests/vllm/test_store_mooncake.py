@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.cli import vllm_engine
+from kvbaton.local_cluster import vllm_engine
 from tests.vllm.conftest import StartEngine
 from tests.vllm.duo import TOKENS, prompt_of, same
 from tests.vllm.stores import MooncakeMaster, come_to_rest, share

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvbaton.cli.arguments import planes_choice, seconds, whole
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.proof.bench.vllm_rows import Level
+from kvbaton.proof.bench.vllm.vllm_rows import Level
 
 TARGETS = ("aggregated", "kvbaton-pull", "kvbaton-push", "kvbaton-stream", "nixl")
 """In the order in which they are measured: the others' answers are compared with the first's."""

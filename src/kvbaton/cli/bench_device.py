@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.proof.bench import device_page, device_ways
-from kvbaton.proof.bench.children import ChildFailed
+from kvbaton.proof.bench.device import device_page, device_ways
+from kvbaton.proof.bench.kit.piped_children import ChildFailed
 from kvbaton.transports.cuda.cuda_driver import CudaError
 
 

@@ -21,21 +21,21 @@ from pathlib import Path
 
 import msgspec
 
-import kvbaton.proof.bench.router_page as bench_page
-from kvbaton.cli import bench_router_report
-from kvbaton.cli.limits import raise_file_limit
+import kvbaton.proof.bench.router.router_page as bench_page
 from kvbaton.cli.screen import note
 from kvbaton.processes.child_process import ChildError
+from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop, unless_stopped
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.proof.bench import router_meters, run_facts
-from kvbaton.proof.bench.router_backends import Counts
-from kvbaton.proof.bench.router_client import get
-from kvbaton.proof.bench.router_load import Order
-from kvbaton.proof.bench.router_meters import Watched
-from kvbaton.proof.bench.router_page import RouterFacts
-from kvbaton.proof.bench.router_rows import DIRECT, THEIRS, Level, Row, Streams
-from kvbaton.proof.bench.router_targets import (
+from kvbaton.proof.bench.kit import run_facts
+from kvbaton.proof.bench.router import router_meters, router_verdict
+from kvbaton.proof.bench.router.router_backends import Counts
+from kvbaton.proof.bench.router.router_client import get
+from kvbaton.proof.bench.router.router_load import Order
+from kvbaton.proof.bench.router.router_meters import Watched
+from kvbaton.proof.bench.router.router_page import RouterFacts
+from kvbaton.proof.bench.router.router_rows import DIRECT, THEIRS, Level, Row, Streams
+from kvbaton.proof.bench.router.router_targets import (
     HOW_TO_GET_VLLM_ROUTER,
     Backends,
     Helper,
@@ -119,12 +119,12 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"{error}; is this machine very busy?") from None
     facts = RouterFacts(
         targets=plan.targets, missing=missing, commands=findings.commands, failures=findings.failures,
-        versions=bench_router_report.versions(plan.vllm_router), load_before=load, load_after=os.getloadavg(),
+        versions=router_verdict.versions(plan.vllm_router), load_before=load, load_after=os.getloadavg(),
         window_s=plan.window_s, rounds=plan.rounds, seconds=round(time.monotonic() - begun, 1),
         command=run_facts.shown(sys.argv[1:]), date=run_facts.today(), machine=run_facts.machine(),
         cores=os.cpu_count() or 1,
     )  # fmt: skip
-    report = bench_router_report.Report(facts, findings.rows, findings.streams, judged=not args.no_verdict)
+    report = router_verdict.Report(facts, findings.rows, findings.streams, judged=not args.no_verdict)
     print(json.dumps(report.as_object()) if args.json else report.as_text())
     if out is not None:
         out.write_text(bench_page.page(facts, findings.rows, findings.streams))
@@ -158,8 +158,8 @@ async def _run(plan: Plan) -> Findings:
 async def _measure(plan: Plan) -> Findings:
     findings, rng = Findings(), random.Random(plan.seed)
     async with (
-        helper("kvbaton.proof.bench.router_backends") as backends,
-        helper("kvbaton.proof.bench.router_client") as client,
+        helper("kvbaton.proof.bench.router.router_backends") as backends,
+        helper("kvbaton.proof.bench.router.router_client") as client,
     ):
         ports = msgspec.json.decode(await backends.line(READY_S), type=Backends)
         await client.line(READY_S)

@@ -9,7 +9,7 @@ import argparse
 
 from kvbaton.cli.arguments import seconds, whole
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.proof.bench.router_rows import DIRECT, KVBATON, TARGETS, THEIRS, TOY
+from kvbaton.proof.bench.router.router_rows import DIRECT, KVBATON, TARGETS, THEIRS, TOY
 
 CONCURRENCY = (1, 64, 512)
 CONCURRENCY_MAX = 4096

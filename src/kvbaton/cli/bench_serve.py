@@ -23,21 +23,22 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.http import run as run_loop
-from kvbaton.cli import bench_serve_sites, screen
-from kvbaton.cli.bench_serve_probe import ask_for_models
-from kvbaton.cli.bench_serve_report import report_of, texts
-from kvbaton.cli.bench_serve_sites import Site, site_of
-from kvbaton.cli.bench_serve_work import Findings, Work, work_of
-from kvbaton.cli.bench_targets import versions as vllm_versions
-from kvbaton.cli.limits import raise_file_limit
-from kvbaton.cli.vllm_engine import ServerOptions
+from kvbaton.cli import screen
+from kvbaton.local_cluster.vllm_engine import ServerOptions
+from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop, unless_stopped
 from kvbaton.processes.operator_errors import CommandError, StoppedError
-from kvbaton.proof.bench import run_facts, serve_meter, serve_plan, serve_report, serve_trace
-from kvbaton.proof.bench.serve_load import Aim, Load, warm_up
-from kvbaton.proof.bench.serve_meter import Meter, Part, Used
-from kvbaton.proof.bench.serve_plan import AGGREGATED, SINGLE
-from kvbaton.proof.bench.serve_report import Report
+from kvbaton.proof.bench.kit import run_facts
+from kvbaton.proof.bench.serve import serve_meter, serve_plan, serve_report, serve_sites, serve_trace
+from kvbaton.proof.bench.serve.serve_load import Aim, Load, warm_up
+from kvbaton.proof.bench.serve.serve_meter import Meter, Part, Used
+from kvbaton.proof.bench.serve.serve_plan import AGGREGATED, SINGLE
+from kvbaton.proof.bench.serve.serve_probe import ask_for_models
+from kvbaton.proof.bench.serve.serve_report import Report
+from kvbaton.proof.bench.serve.serve_sites import Site, site_of
+from kvbaton.proof.bench.serve.serve_summary import report_of, texts
+from kvbaton.proof.bench.serve.serve_work import Findings, Work, work_of
+from kvbaton.proof.bench.vllm.vllm_targets import versions as vllm_versions
 from kvbaton.router.openai_api import MODE_HEADER
 
 INTERRUPTED = 130
@@ -65,7 +66,7 @@ class Target:
 def run(args: argparse.Namespace) -> int:
     files = _files(args)
     work = work_of(args)
-    server = None if args.targets else bench_serve_sites.server_of(args)
+    server = None if args.targets else serve_sites.server_of(args)
     raise_file_limit()
     load, begun = os.getloadavg()[0], time.monotonic()
     findings = run_loop(_measure(args, work, server))
@@ -144,8 +145,8 @@ async def _started(
     """Every cluster that a target needs, once."""
     sites: dict[str, Site] = {}
     for name in dict.fromkeys(map(site_of, args.compare)):
-        plan = bench_serve_sites.plan_of(name, args, server)
-        standing = bench_serve_sites.standing(name, plan, note, stop, vllm=server is not None)
+        plan = serve_sites.plan_of(name, args, server)
+        standing = serve_sites.standing(name, plan, note, stop, vllm=server is not None)
         sites[name] = await stack.enter_async_context(standing)
     found = []
     for name in args.compare:
@@ -195,7 +196,7 @@ async def _part(
         await _unless_stopped(load.run(work.asks()), stop)
     used = Used()
     if target.site is not None and before is not None:
-        rest_s = HURRIED_S if stop.is_set() else bench_serve_sites.REST_S
+        rest_s = HURRIED_S if stop.is_set() else serve_sites.REST_S
         used = await target.site.used(before, handed_over, hands_over=target.hands_over, rest_s=rest_s)
     if stop.is_set() and not meter.sent:
         return

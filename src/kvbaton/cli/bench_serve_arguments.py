@@ -14,7 +14,7 @@ import msgspec
 
 from kvbaton.cli.arguments import planes_choice, seconds, url, whole
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.proof.bench.serve_plan import AGGREGATED, REQUESTS, SINGLE
+from kvbaton.proof.bench.serve.serve_plan import AGGREGATED, REQUESTS, SINGLE
 
 ENGINES = ("embedded", "vllm")
 MODES = ("pull", "stream", "push")
@@ -202,13 +202,13 @@ def _parsed(parse: Callable[[str], T], text: str) -> T:
 
 
 def _lengths(text: str) -> Any:
-    from kvbaton.proof.bench.serve_plan import Lengths
+    from kvbaton.proof.bench.serve.serve_plan import Lengths
 
     return _parsed(Lengths.parse, text)
 
 
 def _slo(text: str) -> Any:
-    from kvbaton.proof.bench.serve_stats import Slo  # brings numpy, which --help can do without
+    from kvbaton.proof.bench.serve.serve_stats import Slo  # brings numpy, which --help can do without
 
     return _parsed(Slo.parse, text)
 

@@ -21,9 +21,10 @@ from kvbaton import __version__
 from kvbaton.cli.arguments import whole
 from kvbaton.cli.screen import note
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.proof.bench import run_facts, store_moves, store_page, store_sites, store_ttft
-from kvbaton.proof.bench.store_page import Report
-from kvbaton.proof.bench.store_sites import BACKENDS, MOONCAKE, SiteError
+from kvbaton.proof.bench.kit import run_facts
+from kvbaton.proof.bench.store import store_moves, store_page, store_sites, store_ttft
+from kvbaton.proof.bench.store.store_page import Report
+from kvbaton.proof.bench.store.store_sites import BACKENDS, MOONCAKE, SiteError
 
 ROOM_BYTES = 1 << 30
 

@@ -20,8 +20,9 @@ from kvbaton import __version__
 from kvbaton.cli import bench_device
 from kvbaton.cli.arguments import whole
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.proof.bench import idle, peers, run_facts, transfer, transfer_checks, transfer_page, whole_handoff
-from kvbaton.proof.bench.children import ChildFailed
+from kvbaton.proof.bench.kit import run_facts
+from kvbaton.proof.bench.kit.piped_children import ChildFailed
+from kvbaton.proof.bench.transfer import idle, peers, transfer_checks, transfer_page, transfer_rounds, whole_handoff
 
 OWN_PLANES = ("shm", "tcp")
 
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**report, "facts": msgspec.to_builtins(facts)}))
     else:
-        print(transfer.table(report))
+        print(transfer_rounds.table(report))
         print(_handoffs(typed))
         print("\n".join(transfer_page.check_lines(typed.checks)))
     correct = all(each.delivered == each.handoffs for each in typed.handoffs)
@@ -88,9 +89,9 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, object]:
-    segments = transfer.PEER_SEGMENT_BYTES if args.peers else transfer.SEGMENT_BYTES
-    report = transfer.measure(repetitions=args.repetitions, segments=segments, peers=args.peers)
-    say = transfer.progress()
+    segments = transfer_rounds.PEER_SEGMENT_BYTES if args.peers else transfer_rounds.SEGMENT_BYTES
+    report = transfer_rounds.measure(repetitions=args.repetitions, segments=segments, peers=args.peers)
+    say = transfer_rounds.progress()
     if args.peers:
         planes = (*OWN_PLANES, *args.peers)
         say(f"idle for {idle.IDLE_S:.0f} s: {', '.join(planes)}")

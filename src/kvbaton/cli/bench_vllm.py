@@ -22,23 +22,24 @@ from typing import Any
 
 import msgspec
 
-import kvbaton.proof.bench.vllm_load as bench_load
-import kvbaton.proof.bench.vllm_meters as bench_meters
-import kvbaton.proof.bench.vllm_rows as bench_rows
-import kvbaton.proof.bench.vllm_table as bench_table
-from kvbaton.cli import bench_targets, vllm_engine, vllm_up
-from kvbaton.cli.bench_targets import ALONE, NIXL, TARGETS, Setup, Standing, standing
-from kvbaton.cli.limits import raise_file_limit
+import kvbaton.proof.bench.vllm.vllm_load as bench_load
+import kvbaton.proof.bench.vllm.vllm_meters as bench_meters
+import kvbaton.proof.bench.vllm.vllm_rows as bench_rows
+import kvbaton.proof.bench.vllm.vllm_table as bench_table
 from kvbaton.cli.screen import note, stdout
-from kvbaton.cli.vllm_engine import ServerOptions, fetch
+from kvbaton.local_cluster import vllm_cluster, vllm_engine
+from kvbaton.local_cluster.vllm_engine import ServerOptions, fetch
 from kvbaton.observe.metrics.scraping import samples
 from kvbaton.processes.child_process import GUARD
+from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop, unless_stopped
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.proof.bench import run_facts
-from kvbaton.proof.bench.text_tables import plain
-from kvbaton.proof.bench.vllm_page import VllmFacts, page
-from kvbaton.proof.bench.vllm_rows import OURS, Level, Row
+from kvbaton.proof.bench.kit import run_facts
+from kvbaton.proof.bench.kit.text_tables import plain
+from kvbaton.proof.bench.vllm import vllm_targets
+from kvbaton.proof.bench.vllm.vllm_page import VllmFacts, page
+from kvbaton.proof.bench.vllm.vllm_rows import OURS, Level, Row
+from kvbaton.proof.bench.vllm.vllm_targets import ALONE, NIXL, TARGETS, Setup, Standing, standing
 from kvbaton.router.openai_api import MODE_HEADER
 
 LEVEL_S, LEVEL_EACH_S = 120.0, 0.5  # default deadline of a level; 2 to 15 requests/s were seen on two cores
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"argument --out: {out} is there already, or its directory is not; name a new file")
     raise_file_limit()
     python = vllm_engine.find_python(args.vllm_python)
-    versions = bench_targets.versions(python)
+    versions = vllm_targets.versions(python)
     if NIXL in args.targets and "nixl" not in versions:
         raise CommandError(f"{python} has no nixl; make vllm-nixl installs it, or leave {NIXL} out of --targets")
     plan = _plan(args, python)
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, python: str) -> Plan:
-    model = vllm_engine.tiny_model(python, vllm_up.TINY_KINDS[0], vllm_up.TINY_SEED)
+    model = vllm_engine.tiny_model(python, vllm_cluster.TINY_KINDS[0], vllm_cluster.TINY_SEED)
     server = ServerOptions(python=python, model=str(model), served_name="tiny", kv_gib=args.kv_gib)
     if args.input_len + args.output_len > server.max_model_len:
         raise CommandError(f"--input-len and --output-len: more than {server.max_model_len} tokens together")

@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 from kvbaton.cli.arguments import minutes, whole
-from kvbaton.cli.limits import raise_file_limit
 from kvbaton.cli.screen import note, stdout
+from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.proof.chaos import chaos_plan as plans
 from kvbaton.proof.chaos.fault_catalogue import BY_NAME, FAULTS, PROMISES

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvbaton.cli.arguments import whole
 from kvbaton.cli.sim import seeds
-from kvbaton.cli.vllm_engine import find_python
+from kvbaton.local_cluster.vllm_engine import find_python
 
 INSIDE_VARIABLE = "KVBATON_CONFORMANCE_INSIDE"
 """Set for the process that runs in vLLM's Python, so that it looks no further."""

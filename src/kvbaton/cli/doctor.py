@@ -15,21 +15,21 @@ from collections.abc import Iterator
 import msgspec
 
 import kvbaton
-from kvbaton.cli import (
-    doctor_cluster,
-    doctor_config,
-    doctor_gpu,
-    doctor_keys,
-    doctor_machine,
-    doctor_pair,
-    doctor_ports,
-    doctor_read,
-)
 from kvbaton.cli.arguments import planes_choice, seconds
-from kvbaton.cli.doctor_cluster import WorkerState
-from kvbaton.cli.doctor_config import Engine
-from kvbaton.cli.doctor_finding import Finding, ordered
 from kvbaton.cli.screen import Screen, Style, stdout
+from kvbaton.doctor import (
+    cluster_checks,
+    config_checks,
+    config_reading,
+    gpu_checks,
+    key_checks,
+    machine_checks,
+    pair_checks,
+    port_checks,
+)
+from kvbaton.doctor.cluster_checks import WorkerState
+from kvbaton.doctor.config_checks import Engine
+from kvbaton.doctor.finding import Finding, ordered
 from kvbaton.observe.codes.entry import Severity
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.transports import catalogue as planes
@@ -103,27 +103,27 @@ def run(args: argparse.Namespace) -> int:
 
 def diagnose(args: argparse.Namespace) -> Diagnosis:
     """All that the arguments ask for."""
-    gpus, problem = doctor_gpu.look()
+    gpus, problem = gpu_checks.look()
     device = args.device if args.device != "auto" else "cuda" if gpus is not None else "cpu"
     engines, findings = _engines(args, device)
-    findings += doctor_gpu.examine(gpus, problem, device)
-    uses = [*(use for engine in engines for use in doctor_ports.uses(engine)), *map(_use, args.port)]
-    findings += doctor_ports.examine(uses)
-    findings += doctor_machine.examine(args.transport, device, args.shm, engines)
-    findings += doctor_machine.vllm(args.vllm_python, any(engine.options is None for engine in engines))
+    findings += gpu_checks.examine(gpus, problem, device)
+    uses = [*(use for engine in engines for use in port_checks.uses(engine)), *map(_use, args.port)]
+    findings += port_checks.examine(uses)
+    findings += machine_checks.examine(args.transport, device, args.shm, engines)
+    findings += machine_checks.vllm(args.vllm_python, any(engine.options is None for engine in engines))
     for directory in args.keys:
-        findings += doctor_keys.examine(directory, f"--keys {directory}")
-    workers = tuple(doctor_cluster.workers(args.router.rstrip("/"), args.timeout_s)) if args.router else ()
-    findings += doctor_cluster.findings(workers)
+        findings += key_checks.examine(directory, f"--keys {directory}")
+    workers = tuple(cluster_checks.workers(args.router.rstrip("/"), args.timeout_s)) if args.router else ()
+    findings += cluster_checks.findings(workers)
     offered = _offered(args.transport, device)
     return Diagnosis(
         version=kvbaton.__version__,
         python=platform.python_version(),
         machine=f"{platform.machine()} {platform.system()} {platform.release()}, {os.cpu_count()} cores",
         host=boot_id(),
-        gpus=doctor_gpu.names(gpus),
+        gpus=gpu_checks.names(gpus),
         rdma_devices=planes.rdma_devices(),
-        packages=doctor_machine.packages(PACKAGES),
+        packages=machine_checks.packages(PACKAGES),
         planes=tuple(_planes(offered)),
         offered=offered,
         workers=workers,
@@ -146,7 +146,7 @@ def report(found: Diagnosis, screen: Screen) -> Iterator[str]:
         if plane.problem and "cuda" not in planes.capabilities(plane.name).device_kinds[:1]:
             yield f"  {'':<10} {'':<15} {plane.problem}; it needs: {plane.needs}"
     for worker in found.workers:
-        yield from doctor_cluster.lines(worker)
+        yield from cluster_checks.lines(worker)
     for each in (*found.findings, *found.notes):
         yield f"{screen.style(each.severity.value, STYLES[each.severity])} [{each.code}] {each.where}: {each.found}"
         yield f"  fix: {each.fix}"
@@ -159,18 +159,18 @@ def report(found: Diagnosis, screen: Screen) -> Iterator[str]:
 def _engines(args: argparse.Namespace, device: str) -> tuple[list[Engine], list[Finding]]:
     """The configurations that could be read, each examined alone, with its keys, and in pairs."""
     findings: list[Finding] = []
-    sides: dict[doctor_read.Side, list[Engine]] = {"prefill": [], "decode": []}
+    sides: dict[config_reading.Side, list[Engine]] = {"prefill": [], "decode": []}
     for side, engines in sides.items():
         for given in getattr(args, side):
-            launch, problems = doctor_read.read(side, given)
+            launch, problems = config_reading.read(side, given)
             findings += problems
             if launch is not None:
-                engine, alone = doctor_config.examine(launch, device)
+                engine, alone = config_checks.examine(launch, device)
                 findings += [*alone, *_keys(engine)]
                 engines.append(engine)
     for p in sides["prefill"]:
         for d in sides["decode"]:
-            findings += doctor_pair.examine(p, d, device)
+            findings += pair_checks.examine(p, d, device)
     return [*sides["prefill"], *sides["decode"]], findings
 
 
@@ -184,15 +184,15 @@ def _keys(engine: Engine) -> list[Finding]:
     if told.store.startswith("tcp://"):
         others.append(told.store_name)
     if not engine.is_here:  # then neither is its secret
-        return doctor_keys.examine(told.keys, engine.where, "", [told.name, *others])
-    return doctor_keys.examine(told.keys, engine.where, told.name, others)
+        return key_checks.examine(told.keys, engine.where, "", [told.name, *others])
+    return key_checks.examine(told.keys, engine.where, told.name, others)
 
 
-def _use(text: str) -> doctor_ports.Use:
+def _use(text: str) -> port_checks.Use:
     host, _, number = text.rpartition(":")
     if not number.isdigit():
         raise CommandError(f"argument --port: got {text!r}, expected a port, or host:port")
-    return doctor_ports.Use(f"--port {text}", "port", host.strip("[]") or "127.0.0.1", int(number))
+    return port_checks.Use(f"--port {text}", "port", host.strip("[]") or "127.0.0.1", int(number))
 
 
 # --- this machine

@@ -17,13 +17,13 @@ import msgspec
 
 from kvbaton.cli import screen
 from kvbaton.cli.arguments import url, whole
-from kvbaton.cli.asking import asked
 from kvbaton.observe.flight import dumps, terminal_timeline
 from kvbaton.observe.flight.collector import LAST_MAX
 from kvbaton.observe.flight.joining import joined
 from kvbaton.observe.flight.journey import Journey
 from kvbaton.observe.flight.sanitize import printable, printable_all
 from kvbaton.observe.flight.terminal_timeline import Ink
+from kvbaton.processes.http_question import asked
 from kvbaton.processes.operator_errors import CommandError
 
 ROUTER = "http://127.0.0.1:8000"

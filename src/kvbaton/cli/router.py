@@ -15,11 +15,11 @@ from kvbaton.api.params import Mode
 from kvbaton.api.tokens import is_loopback
 from kvbaton.cli import traces
 from kvbaton.cli.arguments import host_port, port, seconds, whole
-from kvbaton.cli.fronting import Front, Sources, dumping, fronted
-from kvbaton.cli.limits import raise_file_limit
 from kvbaton.control import keyring
 from kvbaton.control.plain import Fleet, PlainSettings
 from kvbaton.control.registry import Networks
+from kvbaton.local_cluster.router_front import Front, Sources, dumping, fronted
+from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.ids import WorkerId

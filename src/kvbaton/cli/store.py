@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 
 from kvbaton.cli.arguments import port
-from kvbaton.cli.limits import raise_file_limit
 from kvbaton.control.keyring import load
 from kvbaton.control.zmq import ZmqControl
+from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.privileges import Act, may
 from kvbaton.ranks.store_address import STORE_NAME, bytes_of

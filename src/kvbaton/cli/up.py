@@ -14,19 +14,19 @@ from typing import Any
 import msgspec
 
 import kvbaton.cli.vllm_arguments as on_vllm
-import kvbaton.cli.vllm_check as on_vllm_check
+import kvbaton.local_cluster.vllm_check as on_vllm_check
 from kvbaton.api.http import run as run_loop
 from kvbaton.api.params import Mode
 from kvbaton.cli import traces
 from kvbaton.cli.arguments import planes_choice, port, seconds, whole
-from kvbaton.cli.check import check, summary
-from kvbaton.cli.cluster import Cluster, Plan, Startable, running, shown_command
-from kvbaton.cli.limits import raise_file_limit
 from kvbaton.cli.screen import note, stdout
-from kvbaton.cli.vllm_engine import ServerOptions
-from kvbaton.cli.vllm_up import VllmPlan
 from kvbaton.engines.embedded.worker_options import POLICIES, WorkerOptions
+from kvbaton.local_cluster.answer_check import check, summary
+from kvbaton.local_cluster.embedded_cluster import Cluster, Plan, Startable, running, shown_command
+from kvbaton.local_cluster.vllm_cluster import VllmPlan
+from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.router_settings import RouterSettings

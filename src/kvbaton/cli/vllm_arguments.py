@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.cli.arguments import whole
-from kvbaton.cli.cluster import places
-from kvbaton.cli.vllm_engine import Handoff, ServerOptions, find_python, tiny_model
-from kvbaton.cli.vllm_up import TINY_KINDS, TINY_SEED, VllmPlan
+from kvbaton.local_cluster.embedded_cluster import places
+from kvbaton.local_cluster.vllm_cluster import TINY_KINDS, TINY_SEED, VllmPlan
+from kvbaton.local_cluster.vllm_engine import Handoff, ServerOptions, find_python, tiny_model
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.router_settings import RouterSettings
 

@@ -21,7 +21,6 @@ import msgspec
 
 from kvbaton.cli import traces
 from kvbaton.cli.arguments import planes_choice, port, seconds, whole
-from kvbaton.cli.limits import raise_file_limit
 from kvbaton.engines.embedded.worker_options import (
     DIALECTS,
     HTTP_ACCESS,
@@ -31,6 +30,7 @@ from kvbaton.engines.embedded.worker_options import (
     WorkerOptions,
     flag_of,
 )
+from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.security.sealing import ENCRYPT
 from kvbaton.transports.catalogue import CHECKSUMS

@@ -24,7 +24,7 @@ from kvbaton.processes.operator_errors import CommandError, StoppedError
 
 KVBATON_ARGV = (sys.executable, "-m", "kvbaton.cli.main")
 """Starts a process of this program."""
-GUARD = (sys.executable, "-m", "kvbaton.cli.vllm_child")
+GUARD = (sys.executable, "-m", "kvbaton.local_cluster.vllm_child")
 """In front of a command that does not look at its stdin: it keeps the pid, and ends with this process."""
 STOP_S = 5.0
 NEWS_S = 15.0

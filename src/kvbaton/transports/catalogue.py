@@ -51,7 +51,7 @@ CHECKSUMS: tuple[ChecksumMode, ...] = ("off", "sample", "full")
 ChecksumChoice = Literal["auto", "off", "sample", "full"]
 BETWEEN_HOSTS: ChecksumMode = "off"
 """What `auto` is for device memory between hosts: `full` where that costs at most a tenth of a handoff, as
-`python -m kvbaton.proof.bench.device_sums` measures it."""
+`python -m kvbaton.proof.bench.device.device_checksums` measures it."""
 
 
 class PlaneError(OSError):

@@ -1,0 +1,1 @@
+"""Checks of a machine, configurations and running clusters, each finding with its remedy."""

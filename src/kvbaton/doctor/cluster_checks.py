@@ -1,0 +1,181 @@
+"""A running cluster, asked over HTTP: who answers, which data planes its pairs took, and what its clocks say.
+
+Law: no answer is waited for longer than the time-out, nor read beyond a bound. Workers are asked several at a time, all
+of them together for no longer than `ROUNDS` time-outs, and are told of in the order in which the router lists them.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import http.client
+import time
+import urllib.error
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from kvbaton.doctor.finding import Finding, finding
+from kvbaton.observe.flight.sanitize import printable, printable_all
+from kvbaton.processes.http_question import asked
+from kvbaton.processes.operator_errors import CommandError
+
+ANSWER_BYTES_MAX = 4 << 20
+CLOCK_S_MAX = 5.0
+SCHEMES = ("http://", "https://")
+AT_ONCE = 16
+ROUNDS = 6
+"""Time-outs after which no further worker is asked: 96 that hang are known to, or 48 with two questions each."""
+
+
+class WorkerState(msgspec.Struct, frozen=True):
+    """One worker of a cluster: what it offers, and what its pairs took."""
+
+    worker: str
+    url: str
+    planes: tuple[str, ...] = ()
+    links: dict[str, str] = {}  # source worker -> data plane, now
+    links_total: dict[str, int] = {}
+    given_up_total: dict[str, int] = {}
+    problem: str = ""
+    clock_off_s: float = 0.0  # its clock less ours, by the date in its answer
+
+
+class Answer(msgspec.Struct, frozen=True):
+    body: bytes
+    clock_off_s: float
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    name: str
+    url: str
+    transports: tuple[str, ...] = ()
+
+
+class _List(msgspec.Struct, frozen=True):
+    workers: tuple[_Listed, ...]
+
+
+class _Stats(msgspec.Struct, frozen=True):
+    links: dict[str, str] = {}
+    links_total: dict[str, int] = {}
+    planes_given_up_total: dict[str, int] = {}
+
+
+def workers(router: str, timeout_s: float) -> Iterator[WorkerState]:
+    """Those that the router lists. CommandError when it does not answer."""
+    try:
+        listed = msgspec.json.decode(_get(f"{router}/workers", timeout_s).body, type=_List).workers
+    except urllib.error.HTTPError as error:
+        raise CommandError(f"argument --router: {router}/workers says {error.code}; is it a kvbaton router?") from None
+    except (OSError, http.client.HTTPException) as error:
+        why = getattr(error, "reason", error)
+        raise CommandError(f"argument --router: nothing answers at {router} ({why}); is the router up?") from None
+    except (ValueError, RecursionError) as error:  # of msgspec too
+        raise CommandError(f"argument --router: what answers at {router} is no kvbaton router: {error}") from None
+    until = time.monotonic() + ROUNDS * timeout_s
+    with ThreadPoolExecutor(AT_ONCE, "doctor") as pool:
+        yield from pool.map(lambda each: _worker(each, timeout_s, until), listed)
+
+
+def findings(states: tuple[WorkerState, ...]) -> Iterator[Finding]:
+    for state in states:
+        where = f"worker {state.worker}"
+        if state.problem:
+            fix = f"curl {state.url}/health, and see its log"
+            yield finding("worker-silent", where, f"{state.url}: {state.problem}", fix)
+        if abs(state.clock_off_s) > CLOCK_S_MAX:
+            way = "ahead of" if state.clock_off_s > 0 else "behind"
+            found = f"its clock is {abs(state.clock_off_s):.0f} s {way} this machine's: tickets are judged by clocks"
+            yield finding("clock-off", where, found, "timedatectl set-ntp true on both hosts")
+
+
+def lines(state: WorkerState) -> Iterator[str]:
+    """One worker for people."""
+    if state.problem:
+        yield f"worker {state.worker} ({state.url}): {state.problem}"
+        return
+    took = ", ".join(f"{source} over {plane}" for source, plane in sorted(state.links.items()))
+    offers = ", ".join(state.planes) or "what it was told"
+    yield f"worker {state.worker}: offers {offers}; reads from {took or 'nobody now'}"
+    yield f"  pairings so far: {_said(state.links_total)}; given up: {_said(state.given_up_total)}"
+
+
+def _worker(listed: _Listed, timeout_s: float, until: float) -> WorkerState:
+    name, url, offers = printable(listed.name), printable(listed.url), tuple(map(printable, listed.transports))
+    if not url.startswith(SCHEMES):
+        return WorkerState(
+            name, url, problem="is listed with an address that cannot be asked; expected http://host:port"
+        )
+    try:
+        answer = _get(f"{url}/stats", _left(timeout_s, until))
+        stats = msgspec.convert(printable_all(msgspec.json.decode(answer.body)), _Stats)
+    except urllib.error.HTTPError:
+        return _vllm_worker(name, url, offers, timeout_s, until)
+    except (OSError, http.client.HTTPException) as error:
+        return WorkerState(name, url, problem=printable(f"does not answer: {error}"))
+    except (ValueError, RecursionError) as error:  # of msgspec too
+        return WorkerState(name, url, problem=printable(f"does not answer as a worker does: {error}"))
+    return WorkerState(
+        name,
+        url,
+        planes=offers,
+        links=stats.links,
+        links_total=stats.links_total,
+        given_up_total=stats.planes_given_up_total,
+        clock_off_s=answer.clock_off_s,
+    )
+
+
+def _vllm_worker(name: str, url: str, offers: tuple[str, ...], timeout_s: float, until: float) -> WorkerState:
+    """vLLM shows what its connector did among its own metrics."""
+    try:
+        answer = _get(f"{url}/metrics", _left(timeout_s, until))
+        text = answer.body.decode()
+        links, given_up = _by_plane(text, "links_total"), _by_plane(text, "planes_given_up_total")
+    except (OSError, http.client.HTTPException) as error:
+        return WorkerState(name, url, problem=printable(f"does not answer: {error}"))
+    except (ValueError, OverflowError) as error:
+        return WorkerState(name, url, problem=printable(f"does not answer as a worker does: {error}"))
+    return WorkerState(
+        name, url, planes=offers, links_total=links, given_up_total=given_up, clock_off_s=answer.clock_off_s
+    )
+
+
+def _by_plane(text: str, metric: str) -> dict[str, int]:
+    """Sums by data plane, under the names and labels of this release and of the one before."""
+    found: dict[str, int] = {}
+    for line in text.splitlines():
+        if line.startswith((f"kvbaton:{metric}{{", f"kvbaton_{metric}{{")):
+            labels, _, value = line.partition(" # ")[0].rpartition(" ")
+            label = 'transport="' if 'transport="' in labels else 'plane="'
+            plane = printable(labels.partition(label)[2].partition('"')[0])
+            found[plane] = found.get(plane, 0) + int(float(value))
+    return {plane: count for plane, count in found.items() if count}
+
+
+def _left(timeout_s: float, until: float) -> float:
+    """How long the next answer may take; TimeoutError when there is no time for another."""
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("others took all the time; ask again with a shorter --timeout-s")
+    return min(timeout_s, left)
+
+
+def _get(url: str, timeout_s: float) -> Answer:
+    if not url.startswith(SCHEMES):
+        raise CommandError(f"argument --router: got {url.rpartition('/')[0]!r}, expected http://host:port")
+    answer = asked(url, timeout_s, ANSWER_BYTES_MAX)
+    return Answer(answer.body, _clock_off_s(answer.headers.get("Date", "")))
+
+
+def _clock_off_s(date: str) -> float:
+    """How far ahead of ours the clock is that wrote a header; 0 where it cannot be told."""
+    try:
+        return email.utils.parsedate_to_datetime(date).timestamp() - time.time()
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+
+
+def _said(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "none"

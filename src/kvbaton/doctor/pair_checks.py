@@ -1,0 +1,200 @@
+"""A prefill and a decode configuration, offline: would they find each other, speak, and agree on what the KV is?
+
+Law: what is compared is what the engines compare (`protocol.compat`, `protocol.geometry`, the data planes' names); what
+cannot be known from here, such as weights on another host, is left to them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from kvbaton.doctor import key_checks, shape_checks
+from kvbaton.doctor.config_checks import Engine
+from kvbaton.doctor.finding import Finding, finding
+from kvbaton.engines.vllm.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.vllm_compat import config_digest, weights_digest
+from kvbaton.protocol.compat import difference
+from kvbaton.security.sealing import is_loopback
+from kvbaton.transports import catalogue
+
+CPU_BLOCK = "128"  # vLLM's own choice on CPU
+CONFIG_FIELDS_SHOWN = 3
+TEXT_CHARS_MAX = 300
+DTYPES = {"half": "float16", "float": "float32"}
+DEFAULTS = {"kv_cache_dtype": "auto", "quantization": "none", "tokenizer": "", "chat_template": ""}
+
+
+def examine(p: Engine, d: Engine, device: str = "cpu") -> list[Finding]:
+    """What is wrong between them. `device`: where vLLM's caches will lie."""
+    where = f"{p.where} and {d.where}"
+    if p.told is None or d.told is None:
+        return []
+    found = [*_people(p, d, where), *_planes(p, d, where, device), *_times(p, d, where)]
+    if (p.settings is None) is not (d.settings is None):
+        fix = "pair vLLM with vLLM, and kvbaton worker with kvbaton worker"
+        return [*found, finding("pair-differs", where, "engine: one is vLLM, the other is kvbaton's own", fix)]
+    return [*found, *_facts(p, d, where, device), *shape_checks.examine(p, d, where)]
+
+
+# --- finding each other
+
+
+def _people(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
+    ours, theirs = p.told, d.told
+    assert ours is not None and theirs is not None
+    if ours.name == theirs.name:
+        yield finding("pair-name", where, f"name: both are {ours.name}", "give each a name, and keys, of its own")
+    if ours.keys and theirs.keys:
+        names = (ours.name, theirs.name, ours.registry_name)
+        yield from key_checks.compare(ours.keys, theirs.keys, where, names)
+    modes = [mode for mode in ours.modes if mode in theirs.modes]
+    if not modes:
+        found = f"modes: P has {', '.join(ours.modes)}, D has {', '.join(theirs.modes)}"
+        yield finding("pair-modes", where, found, "give both the same modes, or leave modes out")
+    if is_loopback(ours.control_host) is not is_loopback(theirs.control_host):
+        found = f"control_host: P has {ours.control_host}, D has {theirs.control_host}"
+        yield finding("pair-unreachable", where, found, "set both to addresses that the other engine reaches")
+    yield from _registries(p, d, where)
+
+
+def _registries(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
+    ours, theirs = p.told, d.told
+    assert ours is not None and theirs is not None
+    for field in ("registry", "registry_name"):
+        here, there = getattr(ours, field), getattr(theirs, field)
+        if here.replace("localhost", "127.0.0.1") != there.replace("localhost", "127.0.0.1"):
+            found = f"{field}: P has {here or 'none'}, D has {there or 'none'}"
+            yield finding("pair-registry", where, found, f"give both the same {field}")
+    if isinstance(ours, ConnectorSettings) and isinstance(theirs, ConnectorSettings) and not ours.registry:
+        for one, other in ((p, d), (d, p)):
+            yield from _peer(one, other, where)
+
+
+def _peer(one: Engine, other: Engine, where: str) -> Iterator[Finding]:
+    """Without a registry each must list the other, where it listens."""
+    ours, theirs = one.settings, other.settings
+    if ours is None or theirs is None or not (ours.peers or theirs.peers):
+        return
+    if theirs.control_port == 0:
+        found = f"control_port: {theirs.name} takes any, so that nobody can list it under peers"
+        yield finding("pair-registry", where, found, f"give {theirs.name} a control_port, or both a registry")
+        return
+    wanted, listed = f"tcp://{theirs.control_host}:{theirs.control_port}", ours.peers.get(theirs.name)
+    if listed != wanted:
+        found = f"peers.{theirs.name}: {ours.name} has {listed or 'none'}, but {theirs.name} listens at {wanted}"
+        yield finding("pair-registry", where, found, f"set peers.{theirs.name} of {ours.name} to {wanted}")
+
+
+# --- moving bytes
+
+
+def _planes(p: Engine, d: Engine, where: str, device: str) -> Iterator[Finding]:
+    ours, theirs = p.told, d.told
+    assert ours is not None and theirs is not None
+    device = device if p.options is None else "cpu"
+    here, there = (_offers(each.transport, each.checksum, device) for each in (ours, theirs))
+    common = [name for name in here if name in there]
+    if not common:
+        found = f"transport: P offers {', '.join(here)}, D offers {', '.join(there)}"
+        yield finding("pair-transport", where, found, "give both the same transport and checksum")
+    elif _two_hosts(ours.control_host, theirs.control_host) and all(
+        catalogue.capabilities(n).same_host for n in common
+    ):
+        found = f"transport: in common are {', '.join(common)} only, which do not leave a host"
+        yield finding("pair-transport", where, found, "add tcp, or what your network has, to transport on both")
+
+
+def _offers(choice: str, checksum: catalogue.ChecksumChoice, device: str) -> Sequence[str]:
+    """By name; of `auto` what this machine would offer."""
+    if choice == catalogue.AUTO:
+        return catalogue.offered(choice, device, checksum)
+    plain = {name: catalogue.checksum_of(name, device, checksum) == "off" for name in catalogue.parse(choice)}
+    return [name if plain[name] else name + catalogue.SUMS for name in plain]
+
+
+def _two_hosts(one: str, other: str) -> bool:
+    return one != other and not is_loopback(one) and not is_loopback(other)
+
+
+def _times(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
+    """D may not wait longer than P holds; each against itself was looked at before."""
+    for field in ("transfer_timeout", "defer_timeout"):
+        value = getattr(d.told, field)
+        if p.max_hold_s < value <= d.max_hold_s:
+            found = f"D's {field} ({value:g} s) is above P's max_hold_s ({p.max_hold_s:g} s): P lets go first"
+            yield finding("time-contradiction", where, found, f"raise max_hold_s on P, or lower {field} on D")
+
+
+# --- what the KV is
+
+
+def _facts(p: Engine, d: Engine, where: str, device: str) -> Iterator[Finding]:
+    if p.options is not None and d.options is not None:
+        yield from _differing({"seed": str(p.options.seed)}, {"seed": str(d.options.seed)}, where)
+        return
+    yield from _model(p, d, where)
+    if p.launch.options is None or d.launch.options is None:
+        return
+    yield from _differing(_options(p), _options(d), where)
+    dtypes = [DTYPES.get(dtype, dtype) for dtype in (e.launch.option("dtype") or "auto" for e in (p, d))]
+    if "auto" not in dtypes:
+        yield from _differing({"dtype": dtypes[0]}, {"dtype": dtypes[1]}, where)
+    if not shape_checks.is_latent(p):
+        sizes = [each.launch.option("block_size") or (CPU_BLOCK if device == "cpu" else "") for each in (p, d)]
+        if all(sizes):  # on a GPU vLLM's own choice follows the attention backend
+            yield from _differing({"block_size": sizes[0]}, {"block_size": sizes[1]}, where)
+
+
+def _options(engine: Engine) -> dict[str, str]:
+    return {name: engine.launch.option(name) or default for name, default in DEFAULTS.items()}
+
+
+def _differing(ours: dict[str, str], theirs: dict[str, str], where: str) -> Iterator[Finding]:
+    """One finding for every field that differs, in the words of the handshake."""
+    for field, value in ours.items():
+        told = difference({field: value}, {field: theirs[field]})
+        if told is not None:
+            text = told.replace("ours is", "P has").replace("theirs is", "D has")
+            yield finding("pair-differs", where, text, f"give both the same {field}")
+
+
+def _model(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
+    """By the content of its files where both are here, as the engines do it; by name otherwise."""
+    assert p.settings is not None and d.settings is not None
+    if p.settings.model_id != d.settings.model_id:
+        yield from _differing({"model_id": p.settings.model_id}, {"model_id": d.settings.model_id}, where)
+        return
+    ours, theirs = (_real(each.launch.option("model")) for each in (p, d))
+    if ours == theirs or not (ours and theirs) or p.settings.model_id:
+        return
+    configs = [shape_checks.config_of(each) for each in (p, d)]
+    weights = [_weights(each) for each in (p, d)]
+    if not (all(configs) and all(weights)):
+        found = f"model: P has {p.launch.option('model')}, D has {d.launch.option('model')}"
+        yield finding("pair-model", where, found, "name the same model, or give both the same model_id")
+        return
+    yield from _differing({"weights": weights[0]}, {"weights": weights[1]}, where)
+    here, there = (config or {} for config in configs)
+    names = [name for name in {**here, **there} if _digest(name, here) != _digest(name, there)]
+    for name in names[:CONFIG_FIELDS_SHOWN]:
+        text = f"config.json {name}: P has {here.get(name)!r}, D has {there.get(name)!r}"
+        yield finding("pair-differs", where, text[:TEXT_CHARS_MAX], "serve the same model on both")
+
+
+def _digest(name: str, config: Mapping[str, Any]) -> str:
+    """Of one field, by the rule of the compatibility key: what differs between machines does not count."""
+    return config_digest(SimpleNamespace(to_dict=lambda: {name: config[name]} if name in config else {}))
+
+
+def _real(model: str) -> str:
+    return os.path.realpath(model) if model and os.path.exists(model) else model
+
+
+def _weights(engine: Engine) -> str:
+    try:
+        return weights_digest(engine.launch.option("model"), None)
+    except (ValueError, OSError):
+        return ""

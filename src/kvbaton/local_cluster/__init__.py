@@ -1,0 +1,1 @@
+"""Clusters on this machine: processes, keys, a router; for `up`, checks, benches and chaos."""

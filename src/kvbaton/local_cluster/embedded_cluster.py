@@ -1,0 +1,162 @@
+"""A cluster on this machine: keys, a router in this process, workers as processes of their own.
+
+Laws: every child is ended, however this ends, and the keys go with it. Nothing is restarted: a death is told, with the
+command that starts the worker again. What a worker runs is its plan's business: this module knows words and variables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from kvbaton.control import keyring
+from kvbaton.control.key_room import key_room
+from kvbaton.engines.embedded.worker_options import WorkerOptions, argv_of
+from kvbaton.local_cluster.router_front import Front, Sources, dumping, fronted
+from kvbaton.processes.child_process import KVBATON_ARGV, Child, Program, Say, end, ready, start
+from kvbaton.ranks.store_address import STORE_NAME
+from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.workers.directory import Worker
+
+STORE_ROLE = "store"
+"""Which does not register."""
+
+
+class Startable(Protocol):
+    """What a cluster is made from."""
+
+    @property
+    def settings(self) -> RouterSettings: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def start_s(self) -> float:
+        """Within which every worker must have registered."""
+
+    def names(self) -> list[str]:
+        """Whom to mint keys for: `NAME`, or `NAME:ROLE` of who may not play every part."""
+
+    def members(self, directory: str, registry: str) -> list[Program]:
+        """The workers, for keys in `directory` and a registry that listens."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Embedded engines. `worker` holds what all share; name, role, keys and registry are filled in."""
+
+    prefills: int
+    decodes: int
+    tp_prefill: int
+    tp_decode: int
+    worker: WorkerOptions
+    settings: RouterSettings
+    host: str = "127.0.0.1"
+    port: int = 0
+    start_s: float = 60.0
+    store_port: int = 0  # of a store to start beside them; 0: none
+
+    def names(self) -> list[str]:
+        found = places(self.prefills, self.decodes, self.tp_prefill, self.tp_decode)
+        names = [f"{place.name}:{place.role}" for place in found]
+        return [*names, STORE_NAME] if self.store_port else names
+
+    def members(self, directory: str, registry: str) -> list[Program]:
+        found = [store_member(directory, self.store_port)] if self.store_port else []
+        for place in places(self.prefills, self.decodes, self.tp_prefill, self.tp_decode):
+            flights = self.worker.flight_dir or str(Path(directory).parent / "flights")
+            changes = {**msgspec.structs.asdict(place), "keys": directory, "registry": registry, "flight_dir": flights}
+            words = ["worker", *argv_of(msgspec.structs.replace(self.worker, **changes))]
+            argv = [*KVBATON_ARGV, *words, "--stop-on-eof"]
+            command = shlex.join([*shown_command(), *words])
+            found.append(Program(place.name, place.role, argv, command, stop=signal.SIGHUP))
+        return found
+
+
+def store_member(directory: str, port: int) -> Program:
+    """A `kvbaton store` with the keys of a cluster."""
+    words = ["store", "--keys", directory, "--port", str(port)]
+    command = shlex.join([*shown_command(), *words])
+    return Program(STORE_NAME, STORE_ROLE, [*KVBATON_ARGV, *words, "--stop-on-eof"], command)
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A worker's name, what it does, and on how many ranks."""
+
+    name: str
+    role: str
+    tp: int
+
+
+def places(prefills: int, decodes: int, tp_prefill: int, tp_decode: int) -> list[Place]:
+    """p0, p1, …, d0, d1, …"""
+    both = (("prefill", prefills, tp_prefill), ("decode", decodes, tp_decode))
+    return [Place(f"{role[0]}{number}", role, tp) for role, count, tp in both for number in range(count)]
+
+
+@dataclass(slots=True)
+class Cluster:
+    """What runs. `deaths` are children that ended though nobody told them to."""
+
+    front: Front
+    directory: Path
+    children: list[Child] = field(default_factory=list)
+    deaths: asyncio.Queue[Child] = field(default_factory=asyncio.Queue)
+
+    def registered(self) -> Sequence[Worker]:
+        return self.front.directory.snapshot()
+
+
+@contextlib.asynccontextmanager
+async def running(plan: Startable, say: Say, stop: asyncio.Event) -> AsyncIterator[Cluster]:
+    """A cluster whose workers are all registered; gone, with all its processes and files, after the context."""
+    with key_room() as directory:
+        keyring.mint(directory / "keys", [*keyring.ALWAYS, *plan.names()])
+        sources = Sources(keyring=keyring.load(directory / "keys", "router"), registry_bind="tcp://127.0.0.1:0")
+        async with (
+            fronted(sources, plan.settings, host=plan.host, port=plan.port) as front,
+            dumping(front.app.gathering, "router", str(directory / "flights")),
+        ):
+            cluster = Cluster(front, directory)
+            try:
+                for member in plan.members(str(directory / "keys"), front.registry_endpoint):
+                    log = directory / f"{member.name}.log"
+                    cluster.children.append(await start(member, log, deaths=cluster.deaths))
+                await _all_registered(cluster, plan.start_s, say, stop)
+                yield cluster
+            finally:
+                await end(cluster.children)
+
+
+async def _all_registered(cluster: Cluster, start_s: float, say: Say, stop: asyncio.Event) -> None:
+    wanted = {child.name for child in cluster.children if child.program.role != STORE_ROLE}
+    here: set[str] = set()
+    say(f"starting {len(wanted)} workers: {' '.join(sorted(wanted))}")
+
+    async def missing() -> set[str]:
+        nonlocal here
+        now_here = {str(worker.name) for worker in cluster.registered()}
+        if now_here - here:
+            say(f"registered {len(now_here)} of {len(wanted)}: {' '.join(sorted(now_here))}")
+        here = now_here
+        return wanted - here
+
+    await ready(missing, cluster.children, start_s, say, stop=stop, verb="register", look_s=0.02)
+
+
+def shown_command() -> list[str]:
+    """This program as the operator called it, where that can be typed again."""
+    called = Path(sys.argv[0])
+    if called.name == "kvbaton" and called.exists():
+        return [sys.argv[0] if shutil.which("kvbaton") != str(called.resolve()) else "kvbaton"]
+    return list(KVBATON_ARGV)

@@ -1,0 +1,1 @@
+"""Device memory between two processes on one GPU, every way in one run."""

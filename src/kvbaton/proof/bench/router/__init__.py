@@ -1,0 +1,1 @@
+"""`kvbaton bench router`: the router beside vllm-router and a toy proxy."""

@@ -1,0 +1,1 @@
+"""`kvbaton bench serve`: what clients of a cluster see under load."""

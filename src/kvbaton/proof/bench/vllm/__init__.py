@@ -1,0 +1,1 @@
+"""`kvbaton bench vllm`: aggregated vLLM, kvbaton and NixlConnector under the same load."""
