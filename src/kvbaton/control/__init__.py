@@ -1,1 +1,1 @@
-
+"""The control plane: authenticated frames between nodes, keys, and discovery."""

@@ -1,0 +1,71 @@
+"""The tree as it is: modules, classes and their attributes, read from the source without importing any of it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "kvbaton"
+PROOF = "proof"
+
+
+@dataclass(frozen=True)
+class Class:
+    """One top-level class: `transports.core.jobs:Jobs`, and how many attributes an instance has."""
+
+    module: str
+    name: str
+    attributes: int
+
+    @property
+    def place(self) -> str:
+        return f"{self.module}:{self.name}"
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module below `kvbaton`, by its dotted name."""
+    paths = sorted(path for path in SOURCE.rglob("*.py") if path.stem != "__init__")
+    return {name_of(path): ast.parse(path.read_text()) for path in paths}
+
+
+@cache
+def classes() -> tuple[Class, ...]:
+    return tuple(
+        Class(module, node.name, len(set(_attributes(node))))
+        for module, tree in modules().items()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    )
+
+
+def packages() -> list[str]:
+    """Every folder with modules in it, as `transports/core`."""
+    found = {path.parent.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py")}
+    return sorted(found - {"."})
+
+
+def lines_of(module: str) -> int:
+    return (SOURCE / f"{module.replace('.', '/')}.py").read_text().count("\n")
+
+
+def _attributes(node: ast.ClassDef) -> Iterator[str]:
+    for each in node.body:
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and not _is_constant(each):
+            yield each.target.id
+    for each in ast.walk(node):
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+            if isinstance(each.value, ast.Name) and each.value.id == "self":
+                yield each.attr
+
+
+def _is_constant(each: ast.AnnAssign) -> bool:
+    return "ClassVar" in ast.dump(each.annotation)
