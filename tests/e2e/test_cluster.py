@@ -71,7 +71,7 @@ def test_killed_workers_cost_no_wrong_answer_and_leave_no_pin(tmp_path):
     with up(tmp_path, *flags, "--defer-timeout", "5") as cluster:
 
         async def under_load(victim: str, mode: str, survivors: set[str]) -> None:
-            prompts = some_prompts(256, f"{victim}{mode}")
+            prompts = some_prompts(128, f"{victim}{mode}")
             load = asyncio.create_task(ask_all(cluster.url, prompts, mode))
             busy = [name for name in ("p0", "p1", "d0", "d1") if name != victim]
 

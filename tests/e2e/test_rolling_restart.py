@@ -27,7 +27,7 @@ from tests.e2e.cluster import eventually, get_json, some_prompts, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-CLIENTS = 64
+CLIENTS = 16
 TOKENS = 24
 MODES = ("pull", "stream", "push")
 ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}

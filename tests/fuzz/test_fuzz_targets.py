@@ -84,7 +84,7 @@ def test_the_same_seed_gives_the_same_inputs_in_every_process(name: str) -> None
             capture_output=True,
             check=True,
             text=True,
-            timeout=60,
+            timeout=TIMEOUT_S / 2,
         ).stdout
         for number in ("1", "2")
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -38,8 +39,9 @@ def free_port() -> int:
     """Another one each time. Not from 15000 to 17000, where the library looks for its own."""
     while True:
         port = random.randrange(17_001, 32_000)
-        with socket.socket() as taken:
-            if taken.connect_ex(("127.0.0.1", port)) and port not in _given:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in _given:
                 _given.add(port)
                 return port
 

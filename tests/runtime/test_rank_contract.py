@@ -9,6 +9,7 @@ import pytest
 from kvbaton.proof.contracts.transport_case import offered
 from kvbaton.ranks import rank_endpoints
 from kvbaton.testing import Case, check_transport
+from kvbaton.transports.core import jobs
 
 from .rank_rig import LinkedHarness, LinkedProcessHarness
 
@@ -30,9 +31,12 @@ APART = [
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The contract asks for endpoints once; a busy machine may take longer than a node would wait."""
+def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The contract asks for endpoints once; a busy machine may take longer than a node would wait. What is not lent
+    is asked for again for less long, except where it comes."""
     monkeypatch.setattr(rank_endpoints, "ENDPOINT_WAIT_S", 20.0)
+    if request.node.callspec.params["case"].name != "what_is_lent_while_it_is_asked_for_is_had":
+        monkeypatch.setattr(jobs, "LENT_WAIT_S", 0.3)
 
 
 @pytest.mark.parametrize(("kind", "near", "case"), TOGETHER)

@@ -43,6 +43,17 @@ def tiny(vllm_python: str) -> Callable[[str], Path]:
     return of_kind
 
 
+@pytest.fixture(scope="session")
+def plain(vllm_python: str, tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """One aggregated engine without a connector, whose answers are right; wait for it."""
+    log = tmp_path_factory.mktemp("plain") / "plain.log"
+    engine = start_engine(vllm_python, tiny("llama"), free_port(), log=log)
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
 @pytest.fixture
 def engines(vllm_python: str, tmp_path: Path) -> Iterator[StartEngine]:
     """Start an engine: `engines(model, "p0", kv_transfer_config=…)`. Several start side by side; wait for each."""

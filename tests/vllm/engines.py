@@ -27,7 +27,8 @@ import msgspec
 from kvbaton.control import keyring
 from kvbaton.local_cluster import vllm_engine
 
-READY_S = 240.0
+READY_S = 480.0
+"""Only a hang takes so long: an engine that dies is noticed at once."""
 STOP_S = 20.0
 ASK_S = 120.0
 TAIL_LINES = 40

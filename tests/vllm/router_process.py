@@ -59,9 +59,11 @@ def nixl_router(
     return _router("", "--kv-connector", "nixl", *workers, "--policy", policy, *more)
 
 
-def moriio_router(*more: str, policy: str = "round_robin") -> AbstractAsyncContextManager[RouterProcess]:
+def moriio_router(
+    *more: str, policy: str = "round_robin", address: str = ""
+) -> AbstractAsyncContextManager[RouterProcess]:
     """Discovery mode: workers announce themselves to `discovery`; the first decides READ or WRITE for good."""
-    address = f"127.0.0.1:{free_port()}"
+    address = address or f"127.0.0.1:{free_port()}"
     words = ("--kv-connector", "moriio", "--vllm-discovery-address", address, "--policy", policy, *more)
     return _router(f"tcp://{address}", *words)
 

@@ -5,6 +5,7 @@ The three modes share one pair of engines, since a request says how its KV goes 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import threading
@@ -22,10 +23,23 @@ from kvbaton.observe.metrics import metric_names
 from kvbaton.protocol.wire.ticket import seal, unseal
 from tests.journeys import inspect_whole
 from tests.vllm.cache_memory import overwrite_cache
-from tests.vllm.duo import MODES, TOKENS, Duo, ends, forty_prompts, prompt_of, reference_of, running_duo, same
-from tests.vllm.engines import Answer, EngineError, free_port, post, start_engine, until
+from tests.vllm.duo import (
+    MODES,
+    TOKENS,
+    Duo,
+    answers_behind,
+    ends,
+    forty_prompts,
+    prompt_of,
+    reference_of,
+    running_duo,
+    same,
+)
+from tests.vllm.engines import Answer, Engine, EngineError, free_port, post, until
+from tests.vllm.router_process import moriio_router, nixl_router
+from tests.vllm.toy_proxy import toy_proxy
 
-pytestmark = pytest.mark.timeout(700)
+pytestmark = pytest.mark.timeout(1200)
 
 Oracle = Callable[[list[int]], Answer]
 EXTRA_PROMPTS = 60
@@ -34,27 +48,33 @@ QUIET = (metric_names.LEASES_REFUSED, metric_names.OFFERS_REFUSED)
 
 
 @pytest.fixture(scope="module")
+def discovery() -> str:
+    """Where P and D announce themselves as MoRI-IO's workers do, besides registering; mostly nothing listens there."""
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="module")
 def setup(
-    vllm_python: str, tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    vllm_python: str,
+    tiny: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    plain: Engine,
+    discovery: str,
 ) -> Iterator[tuple[Duo, Oracle]]:
-    """P, D and, for as long as it takes to learn all answers, one aggregated engine beside them."""
-    directory, model = tmp_path_factory.mktemp("duo"), tiny("llama")
-    alone = start_engine(vllm_python, model, free_port(), log=directory / "alone.log")
+    """P, D and what one aggregated engine answers."""
     answers: dict[tuple[int, ...], Answer] = {}
     prompts = [prompt for mode in MODES for prompt in forty_prompts(mode)]
     prompts += [prompt_of(length, "extra") for length in range(300, 300 + EXTRA_PROMPTS)]
 
     def learn() -> None:
-        alone.wait_ready()
-        for prompt, answer in zip(prompts, reference_of(alone, prompts), strict=True):
+        plain.wait_ready()
+        for prompt, answer in zip(prompts, reference_of(plain, prompts), strict=True):
             answers[tuple(prompt)] = answer
-        alone.stop()
 
-    try:
-        with running_duo(vllm_python, model, directory, before_waiting=learn) as duo:
-            yield duo, lambda prompt: answers[tuple(prompt)]
-    finally:
-        alone.stop()
+    extra = {"moriio": {"router": discovery, "transfer_mode": "READ"}}
+    directory = tmp_path_factory.mktemp("duo")
+    with running_duo(vllm_python, tiny("llama"), directory, p_extra=extra, d_extra=extra, before_waiting=learn) as duo:
+        yield duo, lambda prompt: answers[tuple(prompt)]
 
 
 @pytest.fixture
@@ -279,6 +299,19 @@ def test_clients_that_leave_leave_nothing_behind(duo: Duo, oracle: Oracle) -> No
         list(pool.map(leave, range(64)))
     duo.come_to_rest(90)
     assert same(duo.ask(extra(30), "pull"), oracle(extra(30)))
+
+
+def test_pull_behind_a_toy_proxy_and_the_real_router_by_urls_and_by_discovery(duo: Duo, discovery: str) -> None:
+    async def behind_each() -> None:
+        async with toy_proxy(duo.p.url, duo.d.url) as proxy:
+            await asyncio.to_thread(answers_behind, proxy.url, duo, "toy proxy")
+        async with nixl_router([duo.p.url], [duo.d.url]) as router:
+            await asyncio.to_thread(answers_behind, router.url, duo, "vllm-router, URLs")
+        async with moriio_router(address=discovery) as router:
+            await router.until_paired()
+            await asyncio.to_thread(answers_behind, router.url, duo, "vllm-router, MoRI-IO READ")
+
+    asyncio.run(behind_each())
 
 
 def test_streams_that_are_cut_mid_answer_free_both_sides(duo: Duo) -> None:

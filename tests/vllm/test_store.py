@@ -12,7 +12,7 @@ from tests.vllm.duo import BLOCK, TOKENS, prompt_of, same
 from tests.vllm.engines import Engine, connector_config, free_port, make_cluster_keys
 from tests.vllm.stores import LENGTHS, SEED, StoreProcess, come_to_rest, share
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture
@@ -28,10 +28,9 @@ def store(keys: Path) -> Iterator[StoreProcess]:
 
 
 def test_what_one_engine_put_another_loads(
-    engines: StartEngine, tiny: Callable[[str], Path], keys: Path, store: StoreProcess
+    engines: StartEngine, tiny: Callable[[str], Path], keys: Path, store: StoreProcess, plain: Engine
 ) -> None:
     writer, reader = (start(engines, tiny("llama"), name, keys, store.url) for name in ("e0", "e1"))
-    plain = engines(tiny("llama"), "plain")
     for engine in (writer, reader, plain):
         engine.wait_ready()
 
