@@ -220,8 +220,8 @@ def test_real_workers_believe_no_liar_and_answer_as_before(tmp_path: Path) -> No
     ]
     p, d = workers
     members = {
-        "p0": Member("prefill", p.control.endpoint, "127.0.0.1:1"),
-        "d0": Member("decode", d.control.endpoint, "127.0.0.1:1"),
+        "p0": Member("prefill", p.node.control.endpoint, "127.0.0.1:1"),
+        "d0": Member("decode", d.node.control.endpoint, "127.0.0.1:1"),
     }
     told = ("write-all@d0", "read-all@p0", "forged-tickets@p0", "others-leases@d0")
     words = [sys.executable, "-m", "kvbaton.proof.chaos.liars.liar_main"]
@@ -231,7 +231,7 @@ def test_real_workers_believe_no_liar_and_answer_as_before(tmp_path: Path) -> No
         for worker in workers:
             worker.start()
         try:
-            d.control.set_directory({WorkerId("p0"): (p.control.endpoint, "")})
+            d.node.know({WorkerId("p0"): (p.node.control.endpoint, "")})
             both = Pair(p, d, keyring.load(directory, "p0").ticket_keys[0])
             lying = asyncio.create_task(asyncio.to_thread(subprocess.run, words, capture_output=True, timeout=60))
             numbers = itertools.count()
@@ -248,7 +248,7 @@ def test_real_workers_believe_no_liar_and_answer_as_before(tmp_path: Path) -> No
                 await asyncio.to_thread(worker.stop)
 
     tally = lies.decode(asyncio.run(story()))
-    assert p.loop.faults == d.loop.faults == 0
+    assert p.node.loop.faults == d.node.loop.faults == 0
     assert set(tally.counts) == {text.partition("@")[0] for text in told}
     assert all(count.told and isinstance(count, Count) for count in tally.counts.values())
     assert tally.problems() == []

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from docs_examples import example
 
-from kvbaton.proof.contracts.engine_contract import check_engine
-from kvbaton.proof.contracts.engine_harness import EngineRig
+from kvbaton.testing import EngineRig, check_engine
 
 Toy: Any = example("write-an-engine-adapter.md", "docs_engine_to_break", 1)
 CASES = {str(case): case for case in check_engine.cases}

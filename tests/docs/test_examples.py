@@ -8,10 +8,8 @@ from types import ModuleType
 import pytest
 from docs_examples import example
 
-from kvbaton.proof.contracts.engine_contract import EngineCase, check_engine
-from kvbaton.proof.contracts.engine_harness import EngineRig
 from kvbaton.proof.contracts.transport_case import offered
-from kvbaton.testing import Case, InProcessHarness, check_transport
+from kvbaton.testing import Case, EngineCase, EngineRig, InProcessHarness, check_engine, check_transport
 
 
 @pytest.fixture(scope="module")
@@ -64,5 +62,9 @@ def test_the_engine_adapter_of_the_page_keeps_the_contract(case: EngineCase, eng
     case(EngineRig(engine.ToyEngine))
 
 
-def test_the_page_shows_how_the_engines_contract_is_run_and_that_is_so() -> None:
-    example("write-an-engine-adapter.md", "docs_engine_whole")
+def test_the_page_shows_how_an_engine_is_checked_and_put_into_a_cluster_and_that_is_so() -> None:
+    module = example("write-an-engine-adapter.md", "docs_engine_whole")
+    alone = EngineRig(module.ToyEngine).alone(range(1, 20))
+    assert (module.answer, module.delivered) == (alone, 1)
+    held = ("pinned_blocks", "busy")
+    assert not any(getattr(each.engine.doorway, name) for each in (module.p, module.d) for name in held)

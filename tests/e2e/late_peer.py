@@ -26,16 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.control import keyring as keys
-from kvbaton.control.zmq import ZmqControl
-from kvbaton.node.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport, MatchState
-from kvbaton.node.epochs import EpochTable
-from kvbaton.node.node import Node
-from kvbaton.node.node_loop import NodeLoop
+from kvbaton.node.cluster_node import ClusterNode, ClusterSettings, EngineFacts, make_doorway, new_life
+from kvbaton.node.doorway import DropBlocks, LoadReport, MatchState
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Rank, Share, places, planes
-from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId, rank_peer
-from kvbaton.protocol.machines.context import Identity
-from kvbaton.protocol.machines.ledger import Ledger
+from kvbaton.protocol.ids import RequestId, WorkerId, rank_peer
 from kvbaton.protocol.settings import Settings
 from kvbaton.transports.catalogue import PlaneSettings, make
 from kvbaton.transports.core.shared_memory import allocate
@@ -71,42 +66,28 @@ def _layout() -> EngineLayout:
     return EngineLayout((group,), (Rank(0, 0, 0, (LAYERS * stride,), (share,)),))
 
 
-class Address(msgspec.Struct, frozen=True):
-    endpoint: str
-    public_key: str
-
-
 class Side:
     """One node with memory and a door, and nobody who computes."""
 
     def __init__(self, name: str, directory: str, plane: str) -> None:
         keyring = keys.load(directory, name)
-        peer = PeerId(WorkerId(name), Incarnation(secrets.randbits(63)))
+        facts = EngineFacts(me=new_life(name), role="both", blocks=BLOCKS, layout=_layout(), compat={"model": "none"})
         self.region = allocate(LAYERS * BLOCKS * PAGE_BYTES)
         self.news = threading.Event()
-        config = DoorwayConfig(
-            me=peer, ranks=1, groups=1, ticket_keys=keyring.ticket_keys, ticket_ttl_s=600.0,
-            mint=lambda: TransferId(secrets.token_hex(16)), wall=time.time,
-        )  # fmt: skip
-        self.door = Doorway(config, EpochTable(BLOCKS))
+        self.door = make_doorway(facts, keyring, ticket_ttl_s=600.0)
         self.door.wake_engine = self.news.set
-        transport = make(plane, rank_peer(peer, 0), PlaneSettings(), [self.region.view])
-        self.control = ZmqControl(keyring)
-        self.address = Address(self.control.endpoint, keyring.public)
-        identity = Identity(
-            peer, "here", {"model": "none"}, _layout(), (transport.capabilities,), keyring.ticket_keys,
-            time.time() - time.monotonic(),
-        )  # fmt: skip
-        self.ledger = Ledger(identity, SETTINGS, self.door.epochs.all_of)
-        self.loop = NodeLoop(Node(self.ledger, self.control, [{plane: transport}], self.door), self.control)
-        self.loop.start()
+        transport = make(plane, rank_peer(facts.me, 0), PlaneSettings(), [self.region.view])
+        settings = ClusterSettings(protocol=SETTINGS, records=False)
+        self.node = ClusterNode(facts, keyring, [{plane: transport}], self.door, settings)
+        self.node.start()
 
     @property
     def pages(self) -> Pages:
         return np.frombuffer(self.region.view, np.uint8).reshape(LAYERS, BLOCKS, PAGE_BYTES)
 
     def close(self) -> None:
-        assert self.loop.stop(END_S), "the node did not end"
+        self.node.stop(END_S)
+        assert not self.node.loop.is_alive, "the node did not end"
         self.region.close()
 
 
@@ -130,7 +111,7 @@ Call = Grant | Pinned
 def serve(directory: str, plane: str) -> None:
     side = Side("p", directory, plane)
     side.pages[:] = contents(range(BLOCKS))
-    _say(side.address)
+    _say(side.node.address)
     for line in sys.stdin:
         side.door.duties()
         call = msgspec.json.decode(line, type=Call)
@@ -159,7 +140,7 @@ class Source:
                 env={**os.environ, "PYTHONPATH": path},
             )  # fmt: skip
         self._read = b""
-        self.address = msgspec.convert(self._answer(), Address)
+        self.address = msgspec.convert(self._answer(), tuple[str, str])
 
     def grant(self, digest: bytes, blocks: Sequence[int]) -> str:
         return str(self._call(Grant(digest, list(blocks))))
@@ -207,9 +188,9 @@ class Source:
 class Reader:
     """What an engine keeps of its loads: who was reported, and which blocks it does not get back yet."""
 
-    def __init__(self, directory: str, plane: str, source: Address) -> None:
+    def __init__(self, directory: str, plane: str, source: tuple[str, str]) -> None:
         self.side = Side("d", directory, plane)
-        self.side.control.set_directory({WorkerId("p"): (source.endpoint, source.public_key)})
+        self.side.node.know({WorkerId("p"): source})
         self.pages = self.side.pages
         self.reports: dict[RequestId, list[End]] = {}
         self.held: dict[RequestId, tuple[int, ...]] = {}
@@ -217,7 +198,7 @@ class Reader:
     @property
     def quarantined(self) -> int:
         """The gauge that an operator sees."""
-        return self.side.ledger.consumer.quarantined_blocks
+        return self.side.node.ledger.consumer.quarantined_blocks
 
     @property
     def free(self) -> list[int]:

@@ -76,12 +76,12 @@ class Pair:
 
     async def lose_sight(self, *, both: bool = True) -> None:
         """D no longer sees P, nor P D, and each knows it: what is asked from now on comes after that."""
-        told = [(self.d, self.p.peer), *([(self.p, self.d.peer)] if both else [])]
+        told = [(self.d, self.p.node.peer), *([(self.p, self.d.node.peer)] if both else [])]
         for worker, peer in told:
-            worker.loop.tell(Departed(peer.worker, peer.incarnation))
+            worker.node.loop.tell(Departed(peer.worker, peer.incarnation))
         for worker, _ in told:
             for _turn in range(2):  # a call may be answered in the turn before
-                await asyncio.wrap_future(worker.loop.call(lambda: None))
+                await asyncio.wrap_future(worker.node.loop.call(lambda: None))
 
 
 def idle(worker: Worker) -> bool:
@@ -109,9 +109,7 @@ async def pair(
     try:
         for worker in workers:
             worker.start()
-            worker.control.set_directory(
-                {w.peer.worker: (w.control.endpoint, r.public) for w, r in zip(workers, rings, strict=True)}
-            )
+            worker.node.know({each.node.peer.worker: each.node.address for each in workers})
         yield Pair(*workers, rings[0].ticket_keys[0])
     finally:
         for worker in workers:

@@ -89,7 +89,7 @@ class House:
         worker = self.workers.pop(name)
         await asyncio.to_thread(worker.stop)
         assert worker.store is not None
-        assert worker.doorway.put_blocks == worker.store.shelf.pins == worker.store.storing.held_blocks == 0
+        assert worker.node.doorway.put_blocks == worker.store.shelf.pins == worker.store.storing.held_blocks == 0
 
 
 def key_directory(tmp_path: Path) -> Path:
@@ -108,12 +108,10 @@ async def house(directory: Path, store: str, *names: str, **options: object) -> 
     try:
         for name, ring in rings.items():
             found.workers[name] = Worker(WorkerOptions(**{**base, "name": name}), ring)
-        entries = {
-            each.peer.worker: (each.control.endpoint, rings[name].public) for name, each in found.workers.items()
-        }
+        entries = {each.node.peer.worker: each.node.address for each in found.workers.values()}
         for worker in found.workers.values():
             worker.start()
-            worker.control.set_directory(entries)
+            worker.node.know(entries)
         yield found
     finally:
         for name in list(found.workers):

@@ -114,7 +114,7 @@ def _damage_one_page(two: Pair, layer: int, which: str) -> None:
         events = drain()
         for event in events:
             if isinstance(event, CopyEnded):
-                held = next(iter(two.d.doorway._holds.values()))
+                held = next(iter(two.d.node.doorway._holds.values()))
                 block = {"first": held[0], "middle": held[len(held) // 2], "last": held[-2]}[which]
                 at = geometry.offset(layer, block)
                 memory[at : at + geometry.page_bytes] = bytes(geometry.page_bytes)

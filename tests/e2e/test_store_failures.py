@@ -118,7 +118,7 @@ def test_a_shutdown_while_putting(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             return
         await one.until(lambda: faulty.inside == 1)
         assert one["p0"].store is not None
-        assert one["p0"].doorway.put_blocks == len(PROMPT) // 16
+        assert one["p0"].node.doorway.put_blocks == len(PROMPT) // 16
         await one.stop("p0")
 
     run(tmp_path, monkeypatch, MemoryBackend(1 << 24), test)

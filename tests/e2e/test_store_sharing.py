@@ -164,7 +164,7 @@ async def _second_source(
     ring = keyring.load(directory, "d0")
     async with house(directory, store, "d0", policy=policy, claim_timeout=1.0) as one:
         d: Worker = one["d0"]
-        d.control.set_directory({listed.registration.worker: (listed.registration.control_endpoint, ring.peers["p0"])})
+        d.node.know({listed.registration.worker: (listed.registration.control_endpoint, ring.peers["p0"])})
         await one.answer("d0", "D is known to the store, and lends its memory, once it has asked", 1)
         async with aiohttp.ClientSession() as session:
             params = await prefilled(session, url, PROMPTS[0])

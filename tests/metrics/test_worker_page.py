@@ -38,7 +38,7 @@ async def asked(directory: Path) -> tuple[Mapping[str, Any], str]:
     worker.start()
     try:
         stats = {**worker.door.stats(), "http_malformed_total": 0}  # which its HTTP server adds
-        return stats, render_worker(stats, worker.watch.handoffs, True)
+        return stats, render_worker(stats, worker.node.watch.handoffs, True)
     finally:
         await asyncio.to_thread(worker.stop)
 

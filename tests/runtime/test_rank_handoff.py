@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton.engines.embedded.embedded_worker import Worker, reference_answers
+from kvbaton.protocol.ids import PeerId
 from kvbaton.ranks import rank_link
 from kvbaton.ranks.rank_host import RankHost
 from kvbaton.ranks.rank_link import RankLinks
@@ -28,8 +29,8 @@ def _linked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     opened: list[RankHost | RankLinks] = []
     direct = Worker._make_transports
 
-    def linked(self: Worker, rank: int, region: Region) -> dict[str, Transport]:
-        host = RankHost(0, direct(self, rank, region))
+    def linked(self: Worker, me: PeerId, region: Region) -> dict[str, Transport]:
+        host = RankHost(0, direct(self, me, region))
         links = RankLinks([host.invitation])
         opened.extend((links, host))
         host.start()

@@ -81,13 +81,13 @@ def test_an_honest_peers_handoffs_complete_beside_a_flood(tmp_path: Path) -> Non
         for worker in workers:
             worker.start()
         try:
-            d.control.set_directory({WorkerId("p0"): (p.control.endpoint, "")})
+            d.node.know({WorkerId("p0"): (p.node.control.endpoint, "")})
             both = Pair(p, d, keyring.load(directory, "p0").ticket_keys[0])
             calm = [await _timed(both, prompts[i], right[i], i) for i in range(HANDOFFS)]
-            p.control._plane.quota = Buckets(FRAMES_PER_S, FRAMES_PER_S)
-            with flooding(directory, p.control.endpoint):
+            p.node.control._plane.quota = Buckets(FRAMES_PER_S, FRAMES_PER_S)
+            with flooding(directory, p.node.control.endpoint):
                 deadline = time.monotonic() + 30.0
-                while not p.control.counters["over_quota"]:
+                while not p.node.control.counters["over_quota"]:
                     assert time.monotonic() < deadline, "the flood did not reach the quota"
                     await asyncio.sleep(0.02)
                 flooded = [await _timed(both, prompts[i], right[i], i) for i in range(HANDOFFS, 2 * HANDOFFS)]
@@ -101,9 +101,9 @@ def test_an_honest_peers_handoffs_complete_beside_a_flood(tmp_path: Path) -> Non
     calm, flooded = asyncio.run(story())
     print(
         f"median {statistics.median(calm) * 1e3:.0f} ms calm, {statistics.median(flooded) * 1e3:.0f} ms flooded,"
-        f" {p.control.counters['over_quota']} dropped"
+        f" {p.node.control.counters['over_quota']} dropped"
     )
-    assert p.loop.faults == d.loop.faults == 0
+    assert p.node.loop.faults == d.node.loop.faults == 0
     assert statistics.median(flooded) <= SLOWER_MAX * statistics.median(calm) + SLACK_S, (calm, flooded)
 
 

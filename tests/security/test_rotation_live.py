@@ -117,13 +117,15 @@ class Town:
 
     async def loaded_again(self, change: Callable[[], object]) -> None:
         """Make a change in the key directory, and wait until every worker has it in force, and the router signs so."""
-        before = {name: worker.control.counters["keys_changed"] for name, worker in self.workers.items()}
+        before = {name: worker.node.control.counters["keys_changed"] for name, worker in self.workers.items()}
         change()
         await self.until(
-            lambda: all(self.workers[name].control.counters["keys_changed"] > count for name, count in before.items())
+            lambda: all(
+                self.workers[name].node.control.counters["keys_changed"] > count for name, count in before.items()
+            )
         )
         sign = keys.load(self.keys, "router").ticket_keys
-        await self.until(lambda: all(each.doorway.config.ticket_keys == sign for each in self.workers.values()))
+        await self.until(lambda: all(each.node.doorway.config.ticket_keys == sign for each in self.workers.values()))
         minter = self.front.app._minter
         await self.until(lambda: minter is not None and minter.key == sign[0])
         await self.more_served()
@@ -190,7 +192,7 @@ async def _tickets(made: Town, where: str) -> None:
     await made.loaded_again(lambda: key_rotation.finish_tickets(where, live_s=0.0))
     new = keys.load(where, "p0").ticket_keys
     assert len(new) == 1 and new != old
-    assert all(worker.doorway.config.ticket_keys == new for worker in made.workers.values())
+    assert all(worker.node.doorway.config.ticket_keys == new for worker in made.workers.values())
 
 
 async def _router(made: Town, where: str) -> None:
@@ -201,10 +203,10 @@ async def _router(made: Town, where: str) -> None:
 
 async def _worker(made: Town, where: str, name: str) -> None:
     await made.loaded_again(lambda: key_rotation.rotate(where, name))
-    before = made.workers[name].control
+    before = made.workers[name].node.control
     await made.stop(name)
     await made.start(name)
-    assert made.workers[name].control is not before
+    assert made.workers[name].node.control is not before
     await made.loaded_again(lambda: key_rotation.finish(where, name))
 
 

@@ -128,6 +128,8 @@ class Doorway:
             return ()
         real = _real(blocks)
         pins.extend(real)
+        # Read here, on the thread that alone raises epochs: between this and the engine's touch no block can be
+        # reused, so the epochs are those of the content that is leased. A commit is judged by whether they still hold.
         epochs = tuple(tuple(self.epochs.all_of(group)) for group in blocks)
         self._post(ev.LeaseExtended(lease, blocks, epochs))
         return real
@@ -189,6 +191,8 @@ class Doorway:
     ) -> None:
         """A request came whose prompt KV a ticket promises."""
         handoff = HandoffId("")
+        # What is wrong with a ticket is found out here and not by P: a forged one would make this node dial whom a
+        # client names, and KV of another prompt must not even be asked for. P judges all of it again.
         try:
             if request in self._holds:
                 raise ProtocolError(Reason.DUPLICATE, "request: its blocks of an earlier handoff are not at rest")
@@ -201,7 +205,7 @@ class Doorway:
         except ProtocolError as error:
             self._wants[request] = Match(MatchState.FAILED, fx.End(error.reason, error.detail), asked=False)
             self._post(ev.TurnedAway(request, error.reason, error.detail, trace, handoff))
-            self.disown(ticket, error.reason)
+            self.disown(ticket, error.reason)  # if P signed it, its blocks need not stay pinned for a whole lease
             return
         deferred = opened.lease == 0
         self._wants[request] = Match(MatchState.NOT_YET, computed=not deferred)
@@ -228,6 +232,8 @@ class Doorway:
         """How the claim stands. Without side effects until FAILED, which is said once."""
         found = self._wants.get(request, Match(MatchState.UNKNOWN))
         if found.state is MatchState.FAILED:
+            # Schedulers ask about a waiting request as often as they like. Were the failure told twice, the policy for
+            # it would be applied twice; forgotten without a word, the ledger would keep the handoff until a deadline.
             del self._wants[request]
             if found.asked:
                 self._post(ev.NotNeeded(request))
@@ -240,6 +246,8 @@ class Doorway:
 
     def allocated(self, request: RequestId, blocks: Groups, first_token: int) -> tuple[int, ...]:
         """The engine has blocks for the load. Returns what it must touch now, on top of its own references."""
+        # The hold is ours, and outlives the request: bytes of a load that was given up may still land, and until they
+        # cannot, the blocks must be no other request's. `DropHold` gives it back, after the report, whatever happens.
         self._wants.pop(request, None)
         held = _real(blocks)
         self._holds[request] = held
@@ -273,12 +281,13 @@ class Doorway:
                 case fx.UnpinPut(put):
                     found += self._unpinned(("put", put))
                 case fx.MatchFound(request):
-                    if request in self._wants:
+                    if request in self._wants:  # else the engine gave it up while this was on its way
                         self._wants[request] = Match(MatchState.FOUND)
                 case fx.MatchFailed(request, end):
                     if request in self._wants:
                         self._wants[request] = Match(MatchState.FAILED, end)
                 case fx.Report(request, end):
+                    # one per rank: engines count the workers that have finished a load, and wait for as many
                     self.taken.append((request, self.config.wall()))
                     found += [LoadReport(request, rank, end) for rank in range(self.config.ranks)]
                 case fx.DropHold(request):

@@ -54,6 +54,31 @@ def log_fault(what: str, count: int, error: Exception) -> None:
         log.error("[port-failed] a port failed (%s, %d so far)", what, count, exc_info=error)
 
 
+class _Faults:
+    """What ports threw: counted, reported, and what is owed since, to be asked for again after `AGAIN_S`."""
+
+    __slots__ = ("_report_fault", "counts", "due", "owed")
+
+    def __init__(self, report: Callable[[str, int, Exception], None]) -> None:
+        self.counts: Counter[str] = Counter()
+        self.owed: list[fx.Effect] = []  # at most one for each copy, put and fence under way, and `PARTINGS_MAX`
+        self.due: float | None = None
+        self._report_fault = report
+
+    def note(self, what: str, error: Exception, now: float) -> None:
+        self.counts[what] += 1
+        if self.due is None:  # also where nothing is owed: news that could not be had must be looked for again
+            self.due = now + AGAIN_S
+        self._report_fault(what, self.counts[what], error)
+
+    def take_due(self, now: float) -> list[fx.Effect]:
+        if self.due is None or now < self.due:
+            return []
+        self.due = None
+        owed, self.owed = self.owed, []
+        return owed
+
+
 @dataclass(slots=True)
 class _Held:
     """A data connection with a peer: who needs it, and how many ranks that peer has ever said to have.
@@ -86,22 +111,27 @@ class Node:
         self.store = store
         self.extra = extra  # what ranks tell besides their transports' events, such as progress; asked at each step
         self.recorder = recorder  # told what becomes of each handoff
-        self.faults: Counter[str] = Counter()
         self._backlog: dict[tuple[int, str], deque[fx.Copy]] = {}
         self._next_events: deque[Event] = deque()
         self._given_up = 0
         self._stepped_at = 0.0
-        self._again: list[fx.Effect] = []  # at most one for each copy, put and fence under way, and `PARTINGS_MAX`
-        self._again_at: float | None = None
         self.say: Callable[..., None] = log.warning  # what an operator should know
         self._held: dict[tuple[PeerId, str], _Held] = {}
-        self._report_fault = report_fault or log_fault
+        self._faults = _Faults(report_fault or log_fault)
         self._lay_out()
+
+    @property
+    def faults(self) -> Counter[str]:
+        """What ports threw, by what they were asked for."""
+        return self._faults.counts
 
     def step(self, now: float) -> None:
         """Take in all that has happened, decide, and do what follows."""
         self._stepped_at = now
         self._ask_again(now)
+        # Frames are taken first and handled last. One may follow from what the engine did just before it was sent, as a
+        # claim follows from a ticket. What caused a frame is then surely among what is taken after it; the other way
+        # round the claim could be refused for a lease that is not known yet.
         frames: Sequence[tuple[WorkerId, bytes]] = ()
         try:
             frames = self.control.receive()
@@ -114,10 +144,11 @@ class Node:
         for worker, frame in frames:
             self.ledger.on_frame(worker, frame, now)
             self._carry_out()
+        # Deadlines come after inputs: what arrived in time is not late because this thread was.
         self.ledger.on_time(now)
         self._carry_out()
         self._submit_backlog()
-        self._handle_events(now)
+        self._handle_events(now)  # what effects brought about themselves, such as a copy that could not be started
         self._record(now)
 
     def set_wall(self, wall: float, now: float) -> None:
@@ -127,7 +158,7 @@ class Node:
     def next_deadline(self) -> float | None:
         """When something is due, by the time of the last step at the latest."""
         look = self.recorder.next_look(self._stepped_at) if self.recorder is not None else None
-        times = [at for at in (self.ledger.next_deadline(), look, self._again_at) if at is not None]
+        times = [at for at in (self.ledger.next_deadline(), look, self._faults.due) if at is not None]
         return min(times, default=None)
 
     def tell(self, event: Event) -> None:
@@ -198,14 +229,11 @@ class Node:
         except Exception as error:  # noqa: BLE001 - an adapter may throw anything
             self._fault(type(effect).__name__, error)
             if isinstance(effect, _AWAITED):
-                self._again.append(effect)
+                self._faults.owed.append(effect)
 
     def _ask_again(self, now: float) -> None:
-        if self._again_at is not None and now >= self._again_at:
-            self._again_at = None
-            effects, self._again = self._again, []
-            for effect in effects:
-                self._do_guarded(effect)
+        for effect in self._faults.take_due(now):
+            self._do_guarded(effect)
 
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
@@ -216,10 +244,7 @@ class Node:
             self._fault(what, error)
 
     def _fault(self, what: str, error: Exception) -> None:
-        self.faults[what] += 1
-        if self._again_at is None:
-            self._again_at = self._stepped_at + AGAIN_S
-        self._report_fault(what, self.faults[what], error)
+        self._faults.note(what, error, self._stepped_at)
 
     def _do(self, effect: fx.Effect) -> None:
         if isinstance(effect, _ENGINE_EFFECTS):
@@ -266,19 +291,21 @@ class Node:
     def _send(self, effect: fx.Send) -> None:
         message = effect.message
         if effect.invitation is not None and isinstance(message, Welcome | Joined):
+            # The ledger decides that a peer is invited; only here are there transports that can mint it an endpoint. An
+            # answer that is not sent is not lost: the peer greets again.
             invitation = effect.invitation
             if not self._fenced(invitation):
-                return  # asked again with the next greeting
+                return
             try:
                 message = msgspec.structs.replace(message, endpoints=self._endpoints(invitation))
-            except TimeoutError:  # a rank that is slow: asked again with the next greeting
+            except TimeoutError:  # a rank that is slow, which says nothing about its transport
                 raise
             except Exception as error:
                 detail = str(error)[:DETAIL_CHARS_MAX]
                 self._next_events.append(PlaneFailed(invitation.peer, invitation.holder, detail))
                 raise
         frame = encode(self.ledger.desk.identity.me, effect.to, effect.session, message, effect.version)
-        if not self.control.send(effect.worker, frame):
+        if not self.control.send(effect.worker, frame):  # no address: waiting for a deadline would only lose time
             self._next_events.append(Departed(effect.worker, reason=Reason.PEER_UNKNOWN))
 
     def _endpoints(self, invitation: fx.Invitation) -> tuple[bytes, ...]:
@@ -297,16 +324,16 @@ class Node:
     def _fenced(self, invitation: fx.Invitation) -> bool:
         """Whether no fence is owed: one that threw and came later would shut out the endpoint that is minted now."""
         invited = {rank_peer(invitation.peer, remote) for remote in range(invitation.ranks)}
-        owed = [effect for effect in self._again if isinstance(effect, fx.StartFence) and effect.peer in invited]
-        for effect in owed:
-            if effect.transport == invitation.transport:
-                self._again.remove(effect)
-                self._do_guarded(effect)
-        return not any(effect in self._again for effect in owed)
+        fences = [each for each in self._faults.owed if isinstance(each, fx.StartFence) and each.peer in invited]
+        for fence in fences:
+            if fence.transport == invitation.transport:
+                self._faults.owed.remove(fence)
+                self._do_guarded(fence)
+        return not any(fence in self._faults.owed for fence in fences)
 
     def _connect(self, effect: fx.Connect) -> None:
         ours = len(self.ranks)
-        self._hold(effect)
+        self._hold(effect)  # before the first connect: what is half open when one throws is closed by `_disconnect`
         try:
             for remote in range(effect.ranks):
                 for index, rank in enumerate(self.ranks):
@@ -339,17 +366,21 @@ class Node:
         if held.by:
             return
         self._held.pop(key, None)
-        ranks = max(effect.ranks, held.ranks)
+        ranks = max(effect.ranks, held.ranks)  # all that were ever opened, also if the peer now says to have fewer
         threw = self.faults[f"disconnect.{effect.transport}"]
         for rank in self.ranks:
             for remote in range(ranks):
                 with self._guarded(f"disconnect.{effect.transport}"):
                     rank[effect.transport].disconnect(rank_peer(effect.peer, remote))
-        if self.faults[f"disconnect.{effect.transport}"] > threw and len(self._again) < PARTINGS_MAX:
-            self._again.append(msgspec.structs.replace(effect, ranks=ranks))  # unless somebody holds it again by then
+        if self.faults[f"disconnect.{effect.transport}"] > threw and len(self._faults.owed) < PARTINGS_MAX:
+            self._faults.owed.append(
+                msgspec.structs.replace(effect, ranks=ranks)
+            )  # unless somebody holds it again by then
 
     def _submit(self, rank: int, name: str) -> None:
         """Hand over as much of the backlog as the data plane takes."""
+        # A transport that is full says so, and what it did not take waits here, in order: a bounded queue below must
+        # not become a failed handoff above.
         backlog = self._backlog[rank, name]
         transport = self.ranks[rank][name]
         while backlog:

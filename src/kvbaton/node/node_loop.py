@@ -96,10 +96,10 @@ class NodeLoop:
                 except Exception as error:  # noqa: BLE001 - it is the caller's, who gets it
                     future.set_exception(error)
 
-        if self._thread.is_current:
+        if self._thread.is_current:  # queued, it would wait for the very turn that waits for it
             run()
             return future
-        with self._lock:
+        with self._lock:  # queued before the queue closes, it is run; else it fails. No caller waits for nothing
             if self._open and len(self._calls) < QUEUED_MAX:
                 self._calls.append(run)
             else:
@@ -122,7 +122,7 @@ class NodeLoop:
     def _finish(self) -> None:
         with self._lock:
             self._open = False
-        self._run_calls()
+        self._run_calls()  # whatever was accepted has a caller that waits for it
         try:
             self.node.close(self._clock())
         finally:

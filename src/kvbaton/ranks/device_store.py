@@ -96,6 +96,49 @@ class _Lane:
     waiting: deque[_Job] = field(default_factory=deque)
 
 
+class _Below:
+    """The store below, which knows orders by numbers of its own; each end goes to the one that asked."""
+
+    def __init__(self, store: LocalShelf) -> None:
+        self.store = store
+        self._asked: dict[OrderId, Callable[[OrderEnded], None]] = {}
+        self._numbers = itertools.count(1)
+
+    def ask(self, act: Callable[[OrderId], bool], ended: Callable[[OrderEnded], None]) -> OrderId | None:
+        """None: the store has no room for more orders."""
+        order = OrderId(next(self._numbers))
+        self._asked[order] = ended
+        if act(order):
+            return order
+        del self._asked[order]
+        return None
+
+    def turn(self) -> None:
+        for end in self.store.drain():
+            self._asked.pop(end.order)(end)
+
+
+class _Staging:
+    """The slots, and the device's threads that gather into them and scatter from them."""
+
+    def __init__(self, slot_bytes: int, count: int, gpu: Gpu) -> None:
+        self.slots, self.region = allocate_slots(slot_bytes, count)
+        self.stager = Stager("kvbaton-shelf", gpu)
+        self.is_pinned: bool | None = False  # None: being pinned
+
+    def pin(self, ended: Callable[[str], bool]) -> None:
+        """By the first order that needs a slot, and again by a later one where that failed."""
+        if self.is_pinned is False:
+            self.is_pinned = None
+            self.stager.open(self.slots, ended)
+
+    def close(self) -> bool:
+        """Whether the device has let go of the slots, so that their memory can be freed."""
+        if self.is_pinned is not False:
+            self.stager.release(self.slots, lambda: None)
+        return self.stager.close(CLOSE_S)
+
+
 class DeviceShelf:
     """Values of one rank, through any `Backend`, which is this rank's alone and closed with it."""
 
@@ -111,16 +154,12 @@ class DeviceShelf:
         self._settings = shelf_settings(shape.value_bytes)
         self._clock = clock
         count = sum(map(len, SLOTS.values()))
-        self._slots, self._region = allocate_slots(shape.slot_bytes, count)
+        self._staging = _Staging(shape.slot_bytes, count, gpu)
         packed = RankValues(values.space, count * shape.stride, (Run(0, 0, shape.value_bytes, shape.value_bytes),))
-        self._inner = LocalShelf(backend, packed, [self._region.view], self._settings, owned=True)
-        self._stager = Stager("kvbaton-shelf", gpu)
-        self._pinned: bool | None = False  # None: being pinned
+        self._below = _Below(LocalShelf(backend, packed, [self._staging.region.view], self._settings, owned=True))
         self._lanes: dict[Kind, _Lane] = {"get": _Lane(list(SLOTS["get"])), "put": _Lane(list(SLOTS["put"]))}
         self._jobs: dict[OrderId, _Job] = {}
         self._lookups: dict[OrderId, OrderId] = {}  # of the caller, as the store below knows them
-        self._asked: dict[OrderId, Callable[[OrderEnded], None]] = {}
-        self._numbers = itertools.count(1)
         self._notes: deque[Callable[[], None]] = deque()  # left by the device's threads
         self._ends: list[OrderEnded] = []
         self._open = 0  # accepted, and the end not drained
@@ -131,22 +170,20 @@ class DeviceShelf:
     def counters(self) -> Mapping[str, int]:
         """Those of the store below; `pins`: blocks that are being put."""
         pins = sum(len(job.blocks) for job in list(self._jobs.values()) if job.kind == "put")
-        return {**self._inner.counters, "pins": pins}
+        return {**self._below.store.counters, "pins": pins}
 
     # --- orders
 
     def lookup(self, order: OrderId, hashes: Sequence[bytes], timeout_s: float) -> bool:
         if self._is_full:
             return False
-        asked = OrderId(next(self._numbers))
 
         def ended(end: OrderEnded) -> None:
             del self._lookups[order]
             self._end(OrderEnded(order, end.count, end.reason, end.detail))
 
-        self._asked[asked] = ended
-        if not self._inner.lookup(asked, hashes, timeout_s):
-            del self._asked[asked]
+        asked = self._below.ask(lambda number: self._below.store.lookup(number, hashes, timeout_s), ended)
+        if asked is None:
             return False
         self._lookups[order] = asked
         self._open += 1
@@ -168,7 +205,7 @@ class DeviceShelf:
             job.cancelled = True
         asked = job.asked if job is not None else self._lookups.get(order)
         if asked is not None:
-            self._inner.cancel(asked)
+            self._below.store.cancel(asked)
 
     def drain(self) -> Sequence[OrderEnded]:
         self._turn()
@@ -178,7 +215,7 @@ class DeviceShelf:
 
     def set_waker(self, waker: Callable[[], None]) -> None:
         self._waker = waker
-        self._inner.set_waker(waker)
+        self._below.store.set_waker(waker)
 
     def close(self) -> None:
         """End all orders; bounded in time even if the back end or the device hangs. What ended can still be drained."""
@@ -188,13 +225,11 @@ class DeviceShelf:
         for lane in self._lanes.values():
             while lane.waiting:
                 self._finish(lane.waiting.popleft(), Reason.CANCELLED, "the store was closed")
-        self._inner.close()
+        self._below.store.close()
         self._turn()
-        if self._pinned is not False:
-            self._stager.release(self._slots, lambda: None)
-        if self._stager.close(CLOSE_S):
+        if self._staging.close():
             self._turn()
-            self._region.close()
+            self._staging.region.close()
 
     @property
     def _is_full(self) -> bool:
@@ -232,8 +267,7 @@ class DeviceShelf:
         """Go on with whatever has news."""
         while self._notes:
             self._notes.popleft()()
-        for end in self._inner.drain():
-            self._asked.pop(end.order)(end)
+        self._below.turn()
         now = self._clock()
         for lane in self._lanes.values():
             for job in [job for job in lane.waiting if job.deadline <= now]:
@@ -245,10 +279,10 @@ class DeviceShelf:
         """Give slots to those that wait for one."""
         if not any(lane.waiting for lane in self._lanes.values()):
             return
-        if self._pinned is False:
-            self._pinned = None
-            self._stager.open(self._slots, self._on_pinned)
-        while self._pinned and (ready := [lane for lane in self._lanes.values() if lane.waiting and lane.free]):
+        self._staging.pin(self._on_pinned)
+        while self._staging.is_pinned and (
+            ready := [lane for lane in self._lanes.values() if lane.waiting and lane.free]
+        ):
             job, job_slot = ready[0].waiting.popleft(), ready[0].free.pop()
             job.slot = job_slot
             self._next(job)
@@ -257,7 +291,7 @@ class DeviceShelf:
         """On a thread of the device's."""
 
         def note() -> None:
-            self._pinned = not problem
+            self._staging.is_pinned = not problem
             for lane in self._lanes.values() if problem else ():
                 while lane.waiting:
                     self._finish(lane.waiting.popleft(), Reason.STORE_FAILED, f"no pinned memory: {problem}")
@@ -281,13 +315,12 @@ class DeviceShelf:
 
     def _ask(self, job: _Job, left_s: float) -> None:
         """Let the store below fetch into the slot, or keep what is in it."""
-        asked = OrderId(next(self._numbers))
-        act, ended = (self._inner.get, self._got) if job.kind == "get" else (self._inner.put, self._kept)
+        store, gets = self._below.store, job.kind == "get"
+        act, ended = (store.get, self._got) if gets else (store.put, self._kept)
         first = job.slot * self._shape.stride
-        if act(asked, job.hashes[job.at : job.at + job.part], range(first, first + job.part), left_s):
-            job.asked = asked
-            self._asked[asked] = lambda end: ended(job, end)
-        else:
+        hashes, slots = job.hashes[job.at : job.at + job.part], range(first, first + job.part)
+        job.asked = self._below.ask(lambda order: act(order, hashes, slots, left_s), lambda end: ended(job, end))
+        if job.asked is None:
             self._finish(job, Reason.BUSY, "the rank's store has no room for more orders")
 
     def _move(self, job: _Job, count: int) -> None:
@@ -299,7 +332,7 @@ class DeviceShelf:
         def ended(problem: str) -> None:
             self._leave(lambda: moved(job, problem))
 
-        self._stager.add(Chunk(self._slots, job.slot, size, self._shape.base, rows, gathers, ended))
+        self._staging.stager.add(Chunk(self._staging.slots, job.slot, size, self._shape.base, rows, gathers, ended))
 
     def _gathered(self, job: _Job, problem: str) -> None:
         if problem:

@@ -84,27 +84,32 @@ class Side:
         producer = SimpleNamespace(leases={}, parked={})
         consumer = SimpleNamespace(by_handoff={}, quarantined_blocks=0)
         self.turned_away = {"tcp:left": 0, "tcp:bad_proof": 2}
-        self.presence = SimpleNamespace(
-            node=SimpleNamespace(ledger=SimpleNamespace(desk=desk, producer=producer, consumer=consumer), faults={}),
-            links=SimpleNamespace(data_refused=lambda: self.turned_away, mapped_bytes=lambda: 1 << 30),
+        node = SimpleNamespace(
+            ledger=SimpleNamespace(desk=desk, producer=producer, consumer=consumer),
+            port_faults={},
             control=SimpleNamespace(counters={"connections": 3, "admitted": 2}),
             loop=SimpleNamespace(faults=0),
             doorway=SimpleNamespace(pinned_blocks=5, put_blocks=1),
         )
+        links = SimpleNamespace(data_refused=lambda: self.turned_away, mapped_bytes=lambda: 1 << 30)
+        self.presence = SimpleNamespace(node=node, links=links)
         self.stored = SimpleNamespace(figures=lambda: {"store_puts_total": 4}, held_blocks=1)
-        self.refused, self.told = Counts({"peer_unknown": 1}), Counts()
-        self.gauges_told: dict[str, float] = {}
-        self.tray = Tray()
-        self.turn = SimpleNamespace(comes=lambda: True)
+        self.reporting = SimpleNamespace(
+            refused=Counts({"peer_unknown": 1}),
+            told=Counts(),
+            gauges_told={},
+            tray=Tray(),
+            turn=SimpleNamespace(comes=lambda: True),
+        )
 
 
 def test_a_look_is_taken_ten_times_a_second_and_once_before_rest(stats: ModuleType) -> None:
     """Nothing is lost: what a step passed over is told by the next look, or by one more step before rest."""
     side, now = Side(), [100.0]
-    side.turn = stats.Turn(lambda: now[0])
+    side.reporting.turn = stats.Turn(lambda: now[0])
     told = [stats.BatonStats.of(side)]
-    assert told[0] is not None and not side.turn.rests(), "nothing is left to tell, so no step is taken for it"
-    side.turn.works()
+    assert told[0] is not None and not side.reporting.turn.rests(), "nothing is left to tell"
+    side.reporting.turn.works()
     for _ in range(1000):
         now[0] += 0.001
         side.counts["leases"] += 1
@@ -113,9 +118,9 @@ def test_a_look_is_taken_ten_times_a_second_and_once_before_rest(stats: ModuleTy
     assert 9 <= len(looks) <= 12
     side.counts["leases"] += 1
     now[0] += 0.001
-    assert stats.BatonStats.of(side) is None and side.turn.rests()
+    assert stats.BatonStats.of(side) is None and side.reporting.turn.rests()
     looks.append(stats.BatonStats.of(side))
-    assert stats.BatonStats.of(side) is None and not side.turn.rests(), "one more step is enough, and one in flight"
+    assert stats.BatonStats.of(side) is None and not side.reporting.turn.rests(), "one more step is enough"
     assert sum(look.data["counts"].get("leases_total", 0) for look in looks) == side.counts["leases"]
 
 
@@ -147,7 +152,7 @@ def test_vllms_page_has_the_names_of_the_list(stats: ModuleType) -> None:
     page = stats.BatonMetrics(config, types, ["model_name", "engine"], {0: ["tiny", "0"]})
     side = Side()
     for each in (flight(), flight("stale")):
-        side.tray.add(each)
+        side.reporting.tray.add(each)
     page.observe(stats.BatonStats.of(side).data)
 
     def value(name: str, **labels: str) -> float | None:

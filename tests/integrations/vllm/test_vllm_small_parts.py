@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from kvbaton.control.address_book import AddressBook
 from kvbaton.engines.vllm import guard, interpreter
 from kvbaton.engines.vllm import request_content as content
 from kvbaton.engines.vllm.block_pool import PinnedPool
-from kvbaton.engines.vllm.presence import AddressBook
 from kvbaton.engines.vllm.request_content import handed_position
 from kvbaton.engines.vllm.vllm_block_tables import Grouping, real
 from kvbaton.engines.vllm.vllm_compat import config_digest, weights_digest

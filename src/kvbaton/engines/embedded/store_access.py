@@ -1,25 +1,23 @@
 """A worker's shelf: the way of each of its ranks to the shared store that the operator named.
 
 Laws: nothing is connected to while a worker starts, so it starts and serves without its store. Stopping leaves no pin:
-the node's thread ends all that the store was asked, the engine's thread stops, and whoever stops the worker then does
-the duties that are left, with the node still running. It is bounded in time, whatever hangs.
+the node's thread ends all that the store was asked (`ClusterNode.end_store`), the engine's thread stops, and the thread
+that stops the worker does the duties that are left, with the node still running. It is bounded, whatever hangs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Protocol
+from collections.abc import Sequence
 
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.keyring import Keyring
 from kvbaton.engines.embedded.embedded_storing import Storing
 from kvbaton.engines.embedded.hooks import Connector
 from kvbaton.engines.embedded.worker_options import WorkerOptions
+from kvbaton.node.cluster_node import EngineFacts
 from kvbaton.node.doorway import Doorway
-from kvbaton.protocol.geometry.layout import EngineLayout
+from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.ranks.engine_store import Shelf, ShelfSettings
 from kvbaton.ranks.rank_store import LocalShelf
 from kvbaton.ranks.rank_values import NotStorable, rank_values
@@ -32,12 +30,6 @@ END_S = 5.0
 POLL_S = 0.005
 
 
-class OnLoop(Protocol):
-    """The node's thread."""
-
-    def call(self, action: Callable[[], None]) -> Future[None]: ...
-
-
 class StoreAccess:
     """What one worker has of the store."""
 
@@ -46,11 +38,6 @@ class StoreAccess:
         self.storing = storing
         self._doorway = doorway
         self._shared = shared  # by ranks, who do not close it
-
-    def end(self, loop: OnLoop) -> None:
-        """While both threads run: have everything end, and nothing begin."""
-        with contextlib.suppress(Exception):  # a loop that has died or is stuck: there is nobody left to tell
-            loop.call(self.shelf.close).result(END_S)
 
     def settle(self, connector: Connector) -> None:
         """When the engine's thread has ended and the node's runs: drop what the engine holds for the store."""
@@ -69,14 +56,14 @@ class StoreAccess:
 def open_store(
     options: WorkerOptions,
     keyring: Keyring,
-    layout: EngineLayout,
+    facts: EngineFacts,
     regions: Sequence[memoryview],
-    compat: str,
     doorway: Doorway,
 ) -> StoreAccess:
     """Of a worker whose options name a store. KV that cannot be stored is refused, by the name of its group."""
     try:
-        values = [rank_values(layout, rank, compat) for rank in range(len(regions))]
+        compat = compat_digest(facts.compat)
+        values = [rank_values(facts.layout, rank, compat) for rank in range(len(regions))]
     except NotStorable as error:
         raise ControlError(f"store: {error}") from None
     make, owned = opener(store_place(options.store), keyring, ranks=len(regions), server=options.store_name)

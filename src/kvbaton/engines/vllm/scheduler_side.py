@@ -13,9 +13,7 @@ failures before it asks us.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -23,24 +21,26 @@ from typing import Any
 import msgspec
 
 from kvbaton.control.keyring import Keyring
+from kvbaton.control.registry.registry_messages import Role
 from kvbaton.engines.vllm import interpreter, request_content
 from kvbaton.engines.vllm.block_pool import PinnedPool, is_exact
 from kvbaton.engines.vllm.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.decode import NOT_YET, NOTHING, Decode
 from kvbaton.engines.vllm.guard import guarded, makes, note, returns
 from kvbaton.engines.vllm.load_admission import Room
-from kvbaton.engines.vllm.metrics_outbox import Tray
 from kvbaton.engines.vllm.no_store import NoStore
+from kvbaton.engines.vllm.pacing import LOAD_NAP_S, NAP_S, Pace
 from kvbaton.engines.vllm.prefill import Prefill
-from kvbaton.engines.vllm.presence import EngineFacts, Presence, Role
+from kvbaton.engines.vllm.presence import Presence
 from kvbaton.engines.vllm.step_metadata import BatonStep, Leaving, RankCard, StepDone, Verdict
 from kvbaton.engines.vllm.store_side import Storing
 from kvbaton.engines.vllm.transfer_params import Ask, Lookup, Source, Target, ask_of
 from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables
 from kvbaton.engines.vllm.vllm_compat import compat_key
 from kvbaton.engines.vllm.vllm_layout import RankFacts, engine_layout, vllm_groups
-from kvbaton.engines.vllm.vllm_stats import Turn
+from kvbaton.engines.vllm.vllm_stats import Reporting
 from kvbaton.engines.vllm.waiting import Waiting, status_aside
+from kvbaton.node.cluster_node import EngineFacts, new_life
 from kvbaton.node.doorway import Doorway, DropBlocks, LoadReport, UnpinBlocks
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -48,12 +48,6 @@ from kvbaton.ranks.rank_messages import RankInvitation
 
 log = logging.getLogger(__name__)
 
-NAP_S = 0.004
-"""Per step, of an engine that has nothing to do but to wait for its leases, unless there is news (docs/lab: 0.3 cores
-instead of 0.7). A request that comes meanwhile waits this long at most."""
-LOAD_NAP_S = 0.002
-"""The same, of one that waits for loads: vLLM sleeps 1 ms between such steps, whatever arrives; from this nap a load
-that arrives wakes it, and its thread has left the interpreter to those that bring it."""
 STORE_END_S = 3.0
 NO_ANSWER: tuple[bool, dict[str, Any] | None] = (False, None)
 WELL = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
@@ -71,16 +65,9 @@ class SchedulerSide:
         self._prefills: bool = transfer.is_kv_producer and settings.hands_over
         self._decodes: bool = transfer.is_kv_consumer and settings.takes_over
         self._block_pool: Any = None
-        self._step = 0
-        self._napped = 0
-        self._computes = 0  # the last step that has something to compute
-        self._news = threading.Event()
+        self._pace = Pace()
         self.presence: Presence | None = None
-        self.refused: Counter[str] = Counter()  # ends that never reached the ledger, by reason
-        self.told: Counter[str] = Counter()  # of the counters, what vLLM was told
-        self.gauges_told: dict[str, float] = {}
-        self.turn = Turn()
-        self.tray = Tray()  # of ended handoffs, what vLLM was not told yet
+        self.reporting = Reporting()
         self._live: _Live | None = None
 
     @property
@@ -106,6 +93,7 @@ class SchedulerSide:
         role: Role = "both" if self._prefills and self._decodes else "prefill" if self._prefills else "decode"
         model = self._config.model_config
         engine = EngineFacts(
+            me=new_life(self._settings.name),
             role=role,
             model=str(model.served_model_name or model.model),
             blocks=self._cache.num_blocks,
@@ -116,31 +104,32 @@ class SchedulerSide:
         )
         self.presence = Presence(self._settings, self._keyring, engine, invitations)
         self._live = self._come_alive(self.presence, grouping)
-        self.presence.watch.recorder.on_flight.append(self.tray.add)
+        self.presence.node.watch.recorder.on_flight.append(self.reporting.tray.add)
         interpreter.share()
         self.presence.start()
 
     def _come_alive(self, presence: Presence, grouping: Grouping) -> _Live:
-        door = presence.doorway
-        door.wake_engine = self._news.set
+        node, news = presence.node, self._pace.news
+        door = node.doorway
+        door.wake_engine = news.set
         pool = PinnedPool(self._block_pool, door.epochs)
         recomputes = self._config.kv_transfer_config.kv_load_failure_policy == "recompute"
         one_group = len(self._cache.kv_cache_groups) == 1
         lookup = Lookup(
             self._settings.mode,
             self._settings.modes,
-            presence.peer.worker,
+            node.peer.worker,
             self._keyring.ticket_keys[0],
             self._settings.ticket_ttl_s,
-            presence.book.at,
+            node.book.at,
         )
-        presence.on_keys = lambda keyring: setattr(lookup, "ticket_key", keyring.ticket_keys[0])
+        node.on_keys = lambda keyring: setattr(lookup, "ticket_key", keyring.ticket_keys[0])
         room = Room(grouping, pool, self._config.scheduler_config.max_num_batched_tokens) if recomputes else None
         total = self._cache.num_blocks
         decode = Decode(door, pool, grouping, recomputes, one_group, self._count_end, room, total)
         stored = NoStore()
         if presence.shelf is not None:
-            presence.shelf.wake_engine = self._news.set
+            presence.shelf.wake_engine = news.set
             stored = Storing(presence.shelf, door, pool, grouping, total)
         return _Live(door, pool, Prefill(door, pool, grouping), decode, lookup, stored)
 
@@ -153,19 +142,19 @@ class SchedulerSide:
     @guarded(returns(None))
     def _let_go_of_store(self, live: _Live, presence: Presence) -> None:
         """Drop what is pinned for the store, which reads and writes nothing that is of use from here on."""
-        presence.end_store()
+        presence.node.end_store(STORE_END_S)
         until = time.monotonic() + STORE_END_S
         while live.door.put_blocks or live.stored.held_blocks:
             self._do_duties(live)
             if time.monotonic() > until:
                 return
-            self._nap(NAP_S)
+            self._pace.nap(NAP_S)
 
     # --- hooks
 
     @guarded(returns(None))
     def on_new_request(self, request: Any) -> None:
-        self.turn.works()
+        self.reporting.turn.works()
         if not isinstance(request.kv_transfer_params, dict | None):
             self._strange(request)  # vLLM itself takes it for an object from here on, and would die of anything else
         live = self._live
@@ -175,6 +164,8 @@ class SchedulerSide:
         if getattr(request, "resumable", False):  # a session whose prompt grows: there is no one prompt to hand over
             live.decode.disowned(request, Reason.ABORTED)
             return
+        # What cannot be read ends here: as a failed load where it was meant for a D, so that the failure policy
+        # decides, and as no handoff elsewhere. An exception would end the whole engine for one client's mistake.
         try:
             ask = ask_of(request, live.lookup)
         except ProtocolError as error:
@@ -214,6 +205,8 @@ class SchedulerSide:
             self._accept(live, request, live.held.pop(request.request_id))
         if live.waiting.comes_back(request.request_id):
             return NOT_YET
+        # A handoff goes before the store: P holds blocks for it until it is told what became of them. The store is
+        # asked where there is no handoff, or it has failed.
         answer = live.decode.match(request, local_tokens)
         if answer == NOTHING:
             answer = live.stored.match(request, local_tokens)
@@ -243,16 +236,14 @@ class SchedulerSide:
 
     def build_step(self, scheduled: Any) -> BatonStep:
         """What the workers must know of this step; every step gets one, whatever happens here."""
-        self._step += 1
-        live = self._live
+        self._pace.begin(bool(scheduled.num_scheduled_tokens))
+        step, live = self._pace.step, self._live
         if live is None:
-            return BatonStep(self._step)
+            return BatonStep(step)
         self._try_duties(live)
         leaving = self._leaving(live, scheduled)
-        ends_prompts = live.stored.ends_prompts(self._step, scheduled, partial(self._tables, scheduled))
-        if scheduled.num_scheduled_tokens:
-            self._computes = self._step
-        return BatonStep(self._step, self._failures(live), leaving, ends_prompts, live.is_awaited)
+        ends_prompts = live.stored.ends_prompts(step, scheduled, partial(self._tables, scheduled))
+        return BatonStep(step, self._failures(live), leaving, ends_prompts, live.is_awaited)
 
     @guarded(makes(tuple))
     def _failures(self, live: _Live) -> tuple[Verdict, ...]:
@@ -279,7 +270,7 @@ class SchedulerSide:
     @guarded(returns(None))
     def _chunk(self, live: _Live, scheduled: Any, request_id: str) -> Leaving | None:
         tables, tokens = self._tables(scheduled, request_id), scheduled.num_scheduled_tokens[request_id]
-        return live.prefill.scheduled(self._step, request_id, tokens, tables)
+        return live.prefill.scheduled(self._pace.step, request_id, tokens, tables)
 
     def _tables(self, scheduled: Any, request_id: str) -> Tables:
         state = getattr(scheduled, "kv_connector_block_state", None)
@@ -300,8 +291,10 @@ class SchedulerSide:
             live.stored.computed(done.number)
             live.prefill.computed(done.number)
         self._tell_arrivals(live, output)
+        # With nothing to compute, vLLM would come back in 1 ms and find the same. A nap here ends with the arrival
+        # that it waits for, and is told in this very step.
         if isinstance(done, StepDone) and not output.finished_recving and self._is_idle(live, done.number):
-            self._nap(LOAD_NAP_S)
+            self._pace.nap(LOAD_NAP_S)
             self._tell_arrivals(live, output)
 
     def _tell_arrivals(self, live: _Live, output: Any) -> None:
@@ -318,11 +311,7 @@ class SchedulerSide:
     def _is_idle(self, live: _Live, step: int) -> bool:
         """Whether no step that computes is on its way, and none can be before something arrives."""
         alone: bool = self._config.parallel_config.data_parallel_size == 1  # else others wait for our steps
-        return alone and live.is_awaited and not live.failures and self._computes < step
-
-    def _nap(self, seconds: float) -> None:
-        self._news.wait(seconds)
-        self._news.clear()
+        return alone and live.is_awaited and not live.failures and not self._pace.computes_since(step)
 
     @guarded(returns(NO_ANSWER))
     def finished(self, request: Any, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
@@ -334,7 +323,7 @@ class SchedulerSide:
             live.decode.disowned(request, Reason.ABORTED)
         live.waiting.left(request.request_id)
         live.stored.finished(request, tables, well=well)
-        try:
+        try:  # each half must see the end, whatever the other did with it: both hold blocks for this request
             live.decode.finished(request)
         finally:
             try:
@@ -352,11 +341,10 @@ class SchedulerSide:
             return False
         loads = live.is_awaited or bool(live.failures)
         if not (live.door.holding or loads):
-            return self.turn.rests()
-        self.turn.works()
-        if not loads and self._napped != self._step:  # vLLM asks only when it has nothing to do itself
-            self._napped = self._step
-            self._nap(NAP_S)
+            return self.reporting.turn.rests()
+        self.reporting.turn.works()
+        if not loads:  # vLLM asks only when it has nothing to do itself
+            self._pace.nap_once(NAP_S)
         return True
 
     @guarded(returns(False))
@@ -385,7 +373,7 @@ class SchedulerSide:
         live.stored.take()
 
     def _count_end(self, end: End) -> None:
-        self.refused[str(end.reason)] += 1
+        self.reporting.refused[str(end.reason)] += 1
 
 
 class _Live:

@@ -18,7 +18,6 @@ import msgspec
 
 from kvbaton.control.registry.registry_client import RegistryClient
 from kvbaton.control.registry.registry_messages import Held
-from kvbaton.protocol.machines.ledger import Ledger
 
 POLL_S = 0.5
 QUIET_S = 2.0
@@ -31,15 +30,6 @@ def requests_in(metrics: str) -> int | None:
     """How many requests run or wait, by vLLM's own gauges; None where they are not told."""
     found = _GAUGE.findall(metrics)
     return int(sum(map(float, found))) if found else None
-
-
-def ledger_holds(ledger: Ledger) -> Held:
-    """Reads of lengths, so no wait for the loop."""
-    return Held(
-        leases=len(ledger.producer.leases),
-        intakes=len(ledger.consumer.by_handoff),
-        claims=len(ledger.producer.parked),
-    )
 
 
 class DrainWatch:

@@ -12,7 +12,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 import kvbaton
 from kvbaton.engines.vllm import guard
 from kvbaton.engines.vllm.guard import guarded, returns
+from kvbaton.engines.vllm.metrics_outbox import Tray
 from kvbaton.observe.flight.flight_records import DELIVERED
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics import node_metrics as node_figures
@@ -71,6 +72,17 @@ class Turn:
         self._rests = False
 
 
+@dataclass(slots=True)
+class Reporting:
+    """One engine's figures on their way to vLLM: what it was told, and what it is still to be told."""
+
+    turn: Turn = field(default_factory=Turn)
+    tray: Tray = field(default_factory=Tray)  # ended handoffs
+    refused: Counter[str] = field(default_factory=Counter)  # ends that never reached the ledger, by reason
+    told: Counter[str] = field(default_factory=Counter)
+    gauges_told: dict[str, float] = field(default_factory=dict)
+
+
 @dataclass
 class BatonStats(KVConnectorStats):  # type: ignore[misc]
     """What was added since the last time, and how the gauges stand."""
@@ -88,28 +100,28 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
     @classmethod
     def of(cls, side: SchedulerSide) -> BatonStats | None:
         """What is new in this engine; None when nothing is, or it is not the turn."""
-        presence = side.presence
-        if presence is None or not side.turn.comes():
+        presence, reporting = side.presence, side.reporting
+        if presence is None or not reporting.turn.comes():
             return None
-        ledger = presence.node.ledger
+        node, ledger = presence.node, presence.node.ledger
         refused = {"data_refused_total": presence.links.data_refused()}
-        counts = _flat({**node_figures.counters(ledger, presence.control.counters), **side.stored.figures(), **refused})
-        counts["faults_total"] = sum(guard.faults.values()) + presence.loop.faults + sum(presence.node.faults.values())
-        for reason, count in side.refused.items():
+        counts = _flat({**node_figures.counters(ledger, node.control.counters), **side.stored.figures(), **refused})
+        counts["faults_total"] = sum(guard.faults.values()) + node.loop.faults + sum(node.port_faults.values())
+        for reason, count in reporting.refused.items():
             counts[f"ends_total {reason}"] += count
-        told = side.told  # also what is zero is told once: Prometheus does not see a series' first step
+        told = reporting.told  # also what is zero is told once: Prometheus does not see a series' first step
         fresh = {name: count - told[name] for name, count in counts.items() if name not in told or count != told[name]}
         gauges = node_figures.gauges(ledger, time.monotonic())
         # whole seconds, so that a gauge that only ages does not make news of every step
         gauges["oldest_lease_seconds"] = float(int(gauges["oldest_lease_seconds"]))
-        gauges["pinned_blocks"] = presence.doorway.pinned_blocks + side.stored.held_blocks
-        gauges["store_pins"] = presence.doorway.put_blocks + side.stored.held_blocks
+        gauges["pinned_blocks"] = node.doorway.pinned_blocks + side.stored.held_blocks
+        gauges["store_pins"] = node.doorway.put_blocks + side.stored.held_blocks
         gauges["mapped_bytes"] = presence.links.mapped_bytes()
-        rows = side.tray.take()
-        if not fresh and not rows and gauges == side.gauges_told:
+        rows = reporting.tray.take()
+        if not fresh and not rows and gauges == reporting.gauges_told:
             return None
-        side.told.update(fresh)
-        side.gauges_told = gauges
+        told.update(fresh)
+        reporting.gauges_told = gauges
         return cls({"counts": fresh, "gauges": gauges, "rows": rows})
 
     @guarded(lambda self, other: self)

@@ -19,6 +19,7 @@ from kvbaton.proof.conformance.lab import BrokenError, Handoff, Lab, prompt_of
 
 _BASE = "kvbaton.integrations.vllm"
 PIECES = (
+    "kvbaton.node.cluster_node",
     "kvbaton.node.doorway",
     "kvbaton.node.epochs",
     f"{_BASE}.content",

@@ -441,7 +441,7 @@ def a_p_that_also_loads_from_a_store_takes_over_nothing(lab: Lab, mode: str) -> 
     fill(lab, d, prompt_of(30, 2))
     name = run(lab, p, prompt_of(30, 2))
     demand(p.watch.loaded_tokens[name] == 28, f"{p.watch.loaded_tokens[name]} tokens came from the store")
-    demand(p.connector.scheduler.presence.facts.role == "prefill", "it would be listed as another")
+    demand(p.connector.scheduler.presence.node.facts.role == "prefill", "it would be listed as another")
 
 
 @case()

@@ -10,7 +10,7 @@ from typing import cast
 
 import msgspec
 
-from kvbaton.proof.bench.device.device_side import Address, DeviceSide
+from kvbaton.proof.bench.device.device_side import DeviceSide
 from kvbaton.proof.bench.device.device_world import DEVICE, Cache, pattern
 from kvbaton.proof.bench.kit.piped_children import Parent
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
@@ -38,7 +38,7 @@ class Order(msgspec.Struct, frozen=True, tag=True):
 class Offer(msgspec.Struct, frozen=True):
     handle: bytes  # of the cache, for a plain contiguous copy
     endpoints: dict[str, bytes]
-    address: Address
+    address: tuple[str, str]  # the node's endpoint and public key
 
 
 def make_plane(name: str, me: PeerId, gpu: Gpu, slots: tuple[int, int]) -> DeviceTransport:

@@ -1,4 +1,4 @@
-"""One end of the device benchmark's handoffs: a node with device memory and a door, and nobody who computes."""
+"""One end of the device benchmark's handoffs: a node with device memory and a door, and no engine."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from kvbaton.control import keyring as keys
-from kvbaton.control.zmq import ZmqControl
-from kvbaton.node.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport, MatchState
-from kvbaton.node.epochs import EpochTable
-from kvbaton.node.node import Node
-from kvbaton.node.node_loop import NodeLoop
+from kvbaton.node.cluster_node import ClusterNode, ClusterSettings, EngineFacts, make_doorway, new_life
+from kvbaton.node.doorway import DropBlocks, LoadReport, MatchState
 from kvbaton.proof.bench.device.device_world import BLOCK_TOKENS, BLOCKS, layout
-from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId, rank_peer
-from kvbaton.protocol.machines.context import Identity
-from kvbaton.protocol.machines.ledger import Ledger
+from kvbaton.protocol.ids import PeerId, RequestId, WorkerId, rank_peer
 from kvbaton.protocol.settings import Settings
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.transport import DeviceTransport
@@ -26,11 +19,6 @@ from kvbaton.transports.cuda.cuda_driver import Gpu
 from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
 
 DEADLINE_S = 20.0
-
-
-class Address(msgspec.Struct, frozen=True):
-    endpoint: str
-    public_key: str
 
 
 class DeviceSide:
@@ -45,29 +33,20 @@ class DeviceSide:
         make: Callable[[PeerId], DeviceTransport] | None = None,
     ) -> None:
         keyring = keys.load(key_directory, name)
-        me = PeerId(WorkerId(name), Incarnation(secrets.randbits(63)))
+        facts = EngineFacts(me=new_life(name), role="both", blocks=BLOCKS, layout=layout(), compat={"model": "none"})
         self.news = threading.Event()
-        config = DoorwayConfig(
-            me=me, ranks=1, groups=1, ticket_keys=keyring.ticket_keys, ticket_ttl_s=600.0,
-            mint=lambda: TransferId(secrets.token_hex(16)), wall=time.time,
-        )  # fmt: skip
-        self.door = Doorway(config, EpochTable(BLOCKS))
+        self.door = make_doorway(facts, keyring, ticket_ttl_s=600.0)
         self.door.wake_engine = self.news.set
-        rank, config_of = rank_peer(me, 0), CudaConfig(device=memory.device)
-        plane: DeviceTransport = make(rank) if make is not None else CudaTransport(rank, config_of, gpu)
+        rank, config = rank_peer(facts.me, 0), CudaConfig(device=memory.device)
+        plane: DeviceTransport = make(rank) if make is not None else CudaTransport(rank, config, gpu)
         plane.register(0, memory)
-        self._control = ZmqControl(keyring)
-        self.address = Address(self._control.endpoint, keyring.public)
-        identity = Identity(
-            me, "bench", {"model": "none"}, layout(), (plane.capabilities,), keyring.ticket_keys,
-            time.time() - time.monotonic(),
-        )  # fmt: skip
-        ledger = Ledger(identity, Settings(lease_s=60.0), self.door.epochs.all_of)
-        self._loop = NodeLoop(Node(ledger, self._control, [{plane.capabilities.name: plane}], self.door), self._control)
-        self._loop.start()
+        settings = ClusterSettings(protocol=Settings(lease_s=60.0), records=False)
+        self._node = ClusterNode(facts, keyring, [{plane.capabilities.name: plane}], self.door, settings)
+        self.address = self._node.address
+        self._node.start()
 
-    def knows(self, name: str, address: Address) -> None:
-        self._control.set_directory({WorkerId(name): (address.endpoint, address.public_key)})
+    def knows(self, name: str, address: tuple[str, str]) -> None:
+        self._node.know({WorkerId(name): address})
 
     def grant(self, blocks: Sequence[int]) -> str:
         """P: a ticket for a prompt that fills these blocks."""
@@ -101,7 +80,7 @@ class DeviceSide:
                 raise RuntimeError(f"a handoff failed before it began: {match}")
 
     def close(self) -> None:
-        self._loop.stop()
+        self._node.stop()
 
 
 def digest_of(blocks: Sequence[int]) -> bytes:

@@ -17,22 +17,15 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvbaton.control import keyring
+from kvbaton.control import keyring as keys
 from kvbaton.control.key_room import key_room
-from kvbaton.control.zmq import ZmqControl
-from kvbaton.node.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport, MatchState
-from kvbaton.node.epochs import EpochTable
-from kvbaton.node.node import Node
-from kvbaton.node.node_loop import NodeLoop
+from kvbaton.node.cluster_node import ClusterNode, ClusterSettings, EngineFacts, make_doorway, new_life
+from kvbaton.node.doorway import DropBlocks, LoadReport, MatchState
 from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Rank, Share, places, planes
-from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId, rank_peer
-from kvbaton.protocol.machines.context import Identity
-from kvbaton.protocol.machines.ledger import Ledger
+from kvbaton.protocol.ids import RequestId, WorkerId, rank_peer
 from kvbaton.protocol.settings import Settings
+from kvbaton.transports.catalogue import PlaneSettings, make
 from kvbaton.transports.core.shared_memory import Region, allocate
-from kvbaton.transports.core.transport import HostTransport
-from kvbaton.transports.shm.shm_transport import ShmTransport
-from kvbaton.transports.tcp.tcp_transport import TcpTransport
 
 BLOCKS = 256
 BLOCK_TOKENS = 16
@@ -40,11 +33,6 @@ PAGE_BYTES = 16 << 10
 LAYERS = 2
 CONCURRENT = 64
 DEADLINE_S = 30.0
-
-
-class Address(msgspec.Struct, frozen=True):
-    endpoint: str
-    public_key: str
 
 
 class HandoffResult(msgspec.Struct, frozen=True):
@@ -69,40 +57,22 @@ def layout() -> EngineLayout:
 
 
 class Side:
-    """One end: a node with memory and a door, and nobody who computes."""
+    """One end: a node with memory and a door, and no engine."""
 
     def __init__(self, name: str, key_directory: str, transport: str) -> None:
-        self.keyring = keyring.load(key_directory, name)
-        self.peer = PeerId(WorkerId(name), Incarnation(secrets.randbits(63)))
+        keyring = keys.load(key_directory, name)
+        facts = EngineFacts(me=new_life(name), role="both", blocks=BLOCKS, layout=layout(), compat={"model": "none"})
         self.region: Region = allocate(LAYERS * BLOCKS * PAGE_BYTES)
         self.news = threading.Event()
-        config = DoorwayConfig(
-            me=self.peer, ranks=1, groups=1, ticket_keys=self.keyring.ticket_keys, ticket_ttl_s=600.0,
-            mint=lambda: TransferId(secrets.token_hex(16)), wall=time.time,
-        )  # fmt: skip
-        self.door = Doorway(config, EpochTable(BLOCKS))
+        self.door = make_doorway(facts, keyring, ticket_ttl_s=600.0)
         self.door.wake_engine = self.news.set
-        me = rank_peer(self.peer, 0)
-        plane: HostTransport = ShmTransport(me) if transport == "shm" else TcpTransport(me)
-        plane.register(0, self.region.view)
-        self.control = ZmqControl(self.keyring)
-        identity = Identity(
-            self.peer, "bench", {"model": "none"}, layout(), (plane.capabilities,), self.keyring.ticket_keys,
-            time.time() - time.monotonic(),
-        )  # fmt: skip
-        ledger = Ledger(identity, Settings(lease_s=60.0), self.door.epochs.all_of)
-        self.loop = NodeLoop(Node(ledger, self.control, [{transport: plane}], self.door), self.control)
-        self.loop.start()
-
-    @property
-    def address(self) -> Address:
-        return Address(self.control.endpoint, self.keyring.public)
-
-    def knows(self, name: str, address: Address) -> None:
-        self.control.set_directory({WorkerId(name): (address.endpoint, address.public_key)})
+        plane = make(transport, rank_peer(facts.me, 0), PlaneSettings(), [self.region.view])
+        settings = ClusterSettings(protocol=Settings(lease_s=60.0), records=False)
+        self.node = ClusterNode(facts, keyring, [{transport: plane}], self.door, settings)
+        self.node.start()
 
     def close(self) -> None:
-        self.loop.stop()
+        self.node.stop()
         self.region.close()
 
 
@@ -118,7 +88,7 @@ def serve(key_directory: str, transport: str) -> None:
         for layer in range(LAYERS):
             at = (layer * BLOCKS + block) * PAGE_BYTES
             side.region.view[at : at + PAGE_BYTES] = content(block)
-    _print(side.address)
+    _print(side.node.address)
     for line in sys.stdin:
         count = int(line or 0)
         if not count:
@@ -183,11 +153,11 @@ def measure(transport: str, latency_handoffs: int = 300, rate_handoffs: int = 30
     """One data plane: latency alone, rate with many at once."""
     with key_room() as scratch:
         directory = str(scratch / "keys")
-        keyring.mint(directory, ["p", "d"])
+        keys.mint(directory, ["p", "d"])
         with _peer(directory, transport) as peer:
             side = Side("d", directory, transport)
             try:
-                side.knows("p", msgspec.json.decode(_line(peer), type=Address))
+                side.node.know({WorkerId("p"): msgspec.json.decode(_line(peer), type=tuple[str, str])})
                 reader = Reader(side)
                 reader.run(_tickets(peer, 20), 1)  # greet, dial, map
                 reader.seconds.clear()

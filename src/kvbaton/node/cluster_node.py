@@ -1,0 +1,308 @@
+"""An engine's node in its cluster: the one assembly of doorway, ledger, control plane, transports, loop and discovery.
+
+    facts = EngineFacts(me=new_life("p0"), role="prefill", blocks=…, layout=…, compat=…)
+    doorway = make_doorway(facts, keyring)
+    engine = MyEngine(doorway)  # which has the memory that transports are made over
+    node = ClusterNode(facts, keyring, [{"shm": …}], doorway)  # per rank its transports by name
+    node.start(); node.join(registry, node.registration(http_address)); …; node.stop()
+
+Laws, all of order. *Making* refuses whatever cannot be had here (an address, a key) before anything runs. *Starting*
+goes from what is needed to what needs it: links to ranks, then the node's loop; the engine joins the registry last, so
+that an engine that is listed can serve. *Stopping* is the reverse: off the list, so that routers look elsewhere; the
+loop, which says goodbye to the peers and closes transports and control plane; the records, which hold that goodbye; the
+store, which nobody asks any more; the links to ranks, by which the goodbye went. Before it, an engine with a store
+calls `end_store` and does the duties that come of it while the loop still runs, so that no block stays pinned; after
+it, the owner of the memory frees it. Each step is bounded in time, and one that fails does not keep the next away.
+Nothing depends on a stop: a process that is killed leaves nothing behind.
+
+When the key directory changes, the node's thread takes the new ticket keys into the ledger and the doorway at once,
+and a peer whose key is gone, or is for another role now, has departed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvbaton.control.address_book import AddressBook
+from kvbaton.control.keyring import Keyring
+from kvbaton.control.registry.registry_client import OnDrain, RegistryClient
+from kvbaton.control.registry.registry_messages import DirectoryEntry, Held, Registration, Role, addresses
+from kvbaton.control.zmq import ZmqControl
+from kvbaton.node.doorway import Doorway, DoorwayConfig
+from kvbaton.node.epochs import EpochTable
+from kvbaton.node.key_renewal import renewed_keys
+from kvbaton.node.node import Node, Rank
+from kvbaton.node.node_loop import NodeLoop
+from kvbaton.node.observation import More, Watch
+from kvbaton.node.ports import StorePort
+from kvbaton.node.ticket_discard import discarded
+from kvbaton.observe.tracing.export import of_worker
+from kvbaton.protocol.compat import digest as compat_digest
+from kvbaton.protocol.events import Departed, Event
+from kvbaton.protocol.geometry.layout import EngineLayout
+from kvbaton.protocol.ids import Incarnation, PeerId, TransferId, WorkerId
+from kvbaton.protocol.machines.context import Identity
+from kvbaton.protocol.machines.ledger import Ledger
+from kvbaton.protocol.settings import Settings
+from kvbaton.transports.core.host_identity import boot_id
+
+STOP_S = 5.0
+TICKET_TTL_S = 120.0
+MODEL_CHARS_MAX = 256
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine as its cluster knows it; what is settled once the engine has its KV cache."""
+
+    me: PeerId
+    role: Role
+    blocks: int
+    layout: EngineLayout
+    compat: dict[str, str]  # whatever changes the meaning of a byte; engines that differ here are never paired
+    exact_epochs: bool = True  # the block pool tells of each reuse before it happens
+    tp_size: int = 1
+    model: str = ""
+
+
+class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a node takes part; the defaults are those of one host."""
+
+    protocol: Settings = msgspec.field(default_factory=Settings)
+    control_host: str = "127.0.0.1"
+    control_port: int = 0
+    flight_dir: str = ""  # where records of failed handoffs are written
+    otlp_endpoint: str = ""  # where spans of sampled requests go
+    records: bool = True  # what becomes of each handoff; benchmarks of the bare node leave it out
+
+
+class EngineStore(StorePort, Protocol):
+    """A store that the node puts blocks into, and that is closed after it. `close` is idempotent and bounded."""
+
+    def close(self) -> None: ...
+
+
+class Links(Protocol):
+    """What reaches ranks in other processes; `RankLinks` is one."""
+
+    def start(self) -> None: ...
+
+    def stop(self, timeout_s: float) -> bool: ...
+
+    def drain_progress(self) -> Sequence[Event]: ...
+
+
+def new_life(name: str) -> PeerId:
+    """An engine that starts; a name that starts again is another peer."""
+    return PeerId(WorkerId(name), Incarnation(secrets.randbits(63)))
+
+
+def make_doorway(facts: EngineFacts, keyring: Keyring, ticket_ttl_s: float = TICKET_TTL_S) -> Doorway:
+    """The engine's door, made first: an adapter needs it before there are transports."""
+    config = DoorwayConfig(
+        me=facts.me,
+        ranks=len(facts.layout.ranks),
+        groups=len(facts.layout.groups),
+        ticket_keys=keyring.ticket_keys,
+        ticket_ttl_s=ticket_ttl_s,
+        mint=lambda: TransferId(secrets.token_hex(16)),
+        wall=time.time,
+    )
+    return Doorway(config, EpochTable(facts.blocks))
+
+
+class ClusterNode:
+    """Everything of an engine that speaks to others. Its threads are its own; the engine meets it at the `Doorway`."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        keyring: Keyring,
+        ranks: Sequence[Rank],
+        doorway: Doorway,
+        settings: ClusterSettings | None = None,
+        *,
+        store: EngineStore | None = None,
+        links: Links | None = None,
+        gauges: More = dict,
+    ) -> None:
+        """`ranks`: transports by name, per rank, over its memory. `links`: what they are reached by, where they live in
+        other processes. `gauges`: figures of the engine, for its reports to the router."""
+        settings = settings or ClusterSettings()
+        if len(ranks) != len(facts.layout.ranks):
+            raise ValueError(f"ranks: got transports of {len(ranks)}; the layout has {len(facts.layout.ranks)}")
+        self.facts = facts
+        self.keyring = keyring
+        self.doorway = doorway
+        self.store = store
+        self.book = AddressBook()
+        self.on_keys: Callable[[Keyring], None] = lambda _: None  # after the node has taken them; on its thread
+        self.client: RegistryClient | None = None
+        self._links = links
+        self.control = ZmqControl(keyring, f"tcp://{_bracketed(settings.control_host)}:{settings.control_port}")
+        spans = of_worker(settings.otlp_endpoint, facts.role, facts.me.worker)
+        self.watch = Watch(facts.me, directory=settings.flight_dir, spans=spans)
+        ledger = Ledger(_identity(facts, keyring, ranks), settings.protocol, doorway.epochs.all_judged)
+        recorder = self.watch.recorder if settings.records else None
+        extra = links.drain_progress if links is not None else None
+        self.node = Node(ledger, self.control, ranks, doorway, store, extra=extra, recorder=recorder)
+        self.watch.begin(self.node, gauges)
+        self.loop = NodeLoop(self.node, self.control)
+        self.control.on_keys = self._take_keys
+
+    @property
+    def peer(self) -> PeerId:
+        return self.facts.me
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.node.ledger
+
+    @property
+    def port_faults(self) -> Mapping[str, int]:
+        """What transports, control plane and store threw, by what they were asked for."""
+        return self.node.faults
+
+    @property
+    def ranks(self) -> Sequence[Rank]:
+        return self.node.ranks
+
+    @property
+    def address(self) -> tuple[str, str]:
+        """Where peers reach this node, and its public key: what they give to `know`."""
+        return self.control.endpoint, self.keyring.public
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Those that all ranks have, best first."""
+        return self.ledger.desk.identity.transport_names
+
+    # --- a life
+
+    def start(self) -> None:
+        if self._links is not None:
+            self._links.start()
+        self.loop.start()
+
+    def join(
+        self, registry: tuple[str, str], registration: Registration, on_drain: OnDrain = lambda: None
+    ) -> RegistryClient:
+        """Be listed from now on, and know the others. `registry`: its name in the key directory, and its endpoint.
+
+        The keyring is not loaded again for it: the registry tells the others under which key this node listens.
+        """
+        self.client = RegistryClient(
+            self.keyring,
+            (WorkerId(registry[0]), registry[1]),
+            registration,
+            on_directory=self._on_directory,
+            on_departed=self._on_departed,
+            on_drain=on_drain,
+            on_discard=self._on_discard,
+            report=self.watch.report,
+            on_show=self.watch.recorder.show,
+        )
+        self.client.start()
+        return self.client
+
+    def leave(self) -> None:
+        """Off the registry's list."""
+        client, self.client = self.client, None
+        if client is not None:
+            with contextlib.suppress(Exception):  # a registry notices an engine that is gone without being told
+                client.close()
+
+    def end_store(self, timeout_s: float = STOP_S) -> None:
+        """Everything that the store was asked for ends now, nothing begins; the doorway and the store tell of it."""
+        if self.store is not None:
+            with contextlib.suppress(Exception):  # a loop that is stuck or has died takes no duties either
+                self.loop.call(self.store.close).result(timeout_s)
+
+    def stop(self, timeout_s: float = STOP_S) -> None:
+        self.leave()
+        self.loop.stop(timeout_s)
+        self.watch.close()
+        if self.store is not None:
+            self.store.close()
+        if self._links is not None:
+            self._links.stop(timeout_s)
+
+    # --- what others are told, and what is known of them
+
+    def registration(self, http_address: str, modes: Sequence[str] = (), *, stays: bool = False) -> Registration:
+        """How this engine presents itself to a registry. `stays`: its process does not end when it has drained."""
+        facts = self.facts
+        return Registration(
+            worker=facts.me.worker,
+            incarnation=facts.me.incarnation,
+            role=facts.role,
+            http_address=http_address,
+            control_endpoint=self.control.endpoint,
+            modes=tuple(modes),
+            transports=self.transports,
+            compat_digest=compat_digest(facts.compat),
+            tp_size=facts.tp_size,
+            model=facts.model[-MODEL_CHARS_MAX:],
+            host=boot_id(),
+            stays=stays,
+        )
+
+    def know(self, directory: Mapping[WorkerId, tuple[str, str]]) -> None:
+        """These peers, at these endpoints under these keys, and no others. From any thread.
+
+        An empty key stands for whichever the key directory gives by then.
+        """
+        me = self.peer.worker
+        others = {worker: address for worker, address in directory.items() if worker != me}
+        self.book.replace({**{worker: endpoint for worker, (endpoint, _) in others.items()}, me: self.control.endpoint})
+        self.control.set_directory(others)
+
+    def held(self) -> Held:
+        """What is kept for others, and must end before this engine can go at no one's cost. Reads of lengths only."""
+        ledger = self.ledger
+        return Held(
+            leases=len(ledger.producer.leases),
+            intakes=len(ledger.consumer.by_handoff),
+            claims=len(ledger.producer.parked),
+        )
+
+    def _on_directory(self, entries: Sequence[DirectoryEntry]) -> None:
+        self.know(addresses(entries))
+
+    def _on_departed(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        self.loop.tell(Departed(worker, incarnation))
+
+    def _on_discard(self, tickets: Sequence[str]) -> None:
+        for event in discarded(self.doorway, tickets):
+            self.loop.tell(event)
+
+    def _take_keys(self, keyring: Keyring) -> None:
+        for event in renewed_keys(self.node, self.keyring, keyring):
+            self.loop.tell(event)
+        self.keyring = keyring
+        self.on_keys(keyring)
+
+
+def _identity(facts: EngineFacts, keyring: Keyring, ranks: Sequence[Rank]) -> Identity:
+    """A transport that one rank lacks is not offered: a handoff needs it on all of them."""
+    common = [name for name in ranks[0] if all(name in rank for rank in ranks)]
+    return Identity(
+        me=facts.me,
+        host=boot_id(),
+        compat=facts.compat,
+        layout=facts.layout,
+        transports=tuple(ranks[0][name].capabilities for name in common),
+        ticket_keys=keyring.ticket_keys,
+        wall_offset_s=time.time() - time.monotonic(),
+        exact_epochs=facts.exact_epochs,
+        role_of=keyring.role_of,
+    )
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
