@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.observe.dashboard.recent import WAITING_KEPT
 from kvbaton.observe.dashboard.sights import Listed, failure_of
 from kvbaton.observe.dashboard.state import DOTS_MAX, FAILURES_MAX
-from kvbaton.observe.dashboard.watch import FRESH_S, FRESH_S_MAX, WAITING_KEPT, Figures, Watch
+from kvbaton.observe.dashboard.watch import FRESH_S, FRESH_S_MAX, Figures, Watch
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.flight_records import WHOLE, Flight, Moment, Seat
 from kvbaton.observe.flight.journey import join
@@ -208,7 +209,7 @@ def test_a_client_waits_through_the_tries_that_failed() -> None:
     cluster.gathering.note(tried(BEGIN - 2.0, ("prefill_sent", 0.1, ""), number=1, end="worker_died"))
     cluster.gathering.note(tried(BEGIN - 1.0, ("first_byte", 0.2, ""), number=2))
     assert cluster.state()["now"]["ttft_p50_ms"] == 2200.0
-    assert not cluster.watch._waiting
+    assert not cluster.watch._first_bytes._waiting
 
 
 def test_an_id_that_is_used_again_does_not_wait_since_its_former_use() -> None:
@@ -231,7 +232,7 @@ def test_requests_that_nobody_answered_are_not_remembered_for_ever() -> None:
     cluster = Cluster()
     for number in range(WAITING_KEPT + 500):
         cluster.gathering.note(tried(BEGIN, request=f"r{number}", end="worker_died"))
-    assert len(cluster.watch._waiting) == WAITING_KEPT
+    assert len(cluster.watch._first_bytes._waiting) == WAITING_KEPT
 
 
 def test_nothing_of_ten_minutes_ago_is_shown_as_of_now() -> None:
@@ -349,7 +350,7 @@ def test_100_000_flights_leave_a_bounded_watch_and_a_bounded_state() -> None:
     found = cluster.state()
     assert len(found["ended"]) == DOTS_MAX
     assert len(found["failures"]) == FAILURES_MAX
-    assert len(cluster.watch._ended) == DOTS_MAX
-    assert len(cluster.watch._seconds) <= 11
+    assert len(cluster.watch._ended._moving) == DOTS_MAX
+    assert len(cluster.watch._ended._seconds) <= 11
     assert sum(len(each.ttft.kept) for each in cluster.watch._pulse._buckets) <= 90 * 48
     assert found["now"]["handoffs_s"] > 900

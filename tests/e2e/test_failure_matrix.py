@@ -22,7 +22,6 @@ import pytest
 from kvbaton.api.params import FIELD, Mode, target_params
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
-from kvbaton.router.policy import Policy
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from tests.e2e import faulty
 from tests.e2e.cluster import eventually, pauses
@@ -34,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 MODES = ("pull", "stream", "push")
 TOGETHER = ("stream", "push")
 QUICK = RouterSettings(
-    policy=Policy.ROUND_ROBIN,
+    policy="round-robin",
     deadline_s=30.0,
     first_byte_s=20.0,
     connect_s=5.0,

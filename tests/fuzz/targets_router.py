@@ -43,7 +43,7 @@ def loop() -> asyncio.AbstractEventLoop:
 class Spoken:
     """A worker's answer, as the flow would give it."""
 
-    headers: Sequence[http_client.Header] = ((b"content-type", b"application/json"), (b"x-worker", b"d\xff\r\n0"))
+    headers: Sequence[http_types.Header] = ((b"content-type", b"application/json"), (b"x-worker", b"d\xff\r\n0"))
     route = "p0/d0"
     mode = "pull"
     handoff = ""

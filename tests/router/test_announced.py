@@ -11,7 +11,7 @@ from kvbaton.api.request_ids import parse_address
 from kvbaton.control.plain import Announcement, Fleet, Listed
 from kvbaton.protocol.ids import Incarnation, WorkerId, is_worker_id
 from kvbaton.router.workers.announced import AnnouncedDirectory, Directories, worker_name
-from kvbaton.router.workers.directory import Dialect, State, StaticDirectory, Worker
+from kvbaton.router.workers.directory import State, StaticDirectory, Worker
 
 ZMQ = "host:10.0.0.1,handshake:6301,notify:61005"
 
@@ -31,13 +31,13 @@ def said(http: str, role: str = "P") -> Announcement:
 @pytest.mark.parametrize(
     ("fleet", "zmq", "mode", "dialect"),
     [
-        (Fleet.MORIIO_READ, ZMQ, Mode.PULL, Dialect.MORIIO),
-        (Fleet.MORIIO_WRITE, ZMQ, Mode.PUSH, Dialect.MORIIO),
-        (Fleet.P2P_NCCL, "10.0.0.1:21001", Mode.PULL, Dialect.P2P_NCCL),
+        (Fleet.MORIIO_READ, ZMQ, Mode.PULL, "moriio"),
+        (Fleet.MORIIO_WRITE, ZMQ, Mode.PUSH, "moriio"),
+        (Fleet.P2P_NCCL, "10.0.0.1:21001", Mode.PULL, "p2p_nccl"),
     ],
 )
 def test_an_announced_worker_keeps_what_the_router_needs_of_it(
-    fleet: Fleet, zmq: str, mode: Mode, dialect: Dialect
+    fleet: Fleet, zmq: str, mode: Mode, dialect: str
 ) -> None:
     prefill = Listed(Announcement(fleet, "P", "10.0.0.1:8100", zmq, tp_size=4), Incarnation(7))
     decode = Listed(Announcement(fleet, "D", "[::1]:8200", zmq), Incarnation(8), suspect=True)

@@ -29,9 +29,7 @@ from fake_workers import (
 
 from kvbaton.api import request_ids
 from kvbaton.api.params import Mode
-from kvbaton.router.policy import Policy
 from kvbaton.router.router_settings import Fallback
-from kvbaton.router.workers.directory import Dialect
 
 BODY = {"prompt": "abc", "max_tokens": 4}
 MODES = ("pull", "stream", "push")
@@ -154,7 +152,7 @@ def test_an_answer_that_needs_the_whole_prompt_computed_goes_to_d_alone_and_in_o
 
 def test_with_the_prefix_policy_the_same_beginning_goes_to_the_same_p() -> None:
     async def story() -> None:
-        async with cluster(3, 1, settings=settings(policy=Policy.PREFIX)) as c:
+        async with cluster(3, 1, settings=settings(policy="prefix")) as c:
             for letter in "ab" * 4:
                 await c.post({**BODY, "prompt": letter * 2048})
             assert sorted(len(p.bodies) for p in c.p) == [0, 4, 4]
@@ -248,9 +246,7 @@ def test_a_handoff_that_failed_breaks_nobody() -> None:
 
 def test_a_worker_that_recovered_beside_others_gets_its_share_again() -> None:
     async def story() -> None:
-        quick = settings(
-            breaker_failures=1, probe_min_s=0.05, probe_max_s=0.05, suspect_s=0.1, policy=Policy.ROUND_ROBIN
-        )
+        quick = settings(breaker_failures=1, probe_min_s=0.05, probe_max_s=0.05, suspect_s=0.1, policy="round-robin")
         async with cluster([only_first(die, lease), lease], 1, settings=quick) as c:
             for _ in range(2):
                 assert (await c.post(BODY))[0] == 200
@@ -422,7 +418,7 @@ def test_a_ticket_is_taken_to_another_d_when_the_chosen_one_drains_meanwhile(gon
 
     async def story() -> None:
         gate = asyncio.Event()
-        async with cluster([after(gate, lease)], [speak, speak], settings=settings(policy=Policy.ROUND_ROBIN)) as c:
+        async with cluster([after(gate, lease)], [speak, speak], settings=settings(policy="round-robin")) as c:
             call = asyncio.create_task(c.post(BODY))
             await until(lambda: c.p[0].bodies)
             if gone:
@@ -634,7 +630,7 @@ def test_what_needs_a_memory_is_refused_by_name() -> None:
 
 # --- dialects
 
-MORIIO = {"dialect": Dialect.MORIIO, "address": "host:127.0.0.1,handshake:{port},notify:{port}", "tp_size": 2}
+MORIIO = {"dialect": "moriio", "address": "host:127.0.0.1,handshake:{port},notify:{port}", "tp_size": 2}
 
 
 async def leased(worker: FakeWorker, _: web.Request, body: dict[str, Any]) -> web.Response:
@@ -687,7 +683,7 @@ def test_moriio_write_sends_both_off_at_once_under_one_transfer() -> None:
 def test_p2p_nccl_has_addresses_in_the_id_and_needs_no_answer_of_p(answers: bool) -> None:
     async def story() -> None:
         p = lease if answers else say(b'{"choices": []}')
-        more = {"dialect": Dialect.P2P_NCCL, "address": "[::1]:{port}"}
+        more = {"dialect": "p2p_nccl", "address": "[::1]:{port}"}
         async with cluster([p], [speak], modes=(Mode.PULL,), key=None, **more) as c:
             assert (await c.post(BODY))[0] == 200
             assert str(addresses(c.d[0]).decode) == "[::1]:6301"

@@ -23,9 +23,18 @@ from raw_server import LOOPS, run_on
 from kvbaton.api.api_errors import ApiError, PortInUseError, bad_field, full
 from kvbaton.router.client_quotas import Room
 from kvbaton.router.http import http_server
-from kvbaton.router.http.http_client import HEADERS_BYTES_MAX
-from kvbaton.router.http.http_server import AHEAD_MAX, UNREAD_BYTES_MAX
-from kvbaton.router.http.http_types import HEADERS_MAX, Answer, Events, Handler, Request, Site, json_answer
+from kvbaton.router.http.http_server import UNREAD_BYTES_MAX
+from kvbaton.router.http.http_types import (
+    HEADERS_BYTES_MAX,
+    HEADERS_MAX,
+    Answer,
+    Events,
+    Handler,
+    Request,
+    Site,
+    json_answer,
+)
+from kvbaton.router.http.request_reader import AHEAD_MAX
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 Source = AsyncGenerator[bytes, None]
@@ -488,10 +497,10 @@ def test_what_is_sent_while_a_request_is_answered_is_bounded_and_read_later(
         size = 64 << 20  # more than the kernel buffers
         stage.body_bytes_max = size
         sending = asyncio.create_task(client.say(post(b"x" * size), GET))
-        await until(lambda: made[0]._unparsed_bytes > UNREAD_BYTES_MAX)
+        await until(lambda: made[0]._backlog.unparsed_bytes > UNREAD_BYTES_MAX)
         for _ in range(50):
             await asyncio.sleep(0.001)
-        assert made[0]._unparsed_bytes <= UNREAD_BYTES_MAX + (256 << 10)
+        assert made[0]._backlog.unparsed_bytes <= UNREAD_BYTES_MAX + (256 << 10)
         assert not sending.done()
         gate.set()
         await client.expect(whole(b"slow"))

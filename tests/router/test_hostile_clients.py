@@ -18,7 +18,6 @@ from fake_workers import QUICK, Cluster, FakeWorker, cluster, run, until
 
 from kvbaton.api.params import Mode
 from kvbaton.api.shapes import NESTING_MAX
-from kvbaton.router.policy import Policy
 from kvbaton.router.router_settings import Fallback
 
 COMPLETION = "/v1/completions"
@@ -98,7 +97,7 @@ def test_a_body_nested_at_any_depth_is_answered_or_refused(shape: str) -> None:
     depths = [*range(NESTING_MAX - 5, NESTING_MAX + 3), *range(955, 1001, 3), 100_000]
 
     async def story() -> None:
-        settings = msgspec.structs.replace(QUICK, policy=Policy.PREFIX)
+        settings = msgspec.structs.replace(QUICK, policy="prefix")
         async with cluster(1, [talk], settings=settings) as c:
             for path, form in FIELDS:
                 for depth in depths:
@@ -161,7 +160,7 @@ def test_odd_values_of_any_field_are_answered_or_refused(path: str) -> None:
     ]
 
     async def story() -> None:
-        settings = msgspec.structs.replace(QUICK, policy=Policy.PREFIX, disagg_min_tokens=1)
+        settings = msgspec.structs.replace(QUICK, policy="prefix", disagg_min_tokens=1)
         async with cluster(1, [talk], settings=settings) as c:
             for name in names:
                 for value in odd:

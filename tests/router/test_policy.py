@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvbaton.api.params import Mode
+from kvbaton.cli import router as router_command
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.router.policy import (
     FAR_TOKENS,
+    POLICIES,
     WEIGHED_MAX,
     Doubts,
     Pair,
-    Policy,
     Weights,
     alone,
     explain,
@@ -23,7 +27,8 @@ from kvbaton.router.policy import (
     pairs,
 )
 from kvbaton.router.policy import choose as choose_of
-from kvbaton.router.workers.directory import Dialect, State, Worker
+from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.workers.directory import State, Worker
 
 
 def worker(name: str, role: Any = None, **more: Any) -> Worker:
@@ -125,7 +130,7 @@ def test_what_is_missing_is_told_with_the_next_step() -> None:
 
 
 def test_workers_that_speak_otherwise_are_not_paired() -> None:
-    assert "speaks moriio" in (mismatch(worker("p0", dialect=Dialect.MORIIO), worker("d0"), Mode.PULL) or "")
+    assert "speaks moriio" in (mismatch(worker("p0", dialect="moriio"), worker("d0"), Mode.PULL) or "")
 
 
 def test_a_broken_worker_is_never_chosen_and_that_is_said() -> None:
@@ -137,7 +142,7 @@ def test_a_broken_worker_is_never_chosen_and_that_is_said() -> None:
 # --- by load
 
 
-def loaded(policy: Policy = Policy.LEAST_LOADED, **more: Any) -> Weights:
+def loaded(policy: str = "least-loaded", **more: Any) -> Weights:
     """Tokens under way, by name: `loaded(p0=5)`."""
     return Weights(policy, loads={peer(name): tokens for name, tokens in more.items()})
 
@@ -160,7 +165,7 @@ def test_a_suspect_goes_last_however_little_it_has_to_do() -> None:
 
 
 def test_round_robin_does_not_look_at_the_load() -> None:
-    weights = loaded(Policy.ROUND_ROBIN, p0=1 << 40)
+    weights = loaded("round-robin", p0=1 << 40)
     assert {str(choose(cluster(2, 1), Mode.PULL, turn, weights)) for turn in range(2)} == {"p0/d0", "p1/d0"}
 
 
@@ -178,8 +183,8 @@ def hosts() -> list[Worker]:
     return [worker("p0", host="a"), worker("p1", host="b"), worker("d0", host="b"), worker("d1", host="a")]
 
 
-@pytest.mark.parametrize("policy", list(Policy))
-def test_pairs_on_one_host_go_first_and_all_of_them_in_turn(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_pairs_on_one_host_go_first_and_all_of_them_in_turn(policy: str) -> None:
     used = Counter(str(choose(hosts(), Mode.PULL, turn, Weights(policy))) for turn in range(10))
     assert used == {"p0/d1": 5, "p1/d0": 5}
 
@@ -213,9 +218,9 @@ def test_the_preference_can_be_switched_off() -> None:
 def test_who_has_seen_the_prompt_goes_first_until_it_is_too_busy() -> None:
     workers = cluster(3, 1)
     seen = {peer("p2"): 500.0}
-    warm = Weights(Policy.PREFIX, seen=seen)
+    warm = Weights("prefix", seen=seen)
     assert {str(choose(workers, Mode.PULL, turn, warm)) for turn in range(3)} == {"p2/d0"}
-    busy = Weights(Policy.PREFIX, loads={peer("p2"): 501}, seen=seen)
+    busy = Weights("prefix", loads={peer("p2"): 501}, seen=seen)
     assert str(choose(workers, Mode.PULL, 0, busy)) != "p2/d0"
 
 
@@ -230,3 +235,28 @@ def test_d_alone_is_chosen_by_turn_load_and_doubt() -> None:
     assert alone(workers, 0, busy, Doubts(avoid={peer("d2")})).name == "b0"  # type: ignore[union-attr]
     assert alone(cluster(2, 0), 0) is None
     assert alone([worker("d0", state=State.DRAINING), worker("d1", state=State.BROKEN)], 0) is None
+
+
+# --- another policy
+
+
+def test_a_policy_is_written_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "router.md").read_text()
+    section = page.partition("### Write a routing policy")[2]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    name = re.search(r"--policy ([a-z-]+)", section)
+    assert code is not None
+    assert name is not None
+    with monkeypatch.context() as patch:
+        patch.setitem(POLICIES, name[1], POLICIES["prefix"])  # taken out again afterwards
+        exec(compile(code[1], "my_policies.py", "exec"), {"__name__": "my_policies"})
+        weights = loaded(name[1], p0=1 << 40, d1=1)
+        used = {str(choose(cluster(2, 2), Mode.PULL, turn, weights)) for turn in range(4)}
+        assert used == {"p0/d0", "p1/d0"}
+        parser = argparse.ArgumentParser()
+        router_command.add_arguments(parser)
+        assert router_command.settings_of(parser.parse_args(["--policy", name[1]])).policy == name[1]
+    with pytest.raises(
+        ValueError, match="policy: got 'idlest-decode', expected one of round-robin, least-loaded, prefix"
+    ):
+        RouterSettings(policy="idlest-decode")

@@ -13,21 +13,10 @@ from fake_workers import until
 from raw_server import LOOPS, OK, Conn, Script, Server, answers, listening, run_on
 
 from kvbaton.router.http import http_client
-from kvbaton.router.http.http_client import (
-    HEADERS_BYTES_MAX,
-    UNREAD_BYTES_MAX,
-    BrokenError,
-    Exchange,
-    GarbageError,
-    Origin,
-    Pool,
-    StaleError,
-    UnreachableError,
-    WireError,
-    header,
-    origin,
-    request_bytes,
-)
+from kvbaton.router.http.answer_reader import UNREAD_BYTES_MAX
+from kvbaton.router.http.http_client import Exchange, Origin, Pool, header, origin, request_bytes
+from kvbaton.router.http.http_types import HEADERS_BYTES_MAX
+from kvbaton.router.http.wire_errors import BrokenError, GarbageError, StaleError, UnreachableError, WireError
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 Story = Callable[[Pool, Server], Awaitable[None]]
@@ -536,7 +525,7 @@ def test_an_answer_that_is_not_read_to_its_end_costs_its_connection(run: Run) ->
     async def story(pool: Pool, server: Server) -> None:
         exchange = await pool.exchange(*get(server))
         await exchange.head()
-        await until(lambda: exchange._complete)
+        await until(lambda: exchange._answer.complete)
         exchange.close()
         assert pool.idle == 0
         await seen.wait()
@@ -754,7 +743,7 @@ def test_what_is_broken_off_here_is_broken_and_neither_stale_nor_whole(run: Run,
         exchange = await pool.exchange(*get(server))
         waiting = asyncio.create_task(exchange.whole(99))
         if data:
-            await until(lambda: exchange._heard)
+            await until(lambda: exchange._answer.heard)
         exchange.abort()
         with pytest.raises(BrokenError):
             await asyncio.wait_for(waiting, 20)
@@ -805,7 +794,7 @@ def test_a_reader_that_is_slow_stops_the_worker_and_loses_nothing(run: Run) -> N
             assert not exchange._transport.is_reading()
             for _ in range(20):
                 await asyncio.sleep(0)
-            assert exchange._unread <= UNREAD_BYTES_MAX + READ_BYTES_MAX
+            assert exchange._answer.body.unread <= UNREAD_BYTES_MAX + READ_BYTES_MAX
             found.append(await exchange.read())
         found.append(await drained(exchange))
         assert b"".join(found) == data

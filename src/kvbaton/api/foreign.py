@@ -1,4 +1,4 @@
-"""Requests of routers that are not ours, turned into what kvbaton's router would have sent.
+"""Handoff parameters of other systems: requests of their routers, turned into what kvbaton's router would have sent.
 
 vllm-router and vLLM's proxies know nothing of tickets. Where P answers before D is asked (NIXL, MoRI-IO READ, P2pNccl)
 they carry P's answer to D, ticket and all. Where both are asked at once (MoRI-IO WRITE) each side makes the same
@@ -35,6 +35,13 @@ class Lookup(msgspec.Struct):
     ticket_key: bytes
     ttl_s: float
     peer_at: Callable[[str, int], WorkerId | None]  # by the address of its control socket
+
+
+def moriio_params(unique: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What MoRI-IO's P and D are told of one transfer. `translated` reads it."""
+    both = {"remote_engine_id": None, "remote_block_ids": None, "transfer_id": f"tx-{unique}", "remote_dp_size": 1}
+    source = {"do_remote_decode": True, "do_remote_prefill": False, **both}
+    return source, {"do_remote_decode": False, "do_remote_prefill": True, **both}
 
 
 def translated(request_id: str, raw: Mapping[str, Any], lookup: Lookup, index: int = 0) -> TransferParams | None:

@@ -75,6 +75,6 @@ def source_params(mode: Mode, ticket: str) -> dict[str, Any]:
     return {"do_remote_decode": True, "do_remote_prefill": False, "mode": str(mode), "ticket": ticket}
 
 
-def target_params(mode: Mode, ticket: str) -> dict[str, Any]:
-    """Tells D that P has begun, or will begin, and under which ticket."""
+def target_params(mode: Mode, ticket: str | None) -> dict[str, Any]:
+    """Tells D that P has the prompt's KV, or will have it, and under which ticket."""
     return {"do_remote_prefill": True, "do_remote_decode": False, "mode": str(mode), "ticket": ticket}

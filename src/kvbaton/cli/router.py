@@ -24,7 +24,7 @@ from kvbaton.processes.operator_control import told_to_stop
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.http import http_client
-from kvbaton.router.policy import Policy
+from kvbaton.router.policy import POLICIES
 from kvbaton.router.router_settings import Fallback, OperatorPages, RouterSettings, is_origin
 from kvbaton.router.workers.directory import Worker
 
@@ -109,7 +109,7 @@ def _add_choices(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--mode", choices=list(Mode), default=_DEFAULT.mode.value, help="where the client names none")
     group.add_argument("--only-mode", action="store_true", help="refuse requests that ask for another mode")
     group.add_argument(
-        "--policy", metavar="P", choices=list(Policy), default=_DEFAULT.policy.value, help=", ".join(Policy)
+        "--policy", metavar="P", choices=list(POLICIES), default=_DEFAULT.policy, help=", ".join(POLICIES)
     )
     group.add_argument("--no-same-host", action="store_true", help="do not prefer pairs on one host")
     group.add_argument(
@@ -202,7 +202,7 @@ def settings_of(args: argparse.Namespace) -> RouterSettings:
     return RouterSettings(
         mode=mode,
         modes_allowed=allowed,
-        policy=Policy(args.policy),
+        policy=args.policy,
         same_host=not args.no_same_host,
         fallback=Fallback(args.fallback),
         disagg_min_tokens=args.disagg_min_tokens,

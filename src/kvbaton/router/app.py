@@ -21,8 +21,8 @@ from kvbaton.api.gather import cancel
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.client_quotas import Room
+from kvbaton.router.dialect_table import TicketMinter
 from kvbaton.router.http.http_types import Answer, Handler, Request
-from kvbaton.router.kv_params import TicketMinter
 from kvbaton.router.openai_api import Front
 from kvbaton.router.operator_access import FlightsPage, Show, guarded
 from kvbaton.router.operator_api import Desk

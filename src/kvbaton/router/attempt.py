@@ -13,7 +13,7 @@ from kvbaton.api.params import Mode
 from kvbaton.observe.tracing.context import Traceparent
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.client_quotas import Tab
-from kvbaton.router.http.http_client import Header
+from kvbaton.router.http.http_types import Header
 from kvbaton.router.policy import NO_DOUBTS, Doubts
 from kvbaton.router.router_flights import Trip
 from kvbaton.router.worker_calls import LegError

@@ -24,8 +24,7 @@ from kvbaton.api.merge import Joiner, Part, join, read, split
 from kvbaton.api.params import FIELD, Mode
 from kvbaton.router import router_flights
 from kvbaton.router.attempt import Call
-from kvbaton.router.http.http_client import Header
-from kvbaton.router.http.http_types import Answer, Events, Request
+from kvbaton.router.http.http_types import Answer, Events, Header, Request
 from kvbaton.router.reply import Reply
 from kvbaton.router.request_flow import Flow
 from kvbaton.router.router_settings import RouterSettings

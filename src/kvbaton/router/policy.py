@@ -4,17 +4,14 @@ Laws: only workers that can hand KV to each other are paired: a mode, a dialect 
 compatibility digests, two different workers. A pair with fewer doubts (suspect, shunned) goes before one with more,
 whatever it costs. Among equals the policy decides, and where it sees no difference turns 0, 1, 2, … take all in turn.
 
-    round-robin    every pair in turn; if `same_host`, none across hosts whose two workers both have one on their own
-    least-loaded   the pair with the fewest tokens under way; `FAR_TOKENS` are added for two hosts, if `same_host`
-    prefix         the same, less the tokens of this prompt that P has seen lately
+A policy is a function that gives pairs a cost, in the table `POLICIES`; docs/router.md says how to write another one.
 """
 
 from __future__ import annotations
 
-import enum
 import heapq
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -27,12 +24,6 @@ FAR_TOKENS = 1024
 WEIGHED_MAX = 256
 """Pairs that are weighed for one request; of more, those of the least loaded workers."""
 _NEVER = (State.DRAINING, State.BROKEN)
-
-
-class Policy(enum.StrEnum):
-    ROUND_ROBIN = "round-robin"
-    LEAST_LOADED = "least-loaded"
-    PREFIX = "prefix"
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -57,13 +48,56 @@ class Doubts(msgspec.Struct, frozen=True):
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """What a policy may look at."""
+    """All that a policy may look at besides the pairs."""
 
-    policy: Policy = Policy.ROUND_ROBIN
+    policy: str = "round-robin"  # its name in `POLICIES`
     same_host: bool = True
     loads: Mapping[PeerId, int] = {}  # tokens under way
     seen: Mapping[PeerId, float] = {}  # tokens of this prompt that a prefill worker has seen lately
 
+
+Cost = Callable[[Pair], float]
+"""In tokens, or whatever else the pairs of one request can be compared by: the least is asked."""
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """How pairs with equally few doubts are told apart."""
+
+    cost: Callable[[Sequence[Pair], Weights], Cost]  # called once for a request, with all pairs that are weighed for it
+    by_load: bool = True  # False: D alone is taken in turn too, and all pairs are weighed, however many there are
+    by_prefix: bool = False  # the router remembers who has seen which beginnings of prompts
+
+
+def round_robin(able: Sequence[Pair], weights: Weights) -> Cost:
+    """Every pair in turn; if `same_host`, none across hosts whose two workers both have one on their own."""
+    # Only where both have a partner on their own host: a worker that has none would otherwise never be asked.
+    settled = _settled(able) if weights.same_host else ()
+    return lambda pair: _far(pair) if pair.prefill.peer in settled and pair.decode.peer in settled else 0
+
+
+def least_loaded(able: Sequence[Pair], weights: Weights) -> Cost:
+    """The pair with the fewest tokens under way; `FAR_TOKENS` are added for two hosts, if `same_host`."""
+    loads, same_host = weights.loads, weights.same_host
+
+    def cost(pair: Pair) -> float:
+        tokens = loads.get(pair.prefill.peer, 0) + loads.get(pair.decode.peer, 0)
+        return tokens + _far(pair) if same_host else tokens
+
+    return cost
+
+
+def prefix(able: Sequence[Pair], weights: Weights) -> Cost:
+    """As `least_loaded`, less the tokens of this prompt that P has seen lately."""
+    loaded, seen = least_loaded(able, weights), weights.seen
+    return lambda pair: loaded(pair) - seen.get(pair.prefill.peer, 0.0)
+
+
+POLICIES: dict[str, Policy] = {
+    "round-robin": Policy(round_robin, by_load=False),
+    "least-loaded": Policy(least_loaded),
+    "prefix": Policy(prefix, by_prefix=True),
+}
+"""By the name that `--policy` takes."""
 
 NO_DOUBTS = Doubts()
 PLAIN = Weights()
@@ -76,7 +110,7 @@ def mismatch(prefill: Worker, decode: Worker, mode: Mode) -> str | None:
     for worker in (prefill, decode):
         if mode not in worker.modes:
             return f"{worker.name} does not serve mode {mode}"
-    if prefill.dialect is not decode.dialect:
+    if prefill.dialect != decode.dialect:
         return f"{prefill.name} speaks {prefill.dialect}, {decode.name} speaks {decode.dialect}"
     if prefill.compat and decode.compat and prefill.compat != decode.compat:
         return f"{prefill.name} and {decode.name} differ in their compatibility key"
@@ -106,15 +140,16 @@ def choose(able: Sequence[Pair], turn: int, weights: Weights = PLAIN, doubts: Do
     """The pair for this turn, of those that `pairs` found; None if no one may be asked."""
     if not able:
         return None
-    if weights.policy is not Policy.ROUND_ROBIN and len(able) > WEIGHED_MAX:
+    policy = POLICIES[weights.policy]
+    if policy.by_load and len(able) > WEIGHED_MAX:
         able = _least_loaded_part(able, weights)
+    cost_of = policy.cost(able, weights)
     best: list[Pair] = []
     least = (0, 0.0)
-    settled = _settled(able) if weights.same_host and weights.policy is Policy.ROUND_ROBIN else ()
     for pair in able:
         if _is_out(pair, doubts):
             continue
-        cost = (_doubt(pair.prefill, doubts) + _doubt(pair.decode, doubts), _cost(pair, weights, settled))
+        cost = (_doubt(pair.prefill, doubts) + _doubt(pair.decode, doubts), cost_of(pair))
         if not best or cost < least:
             best, least = [pair], cost
         elif cost == least:
@@ -131,7 +166,7 @@ def alone(workers: Sequence[Worker], turn: int, weights: Weights = PLAIN, doubts
     ]
     if not able:
         return None
-    by_load = weights.policy is not Policy.ROUND_ROBIN
+    by_load = POLICIES[weights.policy].by_load
     order = able[turn % len(able) :] + able[: turn % len(able)]
 
     def cost(worker: Worker) -> tuple[int, float]:
@@ -152,25 +187,16 @@ def _doubt(worker: Worker, doubts: Doubts) -> int:
     return (worker.state is State.SUSPECT) + (worker.peer in doubts.shun)
 
 
-def _cost(pair: Pair, weights: Weights, settled: Collection[PeerId]) -> float:
-    """In tokens."""
-    far = 0 if not weights.same_host or pair.is_near or not _could_be_near(pair) else FAR_TOKENS
-    if weights.policy is Policy.ROUND_ROBIN:
-        return far if pair.prefill.peer in settled and pair.decode.peer in settled else 0
-    loads = weights.loads
-    cost = loads.get(pair.prefill.peer, 0) + loads.get(pair.decode.peer, 0) + far
-    return cost - weights.seen.get(pair.prefill.peer, 0.0) if weights.policy is Policy.PREFIX else cost
+def _far(pair: Pair) -> int:
+    """What the copy from host to host is worth. Workers that tell no host are not held to be far."""
+    p, d = pair.prefill.host, pair.decode.host
+    return FAR_TOKENS if p and d and p != d else 0
 
 
 def _settled(able: Sequence[Pair]) -> set[PeerId]:
-    """Who has somebody on its own host."""
+    """Workers that have a partner on their own host."""
     near = [pair for pair in able if pair.is_near]
     return {pair.prefill.peer for pair in near} | {pair.decode.peer for pair in near}
-
-
-def _could_be_near(pair: Pair) -> bool:
-    """Workers that tell no host are not held to be far."""
-    return pair.prefill.host != "" and pair.decode.host != ""
 
 
 def _least_loaded_part(able: Sequence[Pair], weights: Weights) -> list[Pair]:

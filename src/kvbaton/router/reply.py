@@ -1,32 +1,86 @@
 """D's answer from its first byte on, and what must end with it.
 
-Law: whoever has a reply closes it, and that ends all that the request still holds: its load, both legs, its record.
+Laws: closing a reply ends all that its request still holds: its load, both legs, its record. P's leg alone may outlast
+it, for a bounded time; closing `Replies` ends that too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbaton.api.gather import cancel
 from kvbaton.router.attempt import Route
-from kvbaton.router.http.http_client import Header
+from kvbaton.router.http.http_types import Header
 from kvbaton.router.router_flights import OK, Trip
-from kvbaton.router.worker_calls import Answer, EventStream
+from kvbaton.router.router_stats import RouterStats, count
+from kvbaton.router.worker_calls import Answer, EventStream, LegError
+from kvbaton.router.workers.directory import Worker
+from kvbaton.router.workers.health import Health
 from kvbaton.router.workers.worker_load import Load
 
-if TYPE_CHECKING:
-    from kvbaton.router.request_flow import Flow
+log = logging.getLogger(__name__)
+
+
+class Replies:
+    """What the ends of replies teach about workers, and the P legs that outlast them. One per router."""
+
+    def __init__(self, health: Health, stats: RouterStats, settle_s: float) -> None:
+        self._health = health
+        self._stats = stats
+        self._settle_s = settle_s
+        self._settling: set[asyncio.Task[None]] = set()
+
+    def streamed(self, worker: Worker, stream: EventStream) -> None:
+        """A stream is over: by its own end, by D's fault, or because the client stopped reading."""
+        # A client that leaves, or the deadline, says nothing about D: neither `ended` nor `broke` is set then, and D's
+        # standing stays as it was. An `ok` here would close the breaker of a D that clients flee from.
+        if stream.ended:
+            self._health.ok(worker.peer)
+        elif stream.broke and self._health.failed(worker.peer, asyncio.get_running_loop().time()) is not None:
+            log.warning("[stream-broken] decode worker %s broke off a stream; it is asked last for now", worker.name)
+
+    def settle(self, source: asyncio.Task[Any], unused: Callable[[], None]) -> None:
+        """D has all it needs: let P finish in its own time, within a bound, after which its ticket is given back."""
+        # P's own answer carries nothing that is read, but closing its leg aborts the request in P.
+        if source.done():
+            self._settled(source)
+            return
+        task = asyncio.create_task(self._settle(source, unused))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    async def _settle(self, source: asyncio.Task[Any], unused: Callable[[], None]) -> None:
+        try:
+            await asyncio.wait([source], timeout=self._settle_s)
+        finally:
+            # Nested, because the wait for the leg's end can itself be cancelled: the ticket goes back in every case.
+            try:
+                if not source.done():
+                    await cancel([source])
+            finally:
+                unused()
+        self._settled(source)
+
+    def _settled(self, source: asyncio.Task[Any]) -> None:
+        # Reading `exception()` also keeps asyncio from logging an exception that was never retrieved.
+        if not source.cancelled() and (error := source.exception()) is not None:
+            code = error.fault.code if isinstance(error, LegError) else type(error).__name__
+            count(self._stats.failures, f"late:{code}", "prefill")
+
+    async def close(self) -> None:
+        await cancel(list(self._settling))
 
 
 class Reply:
-    """D's answer from its first byte on. Whoever has it calls `aclose`."""
+    """D's answer from its first byte on. Its holder calls `aclose`."""
 
     def __init__(
         self,
-        flow: Flow,
+        replies: Replies,
         route: Route,
         decoding: Answer | EventStream,
         load: Load,
@@ -38,7 +92,7 @@ class Reply:
         self.route = route
         self.handoff = trip.handoff
         self._prefilled = prefilled  # when P was asked, and when it had answered
-        self._flow = flow
+        self._replies = replies
         self._decoding = decoding
         self._load = load
         self._trip = trip
@@ -69,19 +123,23 @@ class Reply:
         return self._decoding.events()
 
     async def aclose(self) -> None:
+        # The load first: nothing below may keep a worker looking busy. The record's end is told before P's leg settles,
+        # since the client has its answer; what P says later is noted as late.
         self._load.give()
         ended = True
         if isinstance(self._decoding, EventStream):
             ended = self._decoding.ended
             if not ended:
                 self._trip.broke(self._decoding.fault or asyncio.CancelledError())
-            self._flow.streamed(self.route.decode, self._decoding)
+            self._replies.streamed(self.route.decode, self._decoding)
             self._decoding.close()
         self._trip.over(OK)
         if self._source is None:
             return
+        # D's answer came whole, so D has read all of P's KV: P may finish. If not, the client left or D failed, and P
+        # computes for nothing: closing its leg aborts it, and its ticket goes back.
         if ended or self._source.done():
-            self._flow.settle(self._source, self._unused)
+            self._replies.settle(self._source, self._unused)
         else:
             try:
                 await cancel([self._source])

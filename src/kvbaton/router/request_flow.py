@@ -24,15 +24,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from kvbaton.api.api_errors import ApiError, bare, out_of_time, unavailable
+from kvbaton.api.api_errors import ApiError, bare, out_of_time
 from kvbaton.api.bodies import Kind
 from kvbaton.api.gather import cancel
 from kvbaton.api.params import FIELD, Mode
@@ -40,18 +38,19 @@ from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.flight_records import WHOLE
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router import kv_params, policy
+from kvbaton.router import dialect_table, kv_params
 from kvbaton.router.attempt import Call, Route, Tries
-from kvbaton.router.http.http_client import Header
-from kvbaton.router.kv_params import TicketMinter
-from kvbaton.router.policy import Pair, Weights
-from kvbaton.router.reply import Reply
+from kvbaton.router.choosing import Chooser
+from kvbaton.router.dialect_table import TicketMinter
+from kvbaton.router.http.http_types import Header
+from kvbaton.router.policy import Pair
+from kvbaton.router.reply import Replies, Reply
 from kvbaton.router.router_flights import DECODE_SENT, FIRST_BYTE, PREFILL_ANSWERED, PREFILL_SENT, LogBook, Trip
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.router_stats import RouterStats, count
 from kvbaton.router.worker_calls import Answer, EventStream, Leg, LegError, Legs
-from kvbaton.router.workers.available import Roster, View
-from kvbaton.router.workers.directory import State, Worker
+from kvbaton.router.workers.available import Roster
+from kvbaton.router.workers.directory import Worker
 from kvbaton.router.workers.prefixes import Prefixes, pieces
 from kvbaton.router.workers.worker_load import Load, Loads, answer_tokens, prompt_tokens
 
@@ -87,8 +86,8 @@ class Flow:
         self._log_book = log_book or LogBook(Gathering())
         self._loads = Loads()
         self._prefixes = Prefixes(settings.prefix_pieces_max)
-        self._turns: dict[Mode | None, Iterator[int]] = defaultdict(itertools.count)
-        self._settling: set[asyncio.Task[None]] = set()
+        self._chooser = Chooser(roster, settings, self._loads, can_sign=minter is not None)
+        self._replies = Replies(roster.health, stats, settings.settle_s)
 
     @property
     def loads(self) -> Mapping[PeerId, int]:
@@ -111,8 +110,10 @@ class Flow:
             raise out_of_time("the request's deadline passed before the first byte") from None
 
     async def _serve(self, call: Call, tries: Tries) -> Reply:
+        # Ends, although it has no counter: every failure either raises in `_note`, or spends one of the bounded retries
+        # there, or is one of `STALE_MAX`; and the deadline surrounds it all.
         while True:
-            route = self._choose(call, tries)
+            route = self._chooser.route(call, tries, _now())
             tries.trip.chose("-" if route.prefill is None else route.prefill.name, route.decode.name, route.mode)
             try:
                 if route.prefill is None:
@@ -142,57 +143,10 @@ class Flow:
     def _trip(self, call: Call, tokens: int, attempt: int = 0) -> Trip:
         return self._log_book.begin(call.name, attempt, tokens, call.trace, call.begins_trace)
 
-    # --- choosing
-
-    def _choose(self, call: Call, tries: Tries) -> Route:
-        view = self._roster.view(_now())
-        weights = self._weights(tries)
-        if not tries.alone and self._settings.disagg_min_tokens:
-            self._spare_prefill(view, tries, weights)
-        if not tries.alone:
-            for mode in call.modes:
-                able = self._able(view, mode)
-                if able:
-                    pair = policy.choose(able, next(self._turns[mode]), weights, tries.doubts)
-                    if pair is not None:
-                        return Route(mode, pair.decode, pair.prefill)
-                    break
-            if self._settings.fallback is not Fallback.LOCAL:
-                raise self._nobody(call, tries, view)
-            tries.alone = "fallback"
-        worker = policy.alone(view.workers, next(self._turns[None]), weights, tries.doubts)
-        if worker is None:
-            raise self._nobody(call, tries, view)
-        return Route(call.modes[0], worker, None)
-
-    def _able(self, view: View, mode: Mode) -> Sequence[Pair]:
-        able = view.pairs(mode)
-        if mode is Mode.PULL or self._minter is not None:
-            return able
-        return [pair for pair in able if kv_params.can_mint(pair, mode, None)]
-
-    def _weights(self, tries: Tries) -> Weights:
-        settings = self._settings
-        seen = {peer: share * tries.tokens for peer, share in tries.seen.items()} if tries.seen else {}
-        return Weights(settings.policy, settings.same_host, self._loads.tokens, seen)
-
-    def _spare_prefill(self, view: View, tries: Tries, weights: Weights) -> None:
-        """A prompt that some D knows almost whole is not worth a handoff."""
-        worker = policy.alone(view.workers, 0, weights, tries.doubts)  # who would get it, not who knows most
-        known = 0.0 if worker is None else weights.seen.get(worker.peer, 0.0)
-        if tries.tokens - known < self._settings.disagg_min_tokens:
-            tries.alone = "cached"
-
-    def _nobody(self, call: Call, tries: Tries, view: View) -> ApiError:
-        if tries.last is not None:
-            return tries.last.fault
-        mode = call.modes[0]
-        return unavailable(f"no pair can serve mode {mode}: {policy.explain(view.workers, mode)}")
-
     # --- asking
 
     async def _handed_over(self, call: Call, tries: Tries, route: Route, pair: Pair) -> Reply:
-        ask = kv_params.ask(pair, route.mode, self._minter)
+        ask = dialect_table.ask(pair, route.mode, self._minter)
         trip = tries.trip
         trip.handoff = ask.handoff
         headers = call.named(ask.request_id, trip.leg("decode"))
@@ -202,6 +156,8 @@ class Flow:
         body = kv_params.prefill_body(call.kind, call.fields, asked)
         named = call.named(ask.request_id, trip.leg("prefill"))
         source = Leg("prefill", pair.prefill, call.kind.value, named, body, call.tab)
+        # D is charged from now on, before it is asked: it is promised, and the next request must not be sent there for
+        # being idle. P is let go as soon as it has answered, D with the reply.
         prefilling = self._loads.take(pair.prefill.peer, tries.tokens)
         decoding = self._loads.take(pair.decode.peer, tries.tokens + answer_tokens(call.fields))
         times = [_now()]
@@ -214,14 +170,16 @@ class Flow:
                     times.append(_now())
                 finally:
                     prefilling.give()
-                other = None if ask.request_id is not None else self._other_decoder(pair, route.mode, tries)
+                # Not where the request id names D: P would hand over to the one that it names.
+                can_change = ask.request_id is None
+                other = self._chooser.other_decoder(pair, route.mode, tries, _now()) if can_change else None
                 if other is not None:
                     decoding.give()
                     decoding = self._loads.take(other.peer, tries.tokens + answer_tokens(call.fields))
                     pair, route = Pair(pair.prefill, other), Route(route.mode, other, pair.prefill)
                     trip.chose(pair.prefill.name, other.name, route.mode)
                 answer = await self._redeemed(call, trip, headers, pair, found)
-                return Reply(self, route, answer, decoding, trip, prefilled=times)
+                return Reply(self._replies, route, answer, decoding, trip, prefilled=times)
             self._stats.tickets += 1
             return await self._both_at_once(call, trip, headers, route, source, ask.target, prefilling, decoding)
         except BaseException:
@@ -229,20 +187,12 @@ class Flow:
             decoding.give()
             raise
 
-    def _other_decoder(self, pair: Pair, mode: Mode, tries: Tries) -> Worker | None:
-        """Whom to take P's ticket to, which names no D, if the one that was chosen drains or left meanwhile."""
-        view = self._roster.view(_now())
-        if any(worker.peer == pair.decode.peer and worker.state is not State.DRAINING for worker in view.workers):
-            return None
-        able = [each for each in view.workers if each.decodes and policy.mismatch(pair.prefill, each, mode) is None]
-        return policy.alone(able, next(self._turns[None]), self._weights(tries), tries.doubts)
-
     async def _by_itself(self, call: Call, tries: Tries, route: Route) -> Reply:
         load = self._loads.take(route.decode.peer, tries.tokens + answer_tokens(call.fields))
         try:
             headers = call.named(None, tries.trip.leg("decode"))
             answer = await self._decode(call, tries.trip, headers, route.decode, None)
-            return Reply(self, route, answer, load, tries.trip)
+            return Reply(self._replies, route, answer, load, tries.trip)
         except BaseException:
             load.give()
             raise
@@ -268,7 +218,9 @@ class Flow:
         """D's answer; if there is none, P learns at once that its lease is for nobody."""
         params, ticket = found
         try:
-            if not self._roster.lists(pair.decode.peer, _now()):  # nobody would break this leg off any more
+            # Legs to a worker are broken off at the moment it leaves the list. One that begins after that moment would
+            # miss it, and wait for a dead worker until its time is up.
+            if not self._roster.lists(pair.decode.peer, _now()):
                 leg = Leg("decode", pair.decode, call.kind.value, headers, None)
                 raise leg.failed(502, "left while P computed", "worker_left", lost=True)
             return await self._decode(call, trip, headers, pair.decode, params)
@@ -287,6 +239,8 @@ class Flow:
         prefilling: Load,
         decoding: Load,
     ) -> Reply:
+        # P's leg is a task, because it may end long after D's first byte, when this method has returned: whatever must
+        # happen at its end is a callback of the task. D's is one, because either may fail first.
         times = [_now()]
         source = asyncio.create_task(self._legs.whole(leg, self._patience(call)))
         source.add_done_callback(lambda _: prefilling.give())
@@ -296,13 +250,19 @@ class Flow:
         unused = functools.partial(self._give_back_of, leg.worker, params)
         try:
             await asyncio.wait((source, target), return_when=asyncio.FIRST_COMPLETED)
+            # Where P has failed, its error is raised unless D has answered all the same: if both have failed, P's
+            # failure is the cause of D's, and blaming D would take a good worker out. If P is done and D is not, this
+            # waits on.
             if source.done() and not (target.done() and target.exception() is None):
-                source.result()  # P's failure is the cause of D's, where both have failed
+                source.result()
+            # Likewise a D that hears nothing, since P hangs: its own timeout may pass first.
             late = target.exception() if target.done() else None
             if isinstance(late, LegError) and late.fault.code == "worker_timeout" and not source.done():
                 raise leg.failed(504, "gave no answer while D waited for its KV", "worker_timeout", lost=True)
-            return Reply(self, route, await target, decoding, trip, source, unused, times)
+            return Reply(self._replies, route, await target, decoding, trip, source, unused, times)
         except BaseException:
+            # D's stream may open at the very moment of the cancellation: then the task has a result that no one holds,
+            # whose connection, and so the request in D, would stay open.
             target.add_done_callback(_close_late)
             try:
                 await cancel((source, target))
@@ -311,7 +271,9 @@ class Flow:
             raise
 
     def _patience(self, call: Call) -> float:
-        """Ends a silent leg just before the deadline ends the request: only a leg's end is held against a worker."""
+        """Ends a silent leg just before the deadline ends the request."""
+        # If the deadline ended it, the request would be cancelled from outside and no leg would have failed: a worker
+        # that hangs would never be suspected by clients whose deadline is shorter than `first_byte_s`.
         return min(self._settings.first_byte_s, max(0.9 * (call.deadline - _now()), 0.001))
 
     def _give_back_of(self, worker: Worker, params: bytes) -> None:
@@ -340,14 +302,9 @@ class Flow:
 
     # --- learning
 
-    def streamed(self, worker: Worker, stream: EventStream) -> None:
-        """A stream is over: by its own end, by D's fault, or because nobody reads on."""
-        if stream.ended:
-            self._roster.health.ok(worker.peer)
-        elif stream.broke and self._roster.health.failed(worker.peer, _now()) is not None:
-            log.warning("[stream-broken] decode worker %s broke off a stream; it is asked last for now", worker.name)
-
     def _worked(self, route: Route, tries: Tries, is_stream: bool) -> None:
+        # Refusals were held back until now: another worker could do what they refused, so it was not the request's
+        # fault.
         for error in tries.refusals:
             self._blame(error)
         health = self._roster.health
@@ -362,7 +319,7 @@ class Flow:
                 self._prefixes.note(route.prefill.peer, tries.names)
 
     def _note(self, call: Call, route: Route, tries: Tries, error: LegError) -> None:
-        """Blame a failed leg, and raise its fault where nobody else may be asked."""
+        """Blame a failed leg, and raise its fault where no other worker may be asked."""
         if error.final and _is_of_the_handoff(route, error):
             error = _not_the_clients(error)
         bare(error)
@@ -370,13 +327,16 @@ class Flow:
         tries.last = error
         if error.final:
             raise error.fault
+        # An idle connection that the worker closed as the request went out: it never saw the request, so this is
+        # neither its failure nor a try. Bounded, because a worker that has died looks the same on each pooled
+        # connection.
         if error.stale and tries.stale < STALE_MAX:
             tries.stale += 1
             tries.trip.over(Reason.CANCELLED, "a connection had been closed while idle; asked again")
             tries.trip = self._trip(call, tries.tokens, tries.count)
             return
         tries.trip.broke(error.fault)
-        if tries.alone == "cached":
+        if tries.alone == "cached":  # the D that knew the prompt has failed; for others a handoff is worth it again
             tries.alone = ""
         if error.lost or error.stale:
             self._blame(error)
@@ -398,42 +358,18 @@ class Flow:
         log.info("request %s on %s: %s; asking others", call.name, route, error)
 
     def _blame(self, error: LegError) -> None:
+        # A full worker is alive, and counting 429 as failure would break the breaker of exactly those that are in
+        # demand. For a failed handoff P, D or the network may be to blame: the pair is not tried again by this request,
+        # and that is all that is known.
         if error.busy or error.is_handoff:
             return
         news = self._roster.health.failed(error.worker.peer, _now())
         if news is not None:
             log.warning("[worker-failing] %s; it is %s now", error, news.value)
 
-    # --- what outlasts a request
-
-    def settle(self, source: asyncio.Task[Any], unused: Callable[[], None]) -> None:
-        """D has all it needs: let P finish in its own time, but not for ever. It cannot be read any more then."""
-        if source.done():
-            self._settled(source)
-            return
-        task = asyncio.create_task(self._settle(source, unused))
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
-
-    async def _settle(self, source: asyncio.Task[Any], unused: Callable[[], None]) -> None:
-        try:
-            await asyncio.wait([source], timeout=self._settings.settle_s)
-        finally:
-            try:
-                if not source.done():
-                    await cancel([source])
-            finally:
-                unused()
-        self._settled(source)
-
-    def _settled(self, source: asyncio.Task[Any]) -> None:
-        if not source.cancelled() and (error := source.exception()) is not None:
-            code = error.fault.code if isinstance(error, LegError) else type(error).__name__
-            count(self._stats.failures, f"late:{code}", "prefill")
-
     async def close(self) -> None:
         """Nothing that this flow started is left afterwards."""
-        await cancel(list(self._settling))
+        await self._replies.close()
 
 
 def _is_of_the_handoff(route: Route, error: LegError) -> bool:

@@ -20,7 +20,7 @@ from kvbaton.observe.flight.flight_records import NAME_CHARS_MAX, QUIET, TEXT_CH
 from kvbaton.observe.flight.sanitize import printable
 from kvbaton.observe.tracing.context import HEADER, Traceparent, new_span_id, new_trace, parse
 from kvbaton.protocol.errors import Reason
-from kvbaton.router.http.http_client import Header
+from kvbaton.router.http.http_types import Header
 
 RECEIVED = "received"
 CHOSEN = "chosen"

@@ -11,7 +11,7 @@ import msgspec
 from kvbaton.api.params import Mode
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX
 from kvbaton.router.client_quotas import BYTES_MAX
-from kvbaton.router.policy import Policy
+from kvbaton.router.policy import POLICIES
 
 _ORIGIN = re.compile(r"https?://[^/?#@\s*A-Z]+")
 
@@ -41,7 +41,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     mode: Mode = Mode.PULL  # where the client names none
     modes_allowed: tuple[Mode, ...] = tuple(Mode)  # what the header x-kvbaton-mode may ask for
-    policy: Policy = Policy.LEAST_LOADED
+    policy: str = "least-loaded"  # its name in `policy.POLICIES`
     same_host: bool = True  # a pair on one host goes before others
     fallback: Fallback = Fallback.STRICT
     disagg_min_tokens: int = 0  # a prompt with fewer tokens to compute goes to D alone
@@ -85,6 +85,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         for origin in self.origins_allowed:
             if not is_origin(origin):
                 raise ValueError(f"origins_allowed: got {origin[:80]!r}, expected as https://host or http://host:port")
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy: got {self.policy[:80]!r}, expected one of {', '.join(POLICIES)}")
         if self.mode not in self.modes_allowed:
             raise ValueError(f"mode: {self.mode} is not among the modes allowed")
         if self.ticket_ttl_s > TICKET_LIFE_S_MAX:
@@ -95,4 +97,4 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def wants_prefixes(self) -> bool:
         """Whether beginnings of prompts are worth remembering."""
-        return self.policy is Policy.PREFIX or self.disagg_min_tokens > 0
+        return POLICIES[self.policy].by_prefix or self.disagg_min_tokens > 0

@@ -19,8 +19,10 @@ from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError, bare, no_room, out_o
 from kvbaton.api.tokens import NOT_THE_ROUTER
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.client_quotas import Tab
-from kvbaton.router.http import http_client
-from kvbaton.router.http.http_client import Exchange, Header, Pool
+from kvbaton.router.http import http_client, wire_errors
+from kvbaton.router.http.answer_reader import BYTES_FREE
+from kvbaton.router.http.http_client import Exchange, Pool
+from kvbaton.router.http.http_types import Header
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import Worker
 
@@ -132,7 +134,7 @@ class Legs:
                 return Answer(data, exchange.headers)
             finally:
                 self._close(leg, exchange)
-        except http_client.WireError as error:
+        except wire_errors.WireError as error:
             raise _told(leg, error, timeout_s) from None
 
     async def stream(self, leg: Leg, deadline: float, timeout_s: float | None = None) -> EventStream:
@@ -152,7 +154,7 @@ class Legs:
                 stream.close()
                 raise
             return stream
-        except http_client.WireError as error:
+        except wire_errors.WireError as error:
             raise _told(leg, error, timeout_s) from None
 
     async def get(self, worker: Worker, path: str, headers: Sequence[Header] = (), tab: Tab | None = None) -> bytes:
@@ -171,7 +173,7 @@ class Legs:
         try:
             place = http_client.origin(leg.worker.url)
         except ValueError as error:
-            raise http_client.UnreachableError(str(error)) from None
+            raise wire_errors.UnreachableError(str(error)) from None
         method = "GET" if leg.body is None else "POST"
         shown = self.token(leg.worker)
         headers = leg.headers if shown is None else (*leg.headers, shown)
@@ -192,24 +194,24 @@ class Legs:
         exchange.close()
 
 
-def _told(leg: Leg, error: http_client.WireError, timeout_s: float | None) -> LegError:
+def _told(leg: Leg, error: wire_errors.WireError, timeout_s: float | None) -> LegError:
     """The wire's error as the router's."""
     bare(error)  # the exchange has it too
     match error:
-        case http_client.LateError():
+        case wire_errors.LateError():
             return leg.failed(504, f"gave no answer within {timeout_s} s", "worker_timeout", lost=True)
-        case http_client.UnreachableError():
+        case wire_errors.UnreachableError():
             return leg.failed(502, f"cannot be reached ({error})", "worker_unreachable", lost=True)
-        case http_client.StaleError():
+        case wire_errors.StaleError():
             return leg.failed(502, str(error), "worker_died", stale=True)
-        case http_client.GarbageError():
+        case wire_errors.GarbageError():
             return leg.failed(502, str(error), "bad_answer")
-        case http_client.NoRoomError():
+        case wire_errors.NoRoomError():
             return _crowded_out(leg, error)
     return leg.failed(502, f"went away before its answer was complete ({error})", "worker_died", lost=True)
 
 
-def _crowded_out(leg: Leg, error: http_client.NoRoomError) -> LegError:
+def _crowded_out(leg: Leg, error: wire_errors.NoRoomError) -> LegError:
     """The router itself could not take it: nobody is blamed, but for an answer that would crowd out others'."""
     full = no_room(str(error)) if leg.tab is None or not error.answered_bytes else leg.tab.room.full("answer")
     if error.answered_bytes >= LARGE_BYTES:
@@ -267,9 +269,9 @@ class EventStream:
             try:
                 data = await self._exchange.read()
                 whole = self._feed(data)
-            except http_client.WireError as error:
+            except wire_errors.WireError as error:
                 bare(error)
-                if isinstance(error, http_client.LateError):
+                if isinstance(error, wire_errors.LateError):
                     raise self._failed(out_of_time("the request's deadline passed in mid-stream")) from None
                 raise self._broke(str(error)) from None
             except LegError as error:
@@ -298,9 +300,9 @@ class EventStream:
         except sse.TooLongError as error:
             raise self._leg.failed(502, f"sent {error}", "bad_answer") from None
         held = self._relay.held + more
-        if self._tab is not None and not self._tab.hold(held if held > http_client.BYTES_FREE else 0):
+        if self._tab is not None and not self._tab.hold(held if held > BYTES_FREE else 0):
             said = f"sent {held} bytes of its stream, for which the router has no room"
-            raise _crowded_out(self._leg, http_client.NoRoomError(said, held))
+            raise _crowded_out(self._leg, wire_errors.NoRoomError(said, held))
         return whole
 
     def _broke(self, what: str) -> ApiError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvbaton.api.params import Mode, TransferParams
+from kvbaton.api.params import Mode, TransferParams, target_params
 from kvbaton.engines.embedded.block_cache import NULL_BLOCK, BlockPool
 from kvbaton.engines.embedded.embedded_storing import Fetched, Storing
 from kvbaton.engines.embedded.engine_config import FailurePolicy, KvGroup
@@ -252,25 +252,14 @@ class BatonConnector:
         if params is None or not params.do_remote_decode or status not in (Status.LENGTH, Status.STOPPED):
             return None
         if params.mode is not Mode.PULL:
-            return {
-                "do_remote_prefill": True,
-                "do_remote_decode": False,
-                "mode": str(params.mode),
-                "ticket": params.ticket,
-            }
+            return target_params(params.mode, params.ticket)
         needed = -(-len(request.prompt) // self._block_tokens)
         leased = tuple(_without_null(ids[:needed]) for ids in blocks)
         ticket, pinned = self._door.grant(
             content_digest(request), len(request.prompt), leased, request=request.request_id, trace=params.trace
         )
         self.pool.touch(pinned)
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "mode": "pull",
-            "ticket": ticket,
-            "remote_engine_id": str(self._door.config.me.worker),
-        }
+        return {**target_params(Mode.PULL, ticket), "remote_engine_id": str(self._door.config.me.worker)}
 
     def _whole_blocks(self, request: EngineRequest, tokens: int) -> int:
         """Whole blocks only; the last chunk takes the tail along (rule 10)."""

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbaton.api.params import Mode
+from kvbaton.api.params import Mode, target_params
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.request_content import content_digest, handed_position
 from kvbaton.engines.vllm.step_metadata import Leaving
@@ -126,8 +126,8 @@ class Prefill:
                 return self._granted(prompt, tables) if whole_prompt else None
             if whole_prompt and prompt.lease is not None and not prompt.spoilt:
                 self._end_of(prompt, tables)
-                return _answer(prompt.source.mode, prompt.source.ticket)
-            return _answer(prompt.source.mode, prompt.source.ticket) if whole_prompt and prompt.spoilt else None
+                return target_params(prompt.source.mode, prompt.source.ticket)
+            return target_params(prompt.source.mode, prompt.source.ticket) if whole_prompt and prompt.spoilt else None
         finally:
             self._spoil(prompt, Reason.SOURCE_ABORTED)
 
@@ -176,7 +176,7 @@ class Prefill:
         except Exception:
             self.pool.unpin(real(blocks))
             raise
-        return {**_answer(Mode.PULL, ticket), "remote_engine_id": str(self.door.config.me.worker)}
+        return {**target_params(Mode.PULL, ticket), "remote_engine_id": str(self.door.config.me.worker)}
 
     def _end_of(self, prompt: Prompt, tables: Tables) -> None:
         """The last chunk was computed with this step, whose announcement has not come yet."""
@@ -198,7 +198,3 @@ class Prefill:
         if prompt.kept:
             kept, prompt.kept = prompt.kept, ()
             self.pool.unpin(real(kept))
-
-
-def _answer(mode: Mode, ticket: str | None) -> dict[str, Any]:
-    return {"do_remote_prefill": True, "do_remote_decode": False, "mode": str(mode), "ticket": ticket}

@@ -17,62 +17,26 @@ import functools
 import re
 import ssl
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
-import httptools
 import msgspec
 
 from kvbaton.router.client_quotas import Tab, connections_max, descriptors
+from kvbaton.router.http.answer_reader import AnswerReader
+from kvbaton.router.http.http_types import Header
+from kvbaton.router.http.wire_errors import (
+    BrokenError,
+    GarbageError,
+    LateError,
+    NoRoomError,
+    StaleError,
+    UnreachableError,
+    WireError,
+)
 
 IDLE_S = 4.0
 IDLE_MAX = 1024
 """Idle connections to one worker; more are closed."""
-HEADERS_BYTES_MAX = 64 << 10
-PIECES_MAX = 1 << 16
-"""Of a whole answer: each costs more than its bytes."""
-UNREAD_BYTES_MAX = 256 << 10
-"""A stream that is read slower than it comes is stopped here until it is read."""
-
-BYTES_FREE = 16 << 10
-"""Of an exchange: not counted."""
-PIECE_BYTES = 64
-"""What a piece of a body costs besides its bytes."""
-HEADERS_MAX = 256
-"""Of an answer."""
-
-Header = tuple[bytes, bytes]
-
-
-class WireError(Exception):
-    """An exchange that did not come to its end."""
-
-
-class UnreachableError(WireError):
-    """There is no connection: nothing was sent."""
-
-
-class StaleError(WireError):
-    """A connection that had been idle was closed by the worker as the request went out: no fault of anybody."""
-
-
-class BrokenError(WireError):
-    """The worker closed the connection in the middle of an exchange."""
-
-
-class LateError(WireError):
-    """The time that was given to the exchange has passed."""
-
-
-class GarbageError(WireError):
-    """What came is not HTTP, or more of it than is allowed."""
-
-
-class NoRoomError(WireError):
-    """The router has no memory or no descriptor left for it: no fault of the worker's, unless its answer is huge."""
-
-    def __init__(self, message: str, answered_bytes: int = 0) -> None:
-        super().__init__(message)
-        self.answered_bytes = answered_bytes
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -109,49 +73,44 @@ STALE_S = 1.0
 
 
 class Exchange(asyncio.Protocol):
-    """One connection, and the answer that is on its way over it. Callbacks of asyncio and of the parser are below."""
+    """One connection, and the answer that is on its way over it. Callbacks of asyncio are below."""
 
     def __init__(self, pool: Pool, place: Origin) -> None:
-        self.status = 0
-        self.headers: list[Header] = []
         self.idle_since = 0.0
         self._pool = pool
         self._place = place
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)  # from connection_made on
-        self._parser: Any = None
+        self._answer = AnswerReader()
+        self._error: WireError | None = None
+        self._paused = False
         self._waiter: asyncio.Future[None] | None = None
+        self._wakes_on_data = False
         self._served = 0  # answers that came whole over this connection
         self._sent_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._tab: Tab | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self.status = 0
-        self.headers = []
-        self._parser = httptools.HttpResponseParser(self)
-        self._pieces: list[bytes] = []
-        self._unread = 0
-        self._taken = 0  # bytes of what was read last, which is somewhere until more is read
-        self._frame_bytes = 0  # of headers, chunk lines and trailers since the last piece of a body
-        self._limit: int | None = None
-        self._framed = False
-        self._heard = self._has_head = self._complete = self._keeps = self._paused = False
-        self._error: WireError | None = None
-        self._wakes_on_data = False
 
     # --- the router's side
+
+    @property
+    def status(self) -> int:
+        return self._answer.status
+
+    @property
+    def headers(self) -> list[Header]:
+        return self._answer.headers
 
     def send(self, data: bytes) -> None:
         self._sent_at = self._pool.loop.time()
         if self._served:  # what a new connection says before it is asked ("full, go away") is its answer
-            self._begin()
+            self._answer.begin()
+            self._error = None
+            self._paused = self._wakes_on_data = False
         if not self._transport.is_closing():
             self._transport.write(data)
 
     def count_by(self, tab: Tab | None) -> None:
         """Have what is held here counted until it is closed."""
-        self._tab = tab
+        self._answer.body.tab = tab
 
     def expire_in(self, timeout_s: float) -> None:
         """Fail with `LateError` unless closed, or told otherwise, before."""
@@ -168,58 +127,55 @@ class Exchange(asyncio.Protocol):
 
     async def head(self) -> None:
         """Wait until status and headers are there."""
-        while not self._has_head:
+        while not self._answer.has_head:
             await self._news(on_data=True)
 
     async def whole(self, limit: int) -> bytes:
         """All of the answer's body; `GarbageError` beyond `limit` bytes."""
-        self._limit = limit
+        answer, body = self._answer, self._answer.body
+        body.want_whole(limit)
         self._resume()
-        while not self._complete and self._unread <= limit:
+        while not answer.complete and body.unread <= limit:
             await self._news(on_data=False)
-        if self._unread > limit:
+        if body.unread > limit:
             raise GarbageError(f"answered more than {limit} bytes")
-        return self._take()
+        return body.take()
 
     async def read(self) -> bytes:
         """The next bytes of the body; b"" at its end. What was read before is taken to be gone."""
-        self._taken = 0
-        while not self._pieces and not self._complete:
+        answer, body = self._answer, self._answer.body
+        body.taken = 0
+        while not body.pieces and not answer.complete:
             await self._news(on_data=True)
-        data = self._take()
-        self._taken = len(data)
+        data = body.take()
+        body.taken = len(data)
+        if self._paused:
+            self._resume()
         return data
 
     def close(self) -> None:
         """Let the connection go: to the pool if its answer was read whole, else for good. Once for each exchange."""
         self.take_your_time()
-        if self._tab is not None:
-            self._tab.close()
-            self._tab = None
-        whole = self._complete and self._keeps and not self._pieces
-        if whole and not self._transport.get_write_buffer_size():  # an answer may come before its request is sent
+        answer = self._answer
+        answer.body.uncount()
+        whole = answer.complete and answer.keeps and not answer.body.pieces
+        # An answer may come before its request has left; what is still unsent would then begin the next request.
+        if whole and not self._transport.get_write_buffer_size():
             self._served += 1
             self._pool.put_back(self._place, self)
         else:
             self.abort()
-            self._pieces.clear()
+            answer.body.pieces.clear()
 
     def abort(self) -> None:
-        if self._error is None and not self._complete:  # else it would pass for the worker's own close
+        if self._error is None and not self._answer.complete:  # else it would pass for the worker's own close
             self._error = BrokenError("broken off by the router")
         if not self._transport.is_closing():
             self._transport.abort()
 
     @property
     def usable(self) -> bool:
-        return self._keeps and not self._transport.is_closing()
-
-    def _take(self) -> bytes:
-        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self._pieces.clear()
-        self._unread = 0
-        self._resume()
-        return data
+        return self._answer.keeps and not self._transport.is_closing()
 
     def _resume(self) -> None:
         if self._paused:
@@ -235,7 +191,8 @@ class Exchange(asyncio.Protocol):
             await self._waiter
         finally:
             self._waiter = None
-        if self._error is not None and not self._complete and not self._pieces:
+        # What came before the connection broke is read first: the error is raised when nothing is left.
+        if self._error is not None and not self._answer.complete and not self._answer.body.pieces:
             raise self._error
 
     def _wake(self) -> None:
@@ -243,7 +200,7 @@ class Exchange(asyncio.Protocol):
             self._waiter.set_result(None)
 
     def _fail(self, error: WireError) -> None:
-        if self._error is None and not self._complete:
+        if self._error is None and not self._answer.complete:
             self._error = error
         self._wake()
         self.abort()
@@ -255,87 +212,38 @@ class Exchange(asyncio.Protocol):
         self._pool.connections += 1
 
     def data_received(self, data: bytes) -> None:
-        if self._complete or self._error is not None:  # nobody asked for more
+        answer = self._answer
+        if answer.complete or self._error is not None:  # nobody asked for more
             self.abort()
             return
-        self._heard = True
-        self._frame_bytes += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            cause = error.__context__  # what a callback below has raised
-            what = f"answered something that is not HTTP ({error})"
-            self._fail(cause if isinstance(cause, WireError) else GarbageError(what))
+        fault = answer.feed(data)
+        if fault is not None:
+            self._fail(fault)
             return
-        if self._frame_bytes > HEADERS_BYTES_MAX and not self._complete:
-            self._fail(_too_many_headers())
-        elif self._complete or (self._wakes_on_data and (self._pieces or self._has_head)):
+        if answer.body.is_full and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+        if answer.complete or (self._wakes_on_data and (answer.body.pieces or answer.has_head)):
             self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.connections -= 1
-        self._parser = None
-        if not self._complete and self._error is None:
-            if self._has_head and not self._framed and exc is None:
-                self._complete = True  # an answer without a length ends with its connection
-            elif not self._heard and self._served and self._pool.loop.time() - self._sent_at < STALE_S:
-                self._error = StaleError("closed an idle connection")
-            else:
-                self._error = BrokenError(type(exc).__name__ if exc is not None else "connection closed")
-        self._keeps = False
+        answer = self._answer
+        if not answer.complete and self._error is None:
+            answer.closed(exc is None)
+            if not answer.complete:
+                self._error = self._why_lost(exc)
+        else:
+            answer.closed(False)
         self._wake()
 
-    # --- the parser's callbacks; what they raise stops it
-
-    def on_message_begin(self) -> None:
-        if self._complete:
-            raise GarbageError("answered twice")
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._has_head:  # a trailer
-            return
-        name = name.lower()
-        if name == b"content-length" or (name == b"transfer-encoding" and b"chunked" in value.lower()):
-            self._framed = True
-        self.headers.append((name, value))
-        if len(self.headers) > HEADERS_MAX:
-            raise _too_many_headers()
-
-    def on_headers_complete(self) -> None:
-        self.status = self._parser.get_status_code()
-        if self._frame_bytes > HEADERS_BYTES_MAX and _size(self.headers) > HEADERS_BYTES_MAX:  # the rest may be body
-            raise _too_many_headers()
-        if self.status < 200:
-            if self.status < 100 or self.status == 101:
-                raise GarbageError(f"answered with status {self.status}, which nobody asked for")
-            return
-        self._has_head = True
-        if self.status in (204, 304):
-            self._framed = True
-
-    def on_body(self, data: bytes) -> None:
-        self._pieces.append(data)
-        self._unread += len(data)
-        self._frame_bytes = 0
-        held = self._unread + self._taken + PIECE_BYTES * len(self._pieces)
-        if held > BYTES_FREE and self._tab is not None and not self._tab.hold(held):
-            raise NoRoomError(f"answered {self._unread} bytes, for which the router has no room", self._unread)
-        if self._limit is not None:
-            if self._unread > self._limit:
-                raise GarbageError(f"answered more than {self._limit} bytes")
-            if len(self._pieces) > PIECES_MAX:
-                raise GarbageError(f"answered in more than {PIECES_MAX} pieces")
-        elif held > UNREAD_BYTES_MAX and not self._paused:
-            self._paused = True
-            self._transport.pause_reading()
-
-    def on_message_complete(self) -> None:
-        if self.status < 200:  # 100 Continue and the like: the answer is still to come
-            self.headers.clear()
-            self._framed = False
-            return
-        self._complete = True
-        self._keeps = self._parser.should_keep_alive()
+    def _why_lost(self, exc: Exception | None) -> WireError:
+        # A worker may close an idle connection just as a request goes out on it: the request was never read, so another
+        # connection may carry it, and the worker is not to blame. It looks like that only if nothing at all was heard,
+        # on a connection that has served before, right after sending; a worker that dies later has had the request.
+        if not self._answer.heard and self._served and self._pool.loop.time() - self._sent_at < STALE_S:
+            return StaleError("closed an idle connection")
+        return BrokenError(type(exc).__name__ if exc is not None else "connection closed")
 
 
 class Pool:
@@ -449,14 +357,6 @@ class Pool:
                 del self._idle[place]
         if self._idle:
             self._sweeping = self.loop.call_later(IDLE_S, self._sweep)
-
-
-def _size(headers: Sequence[Header]) -> int:
-    return sum(len(name) + len(value) + 4 for name, value in headers)
-
-
-def _too_many_headers() -> GarbageError:
-    return GarbageError(f"answered headers of more than {HEADERS_BYTES_MAX} bytes")
 
 
 def request_bytes(method: str, place: Origin, path: str, headers: Sequence[Header], body: bytes | None) -> bytes:

@@ -13,37 +13,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import AsyncIterator
 from typing import cast
 
-import httptools
-
-from kvbaton.api.api_errors import ApiError, bare, internal, too_large
+from kvbaton.api.api_errors import ApiError, bare, internal
 from kvbaton.api.gather import cancel
 from kvbaton.api.http import BACKLOG, KEEPALIVE_S, SHUTDOWN_S, port_error
 from kvbaton.router.client_quotas import Crowd, caller, connections_max
-from kvbaton.router.http.http_client import HEADERS_BYTES_MAX, Header
 from kvbaton.router.http.http_types import (
-    HEADERS_MAX,
     Events,
     Request,
     Site,
     chunk,
     error_answer,
-    path_of,
-    query_of,
     stream_head,
-    too_many_headers,
     whole_bytes,
 )
+from kvbaton.router.http.request_reader import Backlog, RequestReader
 
 log = logging.getLogger(__name__)
 
 HEAD_S = 30.0
 """From the first byte of a request to the last of its headers."""
-AHEAD_MAX = 16
-"""Requests that a client may send before the answer to an earlier one."""
 UNREAD_BYTES_MAX = 64 << 10
 BYTES_FREE = 4 << 10
 """Of each connection, and of an answer: not counted, so that probes are answered whatever is held."""
@@ -61,43 +52,25 @@ class _CutOffError(Exception):
 
 
 class _Connection(asyncio.Protocol):
-    """One client's connection. Callbacks of asyncio and of the parser are below."""
+    """One client's connection. Callbacks of asyncio are below."""
 
     def __init__(self, door: Door) -> None:
+        self.active_at = door.loop.time()
         self._door = door
         self._site = door.site
         self._loop = door.loop
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)  # from connection_made on
-        self._peer = ""
-        self._tab = door.site.room.tab()  # of what was read and is not answered, and what was answered and not read
-        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)  # None: it is over
-        self._ahead: deque[tuple[Request, bool, bool]] = deque()  # with: keeps the connection, is of HTTP/1.1
-        self._ahead_bytes = 0
-        self._asked_bytes = 0  # of the request that is being answered
+        self._backlog = Backlog(door.site.room.tab())
+        self._reader = RequestReader(self._backlog, door.site)
         self._task: asyncio.Task[None] | None = None
-        self._unparsed: list[bytes] = []
-        self._unparsed_bytes = 0
         self._writable: asyncio.Future[None] | None = None
         self._is_full = False
-        self._fault: ApiError | None = None  # what is wrong with the request that is being read
         self._lingering: asyncio.TimerHandle | None = None  # from a refusal on
-        self._reading_since: float | None = None
         self._closing = False
-        self.active_at = self._loop.time()
-        self._reset()
-
-    def _reset(self) -> None:
-        self._url = b""
-        self._headers: list[Header] = []
-        self._body: bytes | bytearray = b""
-        self._frame_bytes = 0  # of what is not body: the head, or what came since the last piece of the body
-        self._head_bytes = 0
-        self._has_head = False
-        self._owes_continue = False
 
     @property
     def is_busy(self) -> bool:
-        return self._task is not None or bool(self._ahead)
+        return self._task is not None or bool(self._backlog.ready)
 
     def overdue(self, now: float) -> bool:
         """Whether it is not worth keeping: silent for too long, or slow to say what it wants, or to read its last."""
@@ -105,28 +78,31 @@ class _Connection(asyncio.Protocol):
             return False
         if self._transport.is_closing():  # whatever else it has sent is not read any more
             return now - self.active_at > KEEPALIVE_S
-        if self.is_busy or self._fault is not None:
+        reader = self._reader
+        if self.is_busy or reader.fault is not None:
             return False
         self._count()
-        if self._reading_since is None:
+        if reader.reading_since is None:
             return now - self.active_at > KEEPALIVE_S
-        return now - self._reading_since > (self._site.body_s if self._has_head else HEAD_S)
+        return now - reader.reading_since > (self._site.body_s if reader.has_head else HEAD_S)
 
     def give_up(self) -> None:
         """Close a connection that is overdue, with a word if a request had begun."""
-        if self._transport.is_closing() or (self._reading_since is None and self._transport.get_write_buffer_size()):
+        reader = self._reader
+        if self._transport.is_closing() or (reader.reading_since is None and self._transport.get_write_buffer_size()):
             self._transport.abort()  # closing waits for a client that does not read its last answer
             return
-        if self._reading_since is None:
+        if reader.reading_since is None:
             self._transport.close()
             return
-        what = "body" if self._has_head else "headers"
-        said = f"{what}: not complete within {self._site.body_s if self._has_head else HEAD_S} s"
+        what = "body" if reader.has_head else "headers"
+        said = f"{what}: not complete within {self._site.body_s if reader.has_head else HEAD_S} s"
         self._refuse(ApiError(408, said, type="timeout_error", code=f"{what}_timeout", param=what))
 
     def make_room(self) -> None:
         """Go, for another to come: as one that is idle may, whose client will ask over a new connection."""
-        if self._task is not None or self._reading_since is not None or self._transport.get_write_buffer_size():
+        is_reading = self._reader.reading_since is not None
+        if self._task is not None or is_reading or self._transport.get_write_buffer_size():
             self._transport.abort()
         else:
             self._transport.close()
@@ -143,24 +119,22 @@ class _Connection(asyncio.Protocol):
 
     def _next(self) -> None:
         """Answer the next request, or read on."""
-        if self._ahead:
-            request, keeps, is_new = self._ahead.popleft()
-            self._asked_bytes = _size(request)
-            self._ahead_bytes -= self._asked_bytes
+        # One request at a time: the next is parsed only when the answer before it is out, so that a client that sends
+        # ahead pays with its own socket buffer. A fault waits its turn too: what came before it gets its answers first.
+        backlog, reader = self._backlog, self._reader
+        if backlog.ready:
+            request, keeps, is_new = backlog.pop()
             self._door.crowd.busy(self)
             self._task = self._loop.create_task(self._serve(request, keeps and not self._closing, is_new))
             return
         self.active_at = self._loop.time()
-        if self._fault is not None:
-            self._refuse(self._fault)
-        elif self._unparsed:
-            data = b"".join(self._unparsed)
-            self._unparsed.clear()
-            if self._unparsed_bytes > UNREAD_BYTES_MAX:
+        if reader.fault is not None:
+            self._refuse(reader.fault)
+        elif backlog.unparsed:
+            if backlog.unparsed_bytes > UNREAD_BYTES_MAX:
                 self._transport.resume_reading()
-            self._unparsed_bytes = 0
-            self.data_received(data)
-        elif self._owes_continue:
+            self.data_received(backlog.take_unparsed())
+        elif reader.owes_continue:
             self._continue()
 
     async def _serve(self, request: Request, keeps: bool, is_new: bool) -> None:
@@ -178,14 +152,14 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
         finally:
             self._task = None
-            self._asked_bytes = 0
+            self._backlog.answering_bytes = 0
             request.tab.close()
             self._door.crowd.idle(self)
         if keeps and not self._closing and not self._transport.is_closing():
             self._next()
         else:
             self.active_at = self._loop.time()
-            self._drop_input()
+            self._backlog.drop()
             self._transport.close()
         self._count()
 
@@ -200,6 +174,8 @@ class _Connection(asyncio.Protocol):
             found = error_answer(error)
             bare(error)
         except (Exception, asyncio.CancelledError) as error:
+            # A handler may raise CancelledError because a task of its own was cancelled. Only if this
+            # task was asked to cancel has the client gone; else the client is still there and is owed an answer.
             if isinstance(error, asyncio.CancelledError) and (self._task is None or self._task.cancelling()):
                 raise
             log.exception("[request-crashed] %s %s", request.method, request.path[:200])
@@ -255,7 +231,7 @@ class _Connection(asyncio.Protocol):
 
     def _refuse(self, fault: ApiError) -> None:
         """The last answer on this connection: what follows on it cannot be told apart."""
-        self._fault = fault
+        self._reader.fault = fault
         if self._transport.is_closing():
             return
         self._transport.write(whole_bytes(error_answer(fault), False, True, False))
@@ -265,8 +241,8 @@ class _Connection(asyncio.Protocol):
         self._lingering = self._loop.call_later(LINGER_S, self._transport.abort)
 
     def _continue(self) -> None:
-        self._owes_continue = False
-        if self._fault is None and not self._transport.is_closing():
+        self._reader.owes_continue = False
+        if self._reader.fault is None and not self._transport.is_closing():
             self._transport.write(_CONTINUE)
 
     # --- asyncio's callbacks
@@ -274,18 +250,17 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
-        self._peer = str(peer[0]) if isinstance(peer, tuple) and peer else ""
-        who = caller(self._peer)
-        self._tab = self._site.room.tab(who)
+        self._backlog.peer = str(peer[0]) if isinstance(peer, tuple) and peer else ""
+        who = caller(self._backlog.peer)
+        self._backlog.tab = self._site.room.tab(who)
         if not self._door.admit(self, who):
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._door.forget(self)
-        self._parser = None
-        self._reset()
-        self._drop_input()
-        self._tab.close()
+        self._reader.close()
+        self._backlog.drop()
+        self._backlog.tab.close()
         self.resume_writing()
         if self._lingering is not None:
             self._lingering.cancel()
@@ -298,73 +273,45 @@ class _Connection(asyncio.Protocol):
         if self._task is not None:
             self._transport.abort()
 
-    def _drop_input(self) -> None:
-        """What was sent ahead and will not be answered."""
-        self._ahead.clear()
-        self._unparsed.clear()
-        self._ahead_bytes = self._unparsed_bytes = 0
-
     def _count(self) -> bool:
         """Take note of what is here because this client sent it, or does not read it; False if that is too much."""
-        if self._parser is None:
+        reader, backlog = self._reader, self._backlog
+        if reader.is_over:
             return True
-        reading = self._frame_bytes + self._head_bytes + len(self._body)
         unread = 0 if self._task is not None else self._transport.get_write_buffer_size()  # the request's tab has it
-        held = reading + self._ahead_bytes + self._asked_bytes + self._unparsed_bytes + unread
-        return self._tab.hold(max(0, held - BYTES_FREE))
+        held = reader.held_bytes + backlog.bytes + backlog.answering_bytes + backlog.unparsed_bytes + unread
+        return backlog.tab.hold(max(0, held - BYTES_FREE))
 
     def data_received(self, data: bytes) -> None:
-        if self._fault is not None:
+        reader = self._reader
+        if reader.fault is not None:
             return
-        if self.is_busy:  # sent ahead: kept, but not for ever
-            self._unparsed.append(data)
-            self._unparsed_bytes += len(data)
-            if self._unparsed_bytes > UNREAD_BYTES_MAX:
-                self._transport.pause_reading()
-            if not self._count():
-                self._fault = self._site.room.full("request")
-                self._unparsed.clear()
-                self._unparsed_bytes = 0
+        if self.is_busy:
+            self._sent_ahead(data)
             return
-        self._frame_bytes += len(data)
-        if self._reading_since is None:
-            self._reading_since = self._loop.time()
-        try:
-            self._feed(data)
-        except httptools.HttpParserError as error:
-            self._fault = self._fault or ApiError(400, f"request: not HTTP/1.1 ({error})", code="bad_request")
-        if self._frame_bytes > HEADERS_BYTES_MAX:
-            self._fault = self._fault or too_many_headers()
-        if self._fault is None and not self._count():
-            self._fault = self._site.room.full("request")
-            self._drop_input()  # not one of them is being answered yet
-        if self._fault is not None:
-            self._reset()
+        reader.feed(data, self._loop.time())
+        if reader.fault is None and not self._count():
+            reader.fault = self._site.room.full("request")
+            self._backlog.drop()  # not one of them is being answered yet
+        if reader.fault is not None:
+            reader.reset()
             self._count()
-        if self._task is None:
-            if self._ahead:
-                self._next()
-            elif self._fault is not None:
-                self._refuse(self._fault)
-            elif self._owes_continue:
-                self._continue()
+        if self._backlog.ready:
+            self._next()
+        elif reader.fault is not None:
+            self._refuse(reader.fault)
+        elif reader.owes_continue:
+            self._continue()
 
-    def _feed(self, data: bytes) -> None:
-        """Parse. A request to change the protocol is answered as if it had not asked: the parser reads it once more."""
-        while self._fault is None and self._parser is not None:
-            try:
-                self._parser.feed_data(data)
-                return
-            except httptools.HttpParserUpgrade as upgrade:
-                method, version = self._parser.get_method(), self._parser.get_http_version().encode()
-                if method == b"CONNECT":
-                    self._fault = ApiError(405, "CONNECT: this is no proxy", code="method_not_allowed")
-                    return
-                head = [b"%b %b HTTP/%b\r\n" % (method, self._url, version)]
-                head += [b"%b: %b\r\n" % header for header in self._headers if header[0] != b"upgrade"]
-                data = b"".join((*head, b"\r\n", data[upgrade.args[0] :]))
-                self._parser = httptools.HttpRequestParser(self)
-                self._reset()
+    def _sent_ahead(self, data: bytes) -> None:
+        """Kept for later, within a bound."""
+        backlog = self._backlog
+        backlog.keep(data)
+        if backlog.unparsed_bytes > UNREAD_BYTES_MAX:
+            self._transport.pause_reading()
+        if not self._count():
+            self._reader.fault = self._site.room.full("request")
+            backlog.take_unparsed()
 
     def pause_writing(self) -> None:
         self._is_full = True
@@ -373,67 +320,6 @@ class _Connection(asyncio.Protocol):
         self._is_full = False
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
-
-    # --- the parser's callbacks
-
-    def on_url(self, url: bytes) -> None:
-        self._url += url
-        if len(self._url) > HEADERS_BYTES_MAX:
-            self._fault = self._fault or too_many_headers()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._has_head:  # a trailer, which nobody here reads
-            return
-        self._headers.append((name.lower(), value))
-        if len(self._headers) > HEADERS_MAX:
-            self._fault = self._fault or too_many_headers()
-
-    def on_headers_complete(self) -> None:
-        assert self._parser is not None
-        self._has_head = True
-        size = len(self._url)
-        for name, value in self._headers:
-            size += len(name) + len(value)
-            if name == b"expect" and value.lower() == b"100-continue":
-                self._owes_continue = self._parser.get_http_version() == "1.1"
-            elif name == b"content-length" and int(value) > self._site.body_bytes_max:
-                self._fault = self._fault or too_large(self._site.body_bytes_max)
-        self._head_bytes = size
-        if size > HEADERS_BYTES_MAX:
-            self._fault = self._fault or too_many_headers()
-
-    def on_body(self, data: bytes) -> None:
-        self._frame_bytes = 0
-        if len(self._body) + len(data) > self._site.body_bytes_max:
-            self._fault = self._fault or too_large(self._site.body_bytes_max)
-        elif not self._body:
-            self._body = data
-        else:  # of many small pieces a list would be a hundred times as large
-            if isinstance(self._body, bytes):
-                self._body = bytearray(self._body)
-            self._body += data
-
-    def on_message_complete(self) -> None:
-        assert self._parser is not None
-        if self._parser.should_upgrade():  # `_feed` sees to it
-            return
-        if len(self._ahead) > AHEAD_MAX:
-            said = f"request: more than {AHEAD_MAX} sent ahead"
-            self._fault = self._fault or ApiError(400, said, code="bad_request")
-        if self._fault is None:
-            method = self._parser.get_method().decode("ascii")
-            query = query_of(self._url) if b"?" in self._url else ""
-            tab = self._tab.another()
-            request = Request(method, path_of(self._url), self._headers, bytes(self._body), query, self._peer, tab)
-            keeps, is_new = self._parser.should_keep_alive(), self._parser.get_http_version() == "1.1"
-            self._ahead.append((request, keeps, is_new))
-            self._ahead_bytes += _size(request)
-        self._reading_since = None
-        self._reset()
-
-
-def _size(request: Request) -> int:
-    return len(request.body) + sum(len(name) + len(value) for name, value in request.headers)
 
 
 class Door:

@@ -14,9 +14,12 @@ import msgspec
 from kvbaton.api import sse
 from kvbaton.api.api_errors import ApiError
 from kvbaton.router.client_quotas import Room, Tab
-from kvbaton.router.http.http_client import HEADERS_BYTES_MAX, Header
 
 HEADERS_MAX = 128
+HEADERS_BYTES_MAX = 64 << 10
+"""Of a request, and of a worker's answer."""
+
+Header = tuple[bytes, bytes]
 
 _encode = msgspec.json.Encoder().encode
 _STATUS = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}

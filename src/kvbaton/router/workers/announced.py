@@ -10,18 +10,13 @@ import hashlib
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from kvbaton.api.params import Mode
 from kvbaton.api.request_ids import parse_address
-from kvbaton.control.plain import Announcement, Fleet, Listed
+from kvbaton.control.plain import Announcement, Listed
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, WorkerId
-from kvbaton.router.workers.directory import Dialect, State, Worker, WorkerDirectory
+from kvbaton.router.dialect_table import spoken_by
+from kvbaton.router.workers.directory import State, Worker, WorkerDirectory
 
 _ROLES: dict[str, Literal["prefill", "decode"]] = {"P": "prefill", "D": "decode"}
-_DIALECTS = {
-    Fleet.MORIIO_READ: (Dialect.MORIIO, Mode.PULL),
-    Fleet.MORIIO_WRITE: (Dialect.MORIIO, Mode.PUSH),
-    Fleet.P2P_NCCL: (Dialect.P2P_NCCL, Mode.PULL),
-}
 
 
 class _Listener(Protocol):
@@ -77,7 +72,7 @@ _LEGAL = str.maketrans("[:]", "___")
 
 def _worker(listed: Listed) -> Worker:
     told = listed.announcement
-    dialect, mode = _DIALECTS[told.fleet]
+    dialect, mode = spoken_by(told.fleet)
     return Worker(
         worker_name(told),
         _ROLES[told.role],

@@ -47,6 +47,8 @@ class Roster:
         self._gone: list[PeerId] = []
 
     def view(self, now: float) -> View:
+        # By identity: directories give the same tuple until something changes, so a request costs no comparison. Health
+        # changes are numbered; a suspicion ends by time alone, hence the look every `VIEW_S` while there is any.
         listed = self._directory.snapshot()
         if listed is self._listed and self.health.revision == self._revision and (not self.health or now < self._until):
             return self._view

@@ -14,6 +14,8 @@ import msgspec
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 
+OWN = "kvbaton"
+"""Dialect of tickets in `kv_transfer_params`; what P answers goes to D as it came, as with vLLM's NIXL connector."""
 ALL_MODES: tuple[Mode, ...] = tuple(Mode)
 
 
@@ -24,14 +26,6 @@ class State(enum.StrEnum):
     SUSPECT = "suspect"  # missed pings or failed a request: asked only when nobody else is there
     BROKEN = "broken"  # failed several in a row: never asked, but probed
     DRAINING = "draining"  # never asked; it leaves when it has nothing left to do
-
-
-class Dialect(enum.StrEnum):
-    """How a worker learns what becomes of a prompt's KV."""
-
-    OWN = "kvbaton"  # tickets in kv_transfer_params; what P answers goes to D as it came, as with vLLM's NIXL connector
-    MORIIO = "moriio"  # a transfer id in kv_transfer_params, both addresses in the request id
-    P2P_NCCL = "p2p_nccl"  # both addresses in the request id
 
 
 class Worker(msgspec.Struct, frozen=True):
@@ -46,13 +40,18 @@ class Worker(msgspec.Struct, frozen=True):
     compat: str = ""  # digest of what shapes the KV; "" is unknown
     state: State = State.SERVING
     host: str = ""  # workers that name the same can share memory; "" is unknown
-    dialect: Dialect = Dialect.OWN
+    dialect: str = OWN  # its name in `dialect_table.DIALECTS`
     address: str = ""  # as it stands in request ids of the other dialects
     tp_size: int = 1
 
     @property
     def peer(self) -> PeerId:
         return PeerId(self.name, self.incarnation)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it has registered as one of this cluster: it may be shown tokens, and told of spans."""
+        return self.dialect == OWN and bool(self.incarnation)
 
     @property
     def prefills(self) -> bool:

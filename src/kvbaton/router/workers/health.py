@@ -64,6 +64,8 @@ class Health:
         record = self._records.setdefault(peer, _Record())
         record.failures += 1
         record.suspect_until = max(record.suspect_until, now + self._suspect_s)
+        # Requests that were under way when it broke fail one after the other. They neither open the breaker again nor
+        # put off the probe: else a burst of late failures could keep a worker out for as long as it lasts.
         if record.probe_at is None and record.failures >= self._breaker_failures:
             record.wait_s = max(record.wait_s, self._probe_min_s)
             record.probe_at = now + record.wait_s
@@ -81,6 +83,7 @@ class Health:
         """Whom to probe now; each is due again only after its answer, or the next interval."""
         found = []
         for peer, record in self._records.items():
+            # The next probe is set before this one is answered: an answer that never comes needs no clearing up.
             if record.probe_at is not None and record.probe_at <= now:
                 record.wait_s = min(2 * record.wait_s, self._probe_max_s)
                 record.probe_at = now + record.wait_s
@@ -92,6 +95,8 @@ class Health:
         record = self._records.get(peer)
         if record is None or record.probe_at is None or not answered:
             return
+        # A probe is a cheap question, and no proof that requests succeed: half open is suspect, one failure from
+        # broken. `wait_s` is kept, so that a worker which answers probes and fails requests is probed ever more rarely.
         record.probe_at = None
         record.failures = self._breaker_failures - 1
         record.suspect_until = now + self._suspect_s  # not for ever: while others are well a suspect is never asked

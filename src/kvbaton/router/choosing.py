@@ -1,0 +1,90 @@
+"""Which workers one try of a request is sent to, given what its earlier tries have met with.
+
+Law: a request for which no pair is left gets D alone where the fallback allows it, or an error that says why; it is
+never sent to a pair that `policy` rules out. `policy` itself is pure; the turns, the roster and the loads are here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from kvbaton.api.api_errors import ApiError, unavailable
+from kvbaton.api.params import Mode
+from kvbaton.router import dialect_table, policy
+from kvbaton.router.attempt import Call, Route, Tries
+from kvbaton.router.policy import Pair, Weights
+from kvbaton.router.router_settings import Fallback, RouterSettings
+from kvbaton.router.workers.available import Roster, View
+from kvbaton.router.workers.directory import State, Worker
+from kvbaton.router.workers.worker_load import Loads
+
+
+class Chooser:
+    """Chooses for every try of every request. One per router."""
+
+    def __init__(self, roster: Roster, settings: RouterSettings, loads: Loads, *, can_sign: bool) -> None:
+        self._roster = roster
+        self._settings = settings
+        self._loads = loads
+        self._can_sign = can_sign
+        self._turns: dict[Mode | None, Iterator[int]] = defaultdict(itertools.count)
+
+    def route(self, call: Call, tries: Tries, now: float) -> Route:
+        """The workers of the next try; `ApiError` where there are none."""
+        view = self._roster.view(now)
+        weights = self._weights(tries)
+        if not tries.alone and self._settings.disagg_min_tokens:
+            self._spare_prefill(view, tries, weights)
+        if not tries.alone:
+            for mode in call.modes:
+                able = self._able(view, mode)
+                if able:
+                    pair = policy.choose(able, next(self._turns[mode]), weights, tries.doubts)
+                    if pair is not None:
+                        return Route(mode, pair.decode, pair.prefill)
+                    # Pairs serve this mode, but this request has failed on all of them. Another mode would ask the same
+                    # workers again under another name.
+                    break
+            if self._settings.fallback is not Fallback.LOCAL:
+                raise self._nobody(call, tries, view)
+            tries.alone = "fallback"
+        worker = policy.alone(view.workers, next(self._turns[None]), weights, tries.doubts)
+        if worker is None:
+            raise self._nobody(call, tries, view)
+        return Route(call.modes[0], worker, None)
+
+    def other_decoder(self, pair: Pair, mode: Mode, tries: Tries, now: float) -> Worker | None:
+        """Another D for P's ticket, which names none, if the one that was chosen drains or left meanwhile."""
+        # A prefill takes seconds, and P's KV is as good for any D: dropping it would compute the prompt twice.
+        view = self._roster.view(now)
+        if any(worker.peer == pair.decode.peer and worker.state is not State.DRAINING for worker in view.workers):
+            return None
+        able = [each for each in view.workers if each.decodes and policy.mismatch(pair.prefill, each, mode) is None]
+        return policy.alone(able, next(self._turns[None]), self._weights(tries), tries.doubts)
+
+    def _able(self, view: View, mode: Mode) -> Sequence[Pair]:
+        able = view.pairs(mode)
+        if mode is Mode.PULL or self._can_sign:
+            return able
+        return [pair for pair in able if dialect_table.can_ask(pair, mode, can_sign=False)]
+
+    def _weights(self, tries: Tries) -> Weights:
+        settings = self._settings
+        seen = {peer: share * tries.tokens for peer, share in tries.seen.items()} if tries.seen else {}
+        return Weights(settings.policy, settings.same_host, self._loads.tokens, seen)
+
+    def _spare_prefill(self, view: View, tries: Tries, weights: Weights) -> None:
+        """A prompt that some D knows almost whole is not worth a handoff."""
+        worker = policy.alone(view.workers, 0, weights, tries.doubts)  # who would get it, not who knows most
+        known = 0.0 if worker is None else weights.seen.get(worker.peer, 0.0)
+        if tries.tokens - known < self._settings.disagg_min_tokens:
+            tries.alone = "cached"
+
+    def _nobody(self, call: Call, tries: Tries, view: View) -> ApiError:
+        # The failure that led here says more than that no pair is left.
+        if tries.last is not None:
+            return tries.last.fault
+        mode = call.modes[0]
+        return unavailable(f"no pair can serve mode {mode}: {policy.explain(view.workers, mode)}")
