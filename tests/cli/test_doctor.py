@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvbaton.cli.main import main
@@ -82,9 +83,8 @@ def test_a_choice_that_this_machine_cannot_serve(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = catalogue.PLANES["mori"]
-    monkeypatch.setitem(
-        catalogue.PLANES, "mori", catalogue.Plane("mori", told.what, "amd_mori", lambda: "gone", lambda: True)
-    )
+    gone = msgspec.structs.replace(told, usable=lambda: "gone", in_auto=lambda: True)
+    monkeypatch.setitem(catalogue.PLANES, "mori", gone)
     assert main(["doctor", "--transport", "mori"]) == 1
     text = capsys.readouterr().out
     assert (

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvbaton.cli.main import main
@@ -545,7 +546,7 @@ def test_planes_that_cannot_be_used_or_are_open(
 ) -> None:
     for name, problem in (("mori", "gone"), ("nixl", "")):
         had = catalogue.PLANES[name]
-        made = catalogue.Plane(name, had.what, had.needs, lambda problem=problem: problem, lambda: True, encrypts=False)  # type: ignore[misc]
+        made = msgspec.structs.replace(had, usable=lambda problem=problem: problem, in_auto=lambda: True)
         monkeypatch.setitem(catalogue.PLANES, name, made)
     place.extra("p")["transport"] = "mori"
     place.more = ["--transport", "nixl"]

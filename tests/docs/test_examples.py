@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+from docs_commands import ROOT, blocks
 from docs_examples import example
 
 from kvbaton.proof.contracts.transport_case import offered
 from kvbaton.testing import Case, EngineCase, EngineRig, InProcessHarness, check_engine, check_transport
+from kvbaton.transports import external_entries
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +38,16 @@ def test_the_page_shows_how_the_contract_is_run_and_that_is_so() -> None:
     cases = [mark for mark in module.test_the_contract_is_kept.pytestmark if mark.name == "parametrize"]
     assert len(cases[0].args[1]) > 10
     assert not module.DOORS, "every door is shut again"
+    assert external_entries.problem_of(module.PLANE, "local") == ""
+    shown = next(
+        block for block in blocks((ROOT / "docs" / "write-a-transport.md").read_text()) if block.language == "toml"
+    )
+    assert "\n".join(shown.lines) in (ROOT / "examples" / "transport" / "pyproject.toml").read_text()
 
 
 def test_a_transport_that_breaks_a_law_would_be_noticed(transport: ModuleType) -> None:
     class Careless(transport.LocalTransport):  # type: ignore[misc, name-defined]
-        def _move(self, job: object) -> None:
+        def _move(self, *_: object) -> None:
             return None  # says that it has moved what it has not
 
     harness = InProcessHarness(Careless, lambda size: memoryview(bytearray(size)), transport.CAPABILITIES)

@@ -6,21 +6,27 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
 
 from kvbaton.cli.main import main
 from kvbaton.proof.contracts.corrupting import CorruptingTransport, some_byte
-from kvbaton.protocol.ids import PeerId
 from kvbaton.transports import catalogue
 from kvbaton.transports.core.transport import HostTransport
 
 
 def corrupt(one_in: int) -> None:
-    plain, strike = catalogue._plain, some_byte(7, one_in)
+    strike = some_byte(7, one_in)
 
-    def damaged(name: str, me: PeerId, settings: catalogue.PlaneSettings) -> HostTransport:
-        return CorruptingTransport(plain(name, me, settings), strike)
+    def damaged(make: Callable[..., HostTransport], *told: Any) -> HostTransport:
+        return CorruptingTransport(make(*told), strike)
 
-    catalogue._plain = damaged
+    for name, plane in catalogue.PLANES.items():
+        if plane.make is not None:
+            catalogue.PLANES[name] = msgspec.structs.replace(plane, make=partial(damaged, plane.make))
 
 
 if __name__ == "__main__":

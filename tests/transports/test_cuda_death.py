@@ -153,7 +153,7 @@ def test_what_the_device_reads_is_not_let_go_of_before_it_is_done(rig: Rig) -> N
     assert d.submit(read(2))
     assert poll(lambda: rig.gpu.calls.count("move_rows") == 2, 10)
     p.close()
-    assert poll(lambda: P not in d._peers, 10), "the line has ended; a copy before that would wait behind the launch"
+    assert poll(lambda: P not in d._links, 10), "the line has ended; a copy before that would wait behind the launch"
     assert d.submit(read(9)) and end(d).reason is Reason.PEER_UNKNOWN
     assert rig.gpu.opened and "close" not in rig.gpu.calls, "a launch is still at it"
     rig.gpu.go_on.set()
@@ -180,7 +180,7 @@ def test_what_is_read_from_is_not_idle_however_long_that_takes(rig: Rig, monkeyp
     rig.gpu.go_on.clear()
     assert d.submit(read(1, *((64 * row, 64 * row, 64) for row in range(12))))
     assert poll(lambda: rig.gpu.calls.count("move_rows") == UNDER_WAY_MAX, 10)
-    attachment, looked = d._peers[P], threading.Event()
+    attachment, looked = d._links[P], threading.Event()
     remote = attachment.remote
 
     def look() -> None:
@@ -318,7 +318,7 @@ def test_a_peer_that_dials_again_has_one_line(rig: Rig) -> None:
 def test_a_reader_that_speaks_on_its_line_loses_it(rig: Rig) -> None:
     p, d = rig.pair()
     assert d.submit(read(1)) and end(d).reason is None
-    line = d._peers[P]._line
+    line = d._links[P]._line
     assert line is not None and line.sock.send(b"?") == 1
     assert poll(lambda: p.refusals[Cause.BAD_MESSAGE] == 1 and not p._door._lines, 10)
     assert poll(lambda: not d.mapped_bytes, 10)

@@ -82,7 +82,7 @@ class Rig:
     def warm(self) -> None:
         """Memory is open, a table is there, and the device is idle again."""
         assert self.d.submit(read(1)) and self.end().reason is None
-        assert poll(lambda: self.d._mover._runner._slots.qsize() == 4, 10)
+        assert poll(lambda: self.d._launcher._runner._slots.qsize() == 4, 10)
         self.gpu.by.clear()
         self.gpu.calls.clear()
 
@@ -113,7 +113,7 @@ def test_a_copy_is_launched_by_the_thread_that_submits_it_and_waited_for_by_anot
 
 
 def test_the_first_copy_opens_memory_and_so_is_launched_by_the_mover(rig: Rig) -> None:
-    assert poll(lambda: rig.d._peers[P].remote is not None, 10)
+    assert poll(lambda: rig.d._links[P].remote is not None, 10)
     nothing = Copy(JobId(9), P, Direction.READ, 0, 0, array("q"))  # by which a pair tries the plane
     assert rig.d.submit(nothing) and rig.end().reason is None
     assert rig.d.submit(read(1)) and rig.end().reason is None  # and this one has no table yet
@@ -194,7 +194,7 @@ def test_memory_is_closed_after_the_launch_that_reads_it_and_not_before(rig: Rig
     rig.gpu.go_on.clear()
     assert rig.d.submit(read(2)) and rig.gpu.who("move_rows") == {True}
     rig.d.disconnect(P)
-    assert poll(rig.d._mover._runner._due.empty, 10) and rig.gpu.opened and not rig.d.drain()
+    assert poll(rig.d._launcher._runner._due.empty, 10) and rig.gpu.opened and not rig.d.drain()
     rig.gpu.go_on.set()
     ended = rig.end()
     assert (ended.reason, ended.at_rest) == (Reason.PEER_GONE, True)
@@ -203,7 +203,7 @@ def test_memory_is_closed_after_the_launch_that_reads_it_and_not_before(rig: Rig
 
 def test_whoever_submits_does_not_wait_for_a_thread_that_is_beginning(rig: Rig) -> None:
     rig.warm()
-    runner = rig.d._mover._runner
+    runner = rig.d._launcher._runner
     with runner._beginning:
         assert rig.d.submit(read(2)) and not rig.gpu.calls.count("move_rows")
     assert rig.end().reason is None and rig.gpu.who("move_rows") == {False}
@@ -215,7 +215,7 @@ def test_a_copy_submitted_as_the_plane_closes_ends(rig: Rig) -> None:
     assert rig.d.submit(read(2))
     closing = threading.Thread(target=rig.d.close)
     closing.start()
-    assert poll(lambda: rig.d._mover._runner._closed, 10)
+    assert poll(lambda: rig.d._launcher._runner._closed, 10)
     rig.gpu.go_on.set()
     closing.join(20)
     assert not closing.is_alive() and rig.end().reason is Reason.CANCELLED

@@ -503,7 +503,7 @@ def test_a_disconnected_peer_is_forgotten_by_mori_unless_it_is_connected_again(h
 def test_nobody_looks_when_nothing_is_under_way(harness: FakeHarness) -> None:
     pair, _ = connected(harness)
     assert isinstance(pair.near.transport, MoriTransport)
-    mover = pair.near.transport._mover
+    mover = pair.near.transport._driver
     assert harness.wait(lambda: mover._patience() is None, 10), "it would wake without a reason"
     before = harness.wire.polls
     harness.wait(lambda: False, STAYS_S)

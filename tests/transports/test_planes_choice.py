@@ -8,13 +8,14 @@ import msgspec
 import pytest
 
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.transports import catalogue
+from kvbaton.transports import builtin_entries, catalogue
 from kvbaton.transports.catalogue import PlaneSettings
 from kvbaton.transports.checksum import checksum_device
 from kvbaton.transports.checksum.checksum_portions import Checksum
 from kvbaton.transports.checksum.checksum_transport import SummedTransport
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.shared_memory import allocate
+from kvbaton.transports.core.transport import HostTransport
 from kvbaton.transports.cuda import cuda_transport
 from kvbaton.transports.staged import staged_transport
 
@@ -26,19 +27,14 @@ ME = PeerId(WorkerId("me"), Incarnation(1))
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with every library and no device; a device is a file in the returned folder."""
-    monkeypatch.setattr(catalogue, "RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr(builtin_entries, "RDMA_DEVICES", tmp_path)
     for name in catalogue.ORDER:
-        told = catalogue.PLANES[name]
-        every = catalogue.Plane(told.name, told.what, told.needs, lambda: "", told.in_auto)
-        monkeypatch.setitem(catalogue.PLANES, name, every)
+        monkeypatch.setitem(catalogue.PLANES, name, msgspec.structs.replace(catalogue.PLANES[name], usable=lambda: ""))
     return tmp_path
 
 
 def without(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    told = catalogue.PLANES[name]
-    monkeypatch.setitem(
-        catalogue.PLANES, name, catalogue.Plane(name, told.what, "a library", lambda: "gone", told.in_auto)
-    )
+    monkeypatch.setitem(catalogue.PLANES, name, msgspec.structs.replace(catalogue.PLANES[name], usable=lambda: "gone"))
 
 
 def test_without_rdma_the_best_are_our_own(machine: Path) -> None:
@@ -100,7 +96,7 @@ def test_a_library_that_breaks_is_a_reason_not_a_crash() -> None:
     def broken() -> None:
         raise AttributeError("half of it is missing")
 
-    assert catalogue._loads(broken)() == "AttributeError: half of it is missing"
+    assert builtin_entries.loads(broken)() == "AttributeError: half of it is missing"
 
 
 @pytest.mark.parametrize("name", ["shm", "tcp", "nixl", "mooncake"])
@@ -115,14 +111,10 @@ def test_each_is_made_by_its_name_and_is_what_was_announced(name: str) -> None:
 
 
 def test_what_a_library_raises_when_it_is_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken:
-        CAPABILITIES = catalogue.capabilities("nixl")
+    def broken(_me: PeerId, _told: PlaneSettings) -> HostTransport:
+        raise RuntimeError("no device")
 
-        @staticmethod
-        def NixlTransport(me: PeerId) -> None:
-            raise RuntimeError("no device")
-
-    monkeypatch.setitem(catalogue._MODULES, "nixl", lambda: Broken)
+    monkeypatch.setitem(catalogue.PLANES, "nixl", msgspec.structs.replace(catalogue.PLANES["nixl"], make=broken))
     with pytest.raises(OSError, match="transport nixl cannot be used here: RuntimeError: no device"):
         catalogue.make("nixl", ME, PlaneSettings(), [])
 
@@ -160,29 +152,6 @@ def test_who_insists_on_enforcement_is_offered_only_planes_that_lend() -> None:
         OSError, match=r"transport shm cannot keep a peer to what is lent to it.*staged-shm, tcp, staged-tcp"
     ):
         catalogue.offered("shm,tcp", require_enforcement=True)
-
-
-def test_every_plane_of_a_kind_of_memory_is_told_offered_or_why_not(
-    machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("nixl", "mori"):
-        monkeypatch.setitem(
-            catalogue.PLANES, name, msgspec.structs.replace(catalogue.PLANES[name], left_out="left out")
-        )
-    told = {each.name: each for each in catalogue.told("auto", "cuda")}
-    assert tuple(told) == catalogue.of_kind("cuda") == ("cuda", "staged-shm", "mori", "nixl", "staged-tcp")
-    assert [name for name, each in told.items() if each.offered] == ["cuda", "staged-shm", "staged-tcp"]
-    assert [each.why_not for each in told.values()] == ["", "", "left out", "left out", ""]
-    assert [name for name, each in told.items() if each.writes] == ["staged-shm", "staged-tcp"]
-    assert [name for name, each in told.items() if each.enforces] == ["staged-shm", "staged-tcp"]
-    without(monkeypatch, "staged-shm")
-    told = {each.name: each for each in catalogue.told("auto", "cuda", require_enforcement=True)}
-    assert (told["staged-shm"].why_not, told["staged-shm"].needs) == ("gone", "a library")
-    assert told["cuda"].why_not == "it cannot keep a peer to what is lent to it"
-    told = {each.name: each for each in catalogue.told("cuda,staged-shm", "cuda")}
-    assert "transport staged-shm cannot be used here" in told["cuda"].why_not, "one that is named and missing is fatal"
-    assert told["nixl"].why_not == "transport is cuda,staged-shm"
-    assert "tcp" in {each.name for each in catalogue.told("auto")}
 
 
 def test_what_enforces_is_what_the_page_says() -> None:

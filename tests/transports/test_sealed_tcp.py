@@ -339,7 +339,7 @@ def test_digests_are_encrypted_with_the_bytes_they_are_of(rig: Rig) -> None:
     sides[1].connect(P, sides[0].endpoint(D))
     assert rig.copy(sides[1]).reason is None  # type: ignore[arg-type]
     assert rig.ours == rig.theirs
-    assert sides[1]._links[P].route.sealed
+    assert sides[1]._links[P].there.sealed
 
 
 def test_a_host_without_the_library_is_refused_when_it_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def test_what_was_mapped_cannot_be_written_through(rig: Rig) -> None:
     p, d = rig.make(P), rig.make(D)
     d.connect(P, p.endpoint(D))
     assert d.submit(read()) and end(d).reason is None
-    mapped = d._peers[P]._mapped
+    mapped = d._links[P]._mapped
     assert mapped is not None and mapped[0].readonly
 
 
@@ -311,7 +311,7 @@ def test_a_peer_that_dies_can_still_be_read(shm_processes: ProcessHarness) -> No
 def test_a_peer_is_mapped_before_the_first_copy(rig: Rig) -> None:
     p, d = rig.make(P), rig.make(D)
     d.connect(P, p.endpoint(D))
-    assert poll(lambda: d._peers[P]._mapped is not None, 20)
+    assert poll(lambda: d._links[P]._mapped is not None, 20)
     p.close()
     assert d.submit(read()) and end(d).reason is None
 

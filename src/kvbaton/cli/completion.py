@@ -77,7 +77,7 @@ def taker_of(action: argparse.Action) -> Taker:
 def _choices(action: argparse.Action) -> tuple[str, ...]:
     """What the parser takes and nothing else; or what it is given as a rule, where it takes more."""
     if action.type is planes_choice:  # also several with commas
-        return (catalogue.AUTO, *catalogue.ORDER)
+        return (catalogue.AUTO, *catalogue.names())
     if action.metavar == CODE_METAVAR:
         return tuple(dict.fromkeys(entry.code for entries in CATALOGUE.values() for entry in entries))
     return tuple(str(choice) for choice in action.choices or ())

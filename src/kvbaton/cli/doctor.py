@@ -140,10 +140,11 @@ def report(found: Diagnosis, screen: Screen) -> Iterator[str]:
     yield f"GPUs: {', '.join(f'{number}: {name}' for number, name in enumerate(found.gpus)) or 'none'}"
     yield f"RDMA devices: {', '.join(found.rdma_devices) or 'none'}"
     yield "data planes, best first:"
+    gpu_only = set(planes.of_kind("cuda")) - set(planes.of_kind("cpu"))  # GPUs are told of above
     for plane in found.planes:
         state = "offered" if plane.offered else "not offered" if plane.usable else "cannot be used"
         yield f"  {plane.name:<10} {state:<15} {plane.what}"
-        if plane.problem and "cuda" not in planes.capabilities(plane.name).device_kinds[:1]:
+        if plane.problem and plane.name not in gpu_only:
             yield f"  {'':<10} {'':<15} {plane.problem}; it needs: {plane.needs}"
     for worker in found.workers:
         yield from cluster_checks.lines(worker)
@@ -206,7 +207,11 @@ def _offered(choice: str, device: str) -> tuple[str, ...]:
 
 
 def _planes(offered: tuple[str, ...]) -> Iterator[PlaneState]:
-    for name in planes.ORDER:
-        plane = planes.PLANES[name]
-        problem = plane.usable()
+    for name in planes.names():
+        try:
+            plane = planes.plane_of(name)
+        except planes.PlaneError as error:  # of another package
+            yield PlaneState(name, False, False, "of another package", str(error), "another version of it")
+            continue
+        problem = planes.conflict(name) or plane.usable()
         yield PlaneState(name, not problem, name in offered, plane.what, problem, plane.needs if problem else "")

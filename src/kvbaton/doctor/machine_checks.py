@@ -129,8 +129,8 @@ def _planes_of(engine: Engine, device: str) -> Iterator[Finding]:
 
 
 def _fix_of(choice: str) -> str:
-    needs = [f"{name}: {catalogue.PLANES[name].needs}" for name in catalogue.parse(choice) if name in catalogue.PLANES]
-    needed = [text for text in needs if catalogue.PLANES[text.partition(":")[0]].usable()]
+    chosen = [catalogue.PLANES[name] for name in catalogue.parse(choice) if name in catalogue.PLANES]
+    needed = [f"{plane.name}: {plane.needs}" for plane in chosen if plane.usable()]
     return f"it needs: {'; '.join(needed)}; or choose another: transport auto" if needed else "choose transport auto"
 
 

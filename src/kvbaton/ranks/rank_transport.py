@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -47,6 +47,7 @@ from kvbaton.ranks.rank_messages import (
     submit_commands,
     table_bytes,
 )
+from kvbaton.transports.catalogue import endpoint_type
 from kvbaton.transports.core.jobs import Job, Jobs
 from kvbaton.transports.core.transport import (
     Capabilities,
@@ -58,8 +59,6 @@ from kvbaton.transports.core.transport import (
     PageTable,
     TransportEvent,
 )
-from kvbaton.transports.local.region_listener import ShmEndpoint
-from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpEndpoint
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +71,6 @@ COMMANDS_MAX = 4096
 
 RESTLESS_MAX = 4096
 """Copies that ended and are not at rest. The oldest is forgotten first: what it touches then stays quarantined."""
-
-_KNOWN_ENDPOINTS: dict[str, Any] = {"tcp": TcpEndpoint | SealedTcpEndpoint, "shm": ShmEndpoint}
 
 
 class Uplink(Protocol):
@@ -259,7 +256,7 @@ def _check_endpoint(kind: str, peer: PeerId, endpoint: bytes) -> None:
     """As much as can be told without the rank; ValueError on nonsense."""
     if not 0 < len(endpoint) <= ENDPOINT_BYTES_MAX:
         raise ValueError(f"an endpoint of {len(endpoint)} bytes; 1..{ENDPOINT_BYTES_MAX} expected")
-    known = _KNOWN_ENDPOINTS.get(kind)
+    known = endpoint_type(kind)
     if known is None:
         return
     try:

@@ -60,11 +60,11 @@ class HostCache:
         return msgspec.structs.replace(facts, page=cpu_page(vllm_config, {each.block_tokens for each in facts.groups}))
 
     def plane(self, name: str, me: PeerId, told: catalogue.PlaneSettings) -> Transport:
-        return catalogue.make(name, me, told, self._shared() if _shares(name) else self.memories)
+        return catalogue.make(name, me, told, self._shared() if catalogue.plane_of(name).shares else self.memories)
 
     def prepare(self, names: Sequence[str]) -> None:
         """Adopt what is shared now, before anybody writes to it. ValueError says why that cannot be done."""
-        if any(_shares(name) for name in names):
+        if any(catalogue.plane_of(name).shares for name in names):
             self._shared()
 
     def clock(self) -> LayerClock:
@@ -138,10 +138,6 @@ def _unnamed(cache: HostCache | DeviceCache, name: str, settings: ConnectorSetti
         return faulty(cache.plane(name, me, told), settings.fault_copy_delay_s, settings.fault_misplace_while)
 
     return UnnamedTransport(catalogue.capabilities(name), make)
-
-
-def _shares(name: str) -> bool:
-    return name.removesuffix(catalogue.SUMS) == "shm"
 
 
 def _memory(storage: Any) -> memoryview:

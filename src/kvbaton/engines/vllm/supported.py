@@ -64,8 +64,9 @@ def refusals(asked: Asked) -> Iterator[tuple[str, str]]:
 
 
 def _of_allocators(asked: Asked) -> Iterator[tuple[str, str]]:
-    """A cache on a GPU must stay where it is for as long as the engine lives, and `cuda` needs a handle of it."""
-    by_ipc = "cuda" in catalogue.parse(asked.transport) or catalogue.parse(asked.transport) == (catalogue.AUTO,)
+    """A cache on a GPU must stay where it is for as long as the engine lives, and what is shared needs a handle."""
+    chosen = catalogue.parse(asked.transport)
+    by_ipc = chosen == (catalogue.AUTO,) or any(catalogue.plane_of(name).shares for name in chosen)
     if asked.sleeps:
         yield (
             "enable_sleep_mode takes the cache away while peers may read it, which ends an engine by an illegal access",

@@ -9,20 +9,11 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
-from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.transports.core.transport import (
-    Copy,
-    CopyEnded,
-    Direction,
-    HostTransport,
-    LendingTransport,
-    Loan,
-    PageTable,
-    TransportEvent,
-)
+from kvbaton.protocol.ids import JobId
+from kvbaton.transports.core.transport import Copy, CopyEnded, Direction, HostTransport, TransportEvent
+from kvbaton.transports.core.wrapped import WrappedTransport
 
 Strike: TypeAlias = Callable[[Copy], int | None]
 """Which byte of a copy goes wrong, counted over its segments in order; None for a copy that is left alone."""
@@ -41,73 +32,42 @@ def some_byte(seed: int, one_in: int = 1) -> Strike:
     return strike
 
 
-class CorruptingTransport:
+class CorruptingTransport(WrappedTransport):
     """Another transport, whose copies arrive with a wrong byte. Put checksums around it, not beneath it."""
 
     def __init__(self, inner: HostTransport, strike: Strike) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._strike = strike
         self._memory: dict[int, memoryview] = {}
         self._lock = threading.Lock()
         self._marked: dict[JobId, tuple[Copy, int]] = {}  # with the place in local memory
         self.struck: list[JobId] = []  # copies that ended well but for one byte; the last `STRUCK_MAX`
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
-
     def register(self, region: int, memory: memoryview) -> None:
-        self._inner.register(region, memory)
+        super().register(region, memory)
         self._memory[region] = memory.cast("B")
-
-    def endpoint(self, peer: PeerId) -> bytes:
-        return self._inner.endpoint(peer)
-
-    def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        self._inner.connect(peer, endpoint)
-
-    def disconnect(self, peer: PeerId) -> None:
-        self._inner.disconnect(peer)
-
-    def lay_out(self, tables: Sequence[PageTable]) -> None:
-        cast(LendingTransport, self._inner).lay_out(tables)
-
-    def lend(self, loan: Loan) -> None:
-        cast(LendingTransport, self._inner).lend(loan)
 
     def submit(self, copy: Copy) -> bool:
         with self._lock:
             byte = self._strike(copy)
             if byte is None:
-                return self._inner.submit(copy)
+                return self.inner.submit(copy)
             place = _place(copy, byte)
             self._marked[copy.job] = copy, place
             if copy.direction is Direction.WRITE:
                 self._flip(copy, place)
-            accepted = self._inner.submit(copy)
+            accepted = self.inner.submit(copy)
             if not accepted:
                 self._unmark(copy.job)
             return accepted
 
-    def cancel(self, job: JobId) -> None:
-        self._inner.cancel(job)
-
-    def fence(self, peer: PeerId) -> None:
-        self._inner.fence(peer)
-
     def drain(self) -> Sequence[TransportEvent]:
-        events = self._inner.drain()
+        events = self.inner.drain()
         with self._lock:
             for event in events:
                 if isinstance(event, CopyEnded) and event.job in self._marked:
                     self._ended(event)
         return events
-
-    def set_waker(self, waker: Callable[[], None]) -> None:
-        self._inner.set_waker(waker)
-
-    def close(self) -> None:
-        self._inner.close()
 
     def _ended(self, event: CopyEnded) -> None:
         copy, place = self._marked[event.job]

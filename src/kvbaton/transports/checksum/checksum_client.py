@@ -42,7 +42,7 @@ class SumLink:
     """What is asked of one peer. Methods run on the loop."""
 
     def __init__(self, route: Route, loop: Loop, answer_s: float) -> None:
-        self.route = route
+        self.there = route
         self._loop = loop
         self._answer_s = answer_s
         self._queue: deque[Question] = deque()
@@ -95,17 +95,17 @@ class SumLink:
 
     def _dial(self) -> None:
         try:
-            sock = self.route.dial()
+            sock = self.there.dial()
         except OSError as error:
             self._give_up(Reason.UNREACHABLE, f"cannot dial {self._service}: {error}")
             return
-        limit_s = self.route.dial_deadline_s
+        limit_s = self.there.dial_deadline_s
         wire = self._wire = Wire(self._loop, sock, self._closed)
         self._timer = self._loop.later(limit_s, lambda: wire.close(f"no answer to our greeting within {limit_s} s"))
         wire.open(self._talk(wire))
 
     def _talk(self, wire: Wire) -> Script:
-        route = self.route
+        route = self.there
         seals = yield from greet(wire, route.secret, route.me, route.peer, 0, route.sealed)
         if seals is not None:
             wire.seal(seals)
@@ -126,7 +126,7 @@ class SumLink:
             elif frame.status is Status.NOT_LENT:
                 self._not_lent(question)
             else:
-                question.fail(Reason.BAD_SPAN, f"{self.route.peer} refused to digest memory outside its regions")
+                question.fail(Reason.BAD_SPAN, f"{self.there.peer} refused to digest memory outside its regions")
             self._pump()
 
     def _not_lent(self, question: Question) -> None:
@@ -134,7 +134,7 @@ class SumLink:
         now = time.monotonic()
         question.refused_at = question.refused_at or now
         if now - question.refused_at >= LENT_WAIT_S:
-            question.fail(Reason.LEASE_EXPIRED, f"{self.route.peer} does not lend this memory, or no longer")
+            question.fail(Reason.LEASE_EXPIRED, f"{self.there.peer} does not lend this memory, or no longer")
         else:
             self._loop.later(AGAIN_S_MAX / 50, lambda: None if question.job.ended else self.ask([question]))
 
@@ -172,4 +172,4 @@ class SumLink:
 
     @property
     def _service(self) -> str:
-        return f"the sum service of {self.route.peer}"
+        return f"the sum service of {self.there.peer}"

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import ipaddress
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -39,10 +39,10 @@ from kvbaton.transports.checksum.checksum_memory import HostSums, Sums
 from kvbaton.transports.checksum.checksum_portions import Checksum, portions
 from kvbaton.transports.checksum.checksum_service import SumService
 from kvbaton.transports.core.device_memory import mapped_bytes_of
-from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.jobs import Job
 from kvbaton.transports.core.loans import GRACE_S, Loans
-from kvbaton.transports.core.mover import choose_mover
 from kvbaton.transports.core.refusals import refusals_of
+from kvbaton.transports.core.shell import CLOSED, NEW_ENDPOINT, PlaneShell
 from kvbaton.transports.core.transport import (
     Copy,
     CopyEnded,
@@ -51,7 +51,6 @@ from kvbaton.transports.core.transport import (
     LendingTransport,
     Loan,
     PageTable,
-    TransportEvent,
 )
 from kvbaton.transports.net.socket_loop import Loop
 from kvbaton.transports.tcp.tcp_client import Route
@@ -95,14 +94,7 @@ def summed(inner: Capabilities) -> Capabilities:
     return msgspec.structs.replace(inner, name=f"{inner.name}+sums", one_sided=False)
 
 
-class Accepted(Jobs):
-    """The copies of the plane beneath, until they are compared."""
-
-    def has_room(self) -> bool:
-        return self._open < self._copies_max and not self._closed
-
-
-class SummedTransport:
+class SummedTransport(PlaneShell[SumLink]):
     """See `base.Transport`. Threads beside the inner plane's: one that asks and answers, and those of `sums`."""
 
     def __init__(
@@ -113,26 +105,21 @@ class SummedTransport:
         sums: Sums | None = None,
     ) -> None:
         """`sums` digests the kind of memory that `inner` moves; without it, memory of the host."""
-        self._inner = inner
-        self._me = me
         self._config = config = config or SumConfig()
-        self._jobs = Accepted(config.copies_max)
+        self.capabilities = summed(inner.capabilities)
+        super().__init__(me, config.copies_max, config.pure_python)
+        self._inner = inner
         self._sums: Sums = sums or HostSums(f"kvbaton-digest-{me}", config.threads)
         self._comparisons: dict[JobId, Comparison] = {}
-        self._links: dict[PeerId, SumLink] = {}
         self._loop = Loop(f"kvbaton-sums-{me}")
-        mover, limits = choose_mover(config.pure_python), (config.strangers_max, config.dial_deadline_s)
-        self._loans = Loans(mover, self._loan_ended, partial(self._loop.call_later, GRACE_S))
+        limits = config.strangers_max, config.dial_deadline_s
+        self._loans = Loans(self._mover, self._loan_ended, partial(self._loop.call_later, GRACE_S))
         self._lent: dict[JobId, int] = {}  # how many of the two, the inner plane and the service, have not let go
         asked = self._loans if inner.capabilities.enforces else None
-        self._service = SumService(me, self._loop, self._sums, mover, asked, *limits, config.encrypt)
+        self._service = SumService(me, self._loop, self._sums, self._mover, asked, *limits, config.encrypt)
         if config.must_seal:
             load()
         inner.set_waker(self._has_news)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return summed(self._inner.capabilities)
 
     @property
     def refusals(self) -> Mapping[str, int]:
@@ -180,37 +167,30 @@ class SummedTransport:
         route = Route(self._me, peer, address, there.secret, {}, 0, limit_s, sealed)
         with self._jobs:
             old = self._links.get(peer)
-            if old is not None and old.route == route:
+            if old is not None and old.there == route:
                 return
             self._links[peer] = SumLink(route, self._loop, self._config.answer_s)
             if old is not None:
-                self._end_comparisons(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
+                self._end_comparisons(peer, *NEW_ENDPOINT)
                 self._loop.call(partial(old.shut, "the peer has a new endpoint"))
 
     def disconnect(self, peer: PeerId) -> None:
         self._service.shut_out(peer)
         self._loans.forget(peer)
-        with self._jobs:
-            self._stop_copies(peer, Reason.PEER_GONE, "disconnected")
-            link = self._links.pop(peer, None)
-        if link is not None:
-            self._loop.call(partial(link.shut, "disconnected"))
+        super().disconnect(peer)
         self._inner.disconnect(peer)
 
     def submit(self, copy: Copy) -> bool:
         with self._jobs:
             if self._jobs.find(copy.job) is not None:
                 raise ValueError(f"job {copy.job} is already under way")
-            if not self._jobs.has_room() or not self._inner.submit(copy):
+            if not self._jobs.has_room or not self._inner.submit(copy):
                 return False
             self._jobs.accept(copy)
         return True
 
     def cancel(self, job: JobId) -> None:
-        with self._jobs:
-            found = self._jobs.find(job)
-            if found is not None:
-                self._stop(found, Reason.CANCELLED, "")
+        super().cancel(job)
         self._loans.take_back(job)
         self._inner.cancel(job)
 
@@ -221,27 +201,22 @@ class SummedTransport:
         with self._jobs:
             self._end_comparisons(peer, Reason.TRANSFER_FAILED, "the peer was fenced")
 
-    def drain(self) -> Sequence[TransportEvent]:
-        return self._jobs.drain()
+    def _retire(self, link: SumLink, detail: str) -> None:
+        self._loop.call(partial(link.shut, detail))
 
-    def set_waker(self, waker: Callable[[], None]) -> None:
-        self._jobs.set_waker(waker)
+    def _wind_up(self) -> None:
+        for job in self._jobs.of_peer():
+            self._stop(job, self._links.get(job.copy.peer), *CLOSED)
 
-    def close(self) -> None:
-        if not self._jobs.close():
-            return
-        with self._jobs:
-            self._stop_copies(None, Reason.CANCELLED, "the transport was closed")
+    def _halt(self) -> bool:
         self._inner.close()
         self._loop.stop(CLOSE_S)
         self._sums.close(CLOSE_S)
         self._loans.close()
         self._collect()
-        with self._jobs:
-            for job in self._jobs.of_peer():  # the inner plane did not say how they ended
-                job.lost = True
-                self._jobs.abandon(job, Reason.CANCELLED, "the transport was closed")
-        self._links.clear()
+        for job in self._jobs.of_peer():
+            job.lost = True  # the inner plane did not say how it ended
+        return False  # memory is the inner plane's
 
     def _has_news(self) -> None:
         """Called by the inner plane, on any of its threads."""
@@ -269,6 +244,8 @@ class SummedTransport:
 
     def _landed(self, job: Job, event: CopyEnded) -> None:
         """The inner plane is done with `job`. If that went well and nobody wants it stopped, its bytes are compared."""
+        # The inner plane's word comes first: bytes that did not land need no comparing. A reason noted by `_stop` while
+        # they moved counts only now, because until now the copy was not at rest.
         if event.reason is not None:
             job.reason, job.detail = event.reason, event.detail
         job.lost = not event.at_rest
@@ -318,22 +295,17 @@ class SummedTransport:
     def _failed(self, comparison: Comparison, reason: Reason, detail: str) -> None:
         with self._jobs:
             if not comparison.job.ended:
-                self._stop(comparison.job, reason, detail)
+                self._stop(comparison.job, self._links.get(comparison.job.copy.peer), reason, detail)
 
-    def _stop(self, job: Job, reason: Reason, detail: str) -> None:
+    def _stop(self, job: Job, link: SumLink | None, reason: Reason, detail: str) -> None:
         """End a copy that is being compared; one that is being moved ends so, if well, when it has moved."""
         if self._comparisons.pop(job.copy.job, None) is None:
             job.reason, job.detail = job.reason or reason, job.detail or detail
             return
         self._jobs.fail(job, reason, detail)
-        link = self._links.get(job.copy.peer)
         if link is not None:
             self._loop.call(link.sweep)
 
     def _end_comparisons(self, peer: PeerId, reason: Reason, detail: str) -> None:
         for comparison in [each for each in self._comparisons.values() if each.job.copy.peer == peer]:
-            self._stop(comparison.job, reason, detail)
-
-    def _stop_copies(self, peer: PeerId | None, reason: Reason, detail: str) -> None:
-        for job in self._jobs.of_peer(peer):
-            self._stop(job, reason, detail)
+            self._stop(comparison.job, self._links.get(peer), reason, detail)

@@ -11,35 +11,25 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
 
 import msgspec
 
-from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.transports.core.refusals import refusals_of
-from kvbaton.transports.core.transport import (
-    Copy,
-    CopyEnded,
-    LendingTransport,
-    Loan,
-    PageTable,
-    Transport,
-    TransportEvent,
-)
+from kvbaton.transports.core.transport import Copy, CopyEnded, Transport, TransportEvent
+from kvbaton.transports.core.wrapped import WrappedTransport
 
 WAITING_MAX = 4096
 
 
-class DelayedTransport:
+class DelayedTransport(WrappedTransport):
     """Another transport, whose memory is registered already, `delay_s` later."""
 
     def __init__(self, inner: Transport, delay_s: float) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._delay_s = delay_s
         self._waiting: deque[tuple[float, Copy]] = deque()
         self._news: list[TransportEvent] = []
@@ -48,29 +38,9 @@ class DelayedTransport:
         self._waker: Callable[[], None] = lambda: None
         threading.Thread(target=self._run, name="kvbaton-delayed", daemon=True).start()
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
-
-    @property
-    def refusals(self) -> Mapping[str, int]:
-        return refusals_of(self._inner)
-
-    def endpoint(self, peer: PeerId) -> bytes:
-        return self._inner.endpoint(peer)
-
-    def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        self._inner.connect(peer, endpoint)
-
     def disconnect(self, peer: PeerId) -> None:
         self._drop(lambda copy: copy.peer == peer, Reason.PEER_GONE)
-        self._inner.disconnect(peer)
-
-    def lay_out(self, tables: Sequence[PageTable]) -> None:
-        cast(LendingTransport, self._inner).lay_out(tables)
-
-    def lend(self, loan: Loan) -> None:
-        cast(LendingTransport, self._inner).lend(loan)
+        self.inner.disconnect(peer)
 
     def submit(self, copy: Copy) -> bool:
         with self._changed:
@@ -82,27 +52,27 @@ class DelayedTransport:
 
     def cancel(self, job: JobId) -> None:
         self._drop(lambda copy: copy.job == job, Reason.CANCELLED)
-        self._inner.cancel(job)
+        self.inner.cancel(job)
 
     def fence(self, peer: PeerId) -> None:
         self._drop(lambda copy: copy.peer == peer, Reason.TRANSFER_FAILED)
-        self._inner.fence(peer)
+        self.inner.fence(peer)
 
     def drain(self) -> Sequence[TransportEvent]:
         with self._changed:
             news, self._news = self._news, []
-        return [*news, *self._inner.drain()]
+        return [*news, *self.inner.drain()]
 
     def set_waker(self, waker: Callable[[], None]) -> None:
         self._waker = waker
-        self._inner.set_waker(waker)
+        self.inner.set_waker(waker)
 
     def close(self) -> None:
         with self._changed:
             self._open = False
             self._changed.notify()
         self._drop(lambda _copy: True, Reason.CANCELLED)
-        self._inner.close()
+        self.inner.close()
 
     def _drop(self, chosen: Callable[[Copy], bool], reason: Reason) -> None:
         with self._changed:
@@ -122,7 +92,7 @@ class DelayedTransport:
                     self._changed.wait(left_s)
                     continue
                 _, copy = self._waiting[0]
-                if self._inner.submit(copy):
+                if self.inner.submit(copy):
                     self._waiting.popleft()
                     continue
             time.sleep(0.001)  # the inner queue is full

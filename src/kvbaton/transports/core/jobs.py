@@ -60,6 +60,8 @@ class Jobs:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Only the outermost exit rings, after the lock is free: a waker takes locks of its own, under which others call
+        # us, and one news while the list was empty is enough for all that follow until it is drained.
         self._depth -= 1
         ring = self._ring and not self._depth
         if ring:
@@ -72,12 +74,16 @@ class Jobs:
             except Exception:
                 log.warning("[waker-failed] the waker raised", exc_info=True)
 
+    @property
+    def has_room(self) -> bool:
+        return self._open < self._copies_max and not self._closed
+
     def accept(self, copy: Copy) -> Job | None:
         """A new job, or None at the bound."""
         with self:
             if copy.job in self._jobs:
                 raise ValueError(f"job {copy.job} is already under way")
-            if self._open >= self._copies_max or self._closed:
+            if not self.has_room:
                 return None
             self._open += 1
             job = self._jobs[copy.job] = Job(copy)
@@ -127,6 +133,8 @@ class Jobs:
         with self:
             if job.ended:
                 return
+            # Whoever waits must not wait for the peer; but memory that a part may still touch stays out of use. So the
+            # end is told now and says `at_rest=False`, and the last part to come to rest tells `CopyRested` (`settle`).
             self._stop(job, reason, detail)
             self._end(job, at_rest=not job.live and not job.lost)
 
@@ -135,6 +143,9 @@ class Jobs:
         with self:
             if job.parts or job.live:
                 return
+            # Nothing is under way. Either this is the end, or the end was told earlier (`abandon`) and this is the
+            # rest. A lost part proves nothing: then no `CopyRested` follows, since a guess would free memory that is
+            # written to.
             if not job.ended:
                 self._end(job, at_rest=not job.lost)
             elif not job.lost:

@@ -5,23 +5,22 @@ Law: before `open` nothing but `register` and `set_waker` has an effect that las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.transports.core.device_memory import mapped_bytes_of
-from kvbaton.transports.core.refusals import refusals_of
-from kvbaton.transports.core.transport import Copy, LendingTransport, Loan, PageTable, Transport, TransportEvent
+from kvbaton.protocol.ids import PeerId
+from kvbaton.transports.core.transport import Transport, TransportEvent
+from kvbaton.transports.core.wrapped import WrappedTransport
 
 
-class UnnamedTransport:
+class UnnamedTransport(WrappedTransport):
     """Makes the real transport when told its name."""
 
     def __init__(self, capabilities: Capabilities, make: Callable[[PeerId], Transport]) -> None:
-        self.capabilities = capabilities
+        super().__init__(None)
+        self._capabilities = capabilities
         self._make = make
-        self._inner: Transport | None = None
         self._waker: Callable[[], None] | None = None
 
     def open(self, me: PeerId) -> None:
@@ -41,39 +40,11 @@ class UnnamedTransport:
         return self._inner
 
     @property
-    def refusals(self) -> Mapping[str, int]:
-        return refusals_of(self._inner)
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
 
-    @property
-    def mapped_bytes(self) -> int:
-        return mapped_bytes_of(self._inner)
-
-    def register(self, region: int, memory: memoryview) -> None:
-        raise NotImplementedError("memory is registered by whoever makes the real transport")
-
-    def endpoint(self, peer: PeerId) -> bytes:
-        return self.inner.endpoint(peer)
-
-    def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        self.inner.connect(peer, endpoint)
-
-    def disconnect(self, peer: PeerId) -> None:
-        self.inner.disconnect(peer)
-
-    def lay_out(self, tables: Sequence[PageTable]) -> None:
-        cast(LendingTransport, self.inner).lay_out(tables)
-
-    def lend(self, loan: Loan) -> None:
-        cast(LendingTransport, self.inner).lend(loan)
-
-    def submit(self, copy: Copy) -> bool:
-        return self.inner.submit(copy)
-
-    def cancel(self, job: JobId) -> None:
-        self.inner.cancel(job)
-
-    def fence(self, peer: PeerId) -> None:
-        self.inner.fence(peer)
+    def register(self, region: int, memory: Any) -> None:
+        raise NotImplementedError("memory is registered by the maker of the real transport")
 
     def drain(self) -> Sequence[TransportEvent]:
         return self._inner.drain() if self._inner is not None else ()

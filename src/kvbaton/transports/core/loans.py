@@ -96,6 +96,8 @@ class Loans:
             if loan is None:
                 return job in self._closing
             key = loan.peer, loan.direction
+            # Counts first: from here on no new request is served by this loan. Blocks may be lent twice (a prefix
+            # shared by two handoffs), so only what no other loan covers has to be waited for.
             self._count(key, loan, -1)
             waits_for = {each for each in self._flights if each.key == key and not self._covers(each)}
             for flight in waits_for:
@@ -180,6 +182,8 @@ class Loans:
         return self._mover.check_pages(flight.pairs, 2, tables)
 
     def _cut(self, job: JobId) -> None:
+        # A peer that takes its time must not keep blocks from their owner for ever. Its connection is closed, which
+        # brings the flight to rest and so to `end`; the loan still ends by a fact, not by this timer.
         with self._lock:
             slow = list(self._closing.get(job, ()))
         for flight in slow:

@@ -121,6 +121,7 @@ class Remote:
         allocation = self._shared.allocations[index]
         own = EXPORTED.find(allocation.handle)
         base, size = own or self._map(allocation, gpu)
+        # Opened without the lock, so the peer may have been forgotten meanwhile: then nobody would close it any more.
         with self._lock:
             if not self._shut and size >= allocation.size:
                 self._bases[index] = base

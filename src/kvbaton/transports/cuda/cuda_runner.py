@@ -151,6 +151,8 @@ class Runner(Generic[Item]):
 
     def _begin_here(self, item: Item, is_quick: Callable[[int], bool]) -> bool:
         """By any thread, which waits for nobody; False if it is to be queued."""
+        # Handing a copy to another thread costs more than launching a small one. But order must hold for `after`, and a
+        # caller must not wait: so only if nobody begins anything, nothing is queued and every slot is free.
         if not self._beginning.acquire(blocking=False):
             return False
         try:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import cast
 
@@ -33,13 +33,12 @@ import msgspec
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.strided_spans import Weave
-from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.transports.core.device_event_wait import Gate
+from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.host_identity import host_identity
-from kvbaton.transports.core.jobs import Job, Jobs
-from kvbaton.transports.core.mover import choose_mover
-from kvbaton.transports.core.transport import Capabilities, Copy, Direction, Spans, TransportEvent
+from kvbaton.transports.core.jobs import Job
+from kvbaton.transports.core.shell import PlaneShell
+from kvbaton.transports.core.transport import Capabilities, Copy, DeviceEvent, Spans
 from kvbaton.transports.cuda.cuda_client import CudaAttachment, Limits, Mapped, Remote
 from kvbaton.transports.cuda.cuda_driver import SHARE, CudaError, CudaGpu, Gpu, check_share
 from kvbaton.transports.cuda.cuda_event_wait import quiet_event
@@ -74,31 +73,28 @@ class CudaConfig(msgspec.Struct, frozen=True):
         check_share(self.share)
 
 
-class CudaTransport:
+class CudaTransport(PlaneShell[CudaAttachment]):
     """See `base.DeviceTransport`. Threads: one for handles, two that drive the device, one more to wait for events."""
 
     capabilities = CAPABILITIES
+    _memory: RegisteredDevice
 
     def __init__(self, me: PeerId, config: CudaConfig | None = None, gpu: Gpu | None = None) -> None:
         """ImportError without a driver, CudaError without a device; `gpu` is for tests."""
-        self._me = me
-        self._config = config or CudaConfig()
-        self._gpu = gpu or CudaGpu(self._config.device, self._config.share)
-        self._checker = choose_mover()
-        self._jobs = Jobs(self._config.copies_max)
-        self._memory = RegisteredDevice(self._config.device)
-        self._peers: dict[PeerId, CudaAttachment] = {}
+        config = config or CudaConfig()
+        super().__init__(me, config.copies_max)
+        self._gpu = gpu or CudaGpu(config.device, config.share)
+        self._memory = RegisteredDevice(config.device)
         self._mapped = Mapped()
-        self._limits = Limits(self._config.dial_deadline_s, self._config.idle_s)
-        self._gate = Gate(f"kvbaton-cuda-gate-{me}")
+        self._limits = Limits(config.dial_deadline_s, config.idle_s)
         self._loop = Loop(f"kvbaton-cuda-door-{me}")
-        self._door = CudaDoor(me, self._gpu, self._loop, self._config.dial_deadline_s)
-        self._mover = CudaMover(f"kvbaton-cuda-{me}", self._gpu, self._jobs)
+        self._door = CudaDoor(me, self._gpu, self._loop, config.dial_deadline_s)
+        self._launcher = CudaMover(f"kvbaton-cuda-{me}", self._gpu, self._jobs)
 
     @property
     def broken(self) -> str:
         """Why the device can be used no more; empty while it works."""
-        return self._mover.broken
+        return self._launcher.broken
 
     @property
     def refusals(self) -> Mapping[str, int]:
@@ -127,91 +123,39 @@ class CudaTransport:
         """
         there = parse_endpoint(peer, endpoint)
         problem = self._no_way_to(there)
-        with self._jobs:
-            if peer in self._peers and self._peers[peer].there == there:
-                return
-            self._forget(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
-            attachment = CudaAttachment(self._me, there, self._loop, self._jobs, self, self._mapped, self._limits)
-            self._peers[peer] = attachment
-            attachment.problem = problem
+
+        def attach() -> CudaAttachment:
+            made = CudaAttachment(self._me, there, self._loop, self._jobs, self, self._mapped, self._limits)
+            made.problem = problem
             if not problem:
-                attachment.dial()
+                made.dial()
+            return made
 
-    def disconnect(self, peer: PeerId) -> None:
-        """`peer` is told nothing new, and to let go of what it has opened; nothing here can make it."""
-        with self._jobs:
-            self._door.revoke(peer)
-            self._forget(peer, Reason.PEER_GONE, "disconnected")
-
-    def fence(self, peer: PeerId) -> None:
-        raise NotImplementedError("cuda cannot fence, and nobody writes over it: see capabilities.can_fence")
-
-    def submit(self, copy: Copy) -> bool:
-        with self._jobs:
-            job = self._jobs.accept(copy)
-            if job is None:
-                return False
-            refusal = self._refusal(copy)
-            if refusal is not None:
-                self._jobs.fail(job, *refusal)
-            elif copy.after is None:
-                self._start(job, "")
-            else:
-                self._gate.wait(quiet_event(copy.after, self._gpu), partial(self._start, job))
-        return True
-
-    def cancel(self, job: JobId) -> None:
-        with self._jobs:
-            found = self._jobs.find(job)
-            if found is not None:
-                self._stop(found, Reason.CANCELLED, "")
-
-    def drain(self) -> Sequence[TransportEvent]:
-        return self._jobs.drain()
-
-    def set_waker(self, waker: Callable[[], None]) -> None:
-        self._jobs.set_waker(waker)
-
-    def close(self) -> None:
-        if not self._jobs.close():
-            return
-        for job in self._jobs.of_peer():
-            self._stop(job, Reason.CANCELLED, "the transport was closed")
-        with self._jobs:
-            for peer in list(self._peers):
-                self._forget(peer, Reason.CANCELLED, "the transport was closed")
-        self._gate.close(0)
-        self._mover.close(CLOSE_S)
-        self._loop.stop(CLOSE_S)
-        for job in self._jobs.of_peer():
-            self._jobs.abandon(job, Reason.CANCELLED)
-        self._door.close()
-        self._memory.clear()
+        self._link(peer, there, attach)
 
     def on_lost(self, peer: PeerId, attachment: CudaAttachment, detail: str) -> None:
         """See `cuda_attach.Owner`."""
-        if self._peers.get(peer) is attachment:
+        if self._links.get(peer) is attachment:
             log.info("%s has ended, or has disconnected us (%s): its device memory is let go of", peer, detail)
             self._forget(peer, Reason.TRANSFER_FAILED, f"{peer} has ended, or has disconnected us: {detail}")
 
     def retire(self, remote: Remote) -> None:
         """See `cuda_attach.Owner`."""
         if remote.shut():
-            self._mover.after(partial(remote.close, self._gpu))
+            self._launcher.after(partial(remote.close, self._gpu))
 
-    def _refusal(self, copy: Copy) -> tuple[Reason, str] | None:
-        """Why a copy cannot even begin."""
-        if copy.peer not in self._peers:
-            return Reason.PEER_UNKNOWN, f"{copy.peer} is not connected"
-        if self._peers[copy.peer].problem:
-            return Reason.UNREACHABLE, self._peers[copy.peer].problem
-        if copy.direction is Direction.WRITE:
-            return Reason.NO_TRANSPORT, "cuda offers no WRITE: the receiver copies"
-        if self._memory.get(copy.local_region) is None:
-            return Reason.BAD_SPAN, f"region {copy.local_region} is not registered"
-        if self._mover.broken:
-            return Reason.TRANSFER_FAILED, self._mover.broken
-        return None
+    def _turn_away(self, peer: PeerId) -> None:
+        """`peer` is told nothing new, and to let go of what it has opened; nothing here can make it."""
+        self._door.revoke(peer)
+
+    def _refusal(self, copy: Copy, link: CudaAttachment) -> tuple[Reason, str] | None:
+        if link.problem:
+            return Reason.UNREACHABLE, link.problem
+        refusal = super()._refusal(copy, link)
+        return (Reason.TRANSFER_FAILED, self.broken) if refusal is None and self.broken else refusal
+
+    def _event(self, event: DeviceEvent) -> DeviceEvent:
+        return quiet_event(event, self._gpu)
 
     def _no_way_to(self, there: CudaEndpoint) -> str:
         """Why this device cannot read the peer's; "" when it can, or when only opening its memory can tell."""
@@ -224,18 +168,11 @@ class CudaTransport:
         gpus = f"from GPU {self._gpu.uuid} to GPU {there.device} of {there.owner}"
         return f"no peer access {gpus}; see nvidia-smi topo -p2p r"
 
-    def _start(self, job: Job, problem: str) -> None:
-        with self._jobs:
-            peer = self._peers.get(job.copy.peer)
-            if job.ended or peer is None:
-                return
-            if problem:
-                self._jobs.fail(job, Reason.TRANSFER_FAILED, problem)
-            else:
-                peer.use(job, partial(self._plan, job))
+    def _start(self, job: Job, link: CudaAttachment) -> None:
+        link.use(job, partial(self._plan, job))
 
     def _plan(self, job: Job, remote: Remote) -> None:
-        self._mover.add(Due(job, remote, self._check))
+        self._launcher.add(Due(job, remote, self._check))
 
     def _check(self, job: Job, remote: Remote) -> int | None:
         """By whoever launches: the whole copy against both memories. The local address, or None: it has failed."""
@@ -259,18 +196,18 @@ class CudaTransport:
         """What each launch takes. ValueError when any of it lies outside."""
         if isinstance(spans, Weave):
             return parts_of(spans, check_weave(spans, local_bytes, remote_bytes))
-        return parts_of(spans, self._checker.check_spans(spans, 3, local_bytes, remote_bytes) if spans else 0)
+        return parts_of(spans, self._mover.check_spans(spans, 3, local_bytes, remote_bytes) if spans else 0)
 
-    def _stop(self, job: Job, reason: Reason, detail: str) -> None:
-        with self._jobs:
-            peer = self._peers.get(job.copy.peer)
-            if peer is not None:
-                peer.remove(job)
-            self._jobs.fail(job, reason, detail)
+    def _stop(self, job: Job, link: CudaAttachment | None, reason: Reason, detail: str) -> None:
+        if link is not None:
+            link.remove(job)
+        super()._stop(job, link, reason, detail)
 
-    def _forget(self, peer: PeerId, reason: Reason, detail: str) -> None:
-        for job in self._jobs.of_peer(peer):
-            self._stop(job, reason, detail)
-        gone = self._peers.pop(peer, None)
-        if gone is not None:
-            gone.close()
+    def _retire(self, link: CudaAttachment, detail: str) -> None:
+        link.close()
+
+    def _halt(self) -> bool:
+        self._launcher.close(CLOSE_S)
+        self._loop.stop(CLOSE_S)
+        self._door.close()
+        return True

@@ -17,28 +17,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.core.jobs import Job, Jobs
-from kvbaton.transports.core.span_tables import size_of
-from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.mooncake.mooncake_dial import POLL_S, POLL_S_MAX, DialFailed, dial
 from kvbaton.transports.mooncake.mooncake_endpoint import MooncakeEndpoint
-from kvbaton.transports.mooncake.mooncake_engine import SLICES_MAX, Engine, SliceState
+from kvbaton.transports.mooncake.mooncake_engine import Engine
+from kvbaton.transports.mooncake.mooncake_reads import Part, ReadFailed, Reads
 from kvbaton.transports.net.socket_loop import Loop
 
 log = logging.getLogger(__name__)
-
-PART_SLICES_MAX = 256
-WINDOW_BYTES = 32 << 20
-"""Asked for and not there: enough to keep the engine's four connections busy, and a cancelled copy rests soon after."""
-
-LOOK_AHEAD = 16
-"""Parts end about in the order in which they began, so only the oldest are looked at."""
 
 Trouble = tuple[Reason, str]
 
@@ -49,16 +40,6 @@ class Patience(msgspec.Struct, frozen=True):
     dial_s: float
     stall_s: float
     cancel_s: float
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """Some slices of a copy, under way together."""
-
-    job: Job
-    spans: Spans
-    size_bytes: int
-    slices: deque[int] = field(default_factory=deque)  # not yet seen to be over
 
 
 class Link:
@@ -82,10 +63,7 @@ class Link:
         self._patience = patience
         self._timers = timers
         self._queue: deque[Job] = deque()
-        self._parts: deque[Part] = deque()  # oldest first; this and all below is the thread's own
-        self._slices = self._bytes = 0  # of these parts
-        self._engine: Engine | None = None
-        self._moved_at = 0.0
+        self._reads: Reads | None = None  # on the engine that has reached the peer; the thread's own
         self._dials = itertools.count(1)
         self._dialling = 0  # which dial is under way, 0 for none
         self._silent = False  # a dial has taken too long and is not over
@@ -130,7 +108,7 @@ class Link:
 
     def _run(self) -> None:
         wait_s: float | None = None
-        while not self._shut or self._parts:
+        while not self._shut or self._moving:
             self._news.wait(wait_s)
             self._news.clear()
             try:
@@ -139,82 +117,50 @@ class Link:
                 log.exception("[mover-fault] a turn failed on %s", self._thread.name)
                 self._give_up((Reason.TRANSFER_FAILED, f"internal error: {error!r}"))
                 progress = False
-            if not self._parts:
+            if not self._moving:
                 wait_s = POLL_S if self._queue else None
             else:
                 wait_s = POLL_S if progress or wait_s is None else min(POLL_S_MAX, 2 * wait_s)
-        self._close_engine()
+        self._dropped()
         self._fail_queue((Reason.PEER_GONE, "disconnected"))
+
+    @property
+    def _moving(self) -> bool:
+        return self._reads is not None and bool(self._reads.parts)
 
     def _turn(self) -> bool:
         """One look at everything; whether anything has moved."""
-        if self._queue and self._engine is None and not self._shut:
+        if self._queue and self._reads is None and not self._shut:
             self._dial()
-        failed = self._begin_parts() or self._end_parts()
-        now = time.monotonic()
-        if failed:
+        reads, patience = self._reads, self._patience
+        if reads is None:
+            return False
+        try:
+            self._begin_parts(reads)
+            for part in reads.over():
+                self._jobs.part_ended(part.job)
+        except ReadFailed:
             self._break((Reason.TRANSFER_FAILED, f"a read from {self.there.owner} failed: it closed the connection"))
-        elif self._parts and now - self._moved_at > self._patience.stall_s:
-            self._give_up((Reason.TRANSFER_TIMEOUT, f"{self.there.owner} sent nothing for {self._patience.stall_s} s"))
-        elif now - self._moved_at > self._patience.cancel_s and any(part.job.reason for part in self._parts):
+            return True
+        idle_s = time.monotonic() - reads.moved_at
+        if reads.parts and idle_s > patience.stall_s:
+            self._give_up((Reason.TRANSFER_TIMEOUT, f"{self.there.owner} sent nothing for {patience.stall_s} s"))
+        elif idle_s > patience.cancel_s and any(part.job.reason for part in reads.parts):
             self._rest_cancelled()
-        return now - self._moved_at < POLL_S_MAX
+        return idle_s < POLL_S_MAX
 
-    def _begin_parts(self) -> bool:
-        """Start as much as there is room for; True when the engine would not."""
-        slices_max = SLICES_MAX - PART_SLICES_MAX
-        while self._engine is not None and self._slices <= slices_max and self._bytes < WINDOW_BYTES:
+    def _begin_parts(self, reads: Reads) -> None:
+        """Start as much as there is room for."""
+        while reads.has_room:
             with self._jobs:
                 spans = self._jobs.begin(self._queue[0]) if self._queue else None
                 if spans is None:
                     if not self._queue:
-                        return False
+                        return
                     self._queue.popleft()
                     continue
                 job = self._queue[0]
-            if not self._parts:
-                self._moved_at = time.monotonic()
-            part = Part(job, spans, size_of(spans))
-            self._parts.append(part)
-            self._bytes += part.size_bytes
-            if not self._start(self._engine, part):
-                return True
-        return False
-
-    def _start(self, engine: Engine, part: Part) -> bool:
-        local = self._address(part.job.copy.local_region)
-        remote = self.there.regions[part.job.copy.remote_region].address
-        numbers = iter(part.spans)
-        for here, there, size in zip(numbers, numbers, numbers, strict=True):
-            if size:
-                number = engine.start_read(self.there.session, local + here, remote + there, size)
-                if not number:
-                    return False
-                part.slices.append(number)
-                self._slices += 1
-        return True
-
-    def _end_parts(self) -> bool:
-        """See which of the oldest parts are over; True when a read has failed."""
-        engine = self._engine
-        over = []
-        for part in itertools.islice(self._parts, LOOK_AHEAD):
-            while part.slices and engine is not None:
-                state = engine.state(part.slices[0])
-                if state is SliceState.MOVING:
-                    break
-                part.slices.popleft()
-                self._slices -= 1
-                self._moved_at = time.monotonic()
-                if state is SliceState.FAILED:
-                    return True
-            if not part.slices:
-                over.append(part)
-        for part in over:
-            self._parts.remove(part)
-            self._bytes -= part.size_bytes
-            self._jobs.part_ended(part.job)
-        return False
+            reads.start(job, spans)
 
     def _break(self, trouble: Trouble) -> None:
         """A read failed: all that are under way do. What waits is tried on a new connection."""
@@ -223,13 +169,16 @@ class Link:
 
     def _give_up(self, trouble: Trouble) -> None:
         """The peer is there and does nothing: everything ends now, and rests once the engine is closed."""
-        for job in {id(part.job): part.job for part in self._parts}.values():
+        parts = self._reads.parts if self._reads is not None else ()
+        for job in {id(part.job): part.job for part in parts}.values():
             self._jobs.abandon(job, *trouble)
         self._fail_queue(trouble)
         self._break(trouble)
 
     def _rest_cancelled(self) -> None:
         """Close the engine for the sake of what was cancelled; the other reads begin again on a new one."""
+        # The library has no cancel, so one copy's cancel costs the whole connection. The others lose nothing but time:
+        # their parts go back to the front of the line, in order, and are read again from the start.
         parts = self._dropped()
         with self._jobs:
             for part in reversed(parts):
@@ -244,21 +193,14 @@ class Link:
 
     def _dropped(self) -> deque[Part]:
         """What was under way, now at rest: its engine is closed."""
-        self._close_engine()
-        parts, self._parts = self._parts, deque()
-        self._slices = self._bytes = 0
-        return parts
+        reads, self._reads = self._reads, None
+        return reads.close() if reads is not None else deque()
 
     def _fail_queue(self, trouble: Trouble) -> None:
         with self._jobs:
             failed, self._queue = self._queue, deque()
             for job in failed:
                 self._jobs.fail(job, *trouble)
-
-    def _close_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
 
     # --- dialling
 
@@ -269,7 +211,8 @@ class Link:
         self._timers.call(partial(self._watch, self._dialling))
         trouble: Trouble | None = None
         try:
-            self._engine = dial(lambda: Engine(self._here), self.there, self._patience.dial_s, lambda: self._shut)
+            engine = dial(lambda: Engine(self._here), self.there, self._patience.dial_s, lambda: self._shut)
+            self._reads = Reads(engine, self.there, self._address)
         except DialFailed as error:
             trouble = Reason.UNREACHABLE, str(error)
         finally:

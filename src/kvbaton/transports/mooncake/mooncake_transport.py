@@ -14,24 +14,22 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import time
-from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.transports.core.device_event_wait import Gate
-from kvbaton.transports.core.jobs import Job, Jobs
-from kvbaton.transports.core.mover import choose_mover
+from kvbaton.protocol.ids import PeerId
+from kvbaton.transports.core.jobs import Job
 from kvbaton.transports.core.shared_memory import Registered
+from kvbaton.transports.core.shell import PlaneShell, at_least_one
 from kvbaton.transports.core.span_tables import cut
-from kvbaton.transports.core.transport import Capabilities, Copy, Direction, Spans, TransportEvent
+from kvbaton.transports.core.transport import Capabilities, Copy, Spans
 from kvbaton.transports.mooncake.mooncake_endpoint import MARK_BYTES, MooncakeEndpoint, Place, parse
 from kvbaton.transports.mooncake.mooncake_engine import Engine, address_of, load
-from kvbaton.transports.mooncake.mooncake_link import PART_SLICES_MAX, Link, Patience
+from kvbaton.transports.mooncake.mooncake_link import Link, Patience
+from kvbaton.transports.mooncake.mooncake_reads import PART_SLICES_MAX
 from kvbaton.transports.net.socket_loop import Loop
 
 CLOSE_S = 3.0
@@ -63,25 +61,22 @@ class MooncakeConfig(msgspec.Struct, frozen=True):
             raise ValueError(f"copies_max, dial_deadline_s, stall_s and cancel_s must be positive: {self}")
 
 
-class MooncakeTransport:
+class MooncakeTransport(PlaneShell[Link]):
     """See `base.Transport`. A thread per peer besides the engines' own two each, one for deadlines, one for devices."""
 
     capabilities = CAPABILITIES
+    _memory: Registered
 
     def __init__(self, me: PeerId, config: MooncakeConfig | None = None) -> None:
         """MooncakeMissing when the library is not there."""
         load()
-        self._me = me
-        self._config = config or MooncakeConfig()
-        self._mover = choose_mover(self._config.pure_python)
-        self._jobs = Jobs(self._config.copies_max)
+        self._config = config = config or MooncakeConfig()
+        super().__init__(me, config.copies_max, config.pure_python)
         self._memory = Registered()
         self._places: dict[int, Place] = {}
         self._mark = memoryview(bytearray(secrets.token_bytes(MARK_BYTES)))
         self._server: Engine | None = None
-        self._links: dict[PeerId, Link] = {}
         self._leaving: list[Link] = []
-        self._gate = Gate(f"kvbaton-mooncake-gate-{me}")
         self._timers = Loop(f"kvbaton-mooncake-timers-{me}")
 
     def register(self, region: int, memory: memoryview) -> None:
@@ -104,77 +99,9 @@ class MooncakeTransport:
         there = parse(peer, endpoint)
         config = self._config
         patience = Patience(config.dial_deadline_s, config.stall_s, config.cancel_s)
-        with self._jobs:
-            old = self._links.get(peer)
-            if old is not None and old.there == there:
-                return
-            self._shut(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
-            name = f"kvbaton-mooncake-{self._me}-{peer}"
-            address = self._address
-            self._links[peer] = Link(name, config.host, there, self._jobs, address, patience, self._timers)
-
-    def disconnect(self, peer: PeerId) -> None:
-        """Our reads from `peer` end. Its own access to our memory cannot be closed: Mooncake has no means."""
-        with self._jobs:
-            self._shut(peer, Reason.PEER_GONE, "disconnected")
-
-    def fence(self, peer: PeerId) -> None:
-        raise NotImplementedError("mooncake cannot fence: see capabilities.can_fence")
-
-    def submit(self, copy: Copy) -> bool:
-        with self._jobs:
-            job = self._jobs.accept(copy)
-            if job is None:
-                return False
-            link = self._links.get(copy.peer)
-            if link is None:
-                self._jobs.fail(job, Reason.PEER_UNKNOWN, f"{copy.peer} is not connected")
-                return True
-            if copy.direction is Direction.WRITE:
-                self._jobs.fail(job, Reason.NO_TRANSPORT, "mooncake offers no WRITE here: the receiver reads")
-                return True
-            try:
-                job.parts = self._cut(copy, link)
-            except ValueError as error:
-                self._jobs.fail(job, Reason.BAD_SPAN, str(error))
-                return True
-            self._jobs.settle(job)
-            if copy.after is None:
-                link.add(job)
-            elif not job.ended:
-                self._gate.wait(copy.after, partial(self._released, job, link))
-        return True
-
-    def cancel(self, job: JobId) -> None:
-        """It ends when what is under way of it has arrived or, with a peer that does nothing, after `cancel_s`."""
-        with self._jobs:
-            found = self._jobs.find(job)
-            if found is not None:
-                self._stop(found, Reason.CANCELLED, "")
-
-    def drain(self) -> Sequence[TransportEvent]:
-        return self._jobs.drain()
-
-    def set_waker(self, waker: Callable[[], None]) -> None:
-        self._jobs.set_waker(waker)
-
-    def close(self) -> None:
-        if not self._jobs.close():
-            return
-        with self._jobs:
-            for peer in list(self._links):
-                self._shut(peer, Reason.CANCELLED, "the transport was closed")
-        self._gate.close(0)
-        deadline = time.monotonic() + CLOSE_S
-        gone = [link.join(max(0.0, deadline - time.monotonic())) for link in self._leaving]
-        self._timers.stop(CLOSE_S)
-        for job in self._jobs.of_peer():
-            self._jobs.abandon(job, Reason.CANCELLED, "the transport was closed")
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        if all(gone):  # else an engine may still write there: the memory stays mapped
-            self._memory.clear()
+        name, here = f"kvbaton-mooncake-{self._me}-{peer}", config.host
+        make = partial(Link, name, here, there, self._jobs, self._address, patience, self._timers)
+        self._link(peer, there, make)
 
     def _serving(self) -> Engine:
         """The engine that peers read from; listens from the first call on."""
@@ -187,33 +114,30 @@ class MooncakeTransport:
         return self._places[region].address
 
     def _cut(self, copy: Copy, link: Link) -> deque[Spans]:
-        """The parts of a copy that lies wholly inside both memories; else ValueError."""
-        local, remote = self._memory.get(copy.local_region), link.there.regions.get(copy.remote_region)
-        if local is None or remote is None:
-            raise ValueError(f"region {copy.local_region} here or {copy.remote_region} there is not registered")
-        total = self._mover.check_spans(copy.spans, 3, local.nbytes, remote.size_bytes)
-        return cut(copy.spans, total, LANES, PART_BYTES, PART_SLICES_MAX) or deque([array("q")])
+        remote = link.there.regions.get(copy.remote_region)
+        total = self._total(copy, None if remote is None else remote.size_bytes)
+        return at_least_one(cut(copy.spans, total, LANES, PART_BYTES, PART_SLICES_MAX))
 
-    def _released(self, job: Job, link: Link, problem: str) -> None:
-        """The device is done with what `job` waited for."""
-        if problem:
-            self._jobs.fail(job, Reason.TRANSFER_FAILED, problem)
-        else:
-            link.add(job)
+    def _start(self, job: Job, link: Link) -> None:
+        link.add(job)
 
-    def _stop(self, job: Job, reason: Reason, detail: str) -> None:
-        """End a copy as soon as it can be ended truthfully. The lock is held."""
-        link = self._links.get(job.copy.peer)
+    def _stop(self, job: Job, link: Link | None, reason: Reason, detail: str) -> None:
+        """It ends when what is under way of it has arrived or, with a peer that does nothing, after `cancel_s`."""
         if link is None:
-            self._jobs.fail(job, reason, detail)
+            super()._stop(job, link, reason, detail)
         else:
             link.stop(job, reason, detail)
 
-    def _shut(self, peer: PeerId, reason: Reason, detail: str) -> None:
-        """Forget how to reach `peer`, and end what was under way. The lock is held."""
-        for job in self._jobs.of_peer(peer):
-            self._stop(job, reason, detail)
-        link = self._links.pop(peer, None)
-        if link is not None:
-            link.shut()
-            self._leaving = [left for left in self._leaving if not left.join(0)] + [link]
+    def _retire(self, link: Link, detail: str) -> None:
+        """Our reads end. The peer's own access to our memory cannot be closed: Mooncake has no means."""
+        link.shut()
+        self._leaving = [left for left in self._leaving if not left.join(0)] + [link]
+
+    def _halt(self) -> bool:
+        deadline = time.monotonic() + CLOSE_S
+        gone = [link.join(max(0.0, deadline - time.monotonic())) for link in self._leaving]
+        self._timers.stop(CLOSE_S)
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        return all(gone)  # else an engine may still write there: the memory stays mapped

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvbaton.transports.core.jobs import Job
 from kvbaton.transports.core.transport import Spans
+from kvbaton.transports.mori.mori_endpoint import MoriEndpoint
 from kvbaton.transports.mori.mori_engine import Far
 
 SESSIONS_MAX = 1024
@@ -23,6 +24,7 @@ class Link:
     """One peer as it was connected, and the copies that wait for it."""
 
     far: Far
+    there: MoriEndpoint
     waiting: deque[Job] = field(default_factory=deque)
     held: Part | None = None  # the part that goes next: no room for it yet, or mori had none
     sessions: dict[tuple[int, int], Any] = field(default_factory=dict)  # by region here and there; last used, last

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 class TurnThread:
-    """`turn` after every wake-up; after `stop`, turns for as long as `lingers`, then `end` once."""
+    """`begin` once, `turn` after every wake-up; after `stop`, turns for as long as `lingers`, then `end` once."""
 
     def __init__(
         self,
@@ -21,7 +21,9 @@ class TurnThread:
         patience: Callable[[], float | None],
         lingers: Callable[[], bool],
         end: Callable[[], None],
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
+        self._begin = begin
         self._turn = turn
         self._patience = patience
         self._lingers = lingers
@@ -49,6 +51,7 @@ class TurnThread:
         self.stopping = True
 
     def _run(self) -> None:
+        self._begin()
         while not self.stopping:
             self._wake_up()
         while self._lingers():

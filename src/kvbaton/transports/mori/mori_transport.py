@@ -20,24 +20,18 @@ control port asks nobody who he is: whoever reaches it can get the keys. Use it 
 from __future__ import annotations
 
 import ipaddress
-from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.transports.core.device_event_wait import Gate
+from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.core.device_memory import DeviceMemory
-from kvbaton.transports.core.jobs import Job, Jobs
-from kvbaton.transports.core.mover import choose_mover
 from kvbaton.transports.core.shared_memory import REGIONS_MAX, Registered
+from kvbaton.transports.core.shell import DrivenShell, at_least_one
 from kvbaton.transports.core.span_tables import cut
-from kvbaton.transports.core.transport import Capabilities, Copy, Direction, TransportEvent
+from kvbaton.transports.core.transport import Capabilities, Copy, Spans
 from kvbaton.transports.mori.mori_endpoint import MoriEndpoint, name_engine, pack, parse
 from kvbaton.transports.mori.mori_engine import Engine, MoriError, Place, Plot
 from kvbaton.transports.mori.mori_links import Link
@@ -84,25 +78,23 @@ class MoriConfig(msgspec.Struct, frozen=True):
             raise ValueError(f"dial_s and full_s are positive, redial_s is not negative: {self}")
 
 
-class MoriTransport:
+class MoriTransport(DrivenShell[Link]):
     """See `base.Transport`. Threads: one that drives mori, mori's own two, one more to wait for devices."""
 
     capabilities = CAPABILITIES
+    _memory: Registered
+    _close_s = CLOSE_S
 
     def __init__(self, me: PeerId, config: MoriConfig | None = None, library: Any = None) -> None:
         """MoriMissing where there is no mori. `library` stands for `mori.io` in tests, and nowhere else."""
-        self._me = me
-        self._config = config = config or MoriConfig()
-        self._checker = choose_mover()
-        self._jobs = Jobs(config.copies_max)
+        config = config or MoriConfig()
+        super().__init__(me, config.copies_max)
         self._memory = Registered()
         self._plots: dict[int, Plot] = {}
-        self._links: dict[PeerId, tuple[MoriEndpoint, Link]] = {}
         self._engine = Engine(name_engine(me), config.host, config.queues, config.dial_s, library)
         self._description = self._engine.describe()
-        self._gate = Gate(f"kvbaton-mori-gate-{me}")
         limits = Limits(config.window, config.rows_max, config.full_s, config.redial_s)
-        self._mover = MoriMover(f"kvbaton-mori-{me}", self._engine, self._jobs, self._plots, limits)
+        self._driver = MoriMover(f"kvbaton-mori-{me}", self._engine, self._jobs, self._plots, limits)
 
     def register(self, region: int, memory: memoryview | DeviceMemory) -> None:
         """For reading and writing, by every peer: mori knows no narrower registration."""
@@ -125,82 +117,7 @@ class MoriTransport:
         """A new endpoint of a known peer replaces the old one, and ends what was under way on it."""
         there = parse(endpoint)
         far = self._engine.understand(peer, there)
-        with self._jobs:
-            old = self._links.get(peer)
-            if old is not None and old[0] == there:
-                return
-            self._end_copies(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
-            self._links[peer] = there, Link(far)
-        if old is not None:
-            self._mover.retire(old[1])
-
-    def disconnect(self, peer: PeerId) -> None:
-        """Ends our copies with `peer`. Its access to our memory it keeps: see Trust."""
-        with self._jobs:
-            self._end_copies(peer, Reason.PEER_GONE, "disconnected")
-            found = self._links.pop(peer, None)
-        if found is not None:
-            self._mover.retire(found[1])
-
-    def fence(self, peer: PeerId) -> None:
-        raise NotImplementedError("mori cannot shut one peer's writes out: see capabilities.can_fence")
-
-    def submit(self, copy: Copy) -> bool:
-        with self._jobs:
-            if self._mover.is_full:
-                return False
-            job = self._jobs.accept(copy)
-            if job is None:
-                return False
-            found = self._links.get(copy.peer)
-            if found is None:
-                self._jobs.fail(job, Reason.PEER_UNKNOWN, f"{copy.peer} is not connected")
-                return True
-            if copy.direction is Direction.WRITE:
-                self._jobs.fail(job, Reason.NO_TRANSPORT, "mori offers no WRITE here: the receiver reads")
-                return True
-            link = found[1]
-            try:
-                self._cut(job, link)
-            except ValueError as error:
-                self._jobs.fail(job, Reason.BAD_SPAN, str(error))
-                return True
-            if copy.after is not None:
-                self._gate.wait(copy.after, partial(self._released, job, link))
-            else:
-                self._mover.add(link, job)
-        return True
-
-    def cancel(self, job: JobId) -> None:
-        """It ends now. What was under way lands; `CopyRested` says when it has."""
-        with self._jobs:
-            found = self._jobs.find(job)
-            if found is None:
-                return
-            self._jobs.abandon(found, Reason.CANCELLED)
-            link = self._links.get(found.copy.peer)
-        if link is not None:
-            self._mover.sweep(link[1])
-
-    def drain(self) -> Sequence[TransportEvent]:
-        return self._jobs.drain()
-
-    def set_waker(self, waker: Callable[[], None]) -> None:
-        self._jobs.set_waker(waker)
-
-    def close(self) -> None:
-        """Ends mori's engine, unless it is stuck: then its memory stays registered, and referenced."""
-        if not self._jobs.close():
-            return
-        for job in self._jobs.of_peer():
-            self._jobs.fail(job, Reason.CANCELLED, "the transport was closed")
-        self._gate.close(0)
-        stopped = self._mover.stop(CLOSE_S)
-        for job in self._jobs.of_peer():
-            self._jobs.abandon(job, Reason.CANCELLED, "the transport was closed")
-        self._links.clear()
-        if stopped:
-            self._memory.clear()
+        self._link(peer, there, lambda: Link(far, there))
 
     def _place(self, region: int, place: Place) -> None:
         try:
@@ -215,25 +132,11 @@ class MoriTransport:
             self._engine.deregister(desc)
             raise
 
-    def _cut(self, job: Job, link: Link) -> None:
-        """The parts of a copy that lies wholly inside both memories; else ValueError.
+    def _local_bytes(self, region: int) -> int | None:
+        plot = self._plots.get(region)
+        return None if plot is None else plot.size
 
-        A copy of nothing has one as well, which ends when the peer was reached: the protocol probes with it.
-        """
-        copy = job.copy
-        local, remote = self._plots.get(copy.local_region), link.far.regions.get(copy.remote_region)
-        if local is None or remote is None:
-            raise ValueError(f"region {copy.local_region} here or {copy.remote_region} there is not registered")
-        total = self._checker.check_spans(copy.spans, 3, local.size, remote.size)
-        job.parts = cut(copy.spans, total, 1, PART_BYTES, ROWS_MAX) or deque([array("q")])
-
-    def _released(self, job: Job, link: Link, problem: str) -> None:
-        """The device is done with what `job` waited for."""
-        if problem:
-            self._jobs.fail(job, Reason.TRANSFER_FAILED, problem)
-        else:
-            self._mover.add(link, job)
-
-    def _end_copies(self, peer: PeerId, reason: Reason, detail: str) -> None:
-        for job in self._jobs.of_peer(peer):
-            self._jobs.abandon(job, reason, detail)
+    def _cut(self, copy: Copy, link: Link) -> deque[Spans]:
+        remote = link.far.regions.get(copy.remote_region)
+        total = self._total(copy, None if remote is None else remote.size)
+        return at_least_one(cut(copy.spans, total, 1, PART_BYTES, ROWS_MAX))

@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.core.jobs import Job, Jobs
 from kvbaton.transports.core.transport import Direction, Spans
 from kvbaton.transports.cuda.cuda_driver import CudaError, Gpu
+from kvbaton.transports.mori.mori_thread import TurnThread
 from kvbaton.transports.nixl.nixl_agent import Agent, NixlError
 from kvbaton.transports.nixl.nixl_links import Link, Part, Remote, plan_of
 from kvbaton.transports.nixl.nixl_lists import Lists, Place
@@ -53,15 +52,13 @@ class NixlMover:
         self._jobs = jobs
         self._window = window
         self._mine = Lists(agent, "", places)
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._remotes: dict[str, Remote] = {}
         self._busy: list[Link] = []  # those with copies that wait
         self._under_way: list[Part] = []
         self._unproven: list[Part] = []
         self._moved_at = 0.0
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._starting = threading.Lock()
+        self._grace_until = 0.0
+        self._thread = TurnThread(name, self._turn, self._patience, self._lingers, self._end, self._enter)
 
     @property
     def is_full(self) -> bool:
@@ -69,37 +66,19 @@ class NixlMover:
         return len(self._unproven) >= UNPROVEN_MAX
 
     def add(self, link: Link, job: Job) -> None:
-        self._call(lambda: self._add(link, job))
+        self._thread.call(lambda: self._add(link, job))
 
     def sweep(self, link: Link) -> None:
         """Forget the copies of `link` that have ended."""
-        self._call(lambda: self._sweep(link))
+        self._thread.call(lambda: self._sweep(link))
 
     def retire(self, link: Link) -> None:
         """Its copies have ended; the connection closes when nothing is under way on it any more."""
-        self._call(lambda: self._retire(link))
+        self._thread.call(lambda: self._retire(link))
 
     def stop(self, join_s: float) -> bool:
         """End the thread and NIXL with it; False if that is not done after `join_s`."""
-        self._call(self._stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(join_s)
-        return not self._thread.is_alive()
-
-    def _call(self, action: Callable[[], None]) -> None:
-        self._calls.put(action)
-        with self._starting:
-            if self._thread.ident is None:
-                self._thread.start()
-
-    def _run(self) -> None:
-        self._enter()
-        while not self._stopping:
-            self._turn(self._patience())
-        deadline = time.monotonic() + GRACE_S
-        while self._under_way and time.monotonic() < deadline:
-            self._turn(LOOK_S[0])
-        self._end()
+        return self._thread.stop(join_s)
 
     def _enter(self) -> None:
         """UCX copies device memory in the context that is current where it is called."""
@@ -108,16 +87,10 @@ class NixlMover:
                 self._gpu.enter()
                 self._life = self._gpu.event()
         except CudaError as error:  # then NIXL will say what it cannot do
-            log.warning("[device-fault] %s: %s", self._thread.name, error)
+            log.warning("[device-fault] %s: %s", threading.current_thread().name, error)
 
-    def _turn(self, patience_s: float | None) -> None:
-        try:
-            self._calls.get(patience_s != 0, patience_s)()
-            while True:
-                self._calls.get_nowait()()
-        except queue.Empty:
-            pass
-        if not self._stopping:
+    def _turn(self) -> None:
+        if not self._thread.stopping:
             for link in list(self._busy):
                 self._post_next(link)
         for part in list(self._under_way):
@@ -126,8 +99,15 @@ class NixlMover:
             self._unproven.remove(part)
             self._jobs.part_ended(part.job)
 
+    def _lingers(self) -> bool:
+        """Whether what is under way may still take a moment."""
+        self._grace_until = self._grace_until or time.monotonic() + GRACE_S
+        return bool(self._under_way) and time.monotonic() < self._grace_until
+
     def _patience(self) -> float | None:
-        """How long to sleep if nobody calls; None for ever."""
+        """How long to sleep unless called; None for ever."""
+        if self._thread.stopping:
+            return LOOK_S[0]
         if any(link.remote is None or link.remote.parts < self._window for link in self._busy):
             return 0
         waited_s = (time.monotonic() - self._moved_at) / 8
@@ -200,6 +180,7 @@ class NixlMover:
                 remote = Remote(there, Lists(self._agent, there.agent, there.places))
                 self._remotes[there.agent] = remote
             elif remote.there != there:
+                # NIXL knows agents by name, and would read by the old metadata into memory that is laid out anew.
                 raise NixlError("connect", ValueError("copies of an older endpoint of this agent are still under way"))
             remote.links.add(link)
             link.remote = remote
@@ -239,6 +220,9 @@ class NixlMover:
 
     def _failed(self, part: Part, error: NixlError) -> None:
         """The one place where NIXL's failures become ours."""
+        # NIXL says that a transfer failed, not that it has stopped. With the connection gone a READ can no longer land,
+        # because this process was to write it. Of a WRITE, or of a READ on a connection that lives, nothing is known:
+        # it is told as not at rest, and kept until the peer's process is seen to be dead.
         remote = part.remote
         lost = error.disconnected or remote.lost  # the first to hear of it makes NIXL forget the agent for the others
         if lost and not remote.lost:
@@ -282,9 +266,6 @@ class NixlMover:
             self._agent.remove_remote(remote.there.agent)
         except NixlError as error:  # NIXL has forgotten it by itself
             log.debug("%s", error)
-
-    def _stop(self) -> None:
-        self._stopping = True
 
     def _end(self) -> None:
         """Nothing of NIXL is left in this process afterwards, so no READ can land; a WRITE may be with its target."""

@@ -27,23 +27,17 @@ there `cuda` comes first.
 from __future__ import annotations
 
 import contextlib
-from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
 
 import msgspec
 import numpy as np
 
-from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.transports.core.device_event_wait import Gate
+from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
-from kvbaton.transports.core.jobs import Job, Jobs
-from kvbaton.transports.core.mover import choose_mover
 from kvbaton.transports.core.shared_memory import Registered
+from kvbaton.transports.core.shell import DrivenShell, at_least_one
 from kvbaton.transports.core.span_tables import cut
-from kvbaton.transports.core.transport import Capabilities, Copy, TransportEvent
+from kvbaton.transports.core.transport import Capabilities, Copy, DeviceEvent, Spans
 from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
 from kvbaton.transports.cuda.cuda_event_wait import quiet_event
 from kvbaton.transports.nixl.nixl_agent import Agent, NixlError
@@ -94,32 +88,26 @@ def device_config(device: int) -> NixlConfig:
     return NixlConfig(ucx=DEVICE_UCX.copy(), device=device, parameters=DEVICE_PARAMETERS.copy())
 
 
-class NixlTransport:
+class NixlTransport(DrivenShell[Link]):
     """See `base.HostTransport` and, with a device, `base.DeviceTransport`. Threads: one that drives NIXL, NIXL's own,
     one more to wait for devices."""
 
     capabilities = CAPABILITIES
+    _memory: Registered | RegisteredDevice
+    _close_s = CLOSE_S
 
     def __init__(self, me: PeerId, config: NixlConfig | None = None, gpu: Gpu | None = None) -> None:
         """ImportError where nixl, or a driver for the device, is not installed; `gpu` is for tests."""
-        self._me = me
-        self._config = config or NixlConfig()
-        device = self._config.device
+        self._config = config = config or NixlConfig()
+        super().__init__(me, config.copies_max)
+        device = config.device
         self._gpu = None if device is None else gpu or CudaGpu(device)
-        self._checker = choose_mover()
-        self._jobs = Jobs(self._config.copies_max)
         self._memory = Registered() if device is None else RegisteredDevice(device)
         self._places: dict[int, Place] = {}
         self._metadata = b""
-        self._links: dict[PeerId, Link] = {}
-        with (
-            self._gpu or contextlib.nullcontext()
-        ):  # threads of NIXL's inherit nothing; the agent looks at devices here
-            self._agent = Agent(name_agent(me), self._config.ucx, self._config.parameters)
-        self._gate = Gate(f"kvbaton-nixl-gate-{me}")
-        self._mover = NixlMover(
-            f"kvbaton-nixl-{me}", self._agent, self._jobs, self._places, self._config.window, self._gpu
-        )
+        with self._gpu or contextlib.nullcontext():  # NIXL's threads inherit nothing; the agent looks at devices here
+            self._agent = Agent(name_agent(me), config.ucx, config.parameters)
+        self._driver = NixlMover(f"kvbaton-nixl-{me}", self._agent, self._jobs, self._places, config.window, self._gpu)
 
     @property
     def handles(self) -> int:
@@ -146,82 +134,7 @@ class NixlTransport:
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         """A new endpoint of a known peer replaces the old one, and ends what was under way on it."""
         there = parse(peer, endpoint)
-        with self._jobs:
-            old = self._links.get(peer)
-            if old is not None and old.there == there:
-                return
-            self._end_copies(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
-            self._links[peer] = Link(there)
-        if old is not None:
-            self._mover.retire(old)
-
-    def disconnect(self, peer: PeerId) -> None:
-        """Ends our copies with `peer`. Its access to our memory it keeps: see Trust."""
-        with self._jobs:
-            self._end_copies(peer, Reason.PEER_GONE, "disconnected")
-            link = self._links.pop(peer, None)
-        if link is not None:
-            self._mover.retire(link)
-
-    def fence(self, peer: PeerId) -> None:
-        raise NotImplementedError("NIXL cannot shut one peer's writes out: see capabilities.can_fence")
-
-    def submit(self, copy: Copy) -> bool:
-        with self._jobs:
-            if self._mover.is_full:
-                return False
-            job = self._jobs.accept(copy)
-            if job is None:
-                return False
-            link = self._links.get(copy.peer)
-            if link is None:
-                self._jobs.fail(job, Reason.PEER_UNKNOWN, f"{copy.peer} is not connected")
-                return True
-            try:
-                self._cut(job, link.there)
-            except ValueError as error:
-                self._jobs.fail(job, Reason.BAD_SPAN, str(error))
-                return True
-            self._jobs.settle(job)
-            if job.ended:
-                return True
-            if copy.after is not None:
-                event = copy.after if self._gpu is None else quiet_event(copy.after, self._gpu)
-                self._gate.wait(event, partial(self._released, job, link))
-            else:
-                self._mover.add(link, job)
-        return True
-
-    def cancel(self, job: JobId) -> None:
-        """It ends now. What was under way lands; `CopyRested` says when it has."""
-        with self._jobs:
-            found = self._jobs.find(job)
-            if found is None:
-                return
-            self._jobs.abandon(found, Reason.CANCELLED)
-            link = self._links.get(found.copy.peer)
-        if link is not None:
-            self._mover.sweep(link)
-
-    def drain(self) -> Sequence[TransportEvent]:
-        return self._jobs.drain()
-
-    def set_waker(self, waker: Callable[[], None]) -> None:
-        self._jobs.set_waker(waker)
-
-    def close(self) -> None:
-        """Ends NIXL in this process, unless it is stuck: then its memory stays registered, and referenced."""
-        if not self._jobs.close():
-            return
-        for job in self._jobs.of_peer():
-            self._jobs.fail(job, Reason.CANCELLED, "the transport was closed")
-        self._gate.close(0)
-        stopped = self._mover.stop(CLOSE_S)
-        for job in self._jobs.of_peer():
-            self._jobs.abandon(job, Reason.CANCELLED, "the transport was closed")
-        self._links.clear()
-        if stopped:
-            self._memory.clear()
+        self._link(peer, there, lambda: Link(there))
 
     def _place(self, region: int, memory: memoryview | DeviceMemory) -> Place:
         """Where it lies. ValueError for memory of another kind than this transport's."""
@@ -236,25 +149,13 @@ class NixlTransport:
         self._memory.add(region, memory)
         return Place(np.frombuffer(memory, np.uint8).ctypes.data, memory.nbytes)
 
-    def _cut(self, job: Job, there: NixlEndpoint) -> None:
-        """The parts of a copy that lies wholly inside both memories; else ValueError."""
-        copy = job.copy
-        local, remote = self._memory.get(copy.local_region), there.places.get(copy.remote_region)
-        if local is None or remote is None:
-            raise ValueError(f"region {copy.local_region} here or {copy.remote_region} there is not registered")
-        total = self._checker.check_spans(copy.spans, 3, local.nbytes, remote.size)
+    def _cut(self, copy: Copy, link: Link) -> deque[Spans]:
+        remote = link.there.places.get(copy.remote_region)
+        total = self._total(copy, None if remote is None else remote.size)
         spans, part_bytes = without_empty(copy.spans), PART_BYTES
         if self._gpu is not None:
             spans, part_bytes = merged(spans), DEVICE_PART_BYTES
-        job.parts = cut(spans, total, 1, part_bytes, ROWS_MAX) or deque([array("q")])
+        return at_least_one(cut(spans, total, 1, part_bytes, ROWS_MAX))
 
-    def _released(self, job: Job, link: Link, problem: str) -> None:
-        """The device is done with what `job` waited for."""
-        if problem:
-            self._jobs.fail(job, Reason.TRANSFER_FAILED, problem)
-        else:
-            self._mover.add(link, job)
-
-    def _end_copies(self, peer: PeerId, reason: Reason, detail: str) -> None:
-        for job in self._jobs.of_peer(peer):
-            self._jobs.abandon(job, reason, detail)
+    def _event(self, event: DeviceEvent) -> DeviceEvent:
+        return event if self._gpu is None else quiet_event(event, self._gpu)

@@ -9,21 +9,20 @@ Law: only movers touch memory, and a copy ends when its last mover has let go of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import msgspec
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.protocol.ids import PeerId
 from kvbaton.security.handshake import SECRET_BYTES
-from kvbaton.transports.core.device_event_wait import Gate
 from kvbaton.transports.core.host_identity import host_identity
-from kvbaton.transports.core.jobs import Job, Jobs
-from kvbaton.transports.core.mover import choose_mover
+from kvbaton.transports.core.jobs import Job
 from kvbaton.transports.core.shared_memory import Registered, region_of
+from kvbaton.transports.core.shell import PlaneShell
 from kvbaton.transports.core.span_tables import cut
-from kvbaton.transports.core.transport import Capabilities, Copy, Direction, TransportEvent
+from kvbaton.transports.core.transport import Capabilities
 from kvbaton.transports.local.region_client import Attachment, Mapped
 from kvbaton.transports.local.region_listener import Door, ShmEndpoint
 from kvbaton.transports.net.socket_loop import Loop
@@ -43,19 +42,16 @@ class ShmConfig(msgspec.Struct, frozen=True):
     pure_python: bool = False
 
 
-class ShmTransport:
+class ShmTransport(PlaneShell[Attachment]):
     """See `base.Transport`. Threads: one for descriptors, `threads` that copy, one more to wait for devices."""
 
     capabilities = CAPABILITIES
+    _memory: Registered
 
     def __init__(self, me: PeerId, config: ShmConfig | None = None) -> None:
-        self._me = me
         self._config = config or ShmConfig()
-        self._mover = choose_mover(self._config.pure_python)
-        self._jobs = Jobs(self._config.copies_max)
+        super().__init__(me, self._config.copies_max, self._config.pure_python)
         self._memory = Registered()
-        self._peers: dict[PeerId, Attachment] = {}
-        self._gate = Gate(f"kvbaton-shm-gate-{me}")
         self._loop = Loop(f"kvbaton-shm-door-{me}")
         self._door = Door(me, self._loop, self._config.dial_deadline_s)
         self._movers = Movers(f"kvbaton-shm-{me}", self._mover, self._jobs, self._memory, self._config.threads)
@@ -81,107 +77,44 @@ class ShmTransport:
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         """Maps the peer's memory right away, in the background, so that the mapping is there if the peer dies."""
         there = _parse(peer, endpoint)
-        with self._jobs:
-            if peer in self._peers and self._peers[peer].there == there:
-                return
-            self._end_copies(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
-            self._peers[peer] = Attachment(self._me, there, self._loop, self._jobs, self._config.dial_deadline_s)
-            self._peers[peer].dial()
 
-    def disconnect(self, peer: PeerId) -> None:
+        def attach() -> Attachment:
+            made = Attachment(self._me, there, self._loop, self._jobs, self._config.dial_deadline_s)
+            made.dial()
+            return made
+
+        self._link(peer, there, attach)
+
+    def _turn_away(self, peer: PeerId) -> None:
         """What `peer` has mapped already it keeps until it lets go; it gets nothing new."""
-        with self._jobs:
-            self._door.keyring.revoke(peer)
-            self._end_copies(peer, Reason.PEER_GONE, "disconnected")
-            self._peers.pop(peer, None)
+        self._door.keyring.revoke(peer)
 
-    def fence(self, peer: PeerId) -> None:
-        raise NotImplementedError("shm cannot fence, and nobody can write over it: see capabilities.can_fence")
-
-    def submit(self, copy: Copy) -> bool:
-        with self._jobs:
-            job = self._jobs.accept(copy)
-            if job is None:
-                return False
-            refusal = self._refusal(copy)
-            if refusal is not None:
-                self._jobs.fail(job, *refusal)
-            elif copy.after is None:
-                self._start(job, "")
-            else:
-                self._gate.wait(copy.after, partial(self._start, job))
-        return True
-
-    def cancel(self, job: JobId) -> None:
-        with self._jobs:
-            found = self._jobs.find(job)
-            if found is not None:
-                self._stop(found, Reason.CANCELLED, "")
-
-    def drain(self) -> Sequence[TransportEvent]:
-        return self._jobs.drain()
-
-    def set_waker(self, waker: Callable[[], None]) -> None:
-        self._jobs.set_waker(waker)
-
-    def close(self) -> None:
-        if not self._jobs.close():
-            return
-        for job in self._jobs.of_peer():
-            self._stop(job, Reason.CANCELLED, "the transport was closed")
-        self._gate.close(0)
-        self._movers.close(CLOSE_S)
-        self._loop.stop(CLOSE_S)
-        for job in self._jobs.of_peer():
-            self._jobs.abandon(job, Reason.CANCELLED)
-        self._peers.clear()
-        self._memory.clear()
-
-    def _refusal(self, copy: Copy) -> tuple[Reason, str] | None:
-        """Why a copy cannot even begin."""
-        if copy.peer not in self._peers:
-            return Reason.PEER_UNKNOWN, f"{copy.peer} is not connected"
-        if copy.direction is Direction.WRITE:
-            return Reason.NO_TRANSPORT, "shm offers no WRITE: the receiver copies"
-        if self._memory.get(copy.local_region) is None:
-            return Reason.BAD_SPAN, f"region {copy.local_region} is not registered"
-        return None
-
-    def _start(self, job: Job, problem: str) -> None:
-        with self._jobs:
-            peer = self._peers.get(job.copy.peer)
-            if job.ended or peer is None:
-                return
-            if problem:
-                self._jobs.fail(job, Reason.TRANSFER_FAILED, problem)
-            else:
-                peer.use(job, partial(self._plan, job))
+    def _start(self, job: Job, link: Attachment) -> None:
+        link.use(job, partial(self._plan, job))
 
     def _plan(self, job: Job, mapped: Mapped) -> None:
         """Check the whole copy against both memories, then let it go."""
         copy = job.copy
-        source, target = mapped.get(copy.remote_region), self._memory.get(copy.local_region)
+        source = mapped.get(copy.remote_region)
         try:
-            if source is None or target is None:
-                raise ValueError(f"{copy.peer} has no region {copy.remote_region}")
-            total = self._mover.check_spans(copy.spans, 3, target.nbytes, source.nbytes)
+            total = self._total(copy, None if source is None else source.nbytes)
         except ValueError as error:
             self._jobs.fail(job, Reason.BAD_SPAN, str(error))
             return
+        assert source is not None  # or it had no total
         job.parts = cut(copy.spans, total, self._config.threads, PART_BYTES, len(copy.spans))
         self._movers.add(job, source)
         self._jobs.settle(job)
 
-    def _stop(self, job: Job, reason: Reason, detail: str) -> None:
-        with self._jobs:
-            peer = self._peers.get(job.copy.peer)
-            if peer is not None:
-                peer.remove(job)
-            self._jobs.fail(job, reason, detail)
+    def _stop(self, job: Job, link: Attachment | None, reason: Reason, detail: str) -> None:
+        if link is not None:
+            link.remove(job)
+        super()._stop(job, link, reason, detail)
 
-    def _end_copies(self, peer: PeerId, reason: Reason, detail: str) -> None:
-        for job in self._jobs.of_peer(peer):
-            self._stop(job, reason, detail)
+    def _halt(self) -> bool:
+        self._movers.close(CLOSE_S)
+        self._loop.stop(CLOSE_S)
+        return True
 
 
 def _parse(peer: PeerId, endpoint: bytes) -> ShmEndpoint:

@@ -175,6 +175,8 @@ class StagedLink:
 
     def _fall(self, crew: Crew, detail: str) -> None:
         """The one way to lose a peer: all connections go, what waits fails. The lock is held."""
+        # All lines of a crew share the peer's slots and its word on regions. One that is lost leaves slots in a state
+        # that this side cannot know, so the others go with it and the next copy starts with a new crew.
         self._crew = None
         reason = Reason.UNREACHABLE if crew.hello is None else Reason.TRANSFER_FAILED
         failed = [*self._new, *self._queue]

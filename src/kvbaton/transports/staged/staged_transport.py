@@ -15,24 +15,22 @@ has ended.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.protocol.ids import PeerId
 from kvbaton.security import sealing
 from kvbaton.security.records import load
 from kvbaton.security.sealing import Encrypt
-from kvbaton.transports.core.device_event_wait import Gate
-from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
+from kvbaton.transports.core.device_memory import RegisteredDevice
 from kvbaton.transports.core.host_identity import host_identity
-from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.jobs import Job
 from kvbaton.transports.core.loans import GRACE_S, Loans
-from kvbaton.transports.core.mover import choose_mover
+from kvbaton.transports.core.shell import ServingShell
 from kvbaton.transports.core.span_tables import cut
-from kvbaton.transports.core.transport import Capabilities, Copy, Direction, FenceEnded, Loan, PageTable, TransportEvent
+from kvbaton.transports.core.transport import Capabilities, Copy, DeviceEvent, FenceEnded
 from kvbaton.transports.cuda.cuda_driver import SHARE, CudaGpu, Gpu, check_share
 from kvbaton.transports.cuda.cuda_event_wait import quiet_event
 from kvbaton.transports.cuda.cuda_table import PIECE_BYTES
@@ -105,21 +103,20 @@ class StagedConfig(msgspec.Struct, frozen=True):
         return self.carrier == "tcp" and sealing.is_required(self.encrypt, self.advertise or self.host)
 
 
-class StagedTransport:
+class StagedTransport(ServingShell[StagedLink]):
     """See `base.DeviceTransport`. Threads: one for each socket of a peer, however many peers there are, two that drive
     the device, one to wait for events."""
 
+    _memory: RegisteredDevice
+    _server: StagedServer
+
     def __init__(self, me: PeerId, config: StagedConfig | None = None, gpu: Gpu | None = None) -> None:
         """ImportError without a driver, CudaError without a device; `gpu` is for tests."""
-        self._me = me
         self._config = config = config or StagedConfig()
-        self._gpu = gpu or CudaGpu(config.device, config.share)
         self.capabilities = CAPABILITIES[config.carrier]
-        self._mover = choose_mover()
-        self._jobs = Jobs(config.copies_max)
+        super().__init__(me, config.copies_max)
+        self._gpu = gpu or CudaGpu(config.device, config.share)
         self._memory = RegisteredDevice(config.device)
-        self._links: dict[PeerId, StagedLink] = {}
-        self._gate = Gate(f"kvbaton-staged-gate-{me}")
         self._loops = [Loop(f"kvbaton-staged-{index}-{me}") for index in range(config.width)]
         self._stager = Stager(f"kvbaton-stager-{me}", self._gpu)
         self._trade = Trade(me, self._jobs, self._mover, self._stager, self._address_of, config.dial_deadline_s)
@@ -136,22 +133,6 @@ class StagedTransport:
     def broken(self) -> str:
         """Why the device can be used no more; empty while it works."""
         return self._stager.broken
-
-    @property
-    def refusals(self) -> Mapping[str, int]:
-        """Who was turned away here; see `refusals.Cause`."""
-        return self._server.refusals
-
-    def register(self, region: int, memory: DeviceMemory) -> None:
-        """It must stay allocated until `close`."""
-        self._memory.add(region, memory)
-        self._loans.add_region(region, memory.nbytes)
-
-    def lay_out(self, tables: Sequence[PageTable]) -> None:
-        self._loans.lay_out(tables)
-
-    def lend(self, loan: Loan) -> None:
-        self._loans.lend(loan)
 
     def endpoint(self, peer: PeerId) -> bytes:
         """Listens from the first call on. The same until `peer` is fenced or disconnected, then a new one."""
@@ -174,100 +155,30 @@ class StagedTransport:
             sealed = sealing.agree(str(peer), config.encrypt, there.place, insists, there.seals)
         if sealed:
             load()
-        with self._jobs:
-            if peer in self._links and self._links[peer].there == there:
-                return
-            self._forget(peer, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
-            loops = self._loops[: there.sockets]
-            self._links[peer] = StagedLink(self._trade, there, loops, self._plan, sealed)
-
-    def disconnect(self, peer: PeerId) -> None:
-        with self._jobs:
-            self._server.keyring.revoke(peer)
-            self._forget(peer, Reason.PEER_GONE, "disconnected")
-        self._loans.forget(peer)
-        self._shut_out(peer, lambda: None)
+        loops = self._loops[: there.sockets]
+        self._link(peer, there, lambda: StagedLink(self._trade, there, loops, self._plan, sealed))
 
     def fence(self, peer: PeerId) -> None:
         """Nothing more is launched for `peer`, and `FenceEnded` says when what was launched has ended. Copies that this
         side drives go on: they land by launches of ours."""
-        self._server.keyring.revoke(peer)
+        self._turn_away(peer)
         ended = partial(self._jobs.post, FenceEnded(peer))
         self._shut_out(peer, partial(self._stager.after, ended))
 
-    def submit(self, copy: Copy) -> bool:
-        with self._jobs:
-            job = self._jobs.accept(copy)
-            if job is None:
-                return False
-            refusal = self._refusal(copy)
-            if refusal is not None:
-                self._jobs.fail(job, *refusal)
-            elif copy.after is None:
-                self._start(job, "")
-            else:
-                self._gate.wait(quiet_event(copy.after, self._gpu), partial(self._start, job))
-        return True
+    def _refusal(self, copy: Copy, link: StagedLink) -> tuple[Reason, str] | None:
+        return (Reason.TRANSFER_FAILED, self.broken) if self.broken else None
 
-    def cancel(self, job: JobId) -> None:
-        if self._loans.take_back(job):
-            return
-        with self._jobs:
-            found = self._jobs.find(job)
-            if found is not None:
-                self._stop(found, Reason.CANCELLED, "")
+    def _event(self, event: DeviceEvent) -> DeviceEvent:
+        return quiet_event(event, self._gpu)
 
-    def drain(self) -> Sequence[TransportEvent]:
-        return self._jobs.drain()
-
-    def set_waker(self, waker: Callable[[], None]) -> None:
-        self._jobs.set_waker(waker)
-
-    def close(self) -> None:
-        if not self._jobs.close():
-            return
-        with self._jobs:
-            for peer in list(self._links):
-                self._forget(peer, Reason.CANCELLED, "the transport was closed")
-            for job in self._jobs.of_peer():
-                self._stop(job, Reason.CANCELLED, "the transport was closed")
-        self._gate.close(0)
-        for loop in self._loops:
-            loop.stop(CLOSE_S)  # closes every connection, which gives its slots to the stager to release
-        self._stager.close(CLOSE_S)
-        self._loans.close()
-        for job in self._jobs.of_peer():
-            self._jobs.abandon(job, Reason.CANCELLED)
-        self._memory.clear()
-
-    def _refusal(self, copy: Copy) -> tuple[Reason, str] | None:
-        """Why a copy cannot even begin."""
-        if copy.peer not in self._links:
-            return Reason.PEER_UNKNOWN, f"{copy.peer} is not connected"
-        if self._memory.get(copy.local_region) is None:
-            return Reason.BAD_SPAN, f"region {copy.local_region} is not registered"
-        if self._stager.broken:
-            return Reason.TRANSFER_FAILED, self._stager.broken
-        return None
-
-    def _start(self, job: Job, problem: str) -> None:
-        with self._jobs:
-            link = self._links.get(job.copy.peer)
-            if job.ended or link is None:
-                return
-            if problem:
-                self._jobs.fail(job, Reason.TRANSFER_FAILED, problem)
-            else:
-                link.add(job)
+    def _start(self, job: Job, link: StagedLink) -> None:
+        link.add(job)
 
     def _plan(self, job: Job, hello: Hello, hands: int) -> bool:
         """On a loop, with the lock: check the whole copy against both memories and cut it into chunks."""
         copy = job.copy
-        target, remote_bytes = self._memory.get(copy.local_region), hello.regions.get(copy.remote_region)
         try:
-            if target is None or remote_bytes is None:
-                raise ValueError(f"{copy.peer} has no region {copy.remote_region}")
-            total = self._mover.check_spans(copy.spans, 3, target.nbytes, remote_bytes) if copy.spans else 0
+            total = self._total(copy, hello.regions.get(copy.remote_region))
         except ValueError as error:
             self._jobs.fail(job, Reason.BAD_SPAN, str(error))
             return False
@@ -281,35 +192,18 @@ class StagedTransport:
         assert memory is not None  # refused otherwise, and regions are not taken back
         return memory.address
 
-    def _stop(self, job: Job, reason: Reason, detail: str) -> None:
-        """End a copy as soon as it can be ended truthfully. The lock is held."""
-        if job.copy.direction is Direction.WRITE:
-            self._jobs.abandon(job, reason, detail)
-        else:
-            self._jobs.fail(job, reason, detail)
-        link = self._links.get(job.copy.peer)
+    def _stop(self, job: Job, link: StagedLink | None, reason: Reason, detail: str) -> None:
+        self._end(job, reason, detail)
         if link is not None:
             link.remove(job)
 
-    def _forget(self, peer: PeerId, reason: Reason, detail: str) -> None:
-        for job in self._jobs.of_peer(peer):
-            self._stop(job, reason, detail)
-        gone = self._links.pop(peer, None)
-        if gone is not None:
-            gone.forget()
-            gone.shut(detail)
+    def _retire(self, link: StagedLink, detail: str) -> None:
+        link.forget()
+        link.shut(detail)
 
-    def _shut_out(self, peer: PeerId, then: Callable[[], None]) -> None:
-        """Close what is served to `peer`, whose secret was revoked, then call `then`."""
-        waiting = set(range(len(self._loops)))
-
-        def on_loop(index: int) -> None:
-            self._server.shut_out(peer, index)
-            with self._jobs:
-                waiting.discard(index)
-                last = not waiting
-            if last:
-                then()
-
-        for index, loop in enumerate(self._loops):
-            loop.call(partial(on_loop, index))
+    def _halt(self) -> bool:
+        for loop in self._loops:
+            loop.stop(CLOSE_S)  # closes every connection, which gives its slots to the stager to release
+        self._stager.close(CLOSE_S)
+        self._loans.close()
+        return True

@@ -55,7 +55,7 @@ class Conversation:
         self._asked_bytes = 0
         self._tags = itertools.count()
         self.ready = False
-        loop, limit_s = link.loops[index], link.route.dial_deadline_s
+        loop, limit_s = link.loops[index], link.there.dial_deadline_s
         self._deadline = loop.later(limit_s, lambda: self.wire.close(f"no answer to our greeting within {limit_s} s"))
         self.wire = Wire(loop, sock, self._closed)
 
@@ -63,7 +63,7 @@ class Conversation:
         self.wire.open(self._talk())
 
     def has_room(self) -> bool:
-        return self._asked_bytes < self._link.route.window_bytes and len(self._parts) < WINDOW_MAX
+        return self._asked_bytes < self._link.there.window_bytes and len(self._parts) < WINDOW_MAX
 
     def pump(self) -> None:
         """Ask for further parts while the window has room."""
@@ -92,6 +92,9 @@ class Conversation:
 
     def shut(self) -> None:
         """Reads come to rest now; writes when the peer has closed, which is waited for without holding anyone up."""
+        # A READ lands by our own thread, so it is at rest as soon as we stop reading. A WRITE may be in the peer's
+        # socket buffer: closing here would not stop it, and only the peer's own close says that it has stopped taking
+        # it in.
         for part in self._parts:
             if part.reading:
                 self._end(part)
@@ -103,7 +106,7 @@ class Conversation:
             self.wire.linger()
 
     def _talk(self) -> Script:
-        link, route = self._link, self._link.route
+        link, route = self._link, self._link.there
         seals = yield from greet(self.wire, route.secret, route.me, route.peer, self._index, route.sealed)
         if seals is not None:
             self.wire.seal(seals)
@@ -135,8 +138,9 @@ class Conversation:
         link = self._link
         again_s = None if part.over else link.jobs.again_s(part.job, time.monotonic())
         if again_s is None:
-            self._end(part, Reason.LEASE_EXPIRED, f"{link.route.peer} does not lend this memory, or no longer")
+            self._end(part, Reason.LEASE_EXPIRED, f"{link.there.peer} does not lend this memory, or no longer")
         else:
+            # The loan may be on its way to the process that serves it, by another path than our request: ask again.
             part.over = True
             link.remove(part.job)  # or what is left of it would be asked for at once
             link.jobs.put_back(part.job, part.spans)
@@ -144,6 +148,8 @@ class Conversation:
 
     def _closed(self, detail: str, by_peer: bool) -> None:
         self._deadline.cancel()
+        # Who closed decides what is known of a WRITE: the peer closes only after it has stopped landing bytes, whereas
+        # a time-out of ours, or a forged end of an encrypted connection, leaves it possible that they still arrive.
         link, proven = self._link, by_peer and self.wire.proven
         with link.jobs:
             for part in self._parts:
@@ -188,7 +194,7 @@ class Link:
     def __init__(
         self, route: Route, loops: Sequence[Loop], jobs: Jobs, strip: Callable[[int, Spans, int], Strip]
     ) -> None:
-        self.route = route
+        self.there = route
         self.loops = loops  # one entry per stream
         self.jobs = jobs
         self.strip = strip
@@ -280,9 +286,9 @@ class Link:
             stream = self._streams[index]
             if stream is None and self._queue:
                 try:
-                    sock = self.route.dial()
+                    sock = self.there.dial()
                 except OSError as error:
-                    self._give_up(Reason.UNREACHABLE, f"cannot dial {self.route.peer}: {error}")
+                    self._give_up(Reason.UNREACHABLE, f"cannot dial {self.there.peer}: {error}")
                     return
                 self._streams[index] = Conversation(self, index, sock)
         if stream is not None:

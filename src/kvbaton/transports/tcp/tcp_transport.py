@@ -18,36 +18,24 @@ An endpoint whose owner insists on that has another tag, so that a version which
 from __future__ import annotations
 
 import ipaddress
-from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.protocol.ids import PeerId
 from kvbaton.protocol.numbers import Bytes, Number, Port
 from kvbaton.security import sealing
 from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.security.records import load
 from kvbaton.security.sealing import Encrypt
-from kvbaton.transports.core.device_event_wait import Gate
-from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.jobs import Job
 from kvbaton.transports.core.loans import GRACE_S, Loans
-from kvbaton.transports.core.mover import choose_mover
 from kvbaton.transports.core.shared_memory import Registered
+from kvbaton.transports.core.shell import CLOSED, ServingShell, at_least_one
 from kvbaton.transports.core.span_tables import cut
-from kvbaton.transports.core.transport import (
-    Capabilities,
-    Copy,
-    Direction,
-    FenceEnded,
-    Loan,
-    PageTable,
-    Spans,
-    TransportEvent,
-)
+from kvbaton.transports.core.transport import Capabilities, Copy, FenceEnded, Spans
 from kvbaton.transports.net.socket_loop import Loop
 from kvbaton.transports.net.stream_socket import Strip
 from kvbaton.transports.net.transfer_frames import ROWS_MAX
@@ -107,49 +95,31 @@ class SealedTcpEndpoint(TcpEndpoint, frozen=True, array_like=True, tag="tcp2"):
     """The same of a rank that insists on encryption."""
 
 
-class TcpTransport:
+class TcpTransport(ServingShell[Link]):
     """See `base.Transport`. `threads` of them, and one more to wait for devices, however many peers."""
 
     capabilities = CAPABILITIES
+    _memory: Registered
+    _server: TcpServer
 
     def __init__(self, me: PeerId, config: TcpConfig | None = None) -> None:
-        self._me = me
-        self._config = config or TcpConfig()
-        self._mover = choose_mover(self._config.pure_python)
-        self._jobs = Jobs(self._config.copies_max)
+        self._config = config = config or TcpConfig()
+        super().__init__(me, config.copies_max, config.pure_python)
         self._memory = Registered()
-        self._links: dict[PeerId, Link] = {}
-        self._gate = Gate(f"kvbaton-tcp-gate-{me}")
-        self._loops = [Loop(f"kvbaton-tcp-{index}-{me}") for index in range(self._config.threads)]
-        later = partial(self._loops[0].call_later, GRACE_S)
-        self._loans = Loans(self._mover, self._jobs.loan_ended, later)
+        self._loops = [Loop(f"kvbaton-tcp-{index}-{me}") for index in range(config.threads)]
+        self._loans = Loans(self._mover, self._jobs.loan_ended, partial(self._loops[0].call_later, GRACE_S))
         self._server = TcpServer(
             me,
             self._loops,
             self._memory,
             self._mover,
             self._loans,
-            self._config.strangers_max,
-            self._config.dial_deadline_s,
-            self._config.encrypt,
+            config.strangers_max,
+            config.dial_deadline_s,
+            config.encrypt,
         )
-        if self._config.must_seal:
+        if config.must_seal:
             load()
-
-    @property
-    def refusals(self) -> Mapping[str, int]:
-        """Who was turned away here; see `refusals.Cause`."""
-        return self._server.refusals
-
-    def register(self, region: int, memory: memoryview) -> None:
-        self._memory.add(region, memory)
-        self._loans.add_region(region, memory.nbytes)
-
-    def lay_out(self, tables: Sequence[PageTable]) -> None:
-        self._loans.lay_out(tables)
-
-    def lend(self, loan: Loan) -> None:
-        self._loans.lend(loan)
 
     def endpoint(self, peer: PeerId) -> bytes:
         """Listens from the first call on. The same until `peer` is fenced or disconnected, then a new one."""
@@ -179,79 +149,17 @@ class TcpTransport:
             config.dial_deadline_s,
             sealed,
         )
-        with self._jobs:
-            old = self._links.get(peer)
-            if old is not None and old.route == route:
-                return
-            if old is not None:
-                self._end_copies(peer, old, Reason.TRANSFER_FAILED, "the peer has a new endpoint")
-                old.forget()
-            loops = [self._loops[index % len(self._loops)] for index in range(config.streams)]
-            self._links[peer] = Link(route, loops, self._jobs, self._strip)
-        if old is not None:
-            for loop in self._loops:
-                loop.call(partial(old.shut_on, loop))
-
-    def disconnect(self, peer: PeerId) -> None:
-        self._shut(peer, Reason.PEER_GONE, "disconnected", forget=True, event=None)
+        loops = [self._loops[index % len(self._loops)] for index in range(config.streams)]
+        self._link(peer, route, lambda: Link(route, loops, self._jobs, self._strip))
 
     def fence(self, peer: PeerId) -> None:
         """Both ways: `peer`'s writes are shut out and our copies with it end. We may dial it again; it may not us."""
-        self._shut(peer, Reason.TRANSFER_FAILED, "the peer was fenced", forget=False, event=FenceEnded(peer))
-
-    def submit(self, copy: Copy) -> bool:
         with self._jobs:
-            job = self._jobs.accept(copy)
-            if job is None:
-                return False
-            link = self._links.get(copy.peer)
-            if link is None:
-                self._jobs.fail(job, Reason.PEER_UNKNOWN, f"{copy.peer} is not connected")
-                return True
-            try:
-                job.parts = self._cut(copy, link)
-            except ValueError as error:
-                self._jobs.fail(job, Reason.BAD_SPAN, str(error))
-                return True
-            self._jobs.settle(job)
-            if copy.after is None:
-                link.add(job)
-            elif not job.ended:
-                self._gate.wait(copy.after, partial(self._released, job, link))
-        return True
-
-    def cancel(self, job: JobId) -> None:
-        """A READ rests within one turn of a loop. A WRITE ends now; `CopyRested` follows if it was under way. A loan is
-        taken back."""
-        if self._loans.take_back(job):
-            return
-        with self._jobs:
-            found = self._jobs.find(job)
-            if found is None:
-                return
-            self._stop(found, self._links.get(found.copy.peer), Reason.CANCELLED, "")
-
-    def drain(self) -> Sequence[TransportEvent]:
-        return self._jobs.drain()
-
-    def set_waker(self, waker: Callable[[], None]) -> None:
-        self._jobs.set_waker(waker)
-
-    def close(self) -> None:
-        if not self._jobs.close():
-            return
-        for job in self._jobs.of_peer():
-            self._jobs.fail(job, Reason.CANCELLED, "the transport was closed")
-        self._gate.close(0)
-        stopped = [loop.stop(CLOSE_S) for loop in self._loops]
-        if all(stopped):
-            self._loans.close()
-        with self._jobs:
-            for job in self._jobs.of_peer():
-                job.live *= not all(stopped)  # no thread, no landing: at rest
-                self._jobs.abandon(job, Reason.CANCELLED, "the transport was closed")
-        self._links.clear()
-        self._memory.clear()
+            self._turn_away(peer)
+            link = self._end_copies(peer, Reason.TRANSFER_FAILED, "the peer was fenced")
+            if link is not None:
+                self._shut(link)
+        self._shut_out(peer, partial(self._jobs.post, FenceEnded(peer)))
 
     def _strip(self, region: int, spans: Spans, size: int) -> Strip:
         memory = self._memory.get(region)
@@ -260,57 +168,39 @@ class TcpTransport:
         return Strip(self._mover, memory, spans, 3, size)
 
     def _cut(self, copy: Copy, link: Link) -> deque[Spans]:
-        """The parts of a copy that lies wholly inside both memories; else ValueError."""
-        local, remote_bytes = self._memory.get(copy.local_region), link.route.regions.get(copy.remote_region)
-        if local is None or remote_bytes is None:
-            raise ValueError(f"region {copy.local_region} here or {copy.remote_region} there is not registered")
-        total = self._mover.check_spans(copy.spans, 3, local.nbytes, remote_bytes)
-        return cut(copy.spans, total, self._config.streams, PART_BYTES, ROWS_MAX) or deque([array("q")])
+        total = self._total(copy, link.there.regions.get(copy.remote_region))
+        return at_least_one(cut(copy.spans, total, self._config.streams, PART_BYTES, ROWS_MAX))
 
-    def _released(self, job: Job, link: Link, problem: str) -> None:
-        """The device is done with what `job` waited for."""
-        if problem:
-            self._jobs.fail(job, Reason.TRANSFER_FAILED, problem)
-        else:
-            link.add(job)
+    def _start(self, job: Job, link: Link) -> None:
+        link.add(job)
 
     def _stop(self, job: Job, link: Link | None, reason: Reason, detail: str) -> None:
-        """End a copy as soon as it can be ended truthfully. The lock is held."""
         if link is not None:
             link.remove(job)
-        if job.copy.direction is Direction.WRITE:
-            self._jobs.abandon(job, reason, detail)
-        else:
-            self._jobs.fail(job, reason, detail)
+        self._end(job, reason, detail)
         if job.live and link is not None:
             link.discard(job)
 
-    def _end_copies(self, peer: PeerId, link: Link | None, reason: Reason, detail: str) -> None:
-        for job in self._jobs.of_peer(peer):
-            self._stop(job, link, reason, detail)
+    def _retire(self, link: Link, detail: str) -> None:
+        link.forget()
+        self._shut(link)
 
-    def _shut(self, peer: PeerId, reason: Reason, detail: str, forget: bool, event: FenceEnded | None) -> None:
-        with self._jobs:
-            self._server.keyring.revoke(peer)
-            link = self._links.pop(peer, None) if forget else self._links.get(peer)
-            self._end_copies(peer, link, reason, detail)
-            if forget and link is not None:
-                link.forget()
-        if forget:
-            self._loans.forget(peer)
-        waiting = set(range(len(self._loops)))
+    def _shut(self, link: Link) -> None:
+        for loop in self._loops:
+            loop.call(partial(link.shut_on, loop))
 
-        def on_loop(index: int) -> None:
-            self._server.shut_out(peer, index)
-            if link is not None:
-                link.shut_on(self._loops[index])
+    def _wind_up(self) -> None:
+        for job in self._jobs.of_peer():
+            self._jobs.fail(job, *CLOSED)
+
+    def _halt(self) -> bool:
+        stopped = [loop.stop(CLOSE_S) for loop in self._loops]
+        if all(stopped):
+            self._loans.close()
             with self._jobs:
-                waiting.discard(index)
-                if not waiting and event is not None:
-                    self._jobs.post(event)
-
-        for index, loop in enumerate(self._loops):
-            loop.call(partial(on_loop, index))
+                for job in self._jobs.of_peer():
+                    job.live = 0  # no thread, no landing: at rest
+        return True
 
 
 def _parse(peer: PeerId, endpoint: bytes) -> TcpEndpoint:

@@ -1,0 +1,52 @@
+"""An entry of the catalogue of transports: what it is, what it needs, and how one is made.
+
+An entry is all that the rest of kvbaton knows of a transport: `--transport NAME`, `auto`, the ranks of vLLM, `kvbaton
+doctor` and the shell's completion are derived from it. Functions instead of values, so that listing transports imports
+none of their libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.ids import PeerId
+from kvbaton.security.sealing import Encrypt
+from kvbaton.transports.core.transport import DeviceTransport, HostTransport
+from kvbaton.transports.cuda.cuda_driver import SHARE
+
+ChecksumMode = Literal["off", "sample", "full"]
+ChecksumChoice = Literal["auto", "off", "sample", "full"]
+
+
+class PlaneError(OSError):
+    """A data plane cannot be had here; the message says which and why."""
+
+
+class PlaneSettings(msgspec.Struct, frozen=True):
+    """What a data plane is told when it is made."""
+
+    host: str = "127.0.0.1"  # that peers dial
+    checksum: ChecksumChoice = "off"
+    encrypt: Encrypt = "auto"
+    copy_share: float = SHARE  # of a device's multiprocessors, for copies and digests together
+
+
+class Plane(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry. `make` is for memory of the host, `make_device` for that of one device, which it is told."""
+
+    name: str
+    what: str
+    capabilities: Callable[[], Capabilities]
+    make: Callable[[PeerId, PlaneSettings], HostTransport] | None = None
+    make_device: Callable[[PeerId, PlaneSettings, int], DeviceTransport] | None = None
+    needs: str = "nothing"  # how to get it
+    usable: Callable[[], str] = lambda: ""  # why it cannot be used in this process; "" when it can
+    in_auto: Callable[[], bool] = lambda: False
+    encrypts: bool = False  # what leaves the host, between hosts
+    shares: bool = False  # peers open the memory itself, which must be such that they can
+    numeric_host: bool = False  # it takes this host's own IPv4 address only
+    endpoint: Callable[[], Any] | None = None  # the type of its endpoints, to check one without a transport
