@@ -82,6 +82,8 @@ class Vigil:
         owned = engine.held_refs + doorway.pinned_blocks
         if engine.pool.total != owned:
             raise Broken(LEAK, f"{self._name}: {engine.pool.total} references to blocks, {owned} with an owner")
+        if doorway.pinned_blocks and not (doorway.holding and doorway.busy):
+            raise Broken(RULE, f"{self._name}: {doorway.pinned_blocks} blocks are held, and the door says none is")
         for put in self._life.store.open:
             if ("put", put) not in doorway._pins:
                 raise Broken(WRONG, f"{self._name}: a store reads put {put}, and its blocks are not pinned")

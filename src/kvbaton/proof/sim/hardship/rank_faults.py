@@ -113,7 +113,7 @@ class RankTroubles:
         self.faults: RankFaults = cluster.plan.ranks
         self._rng = random.Random(f"kvbaton-sim-{self.world.seed}-rank-faults")
         for count, act in (
-            (self.faults.flaps, cluster._flap),
+            (self.faults.flaps, cluster.worker_faults.flap),
             (self.faults.stalls, self._stall),
             (self.faults.cuts, self._cut),
             (self.faults.deaths, partial(self._lose, dies=True)),
@@ -127,7 +127,7 @@ class RankTroubles:
         for life in list(self.cluster.lives.values()):
             if life.ranks is not None and life.alive:
                 if life.ranks.is_crippled:
-                    self.cluster.fall(life)
+                    self.cluster.worker_faults.fall(life)
                 else:
                     life.ranks.heal()
 
@@ -169,7 +169,7 @@ class RankTroubles:
 
     def _fall(self, life: Life) -> None:
         if life.alive and not life.paused:
-            self.cluster.fall(life)
+            self.cluster.worker_faults.fall(life)
 
     def _look_again(self, act: Callable[[int], None], looks: int) -> None:
         """Most faults strike a rank that has something to do."""

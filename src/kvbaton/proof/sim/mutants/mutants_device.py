@@ -9,6 +9,7 @@ from collections import deque
 from typing import Any
 
 from kvbaton.proof.sim.mutants.mutation import Mutant, swap
+from kvbaton.proof.sim.world.sim_announcing import Announcer
 from kvbaton.proof.sim.world.sim_device import Step
 from kvbaton.proof.sim.world.sim_engine import SimEngine
 from kvbaton.proof.sim.world.sim_transport import SimTransport
@@ -24,9 +25,9 @@ from kvbaton.protocol.machines.producer import Producer
 def _layer_at_issue(original: Any) -> Any:
     def issue(self: Any, works: Any) -> None:
         original(self, works)
-        for work in works if self.layerwise else ():
+        for work in works if self.announcer.layerwise else ():
             if work.has > work.had:
-                self.doorway.progressed(work.lease, self._ahead(work, 1))
+                self.doorway.progressed(work.lease, self.announcer._ahead(work, 1))
 
     return issue
 
@@ -151,9 +152,9 @@ DEVICE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("granted_at_issue", "30", "a prompt is leased when its last chunk is issued",
            swap(SimEngine, "_issue", _grant_at_issue)),
     Mutant("event_of_the_layer_before", "30", "an event was recorded before the layer that it is taken for",
-           swap(SimEngine, "_ahead", _one_layer_more)),
+           swap(Announcer, "_ahead", _one_layer_more)),
     Mutant("event_of_another_rank", "30", "one rank's event is taken for all",
-           swap(SimEngine, "_announce_layer", _event_for_all_ranks)),
+           swap(Announcer, "_announce_layer", _event_for_all_ranks)),
     Mutant("output_of_the_first_rank", "30", "a step is taken for done when one rank is",
            swap(Step, "done", _first_rank_is_enough)),
     Mutant("copy_ended_at_launch", "31", "a copy is reported when it is launched: the forward overtakes it",

@@ -31,4 +31,6 @@ BANK: list[Question] = [
     *interview_more.BANK,
     *interview_node.BANK,
     *interview_door.BANK,
+    exam_moves.already_there,  # whatever is new comes last: the seeds that are remembered stay right
+    interview_greeting.narrow,
 ]

@@ -170,6 +170,7 @@ def _lies_of_shares(good: EngineLayout, r: int, n: int) -> Iterator[Lie]:
         yield "the place of another", _places(good, r, n, at, offset=share.places[1 - at].offset), bad
         yield "blocks that overlap", _places(good, r, n, at, block_stride=place.block_stride - half - 1), bad
         yield "blocks far apart", _places(good, r, n, at, block_stride=1 << 50), bad
+        yield "far from nothing", _share(_places(good, r, n, at, block_stride=(1 << 56) + 1), r, n, block_count=1), bad
     if n == 1:
         yield "a layer that ends beyond its region", _places(good, r, n, LAYERS - 1, offset=last.offset + 1), bad
         yield "a block more than there is room for", _share(good, r, n, block_count=BLOCKS + 1), bad

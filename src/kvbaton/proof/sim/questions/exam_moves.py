@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -41,9 +42,11 @@ class Handover:
         self.plan = taken("a plan", plan.plan, self.source.layout, self.target.layout)
         self.tokens = self.drawn.tokens
         sizes = [group.block_tokens for group in self.target.layout.groups if group.kind is not Kind.STATE]
-        self.first = next((n for n in (rng.choice((0, 0, 2, 4, 6)),) if all(n % size == 0 for size in sizes)), 0)
-        if self.first >= self.tokens or any(group.kind is Kind.STATE for group in self.drawn.groups):
+        firsts = range(0, self.tokens, math.lcm(*sizes))
+        self.first = rng.choice((0, rng.choice(firsts), firsts[len(firsts) // 2]))
+        if any(group.kind is Kind.STATE for group in self.drawn.groups):
             self.first = 0
+        self.states = rng.choice((1, 1, 2, 3))
         self.in_runs = rng.random() < 0.4  # blocks follow each other, on both sides
         self.at = self._lists(self.source.layout, 0, rng.random() < 0.5)
         self.to = self._lists(self.target.layout, self.first, True)
@@ -53,12 +56,12 @@ class Handover:
         found: Lists = []
         for group in of.groups:
             if group.kind is Kind.STATE:
-                found.append([self.rng.randrange(BLOCKS)])
+                found.append(self.rng.sample(range(BLOCKS), self.states))
                 continue
             count = -(-self.tokens // group.block_tokens) - first // group.block_tokens
             ids = self.rng.sample(range(BLOCKS), count)
             if self.in_runs:
-                ids.sort()
+                ids = list(range(start := self.rng.randint(0, BLOCKS - count), start + count))
             dropped = drops * needed_from(group, self.tokens) // group.block_tokens - first // group.block_tokens
             found.append([NULL_BLOCK if n < dropped else block for n, block in enumerate(ids)])
         return found
@@ -70,6 +73,10 @@ class Handover:
         """How it becomes ready: block by block, or layer by layer of some blocks, until all is."""
         counts = [len(ids) for ids in self.at]
         done = [0] * len(counts)
+        if self.first:  # of what the target has already, some alone
+            sizes = [group.block_tokens for group in self.source.layout.groups]
+            done = [self.rng.randint(0, self.first // size) for size in sizes]
+            yield whole(done)
         while done != counts and self.rng.random() < 0.8:
             ahead = [self.rng.randint(had, count) for had, count in zip(done, counts, strict=True)]
             layers = [self.rng.randint(0, len(group.layers)) for group in self.drawn.groups]
@@ -93,6 +100,8 @@ class Handover:
             for rank, listed in taken("moves", moves, route, self.cargo(), before, after):
                 for move in listed:
                     self._note(found, rank, move, side)
+                    if not route.weaves:
+                        _check_joined(move)
             before = after
         return found
 
@@ -120,6 +129,19 @@ class Handover:
                 found[to] = at
 
 
+def _check_joined(move: spans.Move) -> None:
+    """What follows the piece before it, on both sides, is one with it: the next block's, and within a block."""
+    if move.weave is None:
+        return
+    column, shifts = move.weave.column, move.weave.shifts
+    rows = list(zip(column[0::3], column[1::3], column[2::3], strict=True))
+    within = [(*pair, min(column[2::3])) for pair in zip(shifts[0::2], shifts[1::2], strict=True)]
+    for listed in (rows, within):
+        ends = [(here + size, there + size) for here, there, size in listed]
+        rests = [row[:2] == end for row, end in zip(listed[1:], ends, strict=False)]
+        same("pieces that could be one", any(rests), False)
+
+
 def handovers(rng: random.Random) -> None:
     """Every cell that the target needs comes from the source's of that name; what else comes is of listed blocks."""
     case = Handover(rng)
@@ -142,7 +164,7 @@ def _check_needed(case: Handover, found: dict[Any, Any]) -> None:
         if not dealt and not state and not max(case.first, needed_from(told, case.tokens)) <= number < case.tokens:
             continue
         far = case.source.layout.groups[group].block_tokens
-        theirs = case.at[group][0 if state else (case.first // far + index if dealt else number // far)]
+        theirs = case.at[group][index if state else (case.first // far + index if dealt else number // far)]
         inside = token if dealt or state or page == 0 else number % far
         opaque = size != told.cells[plane].bytes or told.cells[plane].per.value != "token"
         inside = token if opaque else inside
@@ -169,6 +191,19 @@ def _check_places(case: Handover, found: dict[Any, Any]) -> None:
         }
         stray = set(where) - allowed
         same("bytes beside the listed blocks", sorted(stray)[:3], [])
+
+
+def already_there(rng: random.Random) -> None:
+    """What lies before the target's first token is not moved, whatever is ready of it."""
+    case = next((case for case in (Handover(rng) for _ in range(20)) if case.first), None)
+    if case is None:
+        return
+    sizes = [group.block_tokens for group in case.source.layout.groups]
+    for route, _ in case.routes():
+        for tokens in range(case.first + 1):
+            ready = whole([tokens // size for size in sizes])
+            found = taken("moves", moves, route, case.cargo(), nothing(len(sizes)), ready)
+            same(f"what moves of {tokens} tokens, of which none is wanted", [each for _, each in found if each], [])
 
 
 def bad_lists(rng: random.Random) -> None:
@@ -309,7 +344,8 @@ def progresses(rng: random.Random) -> None:
             ]
             same(f"what grew from {old} to {new}", sorted(cells), sorted(has - had))
             same("whose progress it is", {rect.group for rect in rects} <= {1}, True)
-            same("rectangles that could be one", len(rects), len({(r.block_lo, r.block_hi, r.layer_lo) for r in rects}))
+            ends = {(r.layer_hi, r.block_lo, r.block_hi) for r in rects}
+            same("rectangles that could be one", [r for r in rects if (r.layer_lo, r.block_lo, r.block_hi) in ends], [])
         else:
             refused(f"from {old} to {new}", _R.BAD_MESSAGE, advance, (old,), (new,), (layers,))
         ranks = [drawn() for _ in range(rng.randint(1, 3))]

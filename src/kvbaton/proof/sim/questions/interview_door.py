@@ -73,6 +73,7 @@ def leases(rng: random.Random) -> None:
         (door.pinned_blocks, door.is_leased(lease), door.is_leased(LeaseId(9))),
         (3, True, False),
     )
+    same("it must be stepped", (door.busy, door.holding), (True, True))
     progress = (GroupProgress(1), GroupProgress(2))
     door.progressed(lease, progress)
     door.noted("on all ranks", *(ev.LeaseProgressed(lease, rank, progress) for rank in range(ranks)))
@@ -152,6 +153,7 @@ def wants(rng: random.Random) -> None:
     same("what the engine must touch", door.allocated(R, GROUPS, 2), REAL)
     door.noted("allocated", ev.Allocated(R, GROUPS, 2))
     same("held", (door.holds(R), door.pinned_blocks, door.match(R).state), (True, 3, MatchState.UNKNOWN))
+    same("it must be stepped", (door.busy, door.holding), (True, True))
     door.gave_up(R)
     door.noted("given up, and still loading", ev.GaveUp(R))
     door.comes("a report", fx.Report(R, end), *(LoadReport(R, rank, end) for rank in range(ranks)))

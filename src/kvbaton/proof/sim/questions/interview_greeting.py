@@ -13,6 +13,7 @@ from kvbaton.proof.sim.questions.interview_p import P
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, WorkerId
 from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.wire.versions import Versions
 
 _R = Reason
 
@@ -149,6 +150,17 @@ def restarts(rng: random.Random) -> None:
         fx.Unpin(LeaseId(2)),
         fx.Disconnect(life, p.plane, p.shape.ranks, ("session", p.session)),
     )
+
+
+def narrow(rng: random.Random) -> None:
+    """Who no longer speaks a version does not hear it either, but for greetings."""
+    p = P(rng)
+    p.join()
+    p.identity.versions = Versions(2, 2)
+    strange = m.Commit(LeaseId(9), 1)
+    p.expect("a word in another version", p.hear(strange, version=1))
+    stale = p.say(m.Stale(LeaseId(9), 1, (), _R.UNKNOWN_LEASE))
+    p.expect("it in the right one", p.hear(strange), stale)
 
 
 BANK: list[Question] = [sessions, quota, unconfirmed, restarts]

@@ -158,6 +158,7 @@ def streams(rng: random.Random) -> None:
     p.expect("a source that ends after all", p.tell(ev.SourceEnded(id, _R.SOURCE_ABORTED)))
     reason = rng.choice(("", "aborted"))
     p.expect("the reader leaves", p.hear(m.Abandon(handoff(1), 1, reason)), fx.Unpin(id))
+    _told_once(p)
     p.expect("a source that ends after that", p.tell(ev.SourceEnded(id, _R.SOURCE_ABORTED)))
     p.refuses("a claim of it", p.claim(attempt=7), _R.TICKET_SPENT)
     p.expect("another waits", p.hear(p.claim(3, ticket=p.ticket(3, lease=0), deferred=True)))
@@ -168,6 +169,27 @@ def streams(rng: random.Random) -> None:
     p.expect("one that is taken back", p.hear(m.Abandon(handoff(4), 1, "aborted")))
     p.expect("is waited for by nobody", p.later(8.0))
     p.over()
+
+
+def _told_once(p: P) -> None:
+    """A reader that comes while a prompt is listed is told the rest, not what its grant has said."""
+    id, zeros = LeaseId(21), (0,) * len(p.blocks)
+    p.tell(ev.LeaseBegun(id, handoff(21), DIGEST, TOKENS, len(p.blocks), deferred=True))
+    p.tell(ev.LeaseExtended(id, tuple(ids[:2] for ids in p.blocks), tuple((0, 0) for _ in p.blocks)))
+    listed = tuple(packed[:8] for packed in p.packed)
+    none = tuple(GroupProgress() for _ in p.blocks)
+    granted = m.Granted(handoff(21), 9, id, 3.0, TOKENS, listed, none, False)
+    p.expect("a claim of what is half listed", p.hear(p.claim(21, 9)), p.say(granted))
+    half = whole([1] * len(p.blocks))
+    found = p.tell(*(ev.LeaseProgressed(id, rank, half) for rank in range(p.shape.ranks)))
+    twos = tuple(2 for _ in zeros)
+    p.expect("some is ready", found, p.say(m.Ready(id, 9, twos, tuple(b"" for _ in zeros), half, False)))
+    rest = tuple(ids[2:] for ids in p.blocks)
+    p.tell(ev.LeaseExtended(id, rest, tuple((0,) * len(ids) for ids in rest)))
+    found = p.tell(*(ev.LeaseProgressed(id, rank, p.all_of) for rank in range(p.shape.ranks)))
+    fresh = tuple(packed[8:] for packed in p.packed)
+    p.expect("all is ready", found, p.say(m.Ready(id, 9, twos, fresh, p.all_of, False)))
+    p.expect("its reader leaves", p.hear(m.Abandon(handoff(21), 9, "")), fx.Unpin(id))
 
 
 def source_ends(rng: random.Random) -> None:
@@ -342,6 +364,8 @@ def puts(rng: random.Random) -> None:
     p.expect("too slow", p.later(0.02), fx.CancelPut(PutId(2)))
     p.expect("it is told once", p.later(9.0))
     p.expect("it has stopped", p.tell(ev.StoreEnded(PutId(2), _R.STORE_FAILED)), fx.UnpinPut(PutId(2)))
+    counted = {name: count for name, count in p.ledger.desk.counts.items() if name.startswith("puts.")}
+    same("what is counted of puts", counted, {"puts.busy": 1, "puts.stored": 1, "puts.transfer_timeout": 1})
 
 
 def lending(rng: random.Random) -> None:

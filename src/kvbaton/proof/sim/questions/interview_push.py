@@ -7,7 +7,7 @@ from typing import Any
 
 from kvbaton.proof.sim.questions.exam import Question, same
 from kvbaton.proof.sim.questions.interview import DIGEST, ev, fx, handoff, m
-from kvbaton.proof.sim.questions.interview_d import READ, D, drop, report
+from kvbaton.proof.sim.questions.interview_d import READ, D, drop, failed, report
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, RequestId, ReservationId, WorkerId, rank_peer
 
@@ -153,7 +153,13 @@ def planes(rng: random.Random) -> None:
     d.expect("welcome", d.hear(welcome), connect, *probes)
     gone = fx.Disconnect(d.other, "shm", d.shape.ranks, ("link", d.nonce))
     stops = [("stop", rank, "shm") for rank in ranks for _ in ranks]
-    how = rng.choice(("opened", "fails", "slow"))
+    how = rng.choice(("opened", "fails", "slow", "left"))
+    if how == "left":
+        found = d.tell(ev.Departed(WorkerId("p0"), d.other.incarnation))
+        d.expect("P has left", found, gone, *stops, failed(_R.PEER_GONE))
+        d.expect("it could be opened, too late", d.tell(*(ev.CopyEnded(job) for job in d.jobs())))
+        d.expect("and nobody waits", d.later(9.0))
+        return
     if how == "opened":
         for job in d.jobs()[:-1]:
             d.expect("some are open", d.tell(ev.CopyEnded(job)))

@@ -138,17 +138,18 @@ class Life:
             world, str(character.name), character.shape, self.doorway, self.memory, character.policy
         )
         engine = self.engine
-        engine.layerwise, engine.depth, engine.defers = character.layerwise, character.depth, character.defers
+        engine.depth, engine.defers = character.depth, character.defers
         engine.preempt, engine.put, engine.get = character.preempt, character.put, character.get
         engine.pool.reuses_soon, engine.pool.turns = character.reuses_soon, character.turns
-        engine.early, engine.skips, engine.lists_early = character.early, character.skips, character.lists_early
+        engine.early, engine.skips = character.early, character.skips
+        engine.announcer.layerwise, engine.announcer.lists_early = character.layerwise, character.lists_early
         if character.epochs == "stolen":
             engine.pool.steals = lambda: world.chance(STEALS)
         engine.pool.tells = character.epochs != "none"
         engine.on_wake = engine.device.on_done = self.wake_engine
         self.store.on_read = Reading(engine.pool, engine.device, engine.put_prompts)
         if self.ranks is not None:
-            engine.announce = self.ranks.progressed
+            engine.announcer.announce = self.ranks.progressed
             self.ranks.shelve(engine, self.wake_engine)
         self.vigil = Vigil(self)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -15,6 +15,7 @@ from kvbaton.proof.sim.checks.witness import Witness
 from kvbaton.proof.sim.hardship.hardships import LOSS
 from kvbaton.proof.sim.hardship.mishaps import Mishaps
 from kvbaton.proof.sim.hardship.rank_faults import RankTroubles
+from kvbaton.proof.sim.hardship.worker_faults import WorkerFaults
 from kvbaton.proof.sim.hardship.world_plan import FAULTY_S, Plan
 from kvbaton.proof.sim.liars.liar_watch import Company
 from kvbaton.proof.sim.promises import WRONG, Broken
@@ -24,15 +25,12 @@ from kvbaton.proof.sim.world.sim_request import SimRequest, digest_for
 from kvbaton.proof.sim.world.sim_router import Errand, Router
 from kvbaton.proof.sim.world.sim_transport import Fabric, TransportFaults, astray
 from kvbaton.proof.sim.world.world import World
-from kvbaton.protocol.events import Departed, DrainStarted
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 
-DRAIN_S = 4.0
 BURST_S = 1.2
 PROBES_S = 16.0
 PROBE_LIES_S = 8.0
-FLAP_LOOK_S, FLAP_LOOKS_MAX = 0.1, 25
 
 Told = Callable[[str, str], None]
 """How a leg ended, and the detail; `left` comes before that, when the client goes."""
@@ -79,8 +77,8 @@ class Cluster:
             at_s = world.rng.uniform(0, FAULTY_S * 0.8)
             if plan.bursts:
                 at_s = at_s // BURST_S * BURST_S + world.rng.uniform(0, 0.05)
-            world.after(at_s, self._later(self._new_request, index))
-        self._schedule_faults()
+            world.after(at_s, partial(self._new_request, index))
+        self.worker_faults = WorkerFaults(self)
         if plan.hardships.opens_s:
             world.after(plan.hardships.opens_s, self.mishaps.open_planes)
         self.rank_faults = RankTroubles(self)
@@ -101,123 +99,8 @@ class Cluster:
         self.every_life.append(life)
         self.witness.watch(life)
         self.hearing.watch(life)
-        life.doorway.on_released = functools.partial(self.mishaps.nibble, life)
+        life.doorway.on_released = partial(self.mishaps.nibble, life)
         self.world.tell(f"{life.peer} starts")
-
-    def _crash(self) -> None:
-        rng = self.world.rng
-        name = rng.choice(sorted(self.lives))
-        life = self.lives[name]
-        if life.alive:
-            self.fall(life)
-
-    def fall(self, life: Life) -> None:
-        """A worker dies, and comes back as another life."""
-        rng = self.world.rng
-        self.world.faults["crashed"] += 1
-        self.world.tell(f"{life.peer} crashes")
-        life.crash()
-        for leg in [leg for leg in self.legs if leg.life is life and not leg.ends]:
-            self._end_leg(leg, "error", "the worker died")
-        if rng.random() < 0.5:
-            self._spread_word(life)
-        self.world.after(rng.uniform(0.05, 3.0), self._later(self._restart, life.character))
-
-    def _spread_word(self, life: Life) -> None:
-        """The registry tells the others, each in its own time, that this life is gone. It may be wrong."""
-        for other in list(self.lives.values()):
-            self.world.after(self.world.rng.uniform(0.05, 1.0), self._later(self._departed, other, life))
-
-    def _flap(self) -> None:
-        life = self.lives[self.world.rng.choice(sorted(self.lives))]
-        self.world.faults["registry_flaps"] += 1
-        self.world.tell(f"{life.peer} is said to have departed")
-        self._spread_word(life)
-        self._flap_again(life, FLAP_LOOKS_MAX)
-
-    def _flap_again(self, life: Life, looks: int) -> None:
-        """Say it again and again to whoever it writes to just then: each has an earlier fence that may not be over."""
-        for other in self.lives.values():
-            if _is_written(other, life):
-                self.world.faults["registry_flaps"] += 1
-                self._departed(other, life)
-        if looks:
-            self.world.after(FLAP_LOOK_S, self._later(self._flap_again, life, looks - 1))
-
-    def _retire(self) -> None:
-        """A worker drains, leaves with a goodbye, and comes back as another life (also: its cache was replaced).
-
-        It goes soon, whatever it holds; or waits until that is nothing, as `kvbaton drain` does, but not for ever.
-        """
-        rng = self.world.rng
-        life = self.lives[rng.choice(sorted(self.lives))]
-        if life.alive and not life.paused:
-            self.world.faults["retired"] += 1
-            self.world.tell(f"{life.peer} drains")
-            life.node.tell(DrainStarted())
-            life.wake()
-            self.draining.add(life.peer.worker)
-            soon_s, patience_s = rng.choice(((rng.uniform(0, 2.0), 0.0), (0.0, DRAIN_S)))
-            self.world.after(soon_s, self._later(self._leave, life, self.world.now + patience_s))
-
-    def _leave(self, life: Life, patient_until: float) -> None:
-        if not life.alive:
-            return
-        if life.paused or (life.engine.busy and self.world.now < patient_until):
-            self.world.after(0.5, self._later(self._leave, life, patient_until))
-            return
-        self.world.tell(f"{life.peer} leaves")
-        life.leave()
-        for leg in [leg for leg in self.legs if leg.life is life and not leg.ends]:
-            self._end_leg(leg, "error", "the worker left")
-        self.world.after(self.world.rng.uniform(0.05, 1.0), self._later(self._restart, life.character))
-
-    def _restart(self, character: Character) -> None:
-        if not self.lives[character.name].alive:  # healing may have been faster
-            self.start(character)
-
-    def _departed(self, other: Life, gone: Life) -> None:
-        if other.alive and other is not gone:
-            other.node.tell(Departed(gone.peer.worker, gone.peer.incarnation))
-            other.wake()
-
-    def _pause(self) -> None:
-        rng = self.world.rng
-        life = self.lives[rng.choice(sorted(self.lives))]
-        if not life.alive or life.paused:
-            return
-        what = rng.choice(("process", "process", "loop", "engine"))
-        self.world.faults[f"paused_{what}"] += 1
-        self.world.tell(f"{life.peer} pauses: {what}")
-        life.pause(what)
-        self.world.after(rng.choice((0.3, 1.0, 5.0, 15.0)), self._later(self._resume, life))
-
-    def _resume(self, life: Life) -> None:
-        if life.alive and life.paused:
-            self.world.tell(f"{life.peer} resumes")
-            life.resume()
-
-    def _partition(self) -> None:
-        rng = self.world.rng
-        source, target = rng.sample(sorted(self.lives), 2)
-        pairs = {(source, target)} if rng.random() < 0.5 else {(source, target), (target, source)}
-        self.world.faults["partitions"] += 1
-        self.world.tell(f"cut {sorted(pairs)}")
-        self.network.cut |= pairs
-        self.world.after(rng.uniform(0.3, 5.0), lambda: self.network.cut.difference_update(pairs))
-
-    def _schedule_faults(self) -> None:
-        rng = self.world.rng
-        for count, act in (
-            (self.plan.crashes, self._crash),
-            (self.plan.pauses, self._pause),
-            (self.plan.flaps, self._flap),
-            (self.plan.retires, self._retire),
-            (self.plan.partitions, self._partition),
-            (self.plan.hardships.replaces, self.mishaps.replace_a_cache),
-        ):
-            for _ in range(count):
-                self.world.after(rng.uniform(0.2, FAULTY_S * 0.9), act)
 
     def heal(self) -> None:
         """No more faults: what is left must now come to rest by itself."""
@@ -233,7 +116,7 @@ class Cluster:
             if not life.alive:
                 self.start(life.character)
             elif life.paused:
-                self._resume(life)
+                self.worker_faults.resume(life)
         for life in self.lives.values():
             life.engine.preempt = life.engine.skips = life.store.throws = 0.0
 
@@ -252,7 +135,7 @@ class Cluster:
         modes = [(*pair, mode) for mode in ("pull", "stream", "push") for pair in pairs]
         apart_s = min(1.0, PROBES_S / max(1, len(modes)))
         for count, (source, target, mode) in enumerate(modes, 1):
-            self.world.after(count * apart_s, self._later(self._probe, count, source, target, mode))
+            self.world.after(count * apart_s, partial(self._probe, count, source, target, mode))
         return len(modes)
 
     def _probe(self, index: int, source: WorkerId, target: WorkerId, mode: str) -> None:
@@ -308,7 +191,7 @@ class Cluster:
                 if len(targets) > 1 and self.plan.profile != "healthy":
                     soon_s = 1.0  # one may be done before the other comes
                 delay = self.world.rng.uniform(0.2, 4.0) if late else self.world.rng.uniform(0.001, soon_s)
-                self.world.after(delay, self._later(self._decode, index, reader, content, tokens, "pull", errand))
+                self.world.after(delay, partial(self._decode, index, reader, content, tokens, "pull", errand))
 
         self.add(index, source, content, tokens, "prefill", prefilled, max_readers=len(targets))
 
@@ -318,7 +201,7 @@ class Cluster:
         ticket = seal(Ticket(handoff, source.peer.worker, self.world.now + 5.0, target=target.peer.worker), TICKET_KEY)
         self.liars.overhear(ticket, digest_for(content, tokens), target.peer.worker)
         errand = Errand(source.peer.worker, ticket)
-        prefill = functools.partial(
+        prefill = partial(
             self.add,
             index,
             source,
@@ -332,7 +215,7 @@ class Cluster:
             target.peer.worker,
             errand=errand,
         )
-        decode = self._later(self._decode, index, target, content, tokens, mode, errand)
+        decode = partial(self._decode, index, target, content, tokens, mode, errand)
         self.world.after(rng.choice((0.001, 0.005, 0.5)) * rng.random(), prefill)
         self.world.after(rng.choice((0.001, 0.005, 0.5)) * rng.random(), decode)
         self._stray(source, ticket)
@@ -354,7 +237,7 @@ class Cluster:
                 content += 100_000
             else:
                 delay = 0.0 if kind == "twice" else self.world.rng.uniform(0, 3)
-                again = self._later(
+                again = partial(
                     self.add, index, self.lives[target.peer.worker], content, tokens, "decode", _ignore, mode, ticket
                 )
                 self.world.after(delay, again)
@@ -390,7 +273,7 @@ class Cluster:
         leg = Leg(index, life, then)
         self.legs.append(leg)
         if not life.alive:
-            self._end_leg(leg, "error", "the worker is dead")
+            self.end_leg(leg, "error", "the worker is dead")
             return
 
         name = request_name(life, len(self.legs), role[0])
@@ -399,7 +282,7 @@ class Cluster:
             content,
             tokens,
             role,
-            functools.partial(self._end_leg, leg),
+            partial(self.end_leg, leg),
             mode,
             ticket,
             HandoffId(handoff),
@@ -412,11 +295,11 @@ class Cluster:
         life.engine.add(request)
         life.wake_engine()
         if errand is not None:
-            errand.cancels.append(self._later(self._abort, leg, request))
+            errand.cancels.append(partial(self._abort, leg, request))
         if self.world.chance(self.plan.abort):
             self.world.faults["aborted"] += 1
             delay = self.world.rng.choice((0.05, 0.2, 1.0)) * self.world.rng.random()
-            self.world.after(delay, self._later(self._client_leaves, leg, request))
+            self.world.after(delay, partial(self._client_leaves, leg, request))
 
     def _client_leaves(self, leg: Leg, request: SimRequest) -> None:
         if not leg.ends:
@@ -429,7 +312,7 @@ class Cluster:
             life.engine.abort(request.id)
             life.wake_engine()
 
-    def _end_leg(self, leg: Leg, how: str, detail: str) -> None:
+    def end_leg(self, leg: Leg, how: str, detail: str) -> None:
         leg.ends += 1
         if leg.ends > 1:
             raise Broken(WRONG, f"request {leg.index} ended twice")
@@ -442,16 +325,6 @@ class Cluster:
         life = self.lives[target]
         if life.alive:
             life.receive(source, frame)
-
-    def _later(self, act: Callable[..., None], *arguments: object, **named: object) -> Callable[[], None]:
-        return lambda: act(*arguments, **named)
-
-
-def _is_written(target: Life, source: Life) -> bool:
-    """Whether P writes to D, in the session that D knows of."""
-    link = target.node.ledger.consumer.links.by_worker.get(source.peer.worker)
-    outlets = source.node.ledger.producer.writer.outlets.items()
-    return link is not None and any(key[0] == link.session and outlet.parts.moving for key, outlet in outlets)
 
 
 def _can_talk(one: Character, other: Character) -> bool:

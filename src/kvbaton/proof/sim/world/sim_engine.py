@@ -11,13 +11,13 @@ output (rule 32).
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable
 
 from kvbaton.node.doorway import Doorway, DropBlocks, LoadReport, MatchState, UnpinBlocks
 from kvbaton.proof.sim.promises import DEATH, STRANGER, Broken
 from kvbaton.proof.sim.world.fetching import Fetching
+from kvbaton.proof.sim.world.sim_announcing import Announcer
 from kvbaton.proof.sim.world.sim_device import Device, Step, Work
 from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.proof.sim.world.sim_pool import Pool, Prefixes
@@ -25,11 +25,7 @@ from kvbaton.proof.sim.world.sim_request import Phase, SimRequest, digest_of
 from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
-from kvbaton.protocol.geometry.progress import GroupProgress, Progress, whole
-from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId
-
-LATE_EVENT, LATE_EVENT_S = 0.3, 0.02
-"""Some events are noticed late: after the step's output, or after the request's end."""
+from kvbaton.protocol.ids import HandoffId, RequestId
 
 
 class SimEngine:
@@ -45,14 +41,13 @@ class SimEngine:
         self.policy = policy
         self.pool = Pool(shape.blocks, doorway, len(shape.group_layers))
         self.device = Device(world, name, shape, memory)
-        self.announce: Callable[[LeaseId, Progress, int], None] = doorway.progressed  # by the rank whose device it is
-        self.device.on_layer, self.device.on_done = self._layer_done, doorway.wake_engine
+        self.announcer = Announcer(world, shape, doorway)
+        self.device.on_layer, self.device.on_done = self.announcer.layer_done, doorway.wake_engine
         self.fetching = Fetching(world, self.pool, self.device, self._fetched)
         self.requests: dict[RequestId, SimRequest] = {}
         self.prefixes = Prefixes(shape, self.pool.reuses)
         self.own_refs = 0
-        self.layerwise = self.replacing = False
-        self.lists_early = False  # that a prompt is all listed is said with its last chunk's issue, not with its output
+        self.replacing = False
         self.depth, self.defers = 1, True  # frees wait for the steps that were in flight
         self.preempt = self.put = self.get = self.early = self.skips = 0.0  # shares of requests
         self.on_wake: Callable[[], None] = doorway.wake_engine
@@ -314,44 +309,9 @@ class SimEngine:
             if request.decode_left <= 0:
                 self._finish(request, "answered", "")
             return
-        self._announce_chunk(work)
+        self.announcer.chunk_done(work)
         if work.stop == request.tokens:
             self._prefilled(request)
-
-    def _announce_chunk(self, work: Work) -> None:
-        """Every rank has computed the chunk: its output is here."""
-        lease = work.request.lease
-        if lease is not None:
-            self.doorway.progressed(lease, whole([work.has] * len(self.shape.group_layers)))
-            if work.stop == work.request.tokens and not self.lists_early:
-                self.doorway.completed(lease)
-
-    def _layer_done(self, step: Step, rank: int, layer: int) -> None:
-        """The event behind a layer has come to pass on one rank; whoever waits for events says so, sooner or later."""
-        if not self.layerwise:
-            return
-        for work in step.works:
-            if work.has > work.had and self.world.chance(0.5):
-                late_s = self.world.rng.uniform(0, LATE_EVENT_S) if self.world.chance(LATE_EVENT) else 0.0
-                self._announce_layer(work, rank, layer, late_s)
-
-    def _announce_layer(self, work: Work, rank: int, layer: int, late_s: float) -> None:
-        assert work.lease is not None
-        own = self.shape.own_layers[rank]
-        done = self.shape.layers if layer == own[-1] else layer + 1  # a rank counts other stages' layers as ready
-        say = functools.partial(self.announce, work.lease, self._ahead(work, done), rank)
-        if late_s:
-            self.world.after(late_s, say)
-        else:
-            say()
-
-    def _ahead(self, work: Work, layers: int) -> Progress:
-        """What is ready when `layers` layers (through all groups) of the chunk are done."""
-        found = []
-        for group, count in enumerate(self.shape.group_layers):
-            done = max(0, min(count, layers - self.shape.first_layer(group)))
-            found.append(GroupProgress(work.has) if done == count else GroupProgress(work.had, work.has, done))
-        return tuple(found)
 
     def _prefilled(self, request: SimRequest) -> None:
         if request.role == "prefill":
@@ -378,7 +338,7 @@ class SimEngine:
         self.pool.before_pin([block for ids in fresh for block in ids])
         self.pool.touch(self.doorway.pin(request.lease, fresh))
         request.pinned = upto
-        if self.lists_early and request.computed == request.tokens:
+        if self.announcer.lists_early and request.computed == request.tokens:
             self.doorway.completed(request.lease)
 
     def _finish_prefill(self, request: SimRequest) -> None:
