@@ -27,13 +27,14 @@ RULES = Path(__file__).with_name("protocol_rules.txt")
 FILE = Path(kept.__file__).with_name(kept.FILE)
 SEEDS_MAX = 600
 OF_MODULE = {
-    "protocol.bounded": "5", "protocol.clock": "26", "protocol.wire.codec": "25", "protocol.compat": "27",
-    "protocol.machines.consumer": "17", "protocol.content": "2", "protocol.machines.context": "18", "protocol.machines.disowned": "22",
+    "protocol.bounded": "5", "protocol.machines.claims": "9", "protocol.clock": "26", "protocol.wire.codec": "25",
+    "protocol.compat": "27", "protocol.machines.consumer": "17", "protocol.machines.consumer_book": "17", "protocol.machines.consumer_pull": "17",
+    "protocol.machines.consumer_push": "17", "protocol.content": "2", "protocol.machines.context": "18", "protocol.machines.disowned": "22",
     "protocol.errors": "17", "protocol.geometry.plan": "27", "protocol.ids": "1", "protocol.machines.inbound": "17",
     "protocol.geometry.layout": "27", "protocol.machines.lease": "6", "protocol.machines.ledger": "20", "protocol.machines.pairing_target": "3",
     "protocol.wire.messages": "24", "protocol.machines.movement": "27", "protocol.machines.push_write": "14", "protocol.geometry.pages": "28",
     "protocol.machines.pairing_state": "24", "protocol.privileges": "29", "protocol.machines.producer": "9", "protocol.geometry.progress": "10",
-    "protocol.machines.puts": "store", "protocol.machines.quotas": "27", "protocol.machines.readiness": "10", "protocol.machines.pairing_source": "3",
+    "protocol.machines.puts": "store", "protocol.machines.quotas": "27", "protocol.machines.pairing_source": "3",
     "protocol.settings": "25", "protocol.machines.backoff": "23", "protocol.geometry.spans": "31", "protocol.table": "17",
     "protocol.wire.ticket": "1", "protocol.wire.v1": "24", "protocol.wire.versions": "24", "protocol.geometry.strided_spans": "31",
     "protocol.machines.push_writer": "13", "node.doorway": "8", "node.epochs": "7", "node.node": "20",

@@ -220,7 +220,7 @@ def test_a_source_that_takes_what_was_not_offered_is_refused(two_planes: Pair) -
     links._shunned.add(WorkerId("p"), "shm", two_planes.d.now)
     endpoints = (b"1",)
     card = two_planes.p.ledger.desk.identity.card()
-    two_planes.inject("p", "d", Welcome(link.nonce, card, "shm", endpoints, 0), session=7)
+    two_planes.inject("p", "d", Welcome(link.greeting.nonce, card, "shm", endpoints, 0), session=7)
     two_planes.heal()
     assert load.failed is not None and load.failed.reason is Reason.NO_TRANSPORT
     assert load.failed.detail == "transport: the peer chose 'shm', not offered"

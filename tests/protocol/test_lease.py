@@ -6,20 +6,19 @@ from collections import Counter
 
 import pytest
 
-from kvbaton.protocol.events import NO_BLOCK
+from kvbaton.protocol.events import NO_BLOCK, LeaseBegun
 from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, Reader, WorkerId
 from kvbaton.protocol.machines.context import EpochsOf
-from kvbaton.protocol.machines.lease import Lease, ReaderState, Seat, judge, new_lease, proven_blocks
+from kvbaton.protocol.machines.lease import Lease, ReaderState, Seat, Term, judge, new_lease, proven_blocks
 
 D = PeerId(WorkerId("d"), Incarnation(1))
 
 
 def lease(*groups: list[int], ranks: int = 1, max_readers: int = 1, complete: bool = True) -> Lease:
     """Blocks pinned at epoch 0, computed on every rank."""
-    made = new_lease(
-        LeaseId(1), HandoffId("h"), b"digest", 8, len(groups), ranks, max_readers, WorkerId(""), hold_until=9.0
-    )
+    begun = LeaseBegun(LeaseId(1), HandoffId("h"), b"digest", 8, len(groups), max_readers)
+    made = new_lease(begun, ranks, Term(9.0, 9.0))
     for mine, noted, ids in zip(made.blocks, made.epochs, groups, strict=True):
         mine.extend(ids)
         noted.extend(0 for _ in ids)

@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.geometry.progress import GroupProgress, Progress, Rect, advance, nothing, slowest, whole
+from kvbaton.protocol.geometry.progress import (
+    GroupProgress,
+    Progress,
+    Rect,
+    advance,
+    complete,
+    covers,
+    nothing,
+    slowest,
+    whole,
+)
 
 LAYERS, BLOCKS = 4, 6
 steps = st.builds(
@@ -124,3 +134,25 @@ def test_progress_survives_the_wire_and_is_bounded() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(progress), type=Progress) == progress
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(nothing(65)), type=Progress)
+
+
+STEPS = [GroupProgress(*numbers) for numbers in product(range(3), range(3), range(LAYERS + 1))]
+SANE = [step for step in STEPS if step.blocks_ahead >= step.blocks_done or not step.layers_ahead]
+
+
+class TestReadiness:
+    """Rule 10: readiness is counted in whole blocks per group and layer, and old news are told from new ones."""
+
+    def test_complete_means_every_layer_of_every_block(self) -> None:
+        assert complete(whole([2, 3]), [2, 3])
+        assert complete(whole([2, 4]), [2, 3])
+        assert not complete(whole([2, 2]), [2, 3])
+        assert not complete((GroupProgress(1, 2, LAYERS - 1),), [2])
+
+    def test_covers_is_having_at_least_as_much_of_every_layer(self) -> None:
+        for new, old in product(SANE, SANE):
+            expected = all(new.ready(layer) >= old.ready(layer) for layer in range(LAYERS + 1))
+            assert covers((new,), (old,)) is expected, (new, old)
+
+    def test_one_group_behind_is_behind(self) -> None:
+        assert not covers((GroupProgress(3), GroupProgress(1)), (GroupProgress(2), GroupProgress(2)))

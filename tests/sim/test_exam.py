@@ -63,7 +63,7 @@ def test_a_bound_that_was_lowered_is_what_it_was_whatever_happens() -> None:
         ("protocol.geometry.layout:_validate_rank:off_up:4", "layouts"),
         ("protocol.machines.producer:Producer.on_commit:operand:6", "readers"),
         ("protocol.machines.pairing_source:Sessions.on_hello:operand:1", "names"),
-        ("protocol.machines.consumer:Consumer._heal:forget:1", "worn"),
+        ("protocol.machines.consumer_book:ConsumerBook.heal:forget:1", "worn"),
         ("protocol.machines.push_writer:Writer._flush_if_done:operand:3", "growing"),
         ("node.node:Node._fenced:turn:2", "invitations"),
         ("node.doorway:Doorway.gave_up:operand:1", "wants"),
@@ -80,9 +80,9 @@ def test_what_no_world_meets_a_question_does(name: str, question: str) -> None:
 @pytest.mark.parametrize(
     ("name", "word"),
     [
-        ("protocol.machines.producer:Producer._answer_parked:drop:1", "is over, and a timer waits for it"),
+        ("protocol.machines.claims:Claims._answer_parked:drop:1", "is over, and a timer waits for it"),
         ("protocol.machines.producer:Producer.on_progressed:always:3", ""),
-        ("protocol.machines.producer:Producer.on_session_ended:once:3", "reads lease"),
+        ("protocol.machines.producer:Producer.on_session_ended:once:1", "reads lease"),
     ],
 )
 def test_the_books_show_what_breaks_no_promise_within_a_world(name: str, word: str) -> None:
@@ -92,6 +92,6 @@ def test_the_books_show_what_breaks_no_promise_within_a_world(name: str, word: s
 
 
 def test_a_timer_that_is_set_for_another_time_is_seen() -> None:
-    with mutating.switched("protocol.machines.producer:Producer._park:arithmetic:1"):
+    with mutating.switched("protocol.machines.claims:Claims._park:arithmetic:1"):
         seen = next(filter(None, map(look, range(6))))
     assert "is due in" in seen.what

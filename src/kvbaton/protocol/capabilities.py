@@ -1,4 +1,4 @@
-"""What a data plane can promise. The protocol decides by capabilities, never by a transport's name."""
+"""Capabilities of a data plane. The protocol decides by capabilities, never by a transport's name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """What a data plane can promise; the protocol decides by these, never by a transport's name."""
+    """Promises of one data plane."""
 
     name: str
     one_sided: bool  # the remote engine's process takes no part in a copy

@@ -1,4 +1,4 @@
-"""What a piece of KV is *of*: the digest that binds tickets, claims, offers and deliveries to one prompt.
+"""Content identity of KV: the digest that binds tickets, claims, offers and deliveries to one prompt.
 
 Law: two requests have the same digest if and only if their KV is the same, given one compatibility key.
 Every process uses this function; a difference is `CONTENT_MISMATCH`, never a guess.

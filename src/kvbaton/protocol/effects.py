@@ -1,4 +1,4 @@
-"""What must now be done, in the imperative: all that the ledger ever returns. The node carries these out."""
+"""Effects, in the imperative: all that the ledger ever returns. The node carries them out."""
 
 from __future__ import annotations
 

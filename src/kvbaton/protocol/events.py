@@ -1,4 +1,4 @@
-"""What happened, in the past tense: everything the ledger can be told besides messages and time.
+"""Events, in the past tense: everything the ledger can be told besides messages and time.
 
 Engine events are noted on the engine's scheduler thread and queued; rank and store events come from data planes.
 Block lists are per KV group; `NO_BLOCK` marks a place that has no block (outside a sliding window).
@@ -34,7 +34,7 @@ class LeaseBegun(_Event, frozen=True):
     max_readers: int = 1
     target: WorkerId = WorkerId("")
     deferred: bool = False  # D may learn of it much later than P (streaming, push): wait `defer_timeout` for a claim
-    request: RequestId = RequestId("")  # these two for whoever watches
+    request: RequestId = RequestId("")  # these two for observers
     trace: str = ""
 
 
@@ -81,7 +81,7 @@ class Wanted(_Event, frozen=True):
     tokens: int
     push: bool = False
     deferred: bool = False  # P may begin later than D asks (streaming, push)
-    trace: str = ""  # for whoever watches
+    trace: str = ""  # for observers
 
 
 class TurnedAway(_Event, frozen=True):
@@ -188,7 +188,7 @@ class PlaneFailed(_Event, frozen=True):
 
 
 class Discarded(_Event, frozen=True):
-    """The router took this handoff's ticket back: whoever has not claimed with it by now never will."""
+    """The router took this handoff's ticket back: a D that has not claimed with it by now never will."""
 
     handoff: HandoffId
 

@@ -1,4 +1,4 @@
-"""What a handoff has been through, as the ledger says it: one mark for each step, in the order in which they happened.
+"""The timeline of a handoff, as the ledger tells it: one mark for each step, in the order in which they happened.
 
 Law: marks are said, never read back: nothing decides by them. Each key is begun once; `ENDED` comes once on D's side
 and `CLOSED` once on P's, whatever became of the handoff; nothing is said after `RESTED`.

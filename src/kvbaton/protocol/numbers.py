@@ -21,7 +21,7 @@ TERM_S_MIN, TERM_S_MAX = 0.001, 7 * 86_400.0
 Term = Annotated[float, Meta(ge=TERM_S_MIN, le=TERM_S_MAX)]
 """Seconds for which something is promised. What is over sooner cannot be renewed by anybody."""
 DURATION_S_MIN = 0.05
-"""The shortest that a setting may be, and the shortest interval at which a node says anything again, whoever asks."""
+"""The least that a setting may be, and the least interval at which a node repeats anything, whatever a peer asks."""
 UnixSeconds = Annotated[float, Meta(ge=0.0, le=float(1 << 40))]
 
 TOKENS_MAX = (1 << 31) - 1

@@ -1,6 +1,6 @@
-"""Who may do what: the one table of privileges, by the role that a member's key has.
+"""Privileges by role: the one table of what a member's key is for.
 
-Law: whoever has not the privilege is not heard, whatever its key proves. A role says which part a member plays, no
+Law: a member without the privilege is not heard, whatever its key proves. A role says which part a member plays, no
 more: what a D may read, and a P may write, is decided handoff by handoff (`effects.Loan`). The page docs/security.md
 prints this table, and a test walks it cell by cell.
 """
@@ -14,7 +14,7 @@ from kvbaton.protocol.wire import messages as m
 
 
 class Role(enum.StrEnum):
-    """What a key is for."""
+    """The part that a key's holder plays."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -25,7 +25,7 @@ class Role(enum.StrEnum):
 
 
 class Act(enum.StrEnum):
-    """What a member can do to another."""
+    """Anything that a member can do to another."""
 
     REGISTER = "register"  # be listed by the registry, and hear who else is
     HELLO = "hello"  # greet a P, and get the addresses and secrets of its data planes
@@ -79,7 +79,7 @@ SAYS: Mapping[type, frozenset[Act]] = {
     m.Reset: frozenset({Act.HELLO, Act.GRANT}),
     m.Goodbye: frozenset({Act.HELLO, Act.GRANT}),
 }
-"""What a member must be allowed to do, one of these, for a message of it to be heard."""
+"""A message is heard if its sender may do one of these."""
 
 
 def may(role: Role, act: Act) -> bool:

@@ -16,7 +16,7 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 class Verdict(enum.Enum):
-    """What a pair is when it is not a transition."""
+    """The verdict on a pair that is no transition."""
 
     LATE = "late"
     ILLEGAL = "illegal"

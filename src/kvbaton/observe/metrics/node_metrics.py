@@ -89,7 +89,7 @@ def figures(ledger: Ledger, control: Mapping[str, int], now: float) -> dict[str,
 
 def _oldest(ledger: Ledger, now: float) -> float:
     hold_s = ledger.desk.settings.max_hold_s
-    begun = [lease.hold_until - hold_s for lease in list(ledger.producer.leases.values())]
+    begun = [lease.term.hold_until - hold_s for lease in list(ledger.producer.leases.values())]
     return round(max(now - min(begun), 0.0), 3) if begun else 0.0
 
 

@@ -60,7 +60,7 @@ Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 
 
 class Kind(enum.StrEnum):
-    """What a group's blocks are of; decides which of them a handed-over position needs."""
+    """The kind of attention a group's blocks are of; decides which of them a handed-over position needs."""
 
     FULL = "full"
     SLIDING = "sliding"  # the last `window` tokens
@@ -137,7 +137,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one rank has of one group. No places: none of it (another pipeline stage has the layers)."""
+    """One rank's share of one group. No places: none of it (another pipeline stage has the layers)."""
 
     head_start: Heads = 0
     head_count: Heads = 0

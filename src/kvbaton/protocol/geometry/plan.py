@@ -98,7 +98,7 @@ class Lane(msgspec.Struct, frozen=True, gc=False):
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
-    """What one target rank takes of a group from one source rank: heads [lo, hi) of some layers."""
+    """The share of a group that one target rank takes from one source rank: heads [lo, hi) of some layers."""
 
     group: int  # in the source's order
     target_group: int
@@ -125,7 +125,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Effort:
-    """What a plan may still cost."""
+    """The budget of a plan: what it may still cost."""
 
     left: int = EFFORT_MAX
     spans: int = BLOCK_SPANS_MAX
@@ -295,7 +295,7 @@ def _count_pieces(group: Group, strips: Sequence[Strip], tokens: int) -> int:
 
 
 def _count_runs(strips: Sequence[Strip], tokens: int) -> int:
-    """What is left of the pieces of a page once those are joined that are neighbours on both sides."""
+    """The pieces of a page once those are joined that are neighbours on both sides."""
     ends: set[tuple[int, int]] = set()
     pieces = [piece for strip in strips for piece in strip.pieces(0, 0, tokens)]
     ends.update((at + size, to + size) for at, to, size in pieces)

@@ -15,6 +15,8 @@ import msgspec
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.numbers import BLOCKS_MAX, GROUPS_MAX, Layers, Listed
 
+_BEYOND = 1 << 30  # any layer past those ahead
+
 
 class GroupProgress(msgspec.Struct, frozen=True, array_like=True):
     """One group: layers below `layers_ahead` have `blocks_ahead` blocks ready, the others `blocks_done`."""
@@ -60,15 +62,29 @@ def whole(block_counts: Sequence[int]) -> Progress:
 
 
 def slowest(ranks: Sequence[Progress]) -> Progress:
-    """What is true of every rank; exact when all of them go through the same sequence of chunks.
+    """The progress that is true of every rank; exact when all of them go through the same sequence of chunks.
 
     A rank speaks for its own layers only: it counts layers of other pipeline stages as ready.
     """
     return tuple(_slowest(group) for group in zip(*ranks, strict=True))
 
 
+def complete(progress: Progress, counts: Sequence[int]) -> bool:
+    """Whether every layer of that many blocks is ready."""
+    return all(group.blocks_done >= count for group, count in zip(progress, counts, strict=True))
+
+
+def covers(new: Progress, old: Progress) -> bool:
+    """Whether `new` has at least what `old` had; false for news that were overtaken on the way."""
+    return all(
+        group.ready(layer) >= before.ready(layer)
+        for group, before in zip(new, old, strict=True)
+        for layer in (0, before.layers_ahead, group.layers_ahead, _BEYOND)
+    )
+
+
 def advance(old: Progress, new: Progress, layer_counts: Sequence[int]) -> list[Rect]:
-    """What is ready in `new` and was not in `old`, for groups of so many layers."""
+    """The rectangles that are ready in `new` and were not in `old`, for groups of so many layers."""
     if not len(old) == len(new) == len(layer_counts):
         raise ProtocolError(
             Reason.BAD_MESSAGE, f"progress: {len(new)} groups after {len(old)} and of {len(layer_counts)}"

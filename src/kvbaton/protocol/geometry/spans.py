@@ -67,7 +67,7 @@ class BlockLists(msgspec.Struct, frozen=True):
 
 
 class Move(msgspec.Struct, frozen=True):
-    """What one rank copies from or to one rank of its peer: (local offset, remote offset, bytes) triples.
+    """Copies between one rank and one rank of its peer: (local offset, remote offset, bytes) triples.
 
     Some of them may be in product form; `spans` has them all, one by one.
     """
@@ -88,7 +88,7 @@ class Move(msgspec.Struct, frozen=True):
 
 
 def segments(plan: Plan, side: Side, rank: int, rect: Rect, lists: BlockLists, join: bool = True) -> list[Move]:
-    """What `rank` of `side` copies for one rectangle: one move per peer rank and pair of regions.
+    """The moves of `rank` of `side` for one rectangle: one per peer rank and pair of regions.
 
     Pages move whole where both sides have the same block size, otherwise exactly the tokens in question. Pages that are
     neighbours on both sides are one span, unless `join` is False: a data plane that takes them in product form would
@@ -189,7 +189,7 @@ def _meetings(group: Group, lists: BlockLists, near: int, span: range) -> dict[W
 
 
 def _there(group: Group, at: int, to: int, stop: int, tokens: int) -> bool:
-    """Whether both blocks are. The target may lack any, the source only what nobody will read."""
+    """Whether both blocks are. The target may lack any, the source only what will not be read."""
     if at == NULL_BLOCK != to and stop > group.needed_from(tokens):
         _bad(f"source: the block of token {stop - 1} of group {group.name!r} is needed but was dropped")
     return NULL_BLOCK not in (at, to)

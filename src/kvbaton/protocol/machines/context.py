@@ -1,4 +1,4 @@
-"""What the roles of one ledger share: identity, settings, timers, effects, job ids and counters.
+"""Context shared by the roles of one ledger: identity, settings, timers, effects, job ids and counters.
 
 Law: effects are only appended here, and taken by the node after each input; nothing here decides anything.
 """
@@ -25,7 +25,7 @@ from kvbaton.protocol.wire.messages import ALL_FEATURES, Card, Message
 from kvbaton.protocol.wire.versions import SPOKEN, Versions
 
 MARKS_MAX = 16_384
-"""That nobody has taken yet; the oldest are forgotten."""
+"""Marks not taken yet; the oldest are forgotten."""
 
 TimerKey = tuple[str, object]
 EpochsOf = Callable[[Sequence[int]], list[int]]
@@ -51,7 +51,7 @@ class Identity:
 
     @property
     def offered(self) -> int:
-        """What a card says this node can do: features, and the versions that it speaks."""
+        """The bits of this node's card: features, and the versions that it speaks."""
         return self.optional | self.versions.bits
 
     def card(self, transports: tuple[str, ...] | None = None) -> Card:
@@ -94,7 +94,7 @@ class Desk:
     def mark(
         self, side: Side, key: int, step: Step, now: float, what: Begun | Ended | None = None, detail: str = ""
     ) -> None:
-        """Say what a handoff has come to, for whoever watches."""
+        """Say what a handoff has come to, for observers."""
         self.marks.append(Mark(side, key, step, now, what, detail))
 
     def start(

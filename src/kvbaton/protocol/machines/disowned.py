@@ -1,4 +1,4 @@
-"""Tickets that came to D and that it will not read by: P is told, so that it keeps nothing for nobody.
+"""Tickets that D will not read by: P is told, so that it keeps no blocks that are of no use.
 
 Law: a ticket is given back as any reader takes and leaves it, by a Claim with it and, where that is granted, an
 Abandon: P believes a ticket, not a name. It is said once for each handoff, to whom D can talk, and never waited for: a

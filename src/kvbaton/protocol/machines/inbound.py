@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -89,7 +89,7 @@ INTAKE = Table(
 
 @dataclass(slots=True)
 class Source:
-    """What D knows of P's blocks."""
+    """P's blocks, as far as D knows them."""
 
     lease: LeaseId
     tokens: int
@@ -98,6 +98,7 @@ class Source:
     final: bool
     work: int = 0
     ttl_s: float = 0.0
+    copied: Progress = ()  # what of it has been handed to the ranks to read
 
     def check(self, groups: Sequence[Group]) -> None:
         """Refuse what cannot be this prompt: too many blocks, more ready than listed, or less than all when final."""
@@ -118,6 +119,14 @@ class Source:
 
 
 @dataclass(slots=True)
+class Repeats:
+    """How often D had to say what it needs an answer to."""
+
+    greetings: int = 0  # repeated for it, after the first
+    claims: int = 0  # sent
+
+
+@dataclass(slots=True)
 class Intake:
     """One handoff on its way in."""
 
@@ -128,12 +137,10 @@ class Intake:
     state: IntakeState = IntakeState.GREETING
     source: Source | None = None
     target: Allocated | None = None
-    copied: Progress = ()  # what has been handed to the ranks to read
     reservation: ReservationId = ReservationId(0)
     accepted: bool = False  # the source has confirmed the offer
     end: End | None = None
-    greetings: int = 0  # repeated for it, after the first
-    claims: int = 0  # sent
+    repeats: Repeats = field(default_factory=Repeats)
     deadline: float = 0.0
     hard_deadline: float = 0.0
     has_bytes: bool = False  # at least one copy has ended well
@@ -145,7 +152,7 @@ class Intake:
             self.parts.moved,
             sum(map(len, target.blocks)) if target is not None else 0,
             plane.name if plane is not None else "",
-            self.greetings + max(self.claims - 1, 0),
+            self.repeats.greetings + max(self.repeats.claims - 1, 0),
         )
 
 
@@ -157,4 +164,4 @@ WAITED_FOR: dict[IntakeState, Reason] = {
     IntakeState.COMMITTING: Reason.TRANSFER_TIMEOUT,
     IntakeState.OFFERED: Reason.TRANSFER_TIMEOUT,
 }
-"""What a handoff that ran out of time was waiting for."""
+"""The reason of a handoff that ran out of time: what it was waiting for."""

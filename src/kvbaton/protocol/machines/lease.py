@@ -1,8 +1,8 @@
 """P's promise to keep a prompt's blocks for readers known by identity, and its judgement of their commits.
 
 Laws: blocks are unpinned on entering RELEASED and nowhere else. A commit is judged by epochs, at the time of the
-first commit of that reader, never by the lease's state; the same reader is answered the same ever after, which is
-sound because a reader that has sent its commit never copies again.
+first commit of that reader, never by the lease's state. A reader's verdict is final, and repeated commits get the same
+answer, which is sound because a reader that has sent its commit never copies again.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import enum
 from dataclasses import dataclass, field
 
 from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.events import NO_BLOCK
-from kvbaton.protocol.geometry.progress import Progress, nothing, slowest
+from kvbaton.protocol.events import NO_BLOCK, LeaseBegun
+from kvbaton.protocol.geometry.progress import Progress, complete, nothing, slowest
 from kvbaton.protocol.ids import HandoffId, LeaseId, Reader, WorkerId
 from kvbaton.protocol.machines.context import EpochsOf, Parts
-from kvbaton.protocol.machines.readiness import complete
 from kvbaton.protocol.table import Table, pairs
 from kvbaton.protocol.wire.versions import NEWEST
 
@@ -99,6 +98,22 @@ class Seat:
 
 
 @dataclass(slots=True)
+class Term:
+    """How long P keeps its promise at most (rule 9)."""
+
+    hold_until: float  # however many read, and however often it is renewed
+    claimable_until: float  # by a first reader
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Told when the lease ends; nothing decides by it."""
+
+    transport: str = ""  # the last reader's data plane
+    moved: int = 0  # bytes that P itself wrote
+
+
+@dataclass(slots=True)
 class Lease:
     """Blocks of one prompt with the epochs they had when they were pinned."""
 
@@ -108,20 +123,18 @@ class Lease:
     tokens: int
     max_readers: int
     target: WorkerId  # "" = any
-    hold_until: float
-    claimable_until: float
+    term: Term
     blocks: tuple[list[int], ...]
     epochs: tuple[list[int], ...]
     ranks: list[Progress]
     state: LeaseState = LeaseState.GROWING
     completed: bool = False  # every block is in the lists (stays true in hindsight, after release)
     seats: dict[Reader, Seat] = field(default_factory=dict)
-    transport: str = ""  # these two for whoever watches: the last reader's data plane
-    moved: int = 0  # bytes that P itself wrote
+    traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def progress(self) -> Progress:
-        """What every rank has ready."""
+        """Ready on every rank."""
         return slowest(self.ranks)
 
     @property
@@ -131,7 +144,7 @@ class Lease:
 
     @property
     def used_up(self) -> bool:
-        """Every seat was taken and nobody sits any more."""
+        """Every seat was taken, and no reader sits any more."""
         over = all(seat.state is not ReaderState.LIVE for seat in self.seats.values())
         return over and len(self.seats) >= self.max_readers
 
@@ -139,30 +152,18 @@ class Lease:
         return len(self.seats) < self.max_readers
 
 
-def new_lease(
-    id: LeaseId,
-    handoff: HandoffId,
-    digest: bytes,
-    tokens: int,
-    groups: int,
-    ranks: int,
-    max_readers: int,
-    target: WorkerId,
-    hold_until: float,
-) -> Lease:
-    empty: tuple[list[int], ...] = tuple([] for _ in range(groups))
+def new_lease(begun: LeaseBegun, ranks: int, term: Term) -> Lease:
     return Lease(
-        id,
-        handoff,
-        digest,
-        tokens,
-        max_readers,
-        target,
-        hold_until,
-        hold_until,
-        empty,
-        tuple([] for _ in range(groups)),
-        [nothing(groups) for _ in range(ranks)],
+        begun.lease,
+        begun.handoff,
+        begun.digest,
+        begun.tokens,
+        begun.max_readers,
+        begun.target,
+        term,
+        tuple([] for _ in range(begun.groups)),
+        tuple([] for _ in range(begun.groups)),
+        [nothing(begun.groups) for _ in range(ranks)],
     )
 
 

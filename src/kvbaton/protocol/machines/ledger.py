@@ -66,6 +66,8 @@ class Ledger:
     def on_frame(self, worker: WorkerId, frame: bytes, now: float) -> None:
         """Bytes came from the authenticated worker `worker`."""
         try:
+            # The transport has authenticated `worker`; the envelope is only what it says of itself (rule 29). Past this
+            # door nothing looks at a frame's bytes again, and nothing that a peer sends raises.
             envelope, message = read(frame, self.desk.identity.versions)
             if envelope.worker != worker:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"worker: {worker} speaks as {envelope.worker}")
@@ -83,6 +85,8 @@ class Ledger:
 
     def on_time(self, now: float) -> None:
         """Let everything that is due by `now` happen, once: what is due again at once waits for the next call."""
+        # A handler that arms itself for now is not due again before the clock is looked at anew (rule 26): otherwise
+        # one handoff with a tiny interval would keep this loop, and with it every other handoff of the node.
         timers = self.desk.timers
         while (key := timers.pop_due(now)) is not None:
             kind, name = key
@@ -92,12 +96,12 @@ class Ledger:
         return self.desk.timers.next_at()
 
     def take_effects(self) -> list[Effect]:
-        """What must be done now, in order; each is returned once."""
+        """The effects to carry out now, in order; each is returned once."""
         effects, self.desk.effects = self.desk.effects, []
         return effects
 
     def take_marks(self) -> list[Mark]:
-        """What handoffs have come to since the last time, in order."""
+        """Steps that handoffs have taken since the last time, in order."""
         if not self.desk.marks:
             return []
         marks = list(self.desk.marks)
@@ -189,9 +193,11 @@ class Ledger:
         return True
 
     def _from_target(self, envelope: Envelope, sender: PeerId, message: m.Message, now: float) -> None:
-        """What a D says to us as P: only in a session of this incarnation that it has confirmed."""
+        """A message of a D to us as P: only in a session of this incarnation that it has confirmed."""
         ours = envelope.to == self.desk.identity.me.incarnation
         session = self.sessions.by_number.get(envelope.session) if ours else None
+        # Unknown here, whether it is of an earlier life of ours or was made room for: D is told, since it would
+        # otherwise wait for its deadline. Not confirmed yet: Joined is on its way, and D repeats itself.
         if session is None or session.peer != sender:
             self.desk.count("late.session")
             reset = m.Reset(envelope.to)
@@ -269,7 +275,7 @@ class Ledger:
             self.sessions.avoid(number, now)
             return
         link = self.consumer.links.by_worker.get(event.peer.worker)
-        if link is not None and link.nonce == number:
+        if link is not None and link.greeting.nonce == number:
             self.consumer.links.avoid(link, event.detail or "it could not be opened here", now)
 
     def _on_drain(self, event: ev.DrainStarted, now: float) -> None:
@@ -284,7 +290,7 @@ class Ledger:
             case "lease":
                 self.producer.on_expired(name, now)
             case "parked":
-                self.producer.on_parked_too_long(name, now)
+                self.producer.claims.on_parked_too_long(name, now)
             case "outlet":
                 self.producer.writer.on_timer(name, now)
             case "intake":
@@ -326,7 +332,7 @@ class Ledger:
         producer = self.producer
         return {
             m.Joined: self.sessions.on_joined,
-            m.Claim: producer.on_claim,
+            m.Claim: producer.claims.on_claim,
             m.Renew: producer.on_renew,
             m.Commit: producer.on_commit,
             m.Abandon: producer.on_abandon,
@@ -343,11 +349,11 @@ class Ledger:
             m.ClaimRefused: consumer.on_claim_refused,
             m.Renewed: consumer.on_renewed,
             m.RenewRefused: consumer.on_renew_refused,
-            m.Ready: consumer.on_ready,
-            m.Committed: consumer.on_committed,
-            m.Stale: consumer.on_stale,
+            m.Ready: consumer.pulls.on_ready,
+            m.Committed: consumer.pulls.on_committed,
+            m.Stale: consumer.pulls.on_stale,
             m.SourceLost: consumer.on_source_lost,
-            m.Accepted: consumer.on_accepted,
-            m.Written: consumer.on_written,
-            m.Quiesced: consumer.on_quiesced,
+            m.Accepted: consumer.pushes.on_accepted,
+            m.Written: consumer.pushes.on_written,
+            m.Quiesced: consumer.pushes.on_quiesced,
         }

@@ -39,7 +39,7 @@ class Cargo(msgspec.Struct, frozen=True):
 
 
 def moves(route: Route, cargo: Cargo, before: Progress, after: Progress) -> list[tuple[int, list[Move]]]:
-    """What each local rank must copy for what became ready. Raises ProtocolError on lists that do not fit."""
+    """The copies of each local rank for what became ready. Raises ProtocolError on lists that do not fit."""
     plan = route.plan
     layout = plan.target if route.side is Side.TARGET else plan.source
     layers = [len(group.layers) for group in plan.source.groups]

@@ -14,16 +14,7 @@ from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.machines.backoff import Shunned
 from kvbaton.protocol.machines.context import Desk
 from kvbaton.protocol.machines.pairing_state import Session, pair_as_source
-from kvbaton.protocol.wire.messages import (
-    DETAIL_CHARS_MAX,
-    Goodbye,
-    Hello,
-    HelloRefused,
-    Joined,
-    Linked,
-    Message,
-    Welcome,
-)
+from kvbaton.protocol.wire.messages import DETAIL_CHARS_MAX, Goodbye, Hello, HelloRefused, Joined, Linked, Welcome
 from kvbaton.protocol.wire.versions import settle
 
 
@@ -78,15 +69,17 @@ class Sessions:
                 return
             self.desk.confirmed += 1
             session.joined, session.confirmed = True, self.desk.confirmed
-            # What P still wrote under an earlier session has been told to stop before the new one is connected; the
-            # earlier one's hold is dropped after it, so that a re-greeting of the same life revokes nothing it needs.
+            # Only now do earlier sessions of that worker end, and not with its Hello: a Hello may be held up, or be of
+            # a D that has died since, and would end what its next life is reading (rule 3). Their writes are told to
+            # stop before the new one is connected; their hold on connections is dropped after, since a re-greeting of
+            # the same life needs those very connections.
             earlier = self._end_earlier(session, now)
             connect = Connect(session.peer, session.transport.name, ranks, message.endpoints, holder)
             self.desk.emit(connect)
             for other in earlier:
                 self._disconnect(other)
             self._on_connected(connect, now)
-        self._send(session, Linked())
+        session.send(self.desk, Linked())
 
     def end(self, session: Session, now: float) -> None:
         """Everything held for that peer in that session ends; its data connections are closed."""
@@ -125,12 +118,8 @@ class Sessions:
 
     def say_goodbye(self, now: float) -> None:
         for session in list(self.by_number.values()):
-            self._send(session, Goodbye())
+            session.send(self.desk, Goodbye())
             self.end(session, now)
-
-    def _send(self, session: Session, message: Message) -> None:
-        peer = session.peer
-        self.desk.send(peer.worker, peer.incarnation, session.number, message, session.version)
 
     def _end(self, session: Session, now: float) -> None:
         if self.by_number.pop(session.number, None) is not None and session.joined:
@@ -154,6 +143,8 @@ class Sessions:
         version = settle(self.desk.identity.versions, greeted_in, hello.card.optional)
         left = self._shunned.without(sender.worker, hello.card.transports, now)
         mapping, transport = pair_as_source(self.desk.identity, hello.card, left)
+        # Those who never confirmed go first: a member that greets and is silent must not push out one that reads. Then
+        # an idle one, whose D greets again when it has need; a session in use is never taken away (rule 27).
         if len(self.by_number) >= self.desk.settings.sessions_max:
             oldest = next((s for s in self.by_number.values() if not s.joined), None)
             oldest = oldest or next((s for s in self.by_number.values() if self._is_idle(s)), None)

@@ -1,7 +1,7 @@
-"""Who this node is talking with: links that it opened (as D) and sessions that it granted (as P).
+"""Pairings of this node: links that it opened (as D) and sessions that it granted (as P).
 
 Laws: all talk of a pair runs in one session, which belongs to one incarnation of each side. A session counts only
-once D has confirmed it, so a delayed Hello of a dead D replaces nobody. When a session of a worker is confirmed,
+once D has confirmed it, so a delayed Hello of a dead D replaces none. When a session of a worker is confirmed,
 every earlier one of that worker ends: what P wrote under it is told to stop before the new connections are opened, and
 its hold on the old ones is dropped after, so that a re-greeting of the same life revokes nothing that it needs.
 """
@@ -18,9 +18,9 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.layout import EngineLayout, validate_groups, validate_ranks
 from kvbaton.protocol.geometry.plan import Plan, compare, plan
 from kvbaton.protocol.ids import PeerId, WorkerId
-from kvbaton.protocol.machines.context import Identity, Parts
+from kvbaton.protocol.machines.context import Desk, Identity, Parts
 from kvbaton.protocol.table import Table, pairs
-from kvbaton.protocol.wire.messages import RANK_PAIRS_MAX, Card, feature_names
+from kvbaton.protocol.wire.messages import RANK_PAIRS_MAX, Card, Message, feature_names
 from kvbaton.protocol.wire.versions import OLDEST
 
 
@@ -58,13 +58,29 @@ LINK = Table(
 
 
 @dataclass(slots=True)
+class Greeting:
+    """A Hello that waits for its Welcome."""
+
+    nonce: int
+    deadline: float  # of the whole handshake
+    confirmed: int  # sessions that others had confirmed to us when we greeted
+
+
+@dataclass(slots=True)
+class PlaneChoice:
+    """How the pair stands with the data planes that both have (rule 23)."""
+
+    fallback: bool = False  # there is another one in common, which has not failed
+    left_out: tuple[str, ...] = ()  # better to worse: those of both that had failed when the pair greeted
+    worn: bool = False  # the one in use was found shut; let go when the last commit is answered
+
+
+@dataclass(slots=True)
 class Link:
     """D's side of a pairing with a source worker."""
 
     worker: WorkerId
-    nonce: int
-    deadline: float
-    confirmed: int  # sessions that others had confirmed to us when we greeted
+    greeting: Greeting
     state: LinkState = LinkState.GREETING
     peer: PeerId | None = None
     session: int = 0
@@ -73,9 +89,7 @@ class Link:
     transport: Capabilities | None = None
     endpoints: tuple[bytes, ...] = ()  # by which its ranks are reached, as it said
     features: int = 0  # what the source can do
-    fallback: bool = False  # the pair has another data plane in common, which has not failed
-    left_out: tuple[str, ...] = ()  # better to worse: data planes of both that had failed when the pair greeted
-    worn: bool = False  # its data plane was found shut; let go when the last commit is answered
+    choice: PlaneChoice = field(default_factory=PlaneChoice)
     probes: Parts | None = None  # copies of nothing, which end when the data plane is open
     probed_until: float = 0.0
     fencing: set[tuple[int, PeerId]] = field(default_factory=set)  # ranks whose fence has not ended
@@ -93,6 +107,9 @@ class Session:
     version: int  # that the pair talks in
     joined: bool = False
     confirmed: int = 0  # as which of all, since this life began
+
+    def send(self, desk: Desk, message: Message) -> None:
+        desk.send(self.peer.worker, self.peer.incarnation, self.number, message, self.version)
 
 
 def check_card(identity: Identity, card: Card) -> None:

@@ -19,6 +19,7 @@ from kvbaton.protocol.machines.backoff import Shunned
 from kvbaton.protocol.machines.context import Desk, Parts
 from kvbaton.protocol.machines.pairing_state import (
     LINK,
+    Greeting,
     Link,
     LinkEvent,
     LinkState,
@@ -31,7 +32,7 @@ from kvbaton.protocol.wire.messages import Card, Goodbye, Hello, HelloRefused, J
 
 
 class LinkWatcher(Protocol):
-    """What the consumer is told about links."""
+    """The consumer, as links know it."""
 
     def on_link_up(self, link: Link, now: float) -> None: ...
     def on_link_down(self, link: Link, reason: Reason, detail: str, now: float) -> None: ...
@@ -55,6 +56,8 @@ class Links:
 
     def need(self, worker: WorkerId, now: float) -> Link:
         """The link to that worker, greeting it if there is none."""
+        # Greeted when first needed and not before: n workers would otherwise hold n * n sessions, of which most carry
+        # nothing. A pair that had to take a worse plane greets anew when nothing depends on its link (rule 23).
         link = self.by_worker.get(worker)
         if link is not None and self._may_improve(link, now):
             self.send(link, Goodbye())
@@ -64,7 +67,8 @@ class Links:
             if len(self.by_worker) >= self.desk.settings.sessions_max:
                 self._let_one_go(now)
             self._last_nonce += 1
-            link = Link(worker, self._last_nonce, now + self.desk.settings.claim_timeout, self.desk.confirmed)
+            deadline = now + self.desk.settings.claim_timeout
+            link = Link(worker, Greeting(self._last_nonce, deadline, self.desk.confirmed))
             self.by_worker[worker] = link
             self._say(link, now)
         return link
@@ -95,17 +99,19 @@ class Links:
     def awaits(self, sender: PeerId, nonce: int) -> bool:
         """Whether a Welcome of that worker is the first to that greeting of ours."""
         link = self.by_worker.get(sender.worker)
-        if link is None or link.nonce != nonce:
+        if link is None or link.greeting.nonce != nonce:
             return False
         return LINK.step(link.state, LinkEvent.WELCOMED) is LinkState.JOINING
 
     def on_welcome(self, sender: PeerId, session: int, message: Welcome, version: int, now: float) -> None:
         """The source agrees, as we wait for, and settles by the version of its answer in which one the pair talks."""
         link = self.by_worker[sender.worker]
-        if self.joined_since(sender, message.link_session, link.confirmed):
-            # It has linked to us since we greeted, and says that it has not: then or now? Asked again, it says now.
+        if self.joined_since(sender, message.link_session, link.greeting.confirmed):
+            # Two nodes that decode from each other greet both ways, and their words cross. This one has linked to us
+            # since we greeted, and says that it has not: an old word, or has it lost the link since? Asked again, it
+            # says how it stands now.
             self._last_nonce += 1
-            link.nonce, link.confirmed = self._last_nonce, self.desk.confirmed
+            link.greeting.nonce, link.greeting.confirmed = self._last_nonce, self.desk.confirmed
             self._say(link, now)
             return
         try:
@@ -124,13 +130,17 @@ class Links:
         link.features = message.card.optional
         self._shun_passed_over(link, message.card, now)
         worth_a_try = self._worth_a_try(link, now)
-        link.fallback = has_fallback(self.desk.identity, message.card, worth_a_try, link.transport.name)
-        link.left_out = tuple(n for n in message.card.transports if self._is_shunned(link, n, now))
+        link.choice.fallback = has_fallback(self.desk.identity, message.card, worth_a_try, link.transport.name)
+        link.choice.left_out = tuple(n for n in message.card.transports if self._is_shunned(link, n, now))
+        # Before we connect: if that peer has fenced us as a writer, and we have not noticed, our writes must not get
+        # back in by the admission that comes with this link (rule 14).
         self.on_pairing(sender, message.link_session, now)
         link.endpoints = message.endpoints
         self.desk.emit(Connect(sender, link.transport.name, ranks, message.endpoints, _holder(link)))
         self.desk.count(f"links.{link.transport.name}")
-        if link.fallback:
+        # Opened now, by copies of nothing, where there is something to fall back on: later a handoff would have to fail
+        # for us to learn that the plane is shut (rule 23). Joined waits for it, so that no claim comes before.
+        if link.choice.fallback:
             self._probe(link, ranks, now)
         self._say(link, now)
 
@@ -145,13 +155,13 @@ class Links:
 
     def on_refused(self, sender: PeerId, message: HelloRefused, now: float) -> None:
         link = self.by_worker.get(sender.worker)
-        if link is None or link.nonce != message.nonce or link.state is not LinkState.GREETING:
+        if link is None or link.greeting.nonce != message.nonce or link.state is not LinkState.GREETING:
             self.desk.count("late.hello_refused")
             return
         self.lose(link, reason_of(message.reason), message.detail, now)
 
     def lose(self, link: Link, reason: Reason, detail: str, now: float) -> None:
-        """The link is down: whoever depends on it hears so. Its data connections stay until they are at rest."""
+        """The link is down: its handoffs hear so. Its data connections stay until they are at rest."""
         if self.by_worker.get(link.worker) is not link:
             return
         del self.by_worker[link.worker]
@@ -175,7 +185,7 @@ class Links:
         """The data plane of this link could not be opened: pair anew, by another one if there is one."""
         if self.by_worker.get(link.worker) is not link:
             return
-        if link.fallback:
+        if link.choice.fallback:
             assert link.transport is not None
             self._shunned.add(link.worker, link.transport.name, now)
             self.desk.count(f"planes_given_up.{link.transport.name}")
@@ -208,6 +218,8 @@ class Links:
 
     def fence(self, link: Link, now: float) -> None:
         """Shut that peer out of our memory; everything that it may still be writing comes to rest with it."""
+        # The last word where a peer cannot be asked: it may be dead, partitioned, or writing on. Its way in is shut
+        # rank by rank, and only when all of them have said so may the blocks be given to others (rule 14).
         if link.fencing:
             return
         assert link.peer is not None and link.transport is not None and link.plan is not None
@@ -236,7 +248,7 @@ class Links:
         link = self.by_worker[worker]
         if link.probes is not None and now >= link.probed_until:
             self.avoid(link, "could not be opened in time", now)
-        elif now >= link.deadline:
+        elif now >= link.greeting.deadline:
             self.lose(link, Reason.HANDSHAKE_TIMEOUT, f"worker {worker} did not answer the handshake", now)
         else:
             self._say(link, now)
@@ -250,14 +262,14 @@ class Links:
     def _say(self, link: Link, now: float) -> None:
         if link.state is LinkState.GREETING:
             card = self.desk.identity.card(self._worth_a_try(link, now) or None)  # all failed: better than none
-            oldest = self.desk.identity.versions.oldest  # whoever reads any of ours reads that
-            self.desk.send(link.worker, Incarnation(0), 0, Hello(link.nonce, card), oldest)
+            oldest = self.desk.identity.versions.oldest  # every node that reads any of ours reads that
+            self.desk.send(link.worker, Incarnation(0), 0, Hello(link.greeting.nonce, card), oldest)
         elif link.probes is None:
             assert link.peer is not None and link.plan is not None and link.transport is not None
             invitation = Invitation(link.peer, link.transport.name, len(link.plan.source.ranks), _holder(link))
             message = Joined(())
             self.desk.emit(Send(link.worker, link.peer.incarnation, link.session, message, invitation, link.version))
-        at = min(now + self.desk.settings.retry_s, link.deadline)
+        at = min(now + self.desk.settings.retry_s, link.greeting.deadline)
         self.desk.timers.set(("link", link.worker), at if link.probes is None else min(at, link.probed_until))
 
     def _is_shunned(self, link: Link, name: str, now: float) -> bool:
@@ -273,9 +285,9 @@ class Links:
 
     def _may_improve(self, link: Link, now: float) -> bool:
         """Nothing is being taken, and what the pair had to do without may work by now."""
-        if not link.left_out or link.state is not LinkState.UP or not self._watcher.is_idle(link):
+        if not link.choice.left_out or link.state is not LinkState.UP or not self._watcher.is_idle(link):
             return False
-        return not any(self._is_shunned(link, name, now) for name in link.left_out)
+        return not any(self._is_shunned(link, name, now) for name in link.choice.left_out)
 
     def _worth_a_try(self, link: Link, now: float) -> tuple[str, ...]:
         return self._shunned.without(link.worker, self.desk.identity.transport_names, now)
@@ -292,12 +304,12 @@ class Links:
 
 
 def _ignored(peer: PeerId, now: float) -> None:
-    """Nobody else has to do with that peer."""
+    """No other role has to do with that peer."""
 
 
 def _also_ignored(peer: PeerId, session: int, now: float) -> None:
-    """This node is nobody's source."""
+    """This node is no source."""
 
 
 def _holder(link: Link) -> Holder:
-    return ("link", link.nonce)
+    return ("link", link.greeting.nonce)

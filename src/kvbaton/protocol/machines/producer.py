@@ -1,18 +1,15 @@
-"""P's role: leases out, claims in, commits judged. Writing for push is in `writer.py`.
+"""P's role: leases begin, grow, are renewed and end; commits are judged. Claims: `claims.py`; push: `writer.py`.
 
 Laws: a lease is found by its handoff id only while it is held; once released it is a tombstone that judges commits
-and refuses everything else. A claim for a handoff that P has not begun is parked, bounded, with a deadline. A handoff
-that was discarded is never leased; one that is being read ends as its reader ends it. Who comes with a ticket and
-another prompt has had its turn: the lease does not wait for it.
+and refuses everything else. A handoff that was discarded is never leased; one that is being read ends as its reader
+ends it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.effects import Direction, End, Unpin
-from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
+from kvbaton.protocol.errors import Reason, reason_of
 from kvbaton.protocol.events import (
     Discarded,
     LeaseBegun,
@@ -21,8 +18,10 @@ from kvbaton.protocol.events import (
     LeaseProgressed,
     SourceEnded,
 )
+from kvbaton.protocol.geometry.progress import covers
 from kvbaton.protocol.ids import HandoffId, LeaseId, PeerId, Reader, WorkerId
-from kvbaton.protocol.machines.context import Desk, Parts
+from kvbaton.protocol.machines.claims import Claims, Parked
+from kvbaton.protocol.machines.context import Desk
 from kvbaton.protocol.machines.lease import (
     LEASE,
     READER,
@@ -32,26 +31,22 @@ from kvbaton.protocol.machines.lease import (
     ReaderEvent,
     ReaderState,
     Seat,
+    Term,
     judge,
     new_lease,
 )
 from kvbaton.protocol.machines.pairing_state import Session
 from kvbaton.protocol.machines.push_writer import Writer
-from kvbaton.protocol.machines.quotas import Held, PerPeer, block_bytes, promised_bytes
-from kvbaton.protocol.machines.readiness import covers
+from kvbaton.protocol.machines.quotas import Held, PerPeer
 from kvbaton.protocol.marks import Begun, Ended, Step
 from kvbaton.protocol.marks import Side as Seen
 from kvbaton.protocol.numbers import TERM_S_MIN
 from kvbaton.protocol.table import Verdict
 from kvbaton.protocol.wire.codec import pack_blocks
 from kvbaton.protocol.wire.messages import (
-    DETAIL_CHARS_MAX,
     Abandon,
-    Claim,
-    ClaimRefused,
     Commit,
     Committed,
-    Granted,
     Message,
     Ready,
     Renew,
@@ -60,19 +55,7 @@ from kvbaton.protocol.wire.messages import (
     SourceLost,
     Stale,
 )
-from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX, Ticket, unseal
 
-
-@dataclass(slots=True)
-class Parked:
-    """A claim that came before P knew the request."""
-
-    session: Session
-    claim: Claim
-    since: float
-
-
-_OVER = "the lease of this handoff is over"
 _SEEN = {ReaderEvent.PROVEN: Step.COMMITTED, ReaderEvent.DISPROVEN: Step.STALE, ReaderEvent.LEFT: Step.LEFT}
 
 
@@ -85,12 +68,16 @@ class Producer:
         self.by_handoff: dict[HandoffId, Lease] = {}
         self.tombstones: Remembered[LeaseId, Lease] = Remembered(desk.settings.tombstones_max)
         self.ended: Remembered[HandoffId, Reason] = Remembered(desk.settings.tombstones_max)
-        self.parked: PerPeer[Parked] = PerPeer()
         self.held = Held()
-        self._block_bytes = block_bytes(desk.identity.layout)
+        self.claims = Claims(desk, self)
         self.writer = Writer(desk, self)
         self.draining = False
         self.leaving = False
+
+    @property
+    def parked(self) -> PerPeer[Parked]:
+        """Claims that came before their lease."""
+        return self.claims.parked
 
     # --- the engine
 
@@ -107,24 +94,14 @@ class Producer:
         if self.ended.get(event.handoff) is Reason.DISCARDED:
             self._refuse_lease(event, Reason.DISCARDED, now)
             return
-        lease = new_lease(
-            event.lease,
-            event.handoff,
-            event.digest,
-            event.tokens,
-            event.groups,
-            len(self.desk.identity.layout.ranks),
-            event.max_readers,
-            event.target,
-            now + settings.max_hold_s,
-        )
-        self.leases[lease.id] = self.by_handoff[lease.handoff] = lease
+        hold_until = now + settings.max_hold_s
         first_s = settings.defer_timeout if event.deferred else settings.lease_s
-        lease.claimable_until = min(now + first_s, lease.hold_until)
-        self.desk.timers.set(("lease", lease.id), lease.claimable_until)
+        term = Term(hold_until, min(now + first_s, hold_until))
+        lease = new_lease(event, len(self.desk.identity.layout.ranks), term)
+        self.leases[lease.id] = self.by_handoff[lease.handoff] = lease
+        self.desk.timers.set(("lease", lease.id), term.claimable_until)
         self.desk.count("leases")
-        for reader in [reader for reader, waiting in self.parked.items() if waiting.claim.handoff == lease.handoff]:
-            self._answer_parked(reader, lease, now)
+        self.claims.on_begun(lease, now)
 
     def on_extended(self, event: LeaseExtended, now: float) -> None:
         lease = self.leases.get(event.lease)
@@ -136,7 +113,9 @@ class Producer:
     def on_progressed(self, event: LeaseProgressed, now: float) -> None:
         lease = self.leases.get(event.lease)
         if lease is None or not covers(event.progress, lease.ranks[event.rank]):
-            return  # a rank's own word on a layer may come after the engine's on the whole chunk
+            # A rank's own word on a layer may come after the engine's on the whole chunk. What was said stays said: D
+            # may be reading by it (rule 30).
+            return
         before = lease.progress, lease.final
         lease.ranks[event.rank] = event.progress
         if (lease.progress, lease.final) != before:
@@ -164,70 +143,60 @@ class Producer:
 
     # --- readers
 
-    def on_claim(self, session: Session, claim: Claim, now: float) -> None:
-        reader = Reader(session.peer, claim.attempt)
-        try:
-            ticket = self._check_ticket(session, claim, now)
-            lease = self.by_handoff.get(claim.handoff)
-            if lease is None:
-                self._park(reader, session, claim, ticket, now)
-            else:
-                self._seat(lease, reader, session, claim, now)
-        except ProtocolError as error:
-            self._refuse(session, claim, error)
-            self._spend(session, claim, error, now)
-
     def on_renew(self, session: Session, message: Renew, now: float) -> None:
         reader = Reader(session.peer, message.attempt)
         lease = self.leases.get(message.lease)
         seat = lease.seats.get(reader) if lease is not None else None
         if lease is None or seat is None or seat.state is not ReaderState.LIVE or lease.state is LeaseState.CLOSING:
             reason = Reason.LEASE_EXPIRED if message.lease in self.tombstones else Reason.UNKNOWN_LEASE
-            self._send(session, RenewRefused(message.lease, message.attempt, reason))
+            session.send(self.desk, RenewRefused(message.lease, message.attempt, reason))
             return
-        ttl_s = self._extend(lease, now)
-        self._send(session, Renewed(lease.id, message.attempt, ttl_s, seat.work))
+        # D says how much it knows, so a Ready that was lost is said again from there: renewals are the retry of the
+        # stream, and P need not remember which of its words arrived.
+        ttl_s = self.extend(lease, now)
+        session.send(self.desk, Renewed(lease.id, message.attempt, ttl_s, seat.work))
         if not message.final and len(message.have) == len(lease.blocks):
-            self._send(session, self._ready(lease, reader, message.have))
+            session.send(self.desk, self._ready(lease, reader, message.have))
 
     def on_commit(self, session: Session, message: Commit, now: float) -> None:
         reader = Reader(session.peer, message.attempt)
         lease = self.leases.get(message.lease) or self.tombstones.get(message.lease)
         seat = lease.seats.get(reader) if lease is not None else None
         if lease is None or seat is None:
+            # Forgotten, or never ours. What P cannot vouch for is stale: that costs a prefill, and no wrong answer.
             self.desk.count("commits.unknown")
-            self._send(session, Stale(message.lease, message.attempt, (), Reason.UNKNOWN_LEASE))
+            session.send(self.desk, Stale(message.lease, message.attempt, (), Reason.UNKNOWN_LEASE))
             return
+        # Judged once, by the epochs as they are now and not by the lease's state (rule 6): D's copy ended before it
+        # asked, so an epoch that has not changed by now proves it, even after the lease has expired (GONE). The verdict
+        # is final, because a reader never copies after its Commit (rule 5); asked again, the lost answer is repeated.
         if seat.state in (ReaderState.LIVE, ReaderState.GONE):
             proven, seat.good = self._judge(lease)
             self.leave(lease, reader, ReaderEvent.PROVEN if proven else ReaderEvent.DISPROVEN, now)
             self.desk.count("commits.good" if proven else "commits.stale")
         if seat.state is ReaderState.COMMITTED:
-            self._send(session, Committed(message.lease, message.attempt))
+            session.send(self.desk, Committed(message.lease, message.attempt))
         else:
             why = self.ended.get(lease.handoff) or Reason.STALE
-            self._send(session, Stale(message.lease, message.attempt, seat.good, why))
+            session.send(self.desk, Stale(message.lease, message.attempt, seat.good, why))
 
     def on_abandon(self, session: Session, message: Abandon, now: float) -> None:
         reader = Reader(session.peer, message.attempt)
-        if self.parked.take(reader) is not None:
-            self.desk.timers.clear(("parked", reader))
+        self.claims.drop(reader)
         lease = self.by_handoff.get(message.handoff)
         if lease is not None and reader in lease.seats:
             self.given_up(lease, reader, message.reason)
             self.leave(lease, reader, ReaderEvent.LEFT, now)
 
     def given_up(self, lease: Lease, reader: Reader, reason: str) -> None:
-        """A reader says that it leaves, and why: for whoever looks after this node."""
+        """A reader says that it leaves, and why: counted for operators."""
         seat = lease.seats[reader]
         if seat.state is ReaderState.LIVE:
             seat.why = reason
             self.desk.count(f"abandoned.{reason_of(reason) if reason else 'unsaid'}")
 
     def on_session_ended(self, session: Session, now: float) -> None:
-        for reader in [r for r, waiting in self.parked.items() if waiting.session is session]:
-            del self.parked[reader]
-            self.desk.timers.clear(("parked", reader))
+        self.claims.drop_session(session)
         for lease in list(self.leases.values()):
             for reader, seat in list(lease.seats.items()):
                 if seat.session == session.number:
@@ -235,10 +204,8 @@ class Producer:
         self.writer.on_session_ended(session, now)
 
     def is_idle(self, session: Session) -> bool:
-        """Nobody reads, waits or is written to in that session."""
-        if any(waiting.session is session for waiting in self.parked.values()):
-            return False
-        return not any(
+        """No reader of that session reads, waits or is written to."""
+        return not self.claims.waits_in(session) and not any(
             seat.session == session.number and seat.state is ReaderState.LIVE
             for lease in self.leases.values()
             for seat in lease.seats.values()
@@ -251,27 +218,27 @@ class Producer:
         return sum(len(ids) for lease in over if not self.writer.at_rest(lease) for ids in lease.blocks)
 
     def on_departed(self, worker: WorkerId, now: float) -> None:
-        """What was meant for that worker alone, and is not being read, will not be read."""
+        """Leases for that worker alone that are not being read will not be read."""
         for lease in list(self.leases.values()):
             live = any(seat.state is ReaderState.LIVE for seat in lease.seats.values())
             if lease.target == worker and not live:
                 self.close(lease, Reason.PEER_GONE, now)
 
     def on_discarded(self, event: Discarded, now: float) -> None:
-        """Nobody will come for this handoff any more. It may have come before its lease; then there will be none."""
+        """The router took the ticket back (rule 22). Its word may overtake the engine's: then there is no lease."""
         lease = self.by_handoff.get(event.handoff)
         if lease is None:
             self.ended.put(event.handoff, Reason.DISCARDED)
-            self._refuse_parked(event.handoff)
+            self.claims.on_discarded(event.handoff)
         elif any(seat.state is ReaderState.LIVE for seat in lease.seats.values()):
             self.desk.count("late.discard")
-            lease.max_readers = len(lease.seats)  # nobody else will come: it ends with those who read it now
+            lease.max_readers = len(lease.seats)  # no more will come: it ends with those who read it now
         else:
             self.desk.count("leases_discarded")
             self.close(lease, Reason.DISCARDED, now)
 
     def leave(self, lease: Lease, reader: Reader, event: ReaderEvent, now: float) -> None:
-        """A reader's seat changes; when nobody is left to come or to sit, the lease is over."""
+        """A reader's seat changes; when every seat was taken and is left, the lease is over (rule 4)."""
         seat = lease.seats[reader]
         state = READER.step(seat.state, event)
         if isinstance(state, Verdict):
@@ -283,7 +250,8 @@ class Producer:
         if lease.state is not LeaseState.RELEASED:  # of which nothing more is said
             why = f": {reason_of(seat.why)}" if seat.why else ""
             self._mark(lease.id, _SEEN[event], now, who=f"{reader.peer.worker}{why}")
-        self.writer.stop(lease, reader, None, now)  # also for who commits what it had offered blocks for, and lies
+        # Also after a commit: a D that commits what it has offered blocks for lies, and would be written to for ever.
+        self.writer.stop(lease, reader, None, now)
         if lease.used_up:
             self.close(lease, Reason.TICKET_SPENT, now)
 
@@ -291,13 +259,15 @@ class Producer:
 
     def close(self, lease: Lease, reason: Reason, now: float) -> None:
         """No more use for the lease: stop P's own writes from it, and release it when they are at rest."""
+        # Two steps, because an end is not rest: from here no reader finds the lease and no renewal keeps it, but its
+        # blocks stay pinned while our own writes, or reads by a loan, may still touch them (rules 28 and 32).
         if self._step(lease, LeaseEvent.CLOSED) is None:
             return
         self.by_handoff.pop(lease.handoff, None)
         self.ended.put(lease.handoff, reason)
         self.desk.timers.clear(("lease", lease.id))
         blocks = sum(map(len, lease.blocks))
-        ended = Ended(_how(lease, reason), lease.moved, blocks, lease.transport)
+        ended = Ended(_how(lease, reason), lease.traffic.moved, blocks, lease.traffic.transport)
         self._mark(lease.id, Step.CLOSED, now, ended)
         for reader, seat in lease.seats.items():
             if seat.state is ReaderState.LIVE:
@@ -319,12 +289,6 @@ class Producer:
     def on_expired(self, lease: LeaseId, now: float) -> None:
         self.desk.count("leases_expired")
         self.close(self.leases[lease], Reason.LEASE_EXPIRED, now)
-
-    def on_parked_too_long(self, reader: Reader, now: float) -> None:
-        waiting = self.parked[reader]
-        del self.parked[reader]
-        detail = "the prefiller has not begun this request within defer_timeout"
-        self._refuse(waiting.session, waiting.claim, ProtocolError(Reason.DEFER_TIMEOUT, detail))
 
     def void(self, now: float, leaving: bool = False) -> None:
         """The cache was replaced: no lease, and no tombstone, can be vouched for any more.
@@ -365,98 +329,9 @@ class Producer:
         lease.state = state
         return state
 
-    def _check_ticket(self, session: Session, claim: Claim, now: float) -> Ticket:
-        identity = self.desk.identity
-        wall = now + identity.wall_offset_s
-        ticket = unseal(claim.ticket, identity.ticket_keys, wall)
-        if not ticket.expires_unix_s - wall <= TICKET_LIFE_S_MAX:  # false for NaN as well
-            until = f"{ticket.expires_unix_s:.0f}, {TICKET_LIFE_S_MAX:.0f} s at most"
-            raise ProtocolError(Reason.TICKET_FORGED, f"ticket: good until {until} from now")
-        if ticket.source != identity.me.worker or ticket.handoff != claim.handoff:
-            raise ProtocolError(Reason.TICKET_FORGED, "ticket: it is for another prefiller or handoff")
-        if ticket.incarnation not in (0, identity.me.incarnation):
-            raise ProtocolError(Reason.WRONG_INCARNATION, "ticket: the prefiller has restarted since; ask it again")
-        if ticket.target not in ("", session.peer.worker):
-            raise ProtocolError(Reason.TICKET_FORGED, f"ticket: it is for {ticket.target}, not {session.peer.worker}")
-        if ticket.digest not in (b"", claim.digest):
-            raise ProtocolError(Reason.CONTENT_MISMATCH, "digest: the ticket is for another prompt than the claim's")
-        return ticket
-
-    def _park(self, reader: Reader, session: Session, claim: Claim, ticket: Ticket, now: float) -> None:
-        ended = self.ended.get(claim.handoff)
-        if ended is not None:
-            raise ProtocolError(ended, _OVER)
-        if ticket.lease or not claim.deferred:
-            raise ProtocolError(Reason.UNKNOWN_LEASE, "the lease of this ticket is not remembered")
-        if reader in self.parked:
-            return
-        if self.draining:
-            raise ProtocolError(Reason.DRAINING, "the prefiller is draining")
-        if len(self.parked) >= self.desk.settings.parked_max:
-            raise ProtocolError(Reason.BUSY, f"parked_max: {len(self.parked)} claims wait already")
-        of_peer = self.parked.of(session.peer.worker)
-        if of_peer >= self.desk.settings.parked_per_peer_max:
-            raise ProtocolError(Reason.BUSY, f"parked_per_peer_max: {of_peer} claims of {session.peer.worker} wait")
-        self.parked[reader] = Parked(session, claim, now)
-        self.desk.timers.set(("parked", reader), now + self.desk.settings.defer_timeout)
-
-    def _answer_parked(self, reader: Reader, lease: Lease, now: float) -> None:
-        waiting = self.parked[reader]
-        del self.parked[reader]
-        self.desk.timers.clear(("parked", reader))
-        if self.by_handoff.get(lease.handoff) is not lease:  # one who waited too has spent the last place of it
-            reason = self.ended.get(lease.handoff) or Reason.TICKET_SPENT
-            self._refuse(waiting.session, waiting.claim, ProtocolError(reason, _OVER))
-            return
-        self._mark(lease.id, Step.PARKED, waiting.since, who=str(reader.peer.worker))
-        try:
-            self._seat(lease, reader, waiting.session, waiting.claim, now)
-        except ProtocolError as error:
-            self._refuse(waiting.session, waiting.claim, error)
-            self._spend(waiting.session, waiting.claim, error, now)
-
-    def _refuse_parked(self, handoff: HandoffId) -> None:
-        error = ProtocolError(Reason.DISCARDED, "the router took the ticket of this handoff back")
-        for reader in [reader for reader, waiting in self.parked.items() if waiting.claim.handoff == handoff]:
-            waiting = self.parked[reader]
-            del self.parked[reader]
-            self.desk.timers.clear(("parked", reader))
-            self._refuse(waiting.session, waiting.claim, error)
-
-    def _seat(self, lease: Lease, reader: Reader, session: Session, claim: Claim, now: float) -> None:
-        if lease.target not in ("", session.peer.worker):
-            raise ProtocolError(Reason.TICKET_FORGED, f"target: this handoff is for {lease.target}")
-        if lease.digest != claim.digest:
-            raise ProtocolError(
-                Reason.CONTENT_MISMATCH, "digest: the prefiller computed another prompt than the claim's"
-            )
-        if reader not in lease.seats:
-            if not lease.has_room():
-                raise ProtocolError(Reason.TICKET_SPENT, f"max_readers: all {lease.max_readers} have claimed it")
-            self._take_share(lease, reader)
-            lease.seats[reader] = Seat(
-                session.number,
-                told=tuple(len(ids) for ids in lease.blocks),
-                version=session.version,
-                plane=session.transport,
-                loans=Parts(lease),
-            )
-            self._lend(lease, reader, lease.seats[reader])
-            lease.transport = session.transport.name
-            self._mark(lease.id, Step.SEATED, now, who=str(reader.peer.worker))
-        elif lease.seats[reader].state is not ReaderState.LIVE:
-            self.desk.count("late.claim")
-            return
-        ttl_s = self._extend(lease, now)
-        blocks = tuple(pack_blocks(ids) for ids in lease.blocks)
-        self._send(
-            session,
-            Granted(lease.handoff, reader.attempt, lease.id, ttl_s, lease.tokens, blocks, lease.progress, lease.final),
-        )
-
-    def _lend(self, lease: Lease, reader: Reader, seat: Seat) -> None:
-        """What has become ready, before the reader is told so; not what is only pinned: there an earlier prompt's KV is
-        still to be seen. Of a block that streams layer by layer it is, in the layers that are to come."""
+    def lend(self, lease: Lease, reader: Reader, seat: Seat) -> None:
+        """Blocks that have become ready, before the reader is told so; none that is only pinned, where an earlier
+        prompt's KV is still to be seen. A block that streams layer by layer shows it in the layers to come."""
         before = seat.lent or tuple(0 for _ in lease.blocks)
         reach = tuple(group.blocks_ahead if group.layers_ahead else group.blocks_done for group in lease.progress)
         fresh = tuple(tuple(ids[had:has]) for ids, had, has in zip(lease.blocks, before, reach, strict=True))
@@ -466,22 +341,15 @@ class Producer:
     def _lent_to_nobody(self, lease: Lease) -> bool:
         return self.leaving or all(seat.loans.at_rest for seat in lease.seats.values())
 
-    def _take_share(self, lease: Lease, reader: Reader) -> None:
-        """Whoever holds as much as one peer may is refused more, so that the others find some."""
-        settings, worker = self.desk.settings, reader.peer.worker
-        size = promised_bytes(self.desk.identity.layout, self._block_bytes, lease.tokens)
-        seats, held = self.held.seats(worker), self.held.bytes(worker)
-        if seats >= settings.seats_per_peer_max:
-            raise ProtocolError(Reason.BUSY, f"seats_per_peer_max: {worker} reads {seats} leases already")
-        if seats and held + size > settings.bytes_per_peer_max:  # one alone may be as large as it is
-            raise ProtocolError(Reason.BUSY, f"bytes_per_peer_max: {worker} holds {held} bytes, asks for {size} more")
-        self.held.take(lease.id, reader, size)
-
-    def _extend(self, lease: Lease, now: float) -> float:
+    def extend(self, lease: Lease, now: float) -> float:
+        # A term is short so that a D that dies costs P its blocks for seconds, and is renewed so that a slow copy costs
+        # nothing. Two limits stand beside it. While seats are free, a reader that is early must not shorten what those
+        # who come later were promised with their tickets. And no renewal passes the hold limit (rule 9): a D that says
+        # it is alive and never ends would otherwise hold P's memory as long as it likes.
         expires_at = now + self.desk.settings.lease_s
-        if lease.has_room():  # others may still come, for as long as was promised at first
-            expires_at = max(expires_at, lease.claimable_until)
-        expires_at = min(expires_at, lease.hold_until)
+        if lease.has_room():
+            expires_at = max(expires_at, lease.term.claimable_until)
+        expires_at = min(expires_at, lease.term.hold_until)
         self.desk.timers.set(("lease", lease.id), expires_at)
         return max(expires_at - now, TERM_S_MIN)  # at the end of its hold nothing is left of it
 
@@ -490,7 +358,7 @@ class Producer:
             if seat.state is not ReaderState.LIVE:
                 continue
             seat.work += 1
-            self._lend(lease, reader, seat)
+            self.lend(lease, reader, seat)
             if not self.writer.pump(lease, reader, now):
                 self.tell(reader.peer, seat, self._ready(lease, reader, seat.told))
                 seat.told = tuple(len(ids) for ids in lease.blocks)
@@ -499,29 +367,6 @@ class Producer:
         begin = start or tuple(0 for _ in lease.blocks)
         blocks = tuple(pack_blocks(ids[n:]) for n, ids in zip(begin, lease.blocks, strict=True))
         return Ready(lease.id, reader.attempt, begin, blocks, lease.progress, lease.final)
-
-    def _refuse(self, session: Session, claim: Claim, error: ProtocolError) -> None:
-        self.desk.count(f"claim_refused.{error.reason}")
-        self._send(session, ClaimRefused(claim.handoff, claim.attempt, error.reason, error.detail[:DETAIL_CHARS_MAX]))
-
-    def _spend(self, session: Session, claim: Claim, error: ProtocolError, now: float) -> None:
-        """A place goes to nobody else whose ticket came with another prompt: its engine will not read by it.
-
-        That is the last thing a claim is refused for, so all else of the ticket is right.
-        """
-        lease, reader = self.by_handoff.get(claim.handoff), Reader(session.peer, claim.attempt)
-        if error.reason is not Reason.CONTENT_MISMATCH or lease is None:
-            return
-        ticket = unseal(claim.ticket, self.desk.identity.ticket_keys, now + self.desk.identity.wall_offset_s)
-        if ticket.digest not in (b"", lease.digest):  # a ticket of another prompt: it is not this lease's to spend
-            return
-        if lease.target in ("", reader.peer.worker) and reader not in lease.seats and lease.has_room():
-            lease.seats[reader] = Seat(session.number, ReaderState.STALE, version=session.version)
-            if lease.used_up:
-                self.close(lease, Reason.CONTENT_MISMATCH, now)
-
-    def _send(self, session: Session, message: Message) -> None:
-        self.desk.send(session.peer.worker, session.peer.incarnation, session.number, message, session.version)
 
 
 def _how(lease: Lease, reason: Reason) -> End:

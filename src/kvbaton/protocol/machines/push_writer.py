@@ -32,7 +32,7 @@ Key = tuple[int, ReservationId]
 
 
 class Leases(Protocol):
-    """What the writer needs of the producer."""
+    """The producer, as the writer knows it."""
 
     leases: dict[LeaseId, Lease]
 
@@ -95,6 +95,7 @@ class Writer:
     def on_revoke(self, session: Session, message: Revoke, now: float) -> None:
         self.sessions[session.number] = session
         key = (session.number, message.reservation)
+        # Remembered before anything is looked up: the Offer may still be on its way, and must find it there (rule 13).
         self._revocations(session.number).add(message.reservation)
         outlet = self.outlets.get(key)
         lease = self._leases.leases.get(message.lease)
@@ -125,6 +126,9 @@ class Writer:
         if key is None:
             return False
         outlet = self.outlets[key]
+        # Only what is ready on every rank is written, and each rectangle once: `sent` is what was handed to the ranks,
+        # not what has arrived, so a second Ready while copies move starts none of them again. A plan that does not fit
+        # the offered blocks ends this outlet alone: D chose them, and the lease is still good for other readers.
         if outlet.state is OutletState.WRITING:
             session = self.sessions[key[0]]
             route = Route(session.plan, Side.SOURCE, session.peer, session.transport.name, session.transport.weaves)
@@ -148,9 +152,9 @@ class Writer:
             return
         if event.reason is None:
             lease.seats[outlet.reader].work += 1
-            if not lease.moved:
+            if not lease.traffic.moved:
                 self.desk.mark(Seen.PREFILL, lease.id, Step.FIRST_BYTE, now)
-            lease.moved += size
+            lease.traffic.moved += size
             if outlet.state is OutletState.WRITING:  # what is being stopped ends by when it was to, whatever arrives
                 outlet.deadline = now + self.desk.settings.transfer_timeout
             self._flush_if_done(key, outlet, lease, now)
@@ -254,6 +258,8 @@ class Writer:
             return
         if not lease.final or outlet.sent != lease.progress:
             return
+        # In push no Commit asks P for a verdict, so P asks itself, after the last write has ended and before it says
+        # so. Written is both in one: the bytes are visible, and they are this prompt's (rules 6 and 15).
         proven, _ = judge(lease, self.desk.epochs_of)
         if not proven:
             self._stop(key, outlet, Reason.STALE, now)
@@ -271,7 +277,8 @@ class Writer:
     def _stop(self, key: Key, outlet: Outlet, reason: Reason | None, now: float) -> None:
         self._step(outlet, OutletEvent.STOPPED)
         outlet.reason = reason
-        # By then D has fenced us, or soon will.
+        # Copies that were cancelled may land until they are at rest, and a plane may never say that they are. By this
+        # deadline D has fenced us, or soon will; if not, its session is ended, which makes it.
         outlet.deadline = now + self.desk.settings.transfer_timeout + self.desk.settings.revoke_timeout
         self.desk.timers.set(("outlet", key), outlet.deadline)
         self.desk.cancel(outlet.parts)
@@ -309,5 +316,4 @@ class Writer:
             self.sessions.pop(session, None)
 
     def _send(self, key: Key, message: Message) -> None:
-        session = self.sessions[key[0]]
-        self.desk.send(session.peer.worker, session.peer.incarnation, session.number, message, session.version)
+        self.sessions[key[0]].send(self.desk, message)

@@ -1,4 +1,4 @@
-"""What one peer may take of what all share: messages, claims and bytes. Pure; time is an argument.
+"""Quotas: how much of what all share one peer may take, of messages, claims and bytes. Pure; time is an argument.
 
 Laws: a quota never depends on what other peers do, so no peer can use up another's. What is over a quota is refused or
 dropped at little cost, and counted; the protocol repeats itself, so a dropped message costs time and nothing else. The
@@ -19,7 +19,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 BUCKETS_MAX = 4096
-"""Peers whose use is remembered; beyond it whoever was quiet longest begins anew."""
+"""Peers whose use is remembered; beyond it the one that was quiet longest begins anew."""
 
 
 class Buckets(Generic[K]):
@@ -90,7 +90,7 @@ class PerPeer(dict[Reader, V]):
 
 
 class Held:
-    """What each worker holds of this node's: seats at leases, and the bytes that they are about."""
+    """Holdings of each worker at this node: seats at leases, and the bytes that they are about."""
 
     __slots__ = ("_bytes", "_seats", "_sizes")
 
@@ -124,7 +124,7 @@ class Held:
 
 
 def block_bytes(layout: EngineLayout) -> tuple[int, ...]:
-    """What one block of each group holds, over all ranks and layers."""
+    """Bytes of one block of each group, over all ranks and layers."""
     return tuple(
         sum(
             len(rank.shares[index].places) * _page_bytes(group, rank.shares[index], layout.page_tokens(index))
@@ -135,7 +135,7 @@ def block_bytes(layout: EngineLayout) -> tuple[int, ...]:
 
 
 def promised_bytes(layout: EngineLayout, per_block: Sequence[int], tokens: int) -> int:
-    """What a reader of a prompt of `tokens` tokens will read."""
+    """Bytes that a reader of a prompt of `tokens` tokens will read."""
     spans = (group.needed(tokens) for group in layout.groups)
     return sum(size * (hi - lo) for size, (lo, hi) in zip(per_block, spans, strict=True))
 

@@ -2,8 +2,8 @@
 
 Laws: `read`, `unfolded` and `decode` raise `ProtocolError` and nothing else, whatever the bytes; sizes are checked
 before contents. What is written in a version is what nodes of that version write; what is read is always one of today's
-messages. A card is what takes time to read, so a greeting comes `Folded` first: whoever has no use for it, or has read
-enough cards of that peer's, is out a few microseconds.
+messages. A card is what takes time to read, so a greeting comes `Folded` first: a node that has no use for it, or has
+read enough cards of that peer's, is out a few microseconds.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def unfolded(greeting: Folded) -> Hello | Welcome:
 
 
 def decode(frame: bytes, versions: Versions = SPOKEN) -> tuple[Envelope, Message]:
-    """Both at once, for whoever trusts the sender or has time."""
+    """Both at once, for callers that trust the sender or have time."""
     envelope, message = read(frame, versions)
     return envelope, unfolded(message) if isinstance(message, Folded) else message
 

@@ -42,7 +42,7 @@ Endpoints = Annotated[tuple[Annotated[bytes, Meta(max_length=1024)], ...], Meta(
 
 
 class Feature(enum.IntFlag):
-    """What a peer can do (optional bits) or insists on (required bits)."""
+    """Features that a peer has (optional bits) or insists on (required bits)."""
 
     PULL = 1
     STREAM = 2

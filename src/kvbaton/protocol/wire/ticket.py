@@ -1,6 +1,6 @@
 """Tickets: what lets D ask P for a prompt's KV. Signed, opaque, expiring, bound to content and to P's life.
 
-Law: a ticket holds no address and no block ids. Whoever cannot sign cannot name anything of P's.
+Law: a ticket holds no address and no block ids. Without a signing key nothing of P's can be named.
 Expiry is judged on wall clocks, so it only ever *refuses* (liveness); nothing is believed because a ticket is young.
 """
 
@@ -20,7 +20,7 @@ from kvbaton.protocol.numbers import ID, Readers, UnixSeconds, Version
 
 TICKET_CHARS_MAX = 1024
 TICKET_LIFE_S_MAX = 3600.0
-"""A ticket that claims to be good for longer is refused by P, whoever signed it."""
+"""A ticket that claims to be good for longer is refused by P, however it is signed."""
 _MAC_BYTES = 16
 _VERSION = 1
 

@@ -1,4 +1,4 @@
-"""What version 1 of the protocol said in other words: the shapes on the wire, and the way there and back.
+"""Version 1 of the protocol, where it differs: the shapes on the wire, and the way there and back.
 
 Law: what is said in version 1 has, byte for byte, the shape that nodes had who knew no other; what they say is read as
 they meant it. To be deleted when `versions.OLDEST` is 2.
@@ -51,7 +51,7 @@ def older(message: Message) -> msgspec.Struct:
 
 
 def newer(message: msgspec.Struct) -> Message:
-    """What version 1 said, as one of today's messages."""
+    """A message of version 1, as one of today's."""
     kind = _NEWER.get(type(message))
     found: Message = message if kind is None else kind(*msgspec.structs.astuple(message))  # type: ignore[assignment]
     return found

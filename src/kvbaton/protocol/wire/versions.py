@@ -2,7 +2,7 @@
 
 Law: a Hello goes out in the oldest version that its sender speaks and names the newer ones by bits of its card, which
 every version passes over; the Welcome's envelope settles the session: the newest version that both speak. A Hello and
-its refusal keep their shape for ever and are read in every version, so whoever has none in common is told so by name.
+its refusal keep their shape for ever and are read in every version, so a peer with none in common is told so by name.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Versions(msgspec.Struct, frozen=True):
 
     @property
     def bits(self) -> int:
-        """What a card says of them. Version 1 has no bit: those who spoke it alone did not know of any."""
+        """The bits of a card that name them. Version 1 has no bit: those who spoke it alone did not know of any."""
         return sum(version_bit(number) for number in range(max(2, self.oldest), self.newest + 1))
 
 
 SPOKEN = Versions()
-"""What this code speaks."""
+"""The versions that this code speaks."""
 
 
 def version_bit(number: int) -> int:

@@ -110,7 +110,7 @@ def _check_life(life: Life) -> None:
     _check_connections(life)
     held = {holder for held in life.node._held.values() for holder in held.by}
     known = {("session", n) for n in ledger.sessions.by_number} | {
-        ("link", k.nonce) for k in consumer.links.by_worker.values()
+        ("link", k.greeting.nonce) for k in consumer.links.by_worker.values()
     }
     if held - known:
         raise Broken(LEAK, f"{name}: data connections held for nobody at rest: {sorted(held - known)}")

@@ -29,7 +29,7 @@ def watch(life: Life, lives: Mapping[WorkerId, Life], liars: Collection[WorkerId
 def _check(life: Life, source: Life, link: Link) -> None:
     assert link.transport is not None
     both = [name for name in source.character.transports if name in life.character.transports]
-    forgotten = set(both[: both.index(link.transport.name)]) - set(link.left_out)
+    forgotten = set(both[: both.index(link.transport.name)]) - set(link.choice.left_out)
     if forgotten and link.peer == source.peer:
         what = f"reads from {link.worker} over {link.transport.name}, and does not know of {sorted(forgotten)}"
         raise Broken(RULE, f"{life.character.name}: {what}")

@@ -8,10 +8,19 @@ import msgspec
 
 from kvbaton.node import node
 from kvbaton.node.doorway import Doorway
-from kvbaton.proof.sim.mutants.mutation import Mutant, swap
+from kvbaton.proof.sim.mutants.mutation import Mutant, both, swap
 from kvbaton.protocol.effects import UnpinPut
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.machines import consumer, context, ledger, pairing_source, pairing_target, producer
+from kvbaton.protocol.machines import (
+    consumer,
+    consumer_book,
+    consumer_push,
+    context,
+    ledger,
+    pairing_source,
+    pairing_target,
+    producer,
+)
 from kvbaton.protocol.machines.backoff import Shunned
 from kvbaton.protocol.machines.puts import Puts
 from kvbaton.protocol.wire.messages import Commit, Written
@@ -65,7 +74,7 @@ def _patient(original: Any) -> Any:
 
 def _held_anew(original: Any) -> Any:
     def extend(self: Any, lease: Any, now: float) -> Any:
-        lease.hold_until = now + self.desk.settings.max_hold_s
+        lease.term.hold_until = now + self.desk.settings.max_hold_s
         return original(self, lease, now)
 
     return extend
@@ -166,11 +175,11 @@ CHECKER_MUTANTS: tuple[Mutant, ...] = (
     Mutant("put_waits_too_long", "9", "a store that does not answer keeps blocks longer than transfer_timeout",
            swap(Puts, "on_wanted", _patient)),
     Mutant("hold_begins_anew", "9", "every renewal begins the hold limit anew",
-           swap(producer.Producer, "_extend", _held_anew)),
+           swap(producer.Producer, "extend", _held_anew)),
     Mutant("load_without_limit", "9", "progress takes a load past max_hold_s",
-           swap(consumer.Consumer, "_wait", _no_hard_deadline)),
+           swap(consumer_book.ConsumerBook, "wait", _no_hard_deadline)),
     Mutant("reasons_forgotten", "17", "whatever P refuses for, D fails for another reason",
-           swap(consumer.__dict__, "reason_of", _any_reason)),
+           both(*(swap(each.__dict__, "reason_of", _any_reason) for each in (consumer, consumer_push)))),
     Mutant("completed_twice", "10", "a prompt is said to be complete twice",
            swap(Doorway, "completed", _said_twice)),
     Mutant("one_timer_a_turn", "9, 26", "of all that is due a turn does one thing",
@@ -188,5 +197,5 @@ CHECKER_MUTANTS: tuple[Mutant, ...] = (
     Mutant("lent_over_any_plane", "28", "blocks are lent where nothing keeps anybody to them",
            swap(context.Desk, "lend", _over_any_plane)),
     Mutant("gives_up_early", "17", "D waits a third of what it should",
-           swap(consumer.Consumer, "_wait", _early)),
+           swap(consumer_book.ConsumerBook, "wait", _early)),
 )  # fmt: skip

@@ -168,7 +168,7 @@ DEVICE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("hold_ends_with_the_request", "32", "given back when its get is given up, not when that is at rest",
            swap(SimEngine, "abort", _hold_ends_with_the_request)),
     Mutant("lent_when_pinned", "28", "found in review: lent before it is computed, an earlier prompt's KV is shown",
-           swap(Producer, "_lend", _lends_what_is_pinned)),
+           swap(Producer, "lend", _lends_what_is_pinned)),
     Mutant("loan_never_taken_back", "28", "a reader has left, and what was lent to it stays lent",
            swap(Desk, "cancel", _never_taken_back)),
     Mutant("unpinned_under_a_loan", "28, 32", "unpinned when a loan is taken back, not when the last read by it ended",

@@ -21,7 +21,10 @@ from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.geometry import layout, spans
 from kvbaton.protocol.machines import ledger
-from kvbaton.protocol.machines.consumer import Consumer
+from kvbaton.protocol.machines.claims import Claims
+from kvbaton.protocol.machines.consumer_book import ConsumerBook
+from kvbaton.protocol.machines.consumer_pull import Pulls
+from kvbaton.protocol.machines.consumer_push import Pushes
 from kvbaton.protocol.machines.inbound import Source
 from kvbaton.protocol.machines.lease import ReaderEvent, ReaderState
 from kvbaton.protocol.machines.ledger import Ledger
@@ -136,13 +139,13 @@ def _wait_for(plane: Any, life: Any, job: Any) -> None:
 LIAR_MUTANTS: tuple[Mutant, ...] = (
     # --- numbers and time
     Mutant("tiny_term", "25", "a liar grants a term of a millisecond, and D renews three thousand times a second",
-           without(Consumer, "_pulse", "max(seconds, DURATION_S_MIN)", "seconds")),
+           without(ConsumerBook, "pulse", "max(seconds, DURATION_S_MIN)", "seconds")),
     Mutant("a_time_handled_twice", "26", "a handler that arms itself for now keeps the loop",
-           both(swap(Timers, "set", _as_asked), without(Consumer, "_pulse", "max(seconds, DURATION_S_MIN)", "0.0"))),
+           both(swap(Timers, "set", _as_asked), without(ConsumerBook, "pulse", "max(seconds, DURATION_S_MIN)", "0.0"))),
     Mutant("groups_uncounted", "25", "a liar's offer has no list of blocks for some group",
            without(Writer, "_open", "len(offer.blocks) != len(session.plan.target.groups)")),
     Mutant("ready_of_other_groups", "25", "a liar's Ready has one group more than the prompt",
-           without(Consumer, "_learn", "not len(message.start) == len(message.blocks) == len(message.progress) =="
+           without(Pulls, "_learn", "not len(message.start) == len(message.blocks) == len(message.progress) =="
                    " len(source.blocks)")),
     Mutant("final_without_the_rest", "10, 31", "a liar's final word names half of the blocks: D decodes on the rest",
            without(Source, "check", "self.final and ready.blocks_done < needed")),
@@ -156,28 +159,28 @@ LIAR_MUTANTS: tuple[Mutant, ...] = (
     Mutant("session_of_another", "3", "a session's number is enough to speak in it",
            without(Ledger, "_from_target", "session is None or session.peer != sender", "session is None")),
     Mutant("answer_of_another_source", "3", "P's answer is taken from whoever names the attempt",
-           without(Consumer, "_of", "intake is not None and intake.link is link", "intake is not None")),
+           without(ConsumerBook, "of", "intake is not None and intake.link is link", "intake is not None")),
     Mutant("written_by_another", "14", "a Written of a P that was not offered anything ends the handoff",
-           without(Consumer, "on_written", " or intake.link is not link or intake.attempt != message.attempt", "")),
+           without(Pushes, "on_written", " or intake.link is not link or intake.attempt != message.attempt", "")),
     Mutant("quiesced_by_another", "14", "somebody else says that the writer has stopped",
-           without(Consumer, "on_quiesced", "intake is None or intake.link is not link", "intake is None")),
+           without(Pushes, "on_quiesced", "intake is None or intake.link is not link", "intake is None")),
     Mutant("committed_by_another", "4", "a commit counts for whoever has that number, not for who says it",
            swap(Producer, "on_commit", _any_reader_of_that_number)),
     # --- tickets
     Mutant("target_unread", "1", "a ticket that is for another D, signed anew, is as good",
-           without(Producer, "_seat", 'lease.target not in ("", session.peer.worker)')),
+           without(Claims, "_seat", 'lease.target not in ("", session.peer.worker)')),
     Mutant("ticket_of_another_target", "1", "a claim waits with a ticket that is for another",
-           without(Producer, "_check_ticket", 'ticket.target not in ("", session.peer.worker)')),
+           without(Claims, "_check_ticket", 'ticket.target not in ("", session.peer.worker)')),
     Mutant("ticket_of_another_source", "1", "a ticket for one P is taken by every P",
-           without(Producer, "_check_ticket", "ticket.source != identity.me.worker or ticket.handoff != claim.handoff",
+           without(Claims, "_check_ticket", "ticket.source != identity.me.worker or ticket.handoff != claim.handoff",
                    "ticket.handoff != claim.handoff")),
     Mutant("ticket_of_another_handoff", "1", "a claim names another handoff than its ticket",
-           without(Producer, "_check_ticket", "ticket.source != identity.me.worker or ticket.handoff != claim.handoff",
+           without(Claims, "_check_ticket", "ticket.source != identity.me.worker or ticket.handoff != claim.handoff",
                    "ticket.source != identity.me.worker")),
     Mutant("ticket_without_end", "1", "a ticket that is good for years",
-           without(Producer, "_check_ticket", "not ticket.expires_unix_s - wall <= TICKET_LIFE_S_MAX")),
+           without(Claims, "_check_ticket", "not ticket.expires_unix_s - wall <= TICKET_LIFE_S_MAX")),
     Mutant("waits_for_what_was_computed", "12", "a claim for a lease that nobody knows waits for it to begin",
-           without(Producer, "_park", "ticket.lease or not claim.deferred")),
+           without(Claims, "_park", "ticket.lease or not claim.deferred")),
     # --- shares
     Mutant("all_that_is_registered", "28", "a plane serves whatever is in range, lent or not",
            swap(Loans, "_covers", _always(True))),
@@ -188,7 +191,7 @@ LIAR_MUTANTS: tuple[Mutant, ...] = (
     Mutant("unconfirmed_uncounted", "27", "one member's sessions that it never confirms push out everybody's",
            without(Ledger, "_may_greet", "len(waiting) >= settings.unconfirmed_per_peer_max")),
     Mutant("waiting_claims_uncounted", "9", "one member's claims fill the place where claims wait",
-           without(Producer, "_park", "of_peer >= self.desk.settings.parked_per_peer_max")),
+           without(Claims, "_park", "of_peer >= self.desk.settings.parked_per_peer_max")),
     Mutant("earlier_sessions_kept", "3", "a liar confirms session after session, and each stays",
            without(Sessions, "_end_earlier", "s.peer.worker == worker and s.number < number")),
     # --- rules 11, 19 and 21

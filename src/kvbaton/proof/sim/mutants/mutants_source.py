@@ -7,8 +7,8 @@ from typing import Any
 from kvbaton.proof.sim.mutants.mutation import Mutant, swap
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.machines import lease, pairing_source, producer, push_writer, puts
-from kvbaton.protocol.machines.readiness import complete
+from kvbaton.protocol.geometry.progress import complete
+from kvbaton.protocol.machines import claims, lease, pairing_source, producer, push_writer, puts
 from kvbaton.protocol.wire import messages as m
 
 
@@ -50,18 +50,18 @@ def _claim_before_request_dropped(original: Any) -> Any:
 
 def _shortened_ids(original: Any) -> Any:
     def on_claim(self: Any, session: Any, claim: Any, now: float) -> None:
-        close = next((h for h in self.by_handoff if h[:1] == claim.handoff[:1]), claim.handoff)
-        held = self.by_handoff.get(claim.handoff)
-        if close in self.by_handoff and held is not self.by_handoff[close]:
-            alike = self.by_handoff[close]
-            self.by_handoff[claim.handoff] = alike
+        leases = self._leases.by_handoff
+        close = next((h for h in leases if h[:1] == claim.handoff[:1]), claim.handoff)
+        held = leases.get(claim.handoff)
+        if close in leases and held is not leases[close]:
+            leases[claim.handoff] = leases[close]
             try:
                 original(self, session, claim, now)
             finally:
                 if held is None:
-                    self.by_handoff.pop(claim.handoff, None)
+                    leases.pop(claim.handoff, None)
                 else:
-                    self.by_handoff[claim.handoff] = held
+                    leases[claim.handoff] = held
         else:
             original(self, session, claim, now)
 
@@ -115,15 +115,15 @@ SOURCE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("released_while_writing", "17", "seed 000: unmapped before the send has finished",
            swap(push_writer.Writer, "at_rest", _released_while_writing)),
     Mutant("claim_before_request_dropped", "9, 12", "seed 000: what comes before its request is lost",
-           swap(producer.Producer, "_park", _claim_before_request_dropped)),
+           swap(claims.Claims, "_park", _claim_before_request_dropped)),
     Mutant("failed_store_keeps_pin", "store", "seed 003: a failed store keeps its pin",
            swap(puts.Puts, "on_ended", _failed_store_keeps_pin)),
     Mutant("old_sessions_live_on", "3", "everything held for the old life is kept",
            swap(pairing_source.Sessions, "_end_earlier", _old_sessions_live_on)),
     Mutant("shortened_ids", "1", "NIXL push: matching by a stripped id",
-           swap(producer.Producer, "on_claim", _shortened_ids)),
+           swap(claims.Claims, "on_claim", _shortened_ids)),
     Mutant("hold_without_limit", "9", "renewals pass max_hold",
-           swap(producer.Producer, "_extend", _hold_without_limit)),
+           swap(producer.Producer, "extend", _hold_without_limit)),
     Mutant("ready_on_first_rank", "10", "one rank speaks for all",
            swap(lease.__dict__, "slowest", _slowest_is_first)),
     Mutant("stale_but_all_good", "6", "a stale commit that vouches for every block",

@@ -14,6 +14,8 @@ from kvbaton.proof.sim.mutants.mutation import Mutant, swap
 from kvbaton.protocol.effects import UnpinPut
 from kvbaton.protocol.machines import lease, producer
 from kvbaton.protocol.machines.consumer import Consumer
+from kvbaton.protocol.machines.consumer_pull import Pulls
+from kvbaton.protocol.machines.consumer_push import Pushes
 from kvbaton.protocol.machines.producer import Producer
 from kvbaton.protocol.machines.puts import Puts
 from kvbaton.protocol.wire.messages import Feature
@@ -96,7 +98,7 @@ def _every_number_is_a_block(original: Any) -> Any:
 
 def _early_blocks_forgotten(original: Any) -> Any:
     def on_granted(self: Any, link: Any, message: Any, now: float) -> None:
-        intake = self._of(link, message.attempt)
+        intake = self.book.of(link, message.attempt)
         if intake is None or intake.end is not None:
             original(self, link, message, now)
             return
@@ -113,7 +115,7 @@ WORLD_MUTANTS: tuple[Mutant, ...] = (
     Mutant("one_group_proves_all", "6", "one group was not reused, so none was",
            swap(producer.__dict__, "judge", _one_group_is_enough)),
     Mutant("good_prefix_in_own_blocks", "6", "D counts P's good blocks in blocks of its own size",
-           swap(Consumer, "on_stale", _good_in_own_blocks)),
+           swap(Pulls, "on_stale", _good_in_own_blocks)),
     Mutant("reuse_untold_unminded", "7", "a pool that tells of no reuse is believed after release",
            swap(Producer, "_judge", _exact_or_not)),
     Mutant("watcher_taken_unminded", "7", "another watcher took our place, and silence is taken for no reuse",
@@ -121,7 +123,7 @@ WORLD_MUTANTS: tuple[Mutant, ...] = (
     Mutant("tombstones_outlive_the_cache", "3", "a commit is judged by epochs of a cache that was replaced",
            swap(Producer, "void", _tombstones_stay)),
     Mutant("written_without_a_fence", "16", "a writer that cannot be shut out is let in",
-           swap(Consumer, "_may_be_written_to", _fenced_or_not)),
+           swap(Pushes, "is_possible", _fenced_or_not)),
     Mutant("put_unpinned_when_given_up", "store", "unpinned when a put was told to stop, not when it has",
            swap(Puts, "on_timer", _unpinned_when_given_up)),
     Mutant("sleeps_with_blocks_held", "19", "an engine that only holds blocks for a load says that it is idle",

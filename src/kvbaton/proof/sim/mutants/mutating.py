@@ -42,8 +42,8 @@ TELLS_ONLY = frozenset({"__repr__", "__str__", "Intake.ended", "Doorway.put_bloc
 
 def core() -> tuple[str, ...]:
     """What decides: the whole protocol, and the three modules that carry it out."""
-    found = pkgutil.walk_packages(kvbaton.protocol.__path__, "protocol.")
-    protocol = sorted(each.name for each in found if not each.ispkg)
+    found = pkgutil.walk_packages(kvbaton.protocol.__path__, f"{PACKAGE}protocol.")
+    protocol = sorted(each.name.removeprefix(PACKAGE) for each in found if not each.ispkg)
     return (*protocol, "node.node", "node.doorway", "node.epochs")
 
 

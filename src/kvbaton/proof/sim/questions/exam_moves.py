@@ -14,13 +14,22 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry import layout, plan, spans
 from kvbaton.protocol.geometry.layout import NULL_BLOCK, EngineLayout, Kind
 from kvbaton.protocol.geometry.pages import pages
-from kvbaton.protocol.geometry.progress import GroupProgress, Progress, Rect, advance, nothing, slowest, whole
+from kvbaton.protocol.geometry.progress import (
+    GroupProgress,
+    Progress,
+    Rect,
+    advance,
+    complete,
+    covers,
+    nothing,
+    slowest,
+    whole,
+)
 from kvbaton.protocol.geometry.spans import BlockLists, segments
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.machines import movement
 from kvbaton.protocol.machines.movement import Cargo, Route, moves
 from kvbaton.protocol.machines.quotas import block_bytes, promised_bytes
-from kvbaton.protocol.machines.readiness import complete, covers
 
 _R = Reason
 _PEER = PeerId(WorkerId("other"), Incarnation(1))

@@ -1,0 +1,231 @@
+"""Claims: who comes for a handoff, with which ticket, and whether there is a seat for it.
+
+Laws: a claim is answered once it can be: granted, or refused with a reason, or parked while P has not begun the
+handoff, bounded and with a deadline (rule 12). A reader that comes with its ticket and another prompt has had its turn:
+the lease does not wait for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvbaton.protocol.bounded import Remembered
+from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.ids import HandoffId, Reader
+from kvbaton.protocol.machines.context import Desk, Parts
+from kvbaton.protocol.machines.lease import Lease, ReaderState, Seat
+from kvbaton.protocol.machines.pairing_state import Session
+from kvbaton.protocol.machines.quotas import Held, PerPeer, block_bytes, promised_bytes
+from kvbaton.protocol.marks import Side as Seen
+from kvbaton.protocol.marks import Step
+from kvbaton.protocol.wire.codec import pack_blocks
+from kvbaton.protocol.wire.messages import DETAIL_CHARS_MAX, Claim, ClaimRefused, Granted
+from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX, Ticket, unseal
+
+_OVER = "the lease of this handoff is over"
+
+
+class Claimed(Protocol):
+    """The producer, as claims know it."""
+
+    by_handoff: dict[HandoffId, Lease]
+    ended: Remembered[HandoffId, Reason]
+    held: Held
+    draining: bool
+
+    def extend(self, lease: Lease, now: float) -> float: ...
+    def lend(self, lease: Lease, reader: Reader, seat: Seat) -> None: ...
+    def close(self, lease: Lease, reason: Reason, now: float) -> None: ...
+
+
+@dataclass(slots=True)
+class Parked:
+    """A claim that came before P knew the request."""
+
+    session: Session
+    claim: Claim
+    since: float
+
+
+class Claims:
+    """All claims on this node's leases, and those that wait for one."""
+
+    def __init__(self, desk: Desk, leases: Claimed) -> None:
+        self.desk = desk
+        self.parked: PerPeer[Parked] = PerPeer()
+        self._leases = leases
+        self._block_bytes = block_bytes(desk.identity.layout)
+
+    def on_claim(self, session: Session, claim: Claim, now: float) -> None:
+        reader = Reader(session.peer, claim.attempt)
+        try:
+            # The ticket is looked at before the handoff, so that a claim without a good one learns nothing: not even
+            # whether P has that handoff.
+            ticket = self._check_ticket(session, claim, now)
+            lease = self._leases.by_handoff.get(claim.handoff)
+            if lease is None:
+                self._park(reader, session, claim, ticket, now)
+            else:
+                self._seat(lease, reader, session, claim, now)
+        except ProtocolError as error:
+            self._refuse(session, claim, error)
+            self._spend(session, claim, error, now)
+
+    # --- waiting
+
+    def on_begun(self, lease: Lease, now: float) -> None:
+        """Answer those who were early."""
+        for reader in self._waiting_for(lease.handoff):
+            self._answer_parked(reader, lease, now)
+
+    def on_discarded(self, handoff: HandoffId) -> None:
+        error = ProtocolError(Reason.DISCARDED, "the router took the ticket of this handoff back")
+        for reader in self._waiting_for(handoff):
+            waiting = self.parked[reader]
+            del self.parked[reader]
+            self.desk.timers.clear(("parked", reader))
+            self._refuse(waiting.session, waiting.claim, error)
+
+    def on_parked_too_long(self, reader: Reader, now: float) -> None:
+        waiting = self.parked[reader]
+        del self.parked[reader]
+        detail = "the prefiller has not begun this request within defer_timeout"
+        self._refuse(waiting.session, waiting.claim, ProtocolError(Reason.DEFER_TIMEOUT, detail))
+
+    def drop(self, reader: Reader) -> None:
+        """It will not wait any longer."""
+        if self.parked.take(reader) is not None:
+            self.desk.timers.clear(("parked", reader))
+
+    def drop_session(self, session: Session) -> None:
+        for reader in [r for r, waiting in self.parked.items() if waiting.session is session]:
+            del self.parked[reader]
+            self.desk.timers.clear(("parked", reader))
+
+    def waits_in(self, session: Session) -> bool:
+        return any(waiting.session is session for waiting in self.parked.values())
+
+    def _waiting_for(self, handoff: HandoffId) -> list[Reader]:
+        return [reader for reader, waiting in self.parked.items() if waiting.claim.handoff == handoff]
+
+    def _park(self, reader: Reader, session: Session, claim: Claim, ticket: Ticket, now: float) -> None:
+        # D may be asked before P is, and its claim be here before the engine's word: to refuse it would cost a prefill,
+        # to wait without a bound would be a leak that any member can cause. A ticket that names a lease is of one that
+        # has begun, so for that there is nothing to wait (rule 12).
+        ended = self._leases.ended.get(claim.handoff)
+        if ended is not None:
+            raise ProtocolError(ended, _OVER)
+        if ticket.lease or not claim.deferred:
+            raise ProtocolError(Reason.UNKNOWN_LEASE, "the lease of this ticket is not remembered")
+        if reader in self.parked:
+            return
+        if self._leases.draining:
+            raise ProtocolError(Reason.DRAINING, "the prefiller is draining")
+        if len(self.parked) >= self.desk.settings.parked_max:
+            raise ProtocolError(Reason.BUSY, f"parked_max: {len(self.parked)} claims wait already")
+        of_peer = self.parked.of(session.peer.worker)
+        if of_peer >= self.desk.settings.parked_per_peer_max:
+            raise ProtocolError(Reason.BUSY, f"parked_per_peer_max: {of_peer} claims of {session.peer.worker} wait")
+        self.parked[reader] = Parked(session, claim, now)
+        self.desk.timers.set(("parked", reader), now + self.desk.settings.defer_timeout)
+
+    def _answer_parked(self, reader: Reader, lease: Lease, now: float) -> None:
+        waiting = self.parked[reader]
+        del self.parked[reader]
+        self.desk.timers.clear(("parked", reader))
+        if self._leases.by_handoff.get(lease.handoff) is not lease:  # one who waited too has spent the last place of it
+            reason = self._leases.ended.get(lease.handoff) or Reason.TICKET_SPENT
+            self._refuse(waiting.session, waiting.claim, ProtocolError(reason, _OVER))
+            return
+        self.desk.mark(Seen.PREFILL, lease.id, Step.PARKED, waiting.since, detail=str(reader.peer.worker))
+        try:
+            self._seat(lease, reader, waiting.session, waiting.claim, now)
+        except ProtocolError as error:
+            self._refuse(waiting.session, waiting.claim, error)
+            self._spend(waiting.session, waiting.claim, error, now)
+
+    # --- tickets and seats
+
+    def _check_ticket(self, session: Session, claim: Claim, now: float) -> Ticket:
+        identity = self.desk.identity
+        wall = now + identity.wall_offset_s
+        ticket = unseal(claim.ticket, identity.ticket_keys, wall)
+        if not ticket.expires_unix_s - wall <= TICKET_LIFE_S_MAX:  # false for NaN as well
+            until = f"{ticket.expires_unix_s:.0f}, {TICKET_LIFE_S_MAX:.0f} s at most"
+            raise ProtocolError(Reason.TICKET_FORGED, f"ticket: good until {until} from now")
+        if ticket.source != identity.me.worker or ticket.handoff != claim.handoff:
+            raise ProtocolError(Reason.TICKET_FORGED, "ticket: it is for another prefiller or handoff")
+        if ticket.incarnation not in (0, identity.me.incarnation):
+            raise ProtocolError(Reason.WRONG_INCARNATION, "ticket: the prefiller has restarted since; ask it again")
+        if ticket.target not in ("", session.peer.worker):
+            raise ProtocolError(Reason.TICKET_FORGED, f"ticket: it is for {ticket.target}, not {session.peer.worker}")
+        if ticket.digest not in (b"", claim.digest):
+            raise ProtocolError(Reason.CONTENT_MISMATCH, "digest: the ticket is for another prompt than the claim's")
+        return ticket
+
+    def _seat(self, lease: Lease, reader: Reader, session: Session, claim: Claim, now: float) -> None:
+        if lease.target not in ("", session.peer.worker):
+            raise ProtocolError(Reason.TICKET_FORGED, f"target: this handoff is for {lease.target}")
+        if lease.digest != claim.digest:
+            raise ProtocolError(
+                Reason.CONTENT_MISMATCH, "digest: the prefiller computed another prompt than the claim's"
+            )
+        if reader not in lease.seats:
+            if not lease.has_room():
+                raise ProtocolError(Reason.TICKET_SPENT, f"max_readers: all {lease.max_readers} have claimed it")
+            self._take_share(lease, reader)
+            lease.seats[reader] = Seat(
+                session.number,
+                told=tuple(len(ids) for ids in lease.blocks),
+                version=session.version,
+                plane=session.transport,
+                loans=Parts(lease),
+            )
+            self._leases.lend(lease, reader, lease.seats[reader])
+            lease.traffic.transport = session.transport.name
+            self.desk.mark(Seen.PREFILL, lease.id, Step.SEATED, now, detail=str(reader.peer.worker))
+        # A claim that comes again is answered again, because the first answer may be lost; but a reader that has had
+        # its verdict, or has left, is no reader any more (rule 5).
+        elif lease.seats[reader].state is not ReaderState.LIVE:
+            self.desk.count("late.claim")
+            return
+        ttl_s = self._leases.extend(lease, now)
+        blocks = tuple(pack_blocks(ids) for ids in lease.blocks)
+        session.send(
+            self.desk,
+            Granted(lease.handoff, reader.attempt, lease.id, ttl_s, lease.tokens, blocks, lease.progress, lease.final),
+        )
+
+    def _take_share(self, lease: Lease, reader: Reader) -> None:
+        """A peer that holds as much as one may is refused more, so that the others find some."""
+        settings, worker = self.desk.settings, reader.peer.worker
+        size = promised_bytes(self.desk.identity.layout, self._block_bytes, lease.tokens)
+        seats, held = self._leases.held.seats(worker), self._leases.held.bytes(worker)
+        if seats >= settings.seats_per_peer_max:
+            raise ProtocolError(Reason.BUSY, f"seats_per_peer_max: {worker} reads {seats} leases already")
+        if seats and held + size > settings.bytes_per_peer_max:  # one alone may be as large as it is
+            raise ProtocolError(Reason.BUSY, f"bytes_per_peer_max: {worker} holds {held} bytes, asks for {size} more")
+        self._leases.held.take(lease.id, reader, size)
+
+    def _spend(self, session: Session, claim: Claim, error: ProtocolError, now: float) -> None:
+        """The place of a ticket that came with another prompt is spent: its engine will not read by it.
+
+        That is the last thing a claim is refused for, so all else of the ticket is right.
+        """
+        # Otherwise P would pin the blocks for the rest of the term, for a reader that has been refused for good.
+        lease, reader = self._leases.by_handoff.get(claim.handoff), Reader(session.peer, claim.attempt)
+        if error.reason is not Reason.CONTENT_MISMATCH or lease is None:
+            return
+        ticket = unseal(claim.ticket, self.desk.identity.ticket_keys, now + self.desk.identity.wall_offset_s)
+        if ticket.digest not in (b"", lease.digest):  # a ticket of another prompt: it is not this lease's to spend
+            return
+        if lease.target in ("", reader.peer.worker) and reader not in lease.seats and lease.has_room():
+            lease.seats[reader] = Seat(session.number, ReaderState.STALE, version=session.version)
+            if lease.used_up:
+                self._leases.close(lease, Reason.CONTENT_MISMATCH, now)
+
+    def _refuse(self, session: Session, claim: Claim, error: ProtocolError) -> None:
+        self.desk.count(f"claim_refused.{error.reason}")
+        detail = error.detail[:DETAIL_CHARS_MAX]
+        session.send(self.desk, ClaimRefused(claim.handoff, claim.attempt, error.reason, detail))

@@ -1,0 +1,122 @@
+"""Push: D offers its blocks, and P writes into them until it says Written, or Quiesced.
+
+Laws: a reservation's number is never used again (rule 13). Blocks that were offered are let go only after Written,
+Quiesced or a fence of every rank (rule 14): a source that is silent, or dead, may still be writing.
+"""
+
+from __future__ import annotations
+
+from kvbaton.protocol.effects import Direction
+from kvbaton.protocol.errors import Reason, reason_of
+from kvbaton.protocol.ids import ReservationId
+from kvbaton.protocol.machines.consumer_book import ConsumerBook, Fail
+from kvbaton.protocol.machines.inbound import Intake, IntakeEvent
+from kvbaton.protocol.machines.pairing_state import Link, LinkState
+from kvbaton.protocol.marks import Step
+from kvbaton.protocol.numbers import DURATION_S_MIN
+from kvbaton.protocol.wire.codec import pack_blocks
+from kvbaton.protocol.wire.messages import Accepted, Ack, Feature, Offer, Quiesced, Revoke, Written
+
+_E = IntakeEvent
+
+
+class Pushes:
+    """Handoffs whose blocks the source writes."""
+
+    def __init__(self, book: ConsumerBook, fail: Fail) -> None:
+        self.book = book
+        self.desk = book.desk
+        self._fail = fail
+        self._last_reservation = 0
+
+    def is_possible(self, link: Link) -> bool:
+        """Where the sender cannot be fenced, or cannot push, the receiver copies (rule 16)."""
+        assert link.transport is not None
+        return link.transport.can_write and link.transport.can_fence and bool(link.features & Feature.PUSH)
+
+    def begin(self, intake: Intake, now: float) -> None:
+        if self.book.step(intake, _E.PUSH_BEGUN):
+            self._last_reservation += 1
+            intake.reservation = ReservationId(self._last_reservation)
+            self.book.by_reservation[intake.reservation] = intake
+            self.book.wait(intake, self.desk.settings.transfer_timeout, now)
+            self.book.mark(intake.attempt, Step.OFFERED, now)
+            self._lend(intake)
+            self.send_offer(intake)
+            # It may be lost, and is made again with the next renewal, which nothing puts off: the lease runs on.
+            assert intake.source is not None
+            soon_s = max(min(self.desk.settings.retry_s, intake.source.ttl_s / 3), DURATION_S_MIN)
+            self.desk.timers.hasten(("pulse", intake.wanted.handoff), now + soon_s)
+
+    def _lend(self, intake: Intake) -> None:
+        """Before the source is told of these blocks; taken back when the handoff ends, whatever the source says."""
+        link, target = intake.link, intake.target
+        assert link.transport is not None and link.peer is not None and target is not None
+        self.desk.lend(intake.parts, link.transport, link.peer, Direction.WRITE, target.blocks)
+
+    def send_offer(self, intake: Intake) -> None:
+        assert intake.source is not None and intake.target is not None
+        blocks = tuple(pack_blocks(ids) for ids in intake.target.blocks)
+        offer = Offer(
+            intake.source.lease,
+            intake.attempt,
+            intake.reservation,
+            intake.target.first_token,
+            blocks,
+            intake.wanted.digest,
+        )
+        self.book.links.send(intake.link, offer)
+
+    def on_accepted(self, link: Link, message: Accepted, now: float) -> None:
+        intake = self.book.by_reservation.get(message.reservation)
+        if intake is not None and intake.link is link:
+            intake.accepted = True
+
+    def on_written(self, link: Link, message: Written, now: float) -> None:
+        # Acknowledged whatever we make of it: P repeats a Written until it is, and keeps its blocks pinned meanwhile.
+        self.book.links.send(link, Ack(message.lease, message.attempt, message.reservation))
+        intake = self.book.by_reservation.get(message.reservation)
+        if intake is None or intake.link is not link or intake.attempt != message.attempt:
+            self.desk.count("late.written")
+            return
+        if intake.end is None and message.digest != intake.wanted.digest:
+            self._fail(intake, Reason.CONTENT_MISMATCH, "digest: the source wrote another prompt", now)
+        self.book.step(intake, _E.WRITTEN)
+        if intake.end is None:
+            self.book.mark(intake.attempt, Step.COPIED, now)
+            self.book.finish(intake, now)
+        else:  # it crossed our Revoke, or wrote another prompt: only our own ranks are waited for now
+            self.book.clear_timers(intake)
+        self.book.rest(intake, now)
+
+    def on_quiesced(self, link: Link, message: Quiesced, now: float) -> None:
+        intake = self.book.by_reservation.get(message.reservation)
+        if intake is None or intake.link is not link:
+            self.desk.count("late.quiesced")
+            return
+        reason = Reason.SOURCE_ABORTED if message.reason is None else reason_of(message.reason)
+        if intake.end is None:
+            self._fail(intake, reason, "the source stopped writing", now)
+        self.quiesced(intake, now)
+        self.book.heal(link, reason, now)
+
+    def quiesced(self, intake: Intake, now: float) -> None:
+        """The source says that it has stopped, or was fenced."""
+        self.book.step(intake, _E.QUIESCED)
+        self.book.clear_timers(intake)  # only our own ranks are waited for now
+        self.book.rest(intake, now)
+
+    def revoke(self, intake: Intake, now: float) -> None:
+        """Have the source stop. If it cannot be told, or does not answer in time, it is shut out."""
+        if intake.link.state is LinkState.UP:
+            self.send_revoke(intake, now)
+            self.book.wait(intake, self.desk.settings.revoke_timeout, now)
+        else:
+            self.book.links.fence(intake.link, now)
+
+    def send_revoke(self, intake: Intake, now: float) -> None:
+        if intake.link.state is LinkState.UP:
+            assert intake.source is not None and intake.end is not None and intake.end.reason is not None
+            revoke = Revoke(intake.source.lease, intake.attempt, intake.reservation, intake.end.reason)
+            self.book.links.send(intake.link, revoke)
+            self.book.pulse(intake, self.desk.settings.retry_s, now)
