@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvbaton.observe.codes.catalogue import CATALOGUE
+from kvbaton.observe.codes.code_catalogue import CATALOGUE
 from kvbaton.observe.codes.entry import Entry, Kind, Who
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -16,7 +16,7 @@ import pytest
 
 from kvbaton.cli.main import main
 from kvbaton.observe.codes import api, findings, logs
-from kvbaton.observe.codes.catalogue import CATALOGUE, close, every, find
+from kvbaton.observe.codes.code_catalogue import CATALOGUE, close, every, find
 from kvbaton.observe.codes.entry import Kind, Severity, Who
 from kvbaton.observe.codes.reasons import ADVICE
 from kvbaton.observe.metrics.metric_names import BY_NAME

@@ -32,7 +32,7 @@ from kvbaton.transports.cuda import cuda_listener
 from kvbaton.transports.local.region_listener import ShmEndpoint
 from kvbaton.transports.mooncake import mooncake_endpoint
 from kvbaton.transports.mori import mori_endpoint
-from kvbaton.transports.net import handshake, transfer_frames
+from kvbaton.transports.net import connection_handshake, transfer_frames
 from kvbaton.transports.nixl import nixl_endpoint
 from kvbaton.transports.nixl.nixl_lists import Place as NixlPlace
 from kvbaton.transports.shm import shm_transport
@@ -149,13 +149,13 @@ def scripted(script: Generator[Any, None, Any], data: bytes) -> tuple[Any, int]:
 
 def greeting(data: bytes) -> None:
     """No bytes of a stranger's let it in, at a server or at a client; it gets one answer of one size at most."""
-    known = handshake.Keyring()
+    known = connection_handshake.Keyring()
     known.mint(PEER)
     for script in (
-        lambda line: handshake.admit(line, known, ME),
-        lambda line: handshake.admit(line, known, ME, True),
-        lambda line: handshake.greet(line, SECRET, ME, PEER, 0),
-        lambda line: handshake.greet(line, SECRET, ME, PEER, 0, True),
+        lambda line: connection_handshake.admit(line, known, ME),
+        lambda line: connection_handshake.admit(line, known, ME, True),
+        lambda line: connection_handshake.greet(line, SECRET, ME, PEER, 0),
+        lambda line: connection_handshake.greet(line, SECRET, ME, PEER, 0, True),
     ):
         line = SimpleNamespace(out=[])
         with contextlib.suppress(ProtocolError, EOFError):
@@ -166,7 +166,10 @@ def greeting(data: bytes) -> None:
 
 def greeting_seeds() -> list[bytes]:
     name = PEER.worker.encode()
-    said = handshake._HELLO.pack(handshake._MAGIC, 1, 1, len(name), PEER.incarnation, bytes(32)) + name
+    said = (
+        connection_handshake._HELLO.pack(connection_handshake._MAGIC, 1, 1, len(name), PEER.incarnation, bytes(32))
+        + name
+    )
     return [said + bytes(32), said, bytes(64)]
 
 

@@ -20,7 +20,7 @@ from kvbaton.security import handshake
 from kvbaton.security.handshake import PLAIN, SEALED, Handshake, HandshakeError, PlainPeer, Service
 from kvbaton.security.records import OVERHEAD_BYTES, Seals
 from kvbaton.store import tcp_connection
-from kvbaton.transports.net import handshake as auth
+from kvbaton.transports.net import connection_handshake as auth
 from kvbaton.transports.net.stream_socket import Source, Wire
 
 P, D = PeerId(WorkerId("p"), Incarnation(1)), PeerId(WorkerId("d0"), Incarnation(0x1234))

@@ -26,7 +26,7 @@ from zmq.utils import z85
 
 from kvbaton.cli.main import main
 from kvbaton.control import keyring
-from kvbaton.transports.net import handshake
+from kvbaton.transports.net import connection_handshake
 from tests.e2e.cluster import wait_for
 from tests.e2e.pair import pair
 
@@ -208,7 +208,9 @@ def test_the_secrets_of_pairings_are_in_no_log(tmp_path: Path, caplog: pytest.Lo
             async with pair(tmp_path / transport, transport=transport) as made:
                 for mode in ("pull", "push"):
                     await made.answer(f"a prompt {mode}", mode)
-                rings = [each for each in gc.get_objects() if type(each) is handshake.Keyring]  # asks nothing of others
+                rings = [
+                    each for each in gc.get_objects() if type(each) is connection_handshake.Keyring
+                ]  # asks nothing of others
                 found += [secret for ring in rings for secret in list(ring._secrets.values())]
         return found
 

@@ -13,7 +13,7 @@ import msgspec
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.transports.core.mover import NO_WAIT
 from kvbaton.transports.core.span_tables import to_wire
-from kvbaton.transports.net.handshake import greet
+from kvbaton.transports.net.connection_handshake import greet
 from kvbaton.transports.net.stream_socket import Sink, Source, Wire
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, parse
 from kvbaton.transports.tcp.tcp_transport import TcpEndpoint

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvbaton.security.handshake import NONCE_BYTES, PROOF_BYTES
 from kvbaton.security.records import HEAD, OVERHEAD_BYTES
-from kvbaton.transports.net.handshake import _HELLO
+from kvbaton.transports.net.connection_handshake import _HELLO
 
 Edit = Callable[[str, int, bytes], list[bytes] | None]
 """(to "server" or "client", number of the record, the record): what is passed on instead; None hangs up."""

@@ -11,8 +11,8 @@ import pytest
 
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.transports.net import handshake
-from kvbaton.transports.net.handshake import Admitted, Keyring, admit, greet
+from kvbaton.transports.net import connection_handshake
+from kvbaton.transports.net.connection_handshake import Admitted, Keyring, admit, greet
 from kvbaton.transports.net.stream_socket import Bytes, Sink, Wire, take
 
 from .blocking import D, P, play
@@ -84,7 +84,7 @@ def test_a_client_that_skips_the_proof_is_refused(ends: tuple[socket.socket, soc
 
     def brazen(wire: Wire) -> Generator[Sink, None, None]:
         name = D.worker.encode()
-        hello = handshake._HELLO.pack(b"KVBT", 1, 0, len(name), D.incarnation, bytes(32))
+        hello = connection_handshake._HELLO.pack(b"KVBT", 1, 0, len(name), D.incarnation, bytes(32))
         wire.out.append(Bytes(hello + name + bytes(32)))
         yield from take(64)
 
@@ -121,7 +121,7 @@ def test_another_life_of_a_worker_is_another_peer() -> None:
 
 
 def test_the_keyring_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "PEERS_MAX", 2)
+    monkeypatch.setattr(connection_handshake, "PEERS_MAX", 2)
     keyring = Keyring()
     for number in range(2):
         keyring.mint(PeerId(WorkerId("w"), Incarnation(number)))

@@ -13,7 +13,7 @@ import pytest
 from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.transports.net import reception
-from kvbaton.transports.net.handshake import Admitted, greet
+from kvbaton.transports.net.connection_handshake import Admitted, greet
 from kvbaton.transports.net.reception import Reception
 from kvbaton.transports.net.socket_loop import Loop
 from kvbaton.transports.tcp.tcp_server import prepare

@@ -32,7 +32,7 @@ from kvbaton.transports.cuda.cuda_listener import CudaEndpoint
 from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
 from kvbaton.transports.local import region_listener
 from kvbaton.transports.local.region_listener import LENGTH, ShmEndpoint
-from kvbaton.transports.net import handshake as auth
+from kvbaton.transports.net import connection_handshake as auth
 from kvbaton.transports.net.stream_socket import Bytes, Sink, Wire, take
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, Status
 from kvbaton.transports.shm.shm_transport import ShmConfig, ShmTransport

@@ -25,7 +25,7 @@ from kvbaton.transports.catalogue import PlaneSettings
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction
-from kvbaton.transports.net.handshake import greet
+from kvbaton.transports.net.connection_handshake import greet
 from kvbaton.transports.net.stream_socket import Wire
 from kvbaton.transports.net.transfer_frames import Kind
 from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport

@@ -25,7 +25,7 @@ from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction
 from kvbaton.transports.local import region_listener
 from kvbaton.transports.local.region_listener import LENGTH, Place, ShmEndpoint
-from kvbaton.transports.net.handshake import Keyring, admit, greet
+from kvbaton.transports.net.connection_handshake import Keyring, admit, greet
 from kvbaton.transports.shm.shm_transport import CAPABILITIES, ShmConfig, ShmTransport
 
 from .blocking import D, P, is_closed, play

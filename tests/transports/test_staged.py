@@ -20,7 +20,7 @@ from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.refusals import refusals_of
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction, FenceEnded, TransportEvent
 from kvbaton.transports.local.region_listener import LENGTH
-from kvbaton.transports.net import handshake
+from kvbaton.transports.net import connection_handshake
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, Status, parse
 from kvbaton.transports.staged import staged_connection, staged_server
 from kvbaton.transports.staged.staged_listener import SOCKETS_MAX, Carrier, Hello, StagedEndpoint, dial
@@ -200,7 +200,7 @@ def test_a_peer_makes_nobody_pin_more_than_the_bound(pair: Pair, monkeypatch: py
 def enter(pair: Pair, stream: int, secret: bytes | None = None) -> socket.socket:
     there = msgspec.msgpack.decode(pair.p.endpoint(D), type=StagedEndpoint)
     sock = socket.create_connection((there.place, there.port), DEADLINE_S)
-    play(sock, lambda wire: handshake.greet(wire, secret or there.secret, D, P, stream))
+    play(sock, lambda wire: connection_handshake.greet(wire, secret or there.secret, D, P, stream))
     return sock
 
 

@@ -23,7 +23,7 @@ from kvbaton.transports.core.loans import EVERYTHING, lend_everything
 from kvbaton.transports.core.shared_memory import allocate
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
 from kvbaton.transports.cuda.cuda_driver import CudaError
-from kvbaton.transports.net.handshake import greet
+from kvbaton.transports.net.connection_handshake import greet
 from kvbaton.transports.net.transfer_frames import PAYLOAD_BYTES_MAX, Frame, Kind, Status
 from kvbaton.transports.shm.shm_transport import ShmTransport
 

@@ -16,7 +16,7 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId
 from kvbaton.transports.core import jobs
 from kvbaton.transports.core.loans import EVERYTHING, lend_everything
 from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction
-from kvbaton.transports.net.handshake import Keyring, admit
+from kvbaton.transports.net.connection_handshake import Keyring, admit
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, Status
 from kvbaton.transports.tcp import tcp_transport
 from kvbaton.transports.tcp.tcp_transport import TcpConfig, TcpEndpoint, TcpTransport

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.api_errors import bad_field
-from kvbaton.observe.tracing.context import parse as parse_trace
+from kvbaton.observe.tracing.trace_context import parse as parse_trace
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX
 
 FIELD = "kv_transfer_params"

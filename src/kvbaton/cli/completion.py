@@ -15,7 +15,7 @@ from kvbaton.cli.arguments import planes_choice
 from kvbaton.cli.completion_bash import bash
 from kvbaton.cli.completion_others import fish, zsh
 from kvbaton.cli.completion_words import Node, Taker, Takes
-from kvbaton.observe.codes.catalogue import CATALOGUE
+from kvbaton.observe.codes.code_catalogue import CATALOGUE
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.transports import catalogue
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvbaton.observe.codes.catalogue import CATALOGUE, TITLES, close, find
+from kvbaton.observe.codes.code_catalogue import CATALOGUE, TITLES, close, find
 from kvbaton.observe.codes.entry import Entry, Kind, Who
 from kvbaton.processes.operator_errors import CommandError
 

@@ -10,7 +10,7 @@ import msgspec
 
 from kvbaton.api.bodies import Kind
 from kvbaton.api.params import Mode
-from kvbaton.observe.tracing.context import Traceparent
+from kvbaton.observe.tracing.trace_context import Traceparent
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.client_quotas import Tab
 from kvbaton.router.http.http_types import Header

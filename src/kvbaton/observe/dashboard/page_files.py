@@ -11,7 +11,7 @@ from importlib import resources
 
 import msgspec
 
-from kvbaton.observe.codes.catalogue import CATALOGUE
+from kvbaton.observe.codes.code_catalogue import CATALOGUE
 from kvbaton.observe.codes.entry import Kind
 
 ROOT = "/dashboard"

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from kvbaton.observe.flight.flight_records import QUIET, Flight, Moment, Seat
-from kvbaton.observe.tracing import context
-from kvbaton.observe.tracing.context import Traceparent
+from kvbaton.observe.tracing import trace_context
+from kvbaton.observe.tracing.trace_context import Traceparent
 from kvbaton.protocol.ids import is_handoff_id
 
 Value = str | int
@@ -63,9 +63,9 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""  # the reason, where it failed
 
 
-def spans_of(flight: Flight, new_id: NewId = context.new_span_id) -> list[Span]:
+def spans_of(flight: Flight, new_id: NewId = trace_context.new_span_id) -> list[Span]:
     """The spans of one ended flight, parents first; none where its trace is not sampled."""
-    trace = context.parse(flight.trace)
+    trace = trace_context.parse(flight.trace)
     if trace is None or not trace.sampled or not flight.is_over or not flight.moments:
         return []
     if flight.seat is Seat.ROUTER:
@@ -76,7 +76,7 @@ def spans_of(flight: Flight, new_id: NewId = context.new_span_id) -> list[Span]:
 
 
 def _at_router(flight: Flight, trace: Traceparent, new_id: NewId) -> list[Span]:
-    parent = context.parse(flight.parent)
+    parent = trace_context.parse(flight.parent)
     above = parent.span_id if parent is not None and parent.trace_id == trace.trace_id else ""
     entry = _entry(flight, trace, above if above != trace.span_id else "")
     found = [entry]
@@ -91,7 +91,7 @@ def _at_router(flight: Flight, trace: Traceparent, new_id: NewId) -> list[Span]:
             error=_reason(flight) if cut else "",
         )  # fmt: skip
         told = flight.legs[index] if index < len(flight.legs) else ""
-        span_id = told if context.is_span_id(told) else leg.span_id
+        span_id = told if trace_context.is_span_id(told) else leg.span_id
         found.append(msgspec.structs.replace(leg, kind=Kind.CLIENT, span_id=span_id))
     return found
 

@@ -17,7 +17,7 @@ from kvbaton.transports.checksum.checksum_portions import DIGEST_BYTES
 from kvbaton.transports.core.jobs import AGAIN_S_MAX, LENT_WAIT_S, Job
 from kvbaton.transports.core.span_tables import size_of, to_wire
 from kvbaton.transports.core.transport import Spans
-from kvbaton.transports.net.handshake import greet
+from kvbaton.transports.net.connection_handshake import greet
 from kvbaton.transports.net.socket_loop import Loop, Timer
 from kvbaton.transports.net.stream_socket import Bytes, Script, Wire, take
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, Status, parse

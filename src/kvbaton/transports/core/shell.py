@@ -37,7 +37,7 @@ from kvbaton.transports.core.transport import (
     Spans,
     TransportEvent,
 )
-from kvbaton.transports.net.handshake import Keyring
+from kvbaton.transports.net.connection_handshake import Keyring
 from kvbaton.transports.net.socket_loop import Loop
 
 CLOSED = Reason.CANCELLED, "the transport was closed"

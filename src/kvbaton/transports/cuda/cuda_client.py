@@ -24,7 +24,7 @@ from kvbaton.transports.cuda.cuda_driver import HANDLE_BYTES, CudaError, Gpu
 from kvbaton.transports.cuda.cuda_listener import EXPORTED, TABLE_BYTES_MAX, Allocation, CudaEndpoint, Shared
 from kvbaton.transports.local.region_client import dial
 from kvbaton.transports.local.region_listener import LENGTH
-from kvbaton.transports.net.handshake import greet
+from kvbaton.transports.net.connection_handshake import greet
 from kvbaton.transports.net.socket_loop import Loop, Timer
 from kvbaton.transports.net.stream_socket import Script, Wire, take
 

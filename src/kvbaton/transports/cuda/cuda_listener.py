@@ -28,7 +28,7 @@ from kvbaton.transports.core.refusals import Cause, Refusals, Refused, cause_of
 from kvbaton.transports.core.shared_memory import REGIONS_MAX
 from kvbaton.transports.cuda.cuda_driver import HANDLE_BYTES, CudaError, Gpu
 from kvbaton.transports.local.region_listener import LENGTH, NAME_PREFIX, STRANGERS_MAX, same_user
-from kvbaton.transports.net.handshake import Admitted, Keyring
+from kvbaton.transports.net.connection_handshake import Admitted, Keyring
 from kvbaton.transports.net.reception import BACKLOG, Reception
 from kvbaton.transports.net.socket_loop import Loop
 from kvbaton.transports.net.stream_socket import Bytes as Message

@@ -23,7 +23,7 @@ from kvbaton.transports.core.jobs import Job, Jobs
 from kvbaton.transports.core.mover import Wait
 from kvbaton.transports.core.shared_memory import F_SEAL_FUTURE_WRITE, REGIONS_MAX
 from kvbaton.transports.local.region_listener import DESCRIPTORS_MAX, LENGTH, Place, ShmEndpoint, same_user
-from kvbaton.transports.net.handshake import greet
+from kvbaton.transports.net.connection_handshake import greet
 from kvbaton.transports.net.socket_loop import Loop
 from kvbaton.transports.net.stream_socket import Script, Wire, take
 

@@ -18,7 +18,7 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.protocol.numbers import Bytes, Number
 from kvbaton.transports.core.refusals import Cause, Refusals, Refused
 from kvbaton.transports.core.shared_memory import Region
-from kvbaton.transports.net.handshake import Admitted, Keyring
+from kvbaton.transports.net.connection_handshake import Admitted, Keyring
 from kvbaton.transports.net.reception import BACKLOG, Reception
 from kvbaton.transports.net.socket_loop import Loop
 

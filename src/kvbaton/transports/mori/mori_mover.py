@@ -22,10 +22,10 @@ import msgspec
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.turn_thread import TurnThread
 from kvbaton.transports.mori.mori_engine import Engine, MoriError, Outcome, Plot
 from kvbaton.transports.mori.mori_links import Link, Part, part_of
 from kvbaton.transports.mori.mori_reach import Reach
-from kvbaton.transports.mori.mori_thread import TurnThread
 
 log = logging.getLogger(__name__)
 

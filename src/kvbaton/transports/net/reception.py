@@ -16,7 +16,7 @@ from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt, is_required_on
 from kvbaton.transports.core.refusals import Cause, Refusals, cause_of
-from kvbaton.transports.net.handshake import Admitted, Keyring, admit
+from kvbaton.transports.net.connection_handshake import Admitted, Keyring, admit
 from kvbaton.transports.net.socket_loop import IN, Loop
 from kvbaton.transports.net.stream_socket import Script, Wire
 

@@ -21,8 +21,8 @@ from collections import deque
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.core.jobs import Job, Jobs
 from kvbaton.transports.core.transport import Direction, Spans
+from kvbaton.transports.core.turn_thread import TurnThread
 from kvbaton.transports.cuda.cuda_driver import CudaError, Gpu
-from kvbaton.transports.mori.mori_thread import TurnThread
 from kvbaton.transports.nixl.nixl_agent import Agent, NixlError
 from kvbaton.transports.nixl.nixl_links import Link, Part, Remote, plan_of
 from kvbaton.transports.nixl.nixl_lists import Lists, Place

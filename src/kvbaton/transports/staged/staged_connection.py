@@ -27,7 +27,7 @@ from kvbaton.transports.core.span_tables import size_of, to_wire
 from kvbaton.transports.core.transport import Direction, Spans
 from kvbaton.transports.local.region_client import TakeDescriptors
 from kvbaton.transports.local.region_listener import LENGTH
-from kvbaton.transports.net.handshake import greet
+from kvbaton.transports.net.connection_handshake import greet
 from kvbaton.transports.net.socket_loop import Loop
 from kvbaton.transports.net.stream_socket import Bytes, Script, Source, Strip, Take, Wire, take
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, Status, parse

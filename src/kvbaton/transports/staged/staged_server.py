@@ -31,7 +31,7 @@ from kvbaton.transports.core.shared_memory import Region
 from kvbaton.transports.core.span_tables import from_wire
 from kvbaton.transports.core.transport import Direction, Spans
 from kvbaton.transports.local.region_listener import LENGTH, STRANGERS_MAX, same_user
-from kvbaton.transports.net.handshake import Admitted, Keyring
+from kvbaton.transports.net.connection_handshake import Admitted, Keyring
 from kvbaton.transports.net.reception import Reception
 from kvbaton.transports.net.socket_loop import Loop
 from kvbaton.transports.net.stream_socket import Bytes, Script, Skip, Strip, Wire, take

@@ -25,7 +25,7 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.core.jobs import Job, Jobs
 from kvbaton.transports.core.span_tables import size_of, to_wire
 from kvbaton.transports.core.transport import Direction, Spans
-from kvbaton.transports.net.handshake import greet
+from kvbaton.transports.net.connection_handshake import greet
 from kvbaton.transports.net.socket_loop import Loop
 from kvbaton.transports.net.stream_socket import Bytes, Script, Sink, Skip, Strip, Wire, take
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, WINDOW_MAX, Frame, Kind, Status, parse

@@ -20,7 +20,7 @@ from kvbaton.transports.core.refusals import Cause, Refusals, cause_of
 from kvbaton.transports.core.shared_memory import Registered
 from kvbaton.transports.core.span_tables import from_wire
 from kvbaton.transports.core.transport import Direction, Spans
-from kvbaton.transports.net.handshake import Admitted, Keyring
+from kvbaton.transports.net.connection_handshake import Admitted, Keyring
 from kvbaton.transports.net.reception import BACKLOG, Reception
 from kvbaton.transports.net.socket_loop import Loop
 from kvbaton.transports.net.stream_socket import Bytes, Script, Sink, Skip, Strip, Wire, take
