@@ -1,4 +1,5 @@
-"""Hunts all mutants and writes src/kvbaton/proof/sim/mutants/mutants_generated.txt and mutants_seeds.txt (those written by hand).
+"""Hunts all mutants and writes src/kvbaton/proof/sim/mutants/mutants_generated.txt and mutants_seeds.txt (those
+written by hand).
 
     python tools/kept_mutants.py                    # those whose remembered seed catches them no longer, from seed 0
     python tools/kept_mutants.py --fresh            # all from seed 0
@@ -27,17 +28,20 @@ RULES = Path(__file__).with_name("protocol_rules.txt")
 FILE = Path(kept.__file__).with_name(kept.FILE)
 SEEDS_MAX = 600
 OF_MODULE = {
-    "protocol.bounded": "5", "protocol.machines.claims": "9", "protocol.clock": "26", "protocol.wire.codec": "25",
-    "protocol.compat": "27", "protocol.machines.consumer": "17", "protocol.machines.consumer_book": "17", "protocol.machines.consumer_pull": "17",
-    "protocol.machines.consumer_push": "17", "protocol.content": "2", "protocol.machines.context": "18", "protocol.machines.disowned": "22",
-    "protocol.errors": "17", "protocol.geometry.plan": "27", "protocol.ids": "1", "protocol.machines.inbound": "17",
-    "protocol.geometry.layout": "27", "protocol.machines.lease": "6", "protocol.machines.ledger": "20", "protocol.machines.pairing_target": "3",
-    "protocol.wire.messages": "24", "protocol.machines.movement": "27", "protocol.machines.push_write": "14", "protocol.geometry.pages": "28",
-    "protocol.machines.pairing_state": "24", "protocol.privileges": "29", "protocol.machines.producer": "9", "protocol.geometry.progress": "10",
-    "protocol.machines.puts": "store", "protocol.machines.quotas": "27", "protocol.machines.pairing_source": "3",
-    "protocol.settings": "25", "protocol.machines.backoff": "23", "protocol.geometry.spans": "31", "protocol.table": "17",
-    "protocol.wire.ticket": "1", "protocol.wire.v1": "24", "protocol.wire.versions": "24", "protocol.geometry.strided_spans": "31",
-    "protocol.machines.push_writer": "13", "node.doorway": "8", "node.epochs": "7", "node.node": "20",
+    "node.doorway": "8", "node.epochs": "7", "node.node": "20", "protocol.bounded": "5", "protocol.clock": "26",
+    "protocol.compat": "27", "protocol.content": "2", "protocol.errors": "17", "protocol.geometry.layout": "27",
+    "protocol.geometry.pages": "28", "protocol.geometry.plan": "27", "protocol.geometry.progress": "10",
+    "protocol.geometry.spans": "31", "protocol.geometry.strided_spans": "31", "protocol.ids": "1",
+    "protocol.machines.backoff": "23", "protocol.machines.claims": "9", "protocol.machines.consumer": "17",
+    "protocol.machines.consumer_book": "17", "protocol.machines.consumer_pull": "17",
+    "protocol.machines.consumer_push": "17", "protocol.machines.context": "18", "protocol.machines.disowned": "22",
+    "protocol.machines.inbound": "17", "protocol.machines.lease": "6", "protocol.machines.ledger": "20",
+    "protocol.machines.movement": "27", "protocol.machines.pairing_source": "3",
+    "protocol.machines.pairing_state": "24", "protocol.machines.pairing_target": "3",
+    "protocol.machines.producer": "9", "protocol.machines.push_write": "14", "protocol.machines.push_writer": "13",
+    "protocol.machines.puts": "store", "protocol.machines.quotas": "27", "protocol.privileges": "29",
+    "protocol.settings": "25", "protocol.table": "17", "protocol.wire.codec": "25", "protocol.wire.messages": "24",
+    "protocol.wire.ticket": "1", "protocol.wire.v1": "24", "protocol.wire.versions": "24",
 }  # fmt: skip
 """Where no rule names the function."""
 

@@ -26,7 +26,7 @@ from typing import Any
 import aiohttp
 
 from kvbaton.engines.embedded.embedded_worker import reference_answers
-from kvbaton.local_cluster.answer_check import MAX_TOKENS, Prompt, prompts
+from kvbaton.local_cluster.answer_check import MAX_TOKENS, CheckPrompt, prompts
 from kvbaton.router.openai_api import MODE_HEADER
 
 HERE = Path(__file__).resolve().parents[1]
@@ -94,7 +94,7 @@ async def at_rest(session: aiohttp.ClientSession, ports: list[int]) -> int:
     return pins
 
 
-async def pair(old: Path, p: str, d: str, transport: str, asked: list[Prompt], expected: list[str]) -> bool:
+async def pair(old: Path, p: str, d: str, transport: str, asked: list[CheckPrompt], expected: list[str]) -> bool:
     trees, good = {"old": old, "new": HERE}, True
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         keys, logs = str(Path(folder, "keys")), Path(folder)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvbaton.api.api_errors import ApiError
-from kvbaton.api.bodies import PARTS_MAX, Kind, parse
+from kvbaton.api.bodies import PARTS_MAX, BodyKind, parse
 
 
 @pytest.mark.parametrize(
@@ -23,24 +23,24 @@ from kvbaton.api.bodies import PARTS_MAX, Kind, parse
     ],
 )
 def test_a_prompt_comes_in_four_shapes(prompt: Any, prompts: Any) -> None:
-    assert parse(Kind.COMPLETION, json.dumps({"prompt": prompt}).encode()).prompts == prompts
+    assert parse(BodyKind.COMPLETION, json.dumps({"prompt": prompt}).encode()).prompts == prompts
 
 
 def test_null_counts_as_absent_and_unknown_fields_pass() -> None:
     fields = {"prompt": "a", "n": None, "stream": None, "max_tokens": None, "temperature": None, "odd": {"x": [1]}}
-    body = parse(Kind.COMPLETION, json.dumps(fields).encode())
+    body = parse(BodyKind.COMPLETION, json.dumps(fields).encode())
     assert (body.n, body.stream, body.parts, body.fields) == (1, False, 1, fields)
 
 
 def test_prompts_times_choices_are_bounded() -> None:
     with pytest.raises(ApiError, match="256 together"):
-        parse(Kind.COMPLETION, json.dumps({"prompt": ["a"] * (PARTS_MAX + 1)}).encode())
+        parse(BodyKind.COMPLETION, json.dumps({"prompt": ["a"] * (PARTS_MAX + 1)}).encode())
 
 
 def test_deep_nesting_and_huge_numbers_are_refused_or_pass_but_never_raise_otherwise() -> None:
     for data in (b"[" * 100_000, b'{"prompt":' * 5000, b'{"prompt": "a", "seed": 1e400}', b'{"prompt": "", "n": 1e99}'):
         with pytest.raises(ApiError):
-            parse(Kind.COMPLETION, data)
+            parse(BodyKind.COMPLETION, data)
 
 
 def test_ten_thousand_damaged_bodies_are_refused_or_pass() -> None:
@@ -48,7 +48,7 @@ def test_ten_thousand_damaged_bodies_are_refused_or_pass() -> None:
     good = json.dumps({"prompt": ["a", "b"], "n": 2, "stop": ["x"], "stream_options": {"include_usage": True}}).encode()
     chat = json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "n": 2}).encode()
     refused = 0
-    for kind, source in ((Kind.COMPLETION, good), (Kind.CHAT, chat)):
+    for kind, source in ((BodyKind.COMPLETION, good), (BodyKind.CHAT, chat)):
         for _ in range(5000):
             data = bytearray(source)
             for _ in range(rng.randint(1, 4)):

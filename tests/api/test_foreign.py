@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvbaton.api.foreign import TICKETS_MAX, Lookup, one_of, tickets_in, together, translated
+from kvbaton.api.foreign import TICKETS_MAX, ForeignLookup, one_of, tickets_in, together, translated
 from kvbaton.api.params import Mode, TransferParams
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import WorkerId
@@ -25,8 +25,8 @@ TO_P = {**COMMON, "do_remote_decode": True, "do_remote_prefill": False, "remote_
 TO_D = {**COMMON, "do_remote_decode": False, "do_remote_prefill": True, "remote_dp_size": 1, "remote_tp_size": 2}
 
 
-def lookup(me: str, mode: Mode = Mode.PUSH) -> Lookup:
-    return Lookup(mode, tuple(Mode), WorkerId(me), KEY, 60.0, lambda host, port: BOOK.get((host, port)))
+def lookup(me: str, mode: Mode = Mode.PUSH) -> ForeignLookup:
+    return ForeignLookup(mode, tuple(Mode), WorkerId(me), KEY, 60.0, lambda host, port: BOOK.get((host, port)))
 
 
 def handoff(params: TransferParams | None) -> tuple[str, str, str]:

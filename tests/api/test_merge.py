@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton.api.bodies import Body, Kind, parse
+from kvbaton.api.bodies import Body, BodyKind, parse
 from kvbaton.api.merge import Joiner, join, read, split
 
 
-def body(kind: Kind = Kind.COMPLETION, **fields: Any) -> Body:
+def body(kind: BodyKind = BodyKind.COMPLETION, **fields: Any) -> Body:
     return parse(kind, json.dumps(fields).encode())
 
 
@@ -47,7 +47,7 @@ def test_seeds_wrap_and_absent_seeds_stay_absent() -> None:
 
 
 def test_a_chat_is_split_by_choices_alone() -> None:
-    chat = body(Kind.CHAT, messages=[{"role": "user", "content": "x"}], n=3)
+    chat = body(BodyKind.CHAT, messages=[{"role": "user", "content": "x"}], n=3)
     assert [part.index for part in split(chat)] == [0, 1, 2]
 
 

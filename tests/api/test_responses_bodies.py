@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvbaton.api.api_errors import ApiError
-from kvbaton.api.bodies import MESSAGES_MAX, Kind, parse
+from kvbaton.api.bodies import MESSAGES_MAX, BodyKind, parse
 from kvbaton.api.merge import split
 
 
@@ -30,9 +30,9 @@ def body_of(**fields: Any) -> bytes:
     ],
 )
 def test_an_input_is_a_text_or_items_of_which_unknown_ones_pass(given: Any) -> None:
-    body = parse(Kind.RESPONSES, body_of(input=given))
+    body = parse(BodyKind.RESPONSES, body_of(input=given))
     assert body.fields == {"model": "m", "input": given}
-    assert (body.kind, body.prompts, body.n, body.parts, body.stream) == (Kind.RESPONSES, (), 1, 1, False)
+    assert (body.kind, body.prompts, body.n, body.parts, body.stream) == (BodyKind.RESPONSES, (), 1, 1, False)
 
 
 def test_every_known_field_passes_with_a_good_value_and_unknown_ones_with_any() -> None:
@@ -43,7 +43,7 @@ def test_every_known_field_passes_with_a_good_value_and_unknown_ones_with_any() 
         "text": {"format": {"type": "text"}}, "reasoning": {}, "truncation": "auto", "metadata": {"a": "b"},
         "tool_choice": {"type": "function", "name": "f"}, "n": 7, "max_tokens": "odd", "of_tomorrow": [1],
     }  # fmt: skip
-    body = parse(Kind.RESPONSES, json.dumps(fields).encode())
+    body = parse(BodyKind.RESPONSES, json.dumps(fields).encode())
     assert body.fields == fields
     assert (body.parts, body.stream, body.include_usage) == (1, True, True)
     (part,) = split(body)
@@ -52,7 +52,7 @@ def test_every_known_field_passes_with_a_good_value_and_unknown_ones_with_any() 
 
 def test_null_counts_as_absent() -> None:
     nulls = {"instructions": None, "max_output_tokens": None, "background": None, "store": None, "stream": None}
-    body = parse(Kind.RESPONSES, body_of(**nulls))
+    body = parse(BodyKind.RESPONSES, body_of(**nulls))
     assert body.fields == {"model": "m", "input": "a", **nulls}
     assert not body.stream
 
@@ -92,14 +92,14 @@ def test_null_counts_as_absent() -> None:
 )
 def test_a_field_that_is_wrong_is_refused_by_its_name(change: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        parse(Kind.RESPONSES, body_of(**change))
+        parse(BodyKind.RESPONSES, body_of(**change))
     assert (caught.value.status, caught.value.param) == (400, param)
     assert caught.value.message.startswith(f"{param}: ")
 
 
 def test_a_response_in_the_background_is_refused_and_told_why() -> None:
     with pytest.raises(ApiError, match=r"background: .* outlive its handoff; leave it out") as caught:
-        parse(Kind.RESPONSES, body_of(background=True))
+        parse(BodyKind.RESPONSES, body_of(background=True))
     assert (caught.value.status, caught.value.param) == (400, "background")
 
 
@@ -113,7 +113,7 @@ def test_five_thousand_damaged_bodies_are_refused_or_pass() -> None:
         for _ in range(rng.randint(1, 4)):
             data[rng.randrange(len(data))] = rng.choice(b'{}[]",:0123456789truefalsn\x00\xff')
         try:
-            assert parse(Kind.RESPONSES, bytes(data)).parts == 1
+            assert parse(BodyKind.RESPONSES, bytes(data)).parts == 1
             outcomes[True] += 1
         except ApiError as error:
             assert error.status == 400

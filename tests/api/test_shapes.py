@@ -8,7 +8,7 @@ import pytest
 
 from kvbaton.api import shapes
 from kvbaton.api.api_errors import ApiError
-from kvbaton.api.bodies import Kind, parse
+from kvbaton.api.bodies import BodyKind, parse
 from kvbaton.api.shapes import (
     CONTAINERS_MAX,
     EASY_BYTES,
@@ -60,7 +60,7 @@ def test_a_body_that_costs_more_than_its_length_is_refused_before_it_is_read(
     value, said = COSTLY[name]
     monkeypatch.setattr("kvbaton.api.bodies.msgspec.json.decode", None)
     with pytest.raises(ApiError, match=f"body: .*{said}") as refused:
-        parse(Kind.COMPLETION, b'{"a":"x","%b":%b}' % (field.encode(), value))
+        parse(BodyKind.COMPLETION, b'{"a":"x","%b":%b}' % (field.encode(), value))
     assert (refused.value.status, refused.value.code, refused.value.param) == (400, "invalid_json", "body")
 
 
@@ -119,5 +119,5 @@ def test_a_long_list_is_told_by_its_length_and_a_short_one_as_it_is() -> None:
         ([1, [2]], r"\[1, \[2\]\]"),
     ):
         with pytest.raises(ApiError, match=f"model: got {told}, expected"):
-            parse(Kind.COMPLETION, json.dumps({"prompt": "a", "model": value}).encode())
+            parse(BodyKind.COMPLETION, json.dumps({"prompt": "a", "model": value}).encode())
     assert shapes.NESTING_MAX == NESTING_MAX

@@ -13,7 +13,7 @@ import pytest
 
 from kvbaton.cli import bench_router, bench_router_arguments
 from kvbaton.cli import main as cli
-from kvbaton.cli.bench_router import Findings
+from kvbaton.cli.bench_router import RouterFindings
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.proof.bench.kit import run_facts
 from kvbaton.proof.bench.router import router_targets as targets
@@ -109,19 +109,19 @@ def test_the_toy_asks_p_for_one_token_and_leaves_the_clients_body_alone() -> Non
     assert body["max_tokens"] == 16 and "kv_transfer_params" not in body
 
 
-def found(names: tuple[str, ...] = (DIRECT, KVBATON, NIXL, MORIIO, TOY), **more: Any) -> Findings:
+def found(names: tuple[str, ...] = (DIRECT, KVBATON, NIXL, MORIIO, TOY), **more: Any) -> RouterFindings:
     """As a run would, with figures that meet every bound unless `more` says otherwise."""
     known: dict[str, Any] = {"answered": 1000, "asked": 1000, "seconds": 1.0, "p50_ms": 0.5, "router_cpu_s": 0.5}
-    return Findings(
+    return RouterFindings(
         rows=[Row(round=1, target=name, level=Level(False, 1), **{**known, **more}) for name in names],
         streams=[Streams(round=1, target=name, asked=512, open_at_once=512, complete=512) for name in names],
     )
 
 
 def told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], findings: Findings, *words: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], findings: RouterFindings, *words: str
 ) -> tuple[int, dict[str, Any]]:
-    async def measured(_: bench_router.Plan) -> Findings:
+    async def measured(_: bench_router.RouterBenchPlan) -> RouterFindings:
         return findings
 
     monkeypatch.setattr(bench_router, "_run", measured)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.cli.bench_vllm import Plan
+from kvbaton.cli.bench_vllm import VllmBenchPlan
 from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton.processes.child_process import Program
 from kvbaton.proof.bench.vllm import vllm_targets
@@ -70,7 +70,7 @@ def test_nixls_engines_have_its_best_settings_ports_of_their_own_and_the_shim(tm
 
 
 def test_every_second_round_goes_backwards() -> None:
-    plan = Plan(
+    plan = VllmBenchPlan(
         setup=SETUP, targets=("aggregated", "nixl"), levels=(Level(1, 30),), rounds=2, input_tokens=256,
         output_tokens=16, rest_s=60.0, level_s=None,
     )  # fmt: skip

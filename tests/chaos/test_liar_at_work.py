@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from kvbaton.control import keyring
-from kvbaton.engines.embedded.embedded_worker import Worker, reference_answers
+from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_answers
 from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.proof.chaos.liars import lies, lies_to_readers
 from kvbaton.proof.chaos.liars.liar_http import ANSWERS, ODD, Door, Question
@@ -212,7 +212,7 @@ def test_real_workers_believe_no_liar_and_answer_as_before(tmp_path: Path) -> No
     prompts = some_prompts(PROMPTS, "lies")
     right = reference_answers(prompts, 4)
     workers = [
-        Worker(
+        EmbeddedWorker(
             WorkerOptions(name=name, role=role, keys=directory, registry="tcp://127.0.0.1:1", transport="tcp"),  # type: ignore[arg-type]
             keyring.load(directory, name),
         )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvbaton.api.params import Mode
-from kvbaton.local_cluster.answer_check import Row, _line, _verdict, prompts, summary
+from kvbaton.local_cluster.answer_check import CheckRow, _line, _verdict, prompts, summary
 
 GOOD: dict[str, Any] = {
     "mode": "pull", "transport": "shm", "requests": 24, "identical": 24, "handoffs": 20, "handoffs_needed": 20,
@@ -37,14 +37,14 @@ def test_a_prompt_that_must_move_is_asked_once_more_only_as_one_that_need_not() 
 
 @pytest.mark.parametrize("change", [{"identical": 23}, {"handoffs": 19}, {"bytes_moved": 0}, {"pins": 1}])
 def test_one_thing_amiss_in_one_row_is_not_ok(change: dict[str, Any]) -> None:
-    good, bad = Row(**GOOD), Row(**{**GOOD, **change})
+    good, bad = CheckRow(**GOOD), CheckRow(**{**GOOD, **change})
     assert _verdict([good, good], 1.0)["ok"]
     assert not _verdict([good, bad], 1.0)["ok"]
     assert not _verdict([], 1.0)["ok"]
 
 
 def test_what_went_wrong_is_in_the_lines() -> None:
-    bad = Row(**{**GOOD, "identical": 23, "handoffs": 3, "differences": ("5 bytes 'x': expected 'a', got 'b'",)})
+    bad = CheckRow(**{**GOOD, "identical": 23, "handoffs": 3, "differences": ("5 bytes 'x': expected 'a', got 'b'",)})
     line = _line(bad)
     assert "identical 23 of 24" in line
     assert "too few handoffs: 20 requests needed one" in line
@@ -52,7 +52,7 @@ def test_what_went_wrong_is_in_the_lines() -> None:
 
 
 def test_the_last_lines_state_the_figures() -> None:
-    verdict = _verdict([Row(**GOOD)] * 6, 9.87)
+    verdict = _verdict([CheckRow(**GOOD)] * 6, 9.87)
     assert summary(verdict, list(Mode), ["shm", "tcp"]).splitlines() == [
         "identical answers 144 of 144, for pull, streaming pull and push, over shm and over tcp",
         "30000 bytes moved in 120 handoffs; 0 pins left; 9.87 s",

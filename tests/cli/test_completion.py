@@ -15,16 +15,16 @@ from kvbaton.cli import main as cli
 from kvbaton.cli.completion import node_of, tree
 from kvbaton.cli.completion_bash import bash
 from kvbaton.cli.completion_others import fish, zsh
-from kvbaton.cli.completion_words import Node, Taker, walk
+from kvbaton.cli.completion_words import Taker, WordNode, walk
 
 
 @pytest.fixture(scope="module")
-def whole() -> Node:
+def whole() -> WordNode:
     return tree()
 
 
 @pytest.fixture(scope="module")
-def script(whole: Node, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def script(whole: WordNode, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("completion") / "kvbaton.bash"
     path.write_text(bash(whole))
     return path
@@ -111,7 +111,7 @@ def test_bash_registers_the_function_and_takes_the_script_without_a_word(script:
 
 
 def test_the_command_prints_the_script(
-    capsys: pytest.CaptureFixture[str], whole: Node, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], whole: WordNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(completion, "tree", lambda: whole)
     for shell, made in (("bash", bash), ("zsh", zsh), ("fish", fish)):
@@ -155,15 +155,15 @@ def test_a_command_that_this_build_lacks_is_completed_by_name(monkeypatch: pytes
 # --- the other shells
 
 
-def hostile() -> Node:
+def hostile() -> WordNode:
     """Help texts that would run something, or end a quote, if they were not quoted."""
     about = 'it\'s `boom` $(boom) $boom "boom" [a:b] back\\'
     flag = Taker(("--flag", "-f"), "LABEL:[x]", about, "choice", ("a", "b"))
-    return Node("kvbaton", "", (flag,), (), (Node("one", about, (flag,), (Taker((), "dir", "", "dir"),)),))
+    return WordNode("kvbaton", "", (flag,), (), (WordNode("one", about, (flag,), (Taker((), "dir", "", "dir"),)),))
 
 
 @pytest.mark.parametrize("make", [zsh, fish])
-def test_every_word_is_in_the_script_and_every_quote_is_closed(whole: Node, make: object) -> None:
+def test_every_word_is_in_the_script_and_every_quote_is_closed(whole: WordNode, make: object) -> None:
     assert callable(make)
     for root in (whole, hostile()):
         text = make(root)
@@ -179,7 +179,7 @@ def test_every_word_is_in_the_script_and_every_quote_is_closed(whole: Node, make
                 assert " ".join(flag.choices) in text
 
 
-def test_zsh_has_a_function_for_every_command_and_calls_it(whole: Node) -> None:
+def test_zsh_has_a_function_for_every_command_and_calls_it(whole: WordNode) -> None:
     text = zsh(whole)
     assert text.startswith("#compdef kvbaton\n")
     for path, _ in walk(whole):
@@ -194,7 +194,7 @@ def test_zsh_has_a_function_for_every_command_and_calls_it(whole: Node) -> None:
     assert bare.count("case ") == bare.count("esac") == 2 * sum(bool(node.below) for _, node in walk(whole))
 
 
-def test_fish_asks_where_the_line_stands_for_every_word(whole: Node) -> None:
+def test_fish_asks_where_the_line_stands_for_every_word(whole: WordNode) -> None:
     text = fish(whole)
     lines = text.splitlines()
     assert text.count("\nend\n") == 1 and lines.count("function __kvbaton_at") == 1
@@ -206,7 +206,7 @@ def test_fish_asks_where_the_line_stands_for_every_word(whole: Node) -> None:
     assert "            case 'bench store'" in lines and "                set path 'bench store'" in lines
 
 
-def test_shells_that_are_here_take_their_script(whole: Node, tmp_path: Path) -> None:
+def test_shells_that_are_here_take_their_script(whole: WordNode, tmp_path: Path) -> None:
     """bash is always here; zsh and fish, where they are."""
     for shell, make in (("bash", bash), ("zsh", zsh), ("fish", fish)):
         for root in (whole, hostile()):

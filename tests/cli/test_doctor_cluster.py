@@ -13,7 +13,7 @@ from talker import dripping, talker, whole
 from kvbaton.cli.main import main
 from kvbaton.doctor import cluster_checks
 from kvbaton.doctor.cluster_checks import AT_ONCE, ROUNDS, findings, workers
-from kvbaton.processes.http_question import Answer
+from kvbaton.processes.http_question import HttpAnswer
 
 EVIL = "\x1b]0;owned\x07\x9b2J\u202e"
 DEEP = "[" * 100_000
@@ -73,7 +73,7 @@ def cluster(count: int, worker: Callable[[str], Iterable[bytes]]) -> Callable[[s
 
 def states(
     count: int, worker: Callable[[str], Iterable[bytes]], timeout_s: float = 20.0
-) -> tuple[cluster_checks.WorkerState, ...]:
+) -> tuple[cluster_checks.SeenWorkerState, ...]:
     answer = cluster(count, worker)
     with talker(answer) as url:
         for each in answer.listed:  # type: ignore[attr-defined]
@@ -161,11 +161,11 @@ def test_they_are_told_of_as_listed_whoever_answers_first() -> None:
 def test_all_of_them_together_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     lock, now, questions = threading.Lock(), 100.0, 0
 
-    def hangs(url: str, timeout_s: float, bytes_max: int) -> Answer:
+    def hangs(url: str, timeout_s: float, bytes_max: int) -> HttpAnswer:
         nonlocal now, questions
         if url.endswith("/workers"):
             listed = [{"name": f"d{n}", "url": "http://x"} for n in range(500)]
-            return Answer(json.dumps({"workers": listed}).encode(), {})  # type: ignore[arg-type]
+            return HttpAnswer(json.dumps({"workers": listed}).encode(), {})  # type: ignore[arg-type]
         with lock:
             now += timeout_s
             questions += 1

@@ -17,7 +17,7 @@ import pytest
 from kvbaton.cli.main import main
 from kvbaton.observe.codes import api, findings, logs
 from kvbaton.observe.codes.code_catalogue import CATALOGUE, close, every, find
-from kvbaton.observe.codes.entry import Kind, Severity, Who
+from kvbaton.observe.codes.entry import CodeKind, Severity, Who
 from kvbaton.observe.codes.reasons import ADVICE
 from kvbaton.observe.metrics.metric_names import BY_NAME
 from kvbaton.protocol.errors import MEANING, Reason
@@ -72,7 +72,7 @@ def test_a_word_is_found_however_it_is_written(word: str) -> None:
 def test_without_a_word_all_are_listed_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert list(told) == [kind.value for kind in Kind] and len(told["reason"]) == len(Reason)
+    assert list(told) == [kind.value for kind in CodeKind] and len(told["reason"]) == len(Reason)
     assert main(["explain"]) == 0
     text = capsys.readouterr().out
     assert all(f"  {entry.code}" in text for entry in every()) and text.endswith("next: kvbaton explain WORD\n")
@@ -93,19 +93,21 @@ def test_an_unknown_word_is_one_line_with_what_may_be_meant(
 
 
 def test_every_reason_has_advice_and_its_blame() -> None:
-    assert set(ADVICE) == set(Reason) == {Reason(entry.code) for entry in CATALOGUE[Kind.REASON]}
-    for entry in CATALOGUE[Kind.REASON]:
+    assert set(ADVICE) == set(Reason) == {Reason(entry.code) for entry in CATALOGUE[CodeKind.REASON]}
+    for entry in CATALOGUE[CodeKind.REASON]:
         assert entry.who.value == MEANING[Reason(entry.code)][0].value and entry.causes
 
 
 def test_a_code_has_one_entry_and_every_entry_a_next_step() -> None:
     assert [code for code, count in Counter((e.kind, e.code) for e in every()).items() if count > 1] == []
-    spoken = Counter(entry.code.replace("-", "_") for kind in (Kind.LOG, Kind.FINDING) for entry in CATALOGUE[kind])
+    spoken = Counter(
+        entry.code.replace("-", "_") for kind in (CodeKind.LOG, CodeKind.FINDING) for entry in CATALOGUE[kind]
+    )
     assert [code for code, count in spoken.items() if count > 1] == []  # a log line and a finding never share one
     for entry in every():
         assert entry.do and all(entry.do) and entry.means.endswith("."), entry.code
-        assert (entry.severity is not None) == (entry.kind is Kind.FINDING), entry.code
-        assert (entry.who is Who.NOBODY) == (entry.severity is Severity.NOTE) or entry.kind is not Kind.FINDING
+        assert (entry.severity is not None) == (entry.kind is CodeKind.FINDING), entry.code
+        assert (entry.who is Who.NOBODY) == (entry.severity is Severity.NOTE) or entry.kind is not CodeKind.FINDING
 
 
 def test_the_metrics_that_advice_names_exist() -> None:

@@ -16,26 +16,26 @@ from talker import dripping, talker
 
 from kvbaton.cli import inspect
 from kvbaton.cli.main import main
-from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
+from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 from kvbaton.observe.flight.journey import Journey, join
 
 HANDOFF = f"{'ab' * 16}.0"
 NOW = 1_700_000_000.0
 
 
-def flight(seat: Seat, worker: str, *steps: str, number: int = 0, **more: object) -> Flight:
+def flight(seat: FlightSeat, worker: str, *steps: str, number: int = 0, **more: object) -> Flight:
     moments = tuple(Moment(step, NOW + number + 0.01 * at) for at, step in enumerate(steps))
     given = {"handoff": HANDOFF, "request": f"mine-{number}", "end": "delivered"}
     return Flight(seat, worker, moments=moments, **(given | more))  # type: ignore[arg-type]
 
 
 ROUTER = flight(
-    Seat.ROUTER, "router", "received", "prefill_sent", "prefill_answered", "decode_sent", "first_byte", "ended",
+    FlightSeat.ROUTER, "router", "received", "prefill_sent", "prefill_answered", "decode_sent", "first_byte", "ended",
     peers=("p0", "d0"), mode="pull", end="ok",
 )  # fmt: skip
-P = flight(Seat.PREFILL, "p0", "noted", "begun", "complete", "seated", "committed", "closed")
+P = flight(FlightSeat.PREFILL, "p0", "noted", "begun", "complete", "seated", "committed", "closed")
 D = flight(
-    Seat.DECODE, "d0", "noted", "noted", "noted", "asked", "granted", "ended", end="lease_expired", detail="gone"
+    FlightSeat.DECODE, "d0", "noted", "noted", "noted", "asked", "granted", "ended", end="lease_expired", detail="gone"
 )
 
 
@@ -192,7 +192,7 @@ def test_dumps_of_several_processes_are_joined(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "list").write_bytes(msgspec.json.encode([D]))
     assert main(["inspect", HANDOFF[:8], "--json", "--files", *files, str(tmp_path / "list")]) == 0
     (found,) = msgspec.json.decode(capsys.readouterr().out, type=dict[str, list[Journey]])["journeys"]
-    assert [lane.seat for lane in found.lanes] == list(Seat)
+    assert [lane.seat for lane in found.lanes] == list(FlightSeat)
     assert found.lanes[2].end == "lease_expired"
     assert main(["inspect", "--last", "9", "--json", "--files", *files]) == 0
     assert len(json.loads(capsys.readouterr().out)["journeys"]) == 2

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import zmq
 
-from kvbaton.control.addressing import Limits
+from kvbaton.control.addressing import ControlLimits
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
 from kvbaton.processes.free_ports import free_ports
@@ -55,7 +55,7 @@ def costs_less(cpu_s: float, in_s: float, pause: Callable[[float], object] = tim
 class Post:
     """A control plane whose loop the test turns by hand."""
 
-    def __init__(self, keyring: Keyring, bind: str | None = LOOPBACK, limits: Limits | None = None) -> None:
+    def __init__(self, keyring: Keyring, bind: str | None = LOOPBACK, limits: ControlLimits | None = None) -> None:
         self.keyring = keyring
         self.control = ZmqControl(keyring, bind, limits)
         self.inbox: list[tuple[WorkerId, bytes]] = []

@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 import pytest
 import zmq
 
-from kvbaton.control.addressing import Limits
+from kvbaton.control.addressing import ControlLimits
 from kvbaton.control.dialler import Dialler
-from kvbaton.control.sockets import Plane
+from kvbaton.control.sockets import SocketPlane
 from kvbaton.protocol.ids import WorkerId
 
 from .rig import Post, cluster, exchange, posted, repeat_until_answered, steady_bind, until
@@ -129,7 +129,7 @@ def test_a_way_back_ends_when_the_directory_says_that_the_worker_moved() -> None
 
 
 def test_an_address_that_another_program_held_for_a_while_is_dialled_again() -> None:
-    limits = Limits(redial_s=0.05)
+    limits = ControlLimits(redial_s=0.05)
     with posted(d0 := Post(RINGS["d0"], limits=limits)):
         endpoint = steady_bind()
         with socket.create_server(("127.0.0.1", int(endpoint.rpartition(":")[2]))) as squatter:
@@ -147,7 +147,7 @@ def test_an_address_that_another_program_held_for_a_while_is_dialled_again() -> 
 def test_a_worker_with_two_keys_is_given_longer_under_each_until_it_answers() -> None:
     """Else one whose answer takes longer than `redial_s` is hung up on for ever, under the right key too."""
     now = [0.0]
-    plane = Plane(RINGS["d0"], Limits(), lambda: now[0])
+    plane = SocketPlane(RINGS["d0"], ControlLimits(), lambda: now[0])
     plane.take(RINGS["d0"].peers, {P0: (RINGS["p1"].public,)})
     dialler = Dialler(plane)
     dialler.set_directory({P0: (_silent_port(), "")})
@@ -166,7 +166,7 @@ def test_a_worker_with_two_keys_is_given_longer_under_each_until_it_answers() ->
 
 
 def test_frames_for_a_peer_that_is_away_are_bounded_and_the_rest_counted_as_lost() -> None:
-    limits = Limits(frames_queued_max=16, linger_s=0.0)
+    limits = ControlLimits(frames_queued_max=16, linger_s=0.0)
     with posted(d0 := Post(RINGS["d0"], limits=limits)):
         d0.control.set_directory({P0: (_silent_port(), RINGS["p0"].public)})
         assert all(d0.control.send(P0, b"x") for _ in range(100))
@@ -181,14 +181,14 @@ def test_a_process_without_descriptors_loses_the_frame_and_goes_on(monkeypatch: 
     with posted(p0 := Post(RINGS["p0"]), d0 := Post(RINGS["d0"])):
         d0.knows(p0)
         with monkeypatch.context() as patched:
-            patched.setattr(Plane, "client", fail)
+            patched.setattr(SocketPlane, "client", fail)
             assert d0.send(p0, b"x")
             assert d0.control.counters["lost"] == 1
         exchange(d0, p0)
 
 
 def test_frames_above_the_bound_are_not_sent() -> None:
-    with posted(p0 := Post(RINGS["p0"]), d0 := Post(RINGS["d0"], limits=Limits(frame_bytes_max=1000))):
+    with posted(p0 := Post(RINGS["p0"]), d0 := Post(RINGS["d0"], limits=ControlLimits(frame_bytes_max=1000))):
         d0.knows(p0)
         assert d0.send(p0, b"x" * 1001) and d0.send(p0, b"")
         assert d0.control.counters["lost"] == 2
@@ -197,7 +197,7 @@ def test_frames_above_the_bound_are_not_sent() -> None:
 
 def test_dialled_peers_are_bounded_by_hanging_up_on_the_one_used_least_recently() -> None:
     sources = [Post(RINGS[name]) for name in ("p0", "p1", "p2")]
-    d0 = Post(RINGS["d0"], limits=Limits(peers_dialled_max=2))
+    d0 = Post(RINGS["d0"], limits=ControlLimits(peers_dialled_max=2))
     d0.knows(*sources)
     with posted(d0, *sources):
         p0, p1, p2 = sources
@@ -210,7 +210,7 @@ def test_dialled_peers_are_bounded_by_hanging_up_on_the_one_used_least_recently(
 
 
 def test_a_peer_behind_something_that_keeps_the_connection_and_carries_nothing_is_dialled_again() -> None:
-    limits = Limits(silence_s=0.6, redial_s=0.4, handshake_s=5.0)  # longer than a busy machine takes to dial
+    limits = ControlLimits(silence_s=0.6, redial_s=0.4, handshake_s=5.0)  # longer than a busy machine takes to dial
     p0, d0 = Post(RINGS["p0"], limits=limits), Post(RINGS["d0"], limits=limits)
     with posted(p0, d0), _relay(p0.control.endpoint) as (endpoint, dark):
         d0.control.set_directory({P0: (endpoint, RINGS["p0"].public)})
@@ -228,7 +228,7 @@ def test_a_peer_is_dialled_again_only_when_a_second_question_long_after_the_firs
 ) -> None:
     """Not every frame is answered: one sent long ago that was not proves nothing."""
     now = [0.0]
-    plane = Plane(RINGS["d0"], Limits(silence_s=6.0, redial_s=2.0), lambda: now[0])
+    plane = SocketPlane(RINGS["d0"], ControlLimits(silence_s=6.0, redial_s=2.0), lambda: now[0])
     dialler = Dialler(plane)
     dialler.set_directory({P0: (_silent_port(), RINGS["p0"].public)})
     redialled = []

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 import zmq
 
-from kvbaton.control.addressing import Limits
+from kvbaton.control.addressing import ControlLimits
 
 from .rig import Post, cluster, exchange, posted, raw_client, until
 
@@ -19,7 +19,7 @@ RINGS = cluster("p0", "d0", "d1")
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Post, Post]]:
-    limits = Limits(frame_bytes_max=64 << 10)
+    limits = ControlLimits(frame_bytes_max=64 << 10)
     p0, d0 = Post(RINGS["p0"], limits=limits), Post(RINGS["d0"], limits=limits)
     d0.knows(p0)
     with posted(p0, d0):
@@ -115,7 +115,7 @@ def test_random_bytes_after_a_good_greeting_disturb_nobody(pair: tuple[Post, Pos
 
 
 def test_half_open_connections_are_closed_in_time_and_keep_nobody_out() -> None:
-    p0, d0 = Post(RINGS["p0"], limits=Limits(handshake_s=1.0)), Post(RINGS["d0"])
+    p0, d0 = Post(RINGS["p0"], limits=ControlLimits(handshake_s=1.0)), Post(RINGS["d0"])
     d0.knows(p0)
     with posted(p0, d0):
         strangers = [_dial(p0) for _ in range(50)]
@@ -148,7 +148,7 @@ def test_a_key_taken_off_the_list_is_mute_at_once_though_connected(pair: tuple[P
 
 
 def test_a_key_added_to_the_list_is_let_in() -> None:
-    p0, d0 = Post(RINGS["p0"]), Post(RINGS["d0"], limits=Limits(redial_s=0.05))
+    p0, d0 = Post(RINGS["p0"]), Post(RINGS["d0"], limits=ControlLimits(redial_s=0.05))
     p0.control.set_peers({RINGS["p0"].name: RINGS["p0"].public})
     d0.knows(p0)
     with posted(p0, d0):

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from kvbaton.control.addressing import ControlError, Limits
+from kvbaton.control.addressing import ControlError, ControlLimits
 from kvbaton.protocol.ids import WorkerId
 
 from .rig import Post, cluster, exchange, posted, raw_client, until
 
 RINGS = cluster("p0", "d0", "d1")
-LIMITS = Limits(frame_bytes_max=64 << 10, frames_queued_max=64)
+LIMITS = ControlLimits(frame_bytes_max=64 << 10, frames_queued_max=64)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_peer_that_never_reads_loses_frames_and_blocks_nobody(p0: Post) -> Non
 
 
 def test_a_flood_is_taken_in_bounded_helpings() -> None:
-    limits = Limits(frames_per_receive_max=8)
+    limits = ControlLimits(frames_per_receive_max=8)
     with posted(p0 := Post(RINGS["p0"], limits=limits), d0 := Post(RINGS["d0"])):
         d0.knows(p0)
         for n in range(100):

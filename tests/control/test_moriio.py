@@ -13,7 +13,7 @@ import zmq
 
 from kvbaton.api.request_ids import MoriioAddress, parse_address
 from kvbaton.control.addressing import ControlError
-from kvbaton.control.moriio import MoriioAnnouncer, Registration, p2p_nccl_registration, registration
+from kvbaton.control.moriio import MoriioAnnouncer, MoriioRegistration, p2p_nccl_registration, registration
 
 from .rig import STALL_S, costs_less, steady_bind, until
 
@@ -68,7 +68,9 @@ def router(bind: str | None = None, ipv6: bool = False) -> Iterator[Router]:
 
 
 @contextmanager
-def announcing(endpoint: str, said: Registration = HELLO, interval_s: float = QUICK_S) -> Iterator[MoriioAnnouncer]:
+def announcing(
+    endpoint: str, said: MoriioRegistration = HELLO, interval_s: float = QUICK_S
+) -> Iterator[MoriioAnnouncer]:
     announcer = MoriioAnnouncer(endpoint, said, interval_s=interval_s)
     announcer.start()
     try:

@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from kvbaton.control.addressing import ControlError
-from kvbaton.control.moriio import MoriioAnnouncer, Registration, p2p_nccl_registration, registration
+from kvbaton.control.moriio import MoriioAnnouncer, MoriioRegistration, p2p_nccl_registration, registration
 from kvbaton.control.plain import Fleet, PlainListener, PlainSettings
 from kvbaton.control.plain import announcement_listener as plain_listener
 from kvbaton.control.plain.announced_roster import WORKERS_MAX
@@ -74,7 +74,7 @@ def sender(endpoint: str, identity: bytes | None = None) -> Iterator[Sender]:
 
 
 @contextmanager
-def announcing(endpoint: str, said: Registration) -> Iterator[MoriioAnnouncer]:
+def announcing(endpoint: str, said: MoriioRegistration) -> Iterator[MoriioAnnouncer]:
     announcer = MoriioAnnouncer(endpoint, said, interval_s=0.05)
     announcer.start()
     try:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvbaton.control.plain import Announcement, Fleet, Listed, PlainFault, PlainSettings
+from kvbaton.control.plain import AnnouncedWorker, Announcement, Fleet, PlainFault, PlainSettings
 from kvbaton.control.plain.announced_roster import WORKERS_MAX, PlainRoster
 from kvbaton.control.plain.announcements import Role
 from kvbaton.protocol.ids import Incarnation
@@ -26,7 +26,7 @@ class Desk:
         lives = itertools.count(1)
         self.roster = PlainRoster(settings or PlainSettings(), lambda: Incarnation(next(lives)), self.now)
         self.talking: list[Announcement] = []
-        self.gone: list[Listed] = []
+        self.gone: list[AnnouncedWorker] = []
 
     def say(self, announcement: Announcement) -> bool:
         return self.roster.announce(announcement, self.now)

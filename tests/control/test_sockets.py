@@ -4,8 +4,8 @@ import gc
 
 import zmq
 
-from kvbaton.control.addressing import Limits
-from kvbaton.control.sockets import Plane
+from kvbaton.control.addressing import ControlLimits
+from kvbaton.control.sockets import SocketPlane
 
 from .rig import cluster
 
@@ -14,7 +14,7 @@ RINGS = cluster("p0", "d0")
 
 def test_one_that_is_dropped_in_a_cycle_hangs_nobody() -> None:
     for _ in range(3):
-        plane = Plane(RINGS["p0"])
+        plane = SocketPlane(RINGS["p0"])
         cycle: list[object] = [plane, plane.server(ipv6=False), plane.client(RINGS["d0"].public, ipv6=False)]
         cycle.append(cycle)
         del plane, cycle
@@ -22,8 +22,8 @@ def test_one_that_is_dropped_in_a_cycle_hangs_nobody() -> None:
 
 
 def test_every_bound_is_on_both_kinds_of_socket() -> None:
-    limits = Limits(frame_bytes_max=1000, frames_queued_max=7, silence_s=7.5, handshake_s=2.0, linger_s=0.1)
-    plane = Plane(RINGS["p0"], limits)
+    limits = ControlLimits(frame_bytes_max=1000, frames_queued_max=7, silence_s=7.5, handshake_s=2.0, linger_s=0.1)
+    plane = SocketPlane(RINGS["p0"], limits)
     for socket in (plane.server(ipv6=True), plane.client(RINGS["d0"].public, ipv6=True)):
         with socket:
             found = {

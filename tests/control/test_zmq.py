@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kvbaton.control.addressing import Limits
+from kvbaton.control.addressing import ControlLimits
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.node.node_loop import LoopControl
 from kvbaton.node.ports import ControlPort
@@ -166,7 +166,7 @@ def test_both_ends_may_dial_each_other() -> None:
 
 
 def test_connections_that_flood_and_one_that_whispers_share_each_helping() -> None:
-    limits = Limits(frames_per_receive_max=10)
+    limits = ControlLimits(frames_per_receive_max=10)
     with posted(d0 := Post(RINGS["d0"], limits=limits), p0 := Post(RINGS["p0"]), d1 := Post(RINGS["d1"])):
         d0.knows(p0)
         d1.knows(d0)
@@ -193,7 +193,7 @@ def test_closing_is_idempotent_bounded_and_returns_every_descriptor() -> None:
         return len(os.listdir("/proc/self/fd"))
 
     def live() -> None:
-        post = Post(RINGS["p0"], limits=Limits(linger_s=0.05))
+        post = Post(RINGS["p0"], limits=ControlLimits(linger_s=0.05))
         post.control.set_directory({WorkerId("d0"): ("tcp://127.0.0.1:1", RINGS["d0"].public)})
         post.control.send(WorkerId("d0"), b"never delivered")
         start = time.monotonic()
@@ -240,7 +240,10 @@ def test_idle_it_costs_no_cpu() -> None:
 
 def test_one_that_is_dropped_without_being_closed_hangs_nobody() -> None:
     for _ in range(5):
-        p0, d0 = Post(RINGS["p0"], limits=Limits(linger_s=0.0)), Post(RINGS["d0"], limits=Limits(linger_s=0.0))
+        p0, d0 = (
+            Post(RINGS["p0"], limits=ControlLimits(linger_s=0.0)),
+            Post(RINGS["d0"], limits=ControlLimits(linger_s=0.0)),
+        )
         d0.knows(p0)
         exchange(d0, p0)
         d0.knows(p0)  # a note that was not taken: a cycle

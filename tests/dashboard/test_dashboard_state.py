@@ -9,7 +9,7 @@ import pytest
 
 from kvbaton.observe.dashboard import state
 from kvbaton.observe.dashboard.pulse import Pulse
-from kvbaton.observe.dashboard.scene import Failure, Moving, Scene, Seen
+from kvbaton.observe.dashboard.scene import Failure, MovingHandoff, Scene, SeenHandoff
 from kvbaton.observe.dashboard.state import (
     DOTS_MAX,
     FAILURES_MAX,
@@ -30,10 +30,10 @@ def built(scene: Scene, pulse: Pulse | None = None) -> dict[str, Any]:
     return found
 
 
-def two_by_two(**rates: float) -> list[Seen]:
-    sources = [Seen(name, "prefill", "ready", gauges={"pins": 3.0, "leases_held": 2.0}) for name in ("p0", "p1")]
+def two_by_two(**rates: float) -> list[SeenHandoff]:
+    sources = [SeenHandoff(name, "prefill", "ready", gauges={"pins": 3.0, "leases_held": 2.0}) for name in ("p0", "p1")]
     links = {"p0": "shm", "p1": "tcp"}
-    return [*sources, *(Seen(name, "decode", "ready", rates=rates, links=links) for name in ("d0", "d1"))]
+    return [*sources, *(SeenHandoff(name, "decode", "ready", rates=rates, links=links) for name in ("d0", "d1"))]
 
 
 def test_an_empty_cluster_is_a_state_too() -> None:
@@ -55,20 +55,20 @@ def test_workers_links_and_what_they_keep_are_told() -> None:
 
 def test_bytes_are_shared_out_by_the_tokens_that_went_each_way() -> None:
     pairs = {("p0", "d0"): (1, 300), ("p1", "d0"): (1, 100)}
-    workers = [*two_by_two()[:2], Seen("d0", "decode", "ready", rates={"bytes_total": 4000.0})]
+    workers = [*two_by_two()[:2], SeenHandoff("d0", "decode", "ready", rates={"bytes_total": 4000.0})]
     found = built(Scene(at=NOW, workers=workers, pairs=pairs))
     assert [(link["from"], link["bytes_s"]) for link in found["links"]] == [(0, 3000), (1, 1000)]
 
 
 def test_bytes_that_p_wrote_itself_are_on_its_links() -> None:
-    workers = [Seen("p0", "prefill", "ready", rates={"bytes_total": 900.0}), *two_by_two()[2:]]
+    workers = [SeenHandoff("p0", "prefill", "ready", rates={"bytes_total": 900.0}), *two_by_two()[2:]]
     found = built(Scene(at=NOW, workers=workers, pairs={("p0", "d0"): (2, 20), ("p0", "d1"): (1, 10)}))
     assert [(link["to"], link["bytes_s"]) for link in found["links"] if link["from"] == 0] == [(1, 600), (2, 300)]
 
 
 def test_a_worker_that_tells_nothing_is_called_silent() -> None:
-    workers = [Seen("p0", "prefill", "ready", heard_s=12.0), Seen("d0", "decode", "ready", heard_s=0.4)]
-    workers.append(Seen("foreign", "decode", "ready"))
+    workers = [SeenHandoff("p0", "prefill", "ready", heard_s=12.0), SeenHandoff("d0", "decode", "ready", heard_s=0.4)]
+    workers.append(SeenHandoff("foreign", "decode", "ready"))
     by_name = {worker["name"]: worker for worker in built(Scene(at=NOW, workers=workers))["workers"]}
     assert by_name["p0"]["silent"] is True
     assert by_name["d0"]["silent"] is False
@@ -78,7 +78,10 @@ def test_a_worker_that_tells_nothing_is_called_silent() -> None:
 def test_what_a_silent_worker_did_last_is_not_what_it_does() -> None:
     rates = {"handoffs_total": 5.0, "bytes_total": 4000.0}
     for heard_s, expected in ((state.SILENT_S - 0.1, (5.0, 4000)), (state.SILENT_S, (0.0, 0))):
-        workers = [Seen("p0", "prefill", "ready"), Seen("d0", "decode", "ready", heard_s=heard_s, rates=rates)]
+        workers = [
+            SeenHandoff("p0", "prefill", "ready"),
+            SeenHandoff("d0", "decode", "ready", heard_s=heard_s, rates=rates),
+        ]
         found = built(Scene(at=NOW, workers=workers, pairs={("p0", "d0"): (10, 100)}))
         assert (found["workers"][1]["handoffs_s"], found["workers"][1]["bytes_s"]) == expected
         assert found["links"][0]["bytes_s"] == expected[1]
@@ -112,12 +115,12 @@ def test_figures_of_the_last_minute() -> None:
 HUGE = "\x00\u2028é<script>" * 40
 
 
-def crowd(count: int, name: str = "worker-{}") -> list[Seen]:
+def crowd(count: int, name: str = "worker-{}") -> list[SeenHandoff]:
     gauges = dict.fromkeys(state._GAUGES.values(), 123456.789)
     links = {name.format(n): HUGE for n in range(40)}
     roles = ("prefill", "decode")
     return [
-        Seen(name.format(n), roles[n % 2], "ready", "f" * 40, 1.0, gauges, {"bytes_total": 1e9}, links, HUGE)
+        SeenHandoff(name.format(n), roles[n % 2], "ready", "f" * 40, 1.0, gauges, {"bytes_total": 1e9}, links, HUGE)
         for n in range(count)
     ]
 
@@ -126,8 +129,8 @@ def test_500_workers_and_100_000_flights_stay_within_the_bytes() -> None:
     workers = crowd(500)
     names = [worker.name for worker in workers]
     pairs = {(names[n % 250 * 2], names[n // 250 * 2 + 1]): (n, n) for n in range(60_000)}
-    moving = [Moving(n + 1, names[0], names[1], end="ok") for n in range(100_000)]
-    waiting = [Moving(0, names[0], names[1], stage="handoff", key=HUGE) for _ in range(100_000)]
+    moving = [MovingHandoff(n + 1, names[0], names[1], end="ok") for n in range(100_000)]
+    waiting = [MovingHandoff(0, names[0], names[1], stage="handoff", key=HUGE) for _ in range(100_000)]
     failures = [Failure(NOW, HUGE, HUGE, HUGE, HUGE, HUGE, HUGE, HUGE, HUGE, HUGE, HUGE) for _ in range(10_000)]
     scene = Scene(at=NOW, workers=workers, pairs=pairs, ended=moving, under_way=waiting, failures=failures)
     data = encode(build(scene, Pulse()))
@@ -141,11 +144,11 @@ def test_500_workers_and_100_000_flights_stay_within_the_bytes() -> None:
 
 
 def test_without_odd_names_nothing_is_cut_from_a_full_state() -> None:
-    workers = [Seen(f"worker-{n}", ("prefill", "decode")[n % 2], "ready", "f" * 16, 1.0) for n in range(64)]
+    workers = [SeenHandoff(f"worker-{n}", ("prefill", "decode")[n % 2], "ready", "f" * 16, 1.0) for n in range(64)]
     names = [worker.name for worker in workers]
     pairs = {(names[n % 32 * 2], names[n // 32 * 2 + 1]): (n, n) for n in range(1024)}
     ids = "0123456789abcdef" * 2
-    moving = [Moving(n + 1, names[0], names[1], end="ok", key=f"{ids}#0@1800000000.123456") for n in range(60)]
+    moving = [MovingHandoff(n + 1, names[0], names[1], end="ok", key=f"{ids}#0@1800000000.123456") for n in range(60)]
     failures = [Failure(NOW, "claim_timeout", ids, ids, ids, "p0", "d0", "d0", "pull", "shm", "x" * 160)] * 30
     scene = Scene(at=NOW, workers=workers, pairs=pairs, ended=moving, under_way=moving, failures=failures)
     found = built(scene)
@@ -161,15 +164,15 @@ def test_what_is_too_much_is_cut_and_the_page_is_told() -> None:
 
 
 def test_dots_of_workers_that_are_not_drawn_are_not_drawn() -> None:
-    moving = [Moving(1, "p0", "d0"), Moving(2, "nobody", "d0"), Moving(3, "p0", "nobody")]
+    moving = [MovingHandoff(1, "p0", "d0"), MovingHandoff(2, "nobody", "d0"), MovingHandoff(3, "p0", "nobody")]
     found = built(Scene(at=NOW, workers=two_by_two(), ended=moving))
     assert [dot["n"] for dot in found["ended"]] == [1]
 
 
 @pytest.mark.parametrize(("sources", "targets"), [(400, 100), (100, 400), (490, 10), (10, 490), (500, 0)])
 def test_the_room_is_shared_between_roles(sources: int, targets: int) -> None:
-    workers = [Seen(f"p{n}", "prefill", "ready") for n in range(sources)]
-    workers += [Seen(f"d{n}", "decode", "ready") for n in range(targets)]
+    workers = [SeenHandoff(f"p{n}", "prefill", "ready") for n in range(sources)]
+    workers += [SeenHandoff(f"d{n}", "decode", "ready") for n in range(targets)]
     drawn = built(Scene(at=NOW, workers=workers))["workers"]
     roles = [worker["role"] for worker in drawn]
     assert len(drawn) == WORKERS_MAX
@@ -177,8 +180,8 @@ def test_the_room_is_shared_between_roles(sources: int, targets: int) -> None:
 
 
 def test_troubled_workers_are_drawn_before_others_and_those_that_left_last() -> None:
-    workers = [Seen(f"p{n}", "prefill", "gone" if n < 100 else "ready") for n in range(200)]
-    workers.append(Seen("p999", "prefill", "broken"))
+    workers = [SeenHandoff(f"p{n}", "prefill", "gone" if n < 100 else "ready") for n in range(200)]
+    workers.append(SeenHandoff("p999", "prefill", "broken"))
     drawn = built(Scene(at=NOW, workers=workers))["workers"]
     assert "p999" in [worker["name"] for worker in drawn]
     assert not any(worker["state"] == "gone" for worker in drawn)
@@ -186,6 +189,6 @@ def test_troubled_workers_are_drawn_before_others_and_those_that_left_last() -> 
 
 def test_names_with_numbers_are_in_the_order_of_the_numbers() -> None:
     names = ["p10", "p9", "p1", "p", "p²", "9p", "p1a", "p01"]
-    workers = [Seen(name, "prefill", "ready") for name in names]
+    workers = [SeenHandoff(name, "prefill", "ready") for name in names]
     drawn = [worker["name"] for worker in built(Scene(at=NOW, workers=workers))["workers"]]
     assert drawn == ["p", "p1", "p01", "p1a", "p9", "p10", "p²", "9p"]

@@ -8,18 +8,18 @@ from typing import Any
 import msgspec
 
 from kvbaton.observe.dashboard.recent import WAITING_KEPT
-from kvbaton.observe.dashboard.sights import Listed, failure_of
+from kvbaton.observe.dashboard.sights import ListedWorker, failure_of
 from kvbaton.observe.dashboard.state import DOTS_MAX, FAILURES_MAX
-from kvbaton.observe.dashboard.watch import FRESH_S, FRESH_S_MAX, Figures, Watch
+from kvbaton.observe.dashboard.watch import FRESH_S, FRESH_S_MAX, ClusterWatch, Figures
 from kvbaton.observe.flight.collector import Gathering
-from kvbaton.observe.flight.flight_records import WHOLE, Flight, Moment, Seat
+from kvbaton.observe.flight.flight_records import WHOLE, Flight, FlightSeat, Moment
 from kvbaton.observe.flight.journey import join
-from kvbaton.observe.flight.report import Report
+from kvbaton.observe.flight.report import FlightReport
 
 BEGIN = 1_800_000_000.0
 HERE = (
-    Listed("p0", "prefill", "ready", f"{1:016x}"),
-    Listed("d0", "decode", "ready", f"{2:016x}"),
+    ListedWorker("p0", "prefill", "ready", f"{1:016x}"),
+    ListedWorker("d0", "decode", "ready", f"{2:016x}"),
 )
 
 
@@ -38,7 +38,7 @@ class Clock:
 class Cluster:
     """A watch over a real gathering, in virtual time."""
 
-    def __init__(self, listed: Sequence[Listed] = HERE) -> None:
+    def __init__(self, listed: Sequence[ListedWorker] = HERE) -> None:
         self.clock = Clock()
         self.gathering = Gathering(clock=self.clock)
         self.listed = list(listed)
@@ -47,9 +47,9 @@ class Cluster:
         self._cost = 0.0
         names = {each.name: (int(each.incarnation, 16), each.role) for each in listed}
         self.gathering.listed(names)
-        self.watch = Watch(self.gathering, self._look, lambda: Figures(3), clock=self.clock, cost=self._spend)
+        self.watch = ClusterWatch(self.gathering, self._look, lambda: Figures(3), clock=self.clock, cost=self._spend)
 
-    def _look(self) -> Sequence[Listed]:
+    def _look(self) -> Sequence[ListedWorker]:
         self.looks += 1
         return self.listed
 
@@ -66,7 +66,7 @@ class Cluster:
         steps = [("received", -0.05), ("chosen", -0.049), ("prefill_sent", -0.048), ("prefill_answered", -0.03)]
         steps += [("decode_sent", -0.029)] if under_way else [("decode_sent", -0.029), ("first_byte", -0.01)]
         flight = Flight(
-            Seat.ROUTER,
+            FlightSeat.ROUTER,
             "router",
             handoff=handoff_of(number),
             request=f"r{number}",
@@ -82,14 +82,16 @@ class Cluster:
 
     def told(self, handoffs: int, delivered: int, count: int = 0, flights: Sequence[Flight] = ()) -> None:
         gauges = {"handoffs_total": float(handoffs), "delivered_total": float(delivered), "bytes_total": float(count)}
-        self.gathering.heard("d0", 2, Report(self.clock.now, gauges, {"p0": "shm"}, tuple(flights)), self.clock.now)
+        self.gathering.heard(
+            "d0", 2, FlightReport(self.clock.now, gauges, {"p0": "shm"}, tuple(flights)), self.clock.now
+        )
 
 
 def decode(number: int, at: float, end: str = "delivered", detail: str = "") -> Flight:
     steps = ("asked", "granted", "allocated", "first_byte", "copied", "ended", "taken")
     moments = tuple(Moment(step, at + n / 1000) for n, step in enumerate(steps))
     return Flight(
-        Seat.DECODE,
+        FlightSeat.DECODE,
         "d0",
         handoff=handoff_of(number),
         request="x",
@@ -192,7 +194,7 @@ def tried(at: float, *steps: tuple[str, float, str], number: int = 0, request: s
     """One try of a request, which the router took up at `at`."""
     moments = (Moment("received", at), *(Moment(step, at + after, detail) for step, after, detail in steps))
     return Flight(
-        Seat.ROUTER,
+        FlightSeat.ROUTER,
         "router",
         request=request,
         peers=("p0", "d0"),
@@ -255,7 +257,7 @@ def test_a_worker_that_starts_again_is_not_counted_from_zero() -> None:
     cluster.state()
     cluster.clock.now += 1
     cluster.gathering.listed({"d0": (3, "decode")})
-    cluster.gathering.heard("d0", 3, Report(cluster.clock.now, {"handoffs_total": 5.0, "delivered_total": 5.0}))
+    cluster.gathering.heard("d0", 3, FlightReport(cluster.clock.now, {"handoffs_total": 5.0, "delivered_total": 5.0}))
     assert cluster.state()["now"]["ended"] == 0
 
 
@@ -286,7 +288,9 @@ def test_what_is_under_way_is_where_its_request_is() -> None:
 def test_a_request_for_d_alone_is_no_handoff() -> None:
     cluster = Cluster()
     moments = (Moment("received", BEGIN), Moment("first_byte", BEGIN + 0.1))
-    flight = Flight(Seat.ROUTER, "router", request="r", peers=("-", "d0"), mode="alone", moments=moments, end="ok")
+    flight = Flight(
+        FlightSeat.ROUTER, "router", request="r", peers=("-", "d0"), mode="alone", moments=moments, end="ok"
+    )
     cluster.gathering.note(flight)
     found = cluster.state()
     assert (found["now"]["ended"], found["ended"]) == (0, [])
@@ -316,13 +320,13 @@ def test_a_worker_that_left_is_shown_as_gone() -> None:
 def test_a_listed_worker_is_not_shown_what_its_former_life_told() -> None:
     cluster = Cluster()
     cluster.told(7, 7)
-    cluster.listed[1] = Listed("d0", "decode", "ready", f"{9:016x}")
+    cluster.listed[1] = ListedWorker("d0", "decode", "ready", f"{9:016x}")
     (worker,) = [each for each in cluster.state()["workers"] if each["name"] == "d0"]
     assert "heard_s" not in worker
 
 
 def test_failures_name_the_side_that_failed_first_of_all_d() -> None:
-    router = Flight(Seat.ROUTER, "router", handoff=handoff_of(1), request="r1", peers=("p0", "d0"), end="ok")
+    router = Flight(FlightSeat.ROUTER, "router", handoff=handoff_of(1), request="r1", peers=("p0", "d0"), end="ok")
     failure = failure_of(join([router, decode(1, BEGIN, "claim_timeout", "p0 did not answer")]))
     assert (failure.reason, failure.detail, failure.seen_by) == ("claim_timeout", "p0 did not answer", "d0")
     assert (failure.find, failure.request, failure.target) == (handoff_of(1), "r1", "d0")
@@ -331,7 +335,7 @@ def test_failures_name_the_side_that_failed_first_of_all_d() -> None:
 def test_a_try_that_came_to_no_handoff_is_found_by_its_request() -> None:
     moments = (Moment("received", BEGIN), Moment("prefill_sent", BEGIN), Moment("ended", BEGIN + 1))
     router = Flight(
-        Seat.ROUTER, "router", request="r1", peers=("p0", "d0"), mode="pull", end="worker_died", moments=moments
+        FlightSeat.ROUTER, "router", request="r1", peers=("p0", "d0"), mode="pull", end="worker_died", moments=moments
     )
     failure = failure_of(join([router]))
     assert (failure.reason, failure.find, failure.source, failure.at) == ("worker_died", "r1", "p0", BEGIN + 1)

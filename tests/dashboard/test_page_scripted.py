@@ -13,8 +13,8 @@ from playwright.sync_api import Browser, Page, expect
 
 from kvbaton.observe.dashboard import state
 from kvbaton.observe.dashboard.pulse import Pulse
-from kvbaton.observe.dashboard.scene import Failure, Moving, Scene, Seen
-from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
+from kvbaton.observe.dashboard.scene import Failure, MovingHandoff, Scene, SeenHandoff
+from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 from kvbaton.observe.flight.journey import join
 from tests.dashboard.browser import a_browser, opened
 from tests.dashboard.scripted import Script, serving
@@ -35,7 +35,7 @@ def browser() -> Iterator[Browser]:
 
 def small(**changes: Any) -> Scene:
     """Two workers and a link."""
-    workers = (Seen("p0", "prefill", "ready"), Seen("d0", "decode", "ready", links={"p0": "shm"}))
+    workers = (SeenHandoff("p0", "prefill", "ready"), SeenHandoff("d0", "decode", "ready", links={"p0": "shm"}))
     return Scene(**{"at": time.time(), "version": "1", "mode": "pull", "workers": workers, **changes})
 
 
@@ -50,7 +50,7 @@ def journey(handoff: str = "h1", request: str = "r1", end: str = "claim_timeout"
     at = time.time() - 5
     steps = [("received", 0.0), ("chosen", 0.001), ("prefill_sent", 0.002), ("prefill_answered", 0.03)]
     router = Flight(
-        Seat.ROUTER,
+        FlightSeat.ROUTER,
         "router",
         handoff=handoff,
         request=request,
@@ -61,7 +61,14 @@ def journey(handoff: str = "h1", request: str = "r1", end: str = "claim_timeout"
     )
     moments = (Moment("asked", at + 0.032), Moment("claimed", at + 0.033), Moment("ended", at + 5.0, detail))
     decode = Flight(
-        Seat.DECODE, "d0", handoff=handoff, request=request, peers=("p0",), moments=moments, end=end, detail=detail
+        FlightSeat.DECODE,
+        "d0",
+        handoff=handoff,
+        request=request,
+        peers=("p0",),
+        moments=moments,
+        end=end,
+        detail=detail,
     )
     return msgspec.to_builtins(join([router, decode]))
 
@@ -72,9 +79,9 @@ def failures(count: int) -> list[Failure]:
 
 def test_a_thousand_handoffs_a_second_leave_the_page_small(browser: Browser) -> None:
     """64 workers, more links than are drawn, 1,000 handoffs a second: bytes, nodes and dots are bounded, and level."""
-    workers = [Seen(f"p{n}", "prefill", "ready", gauges={"pins": 5.0, "blocks": 512.0}) for n in range(250)]
+    workers = [SeenHandoff(f"p{n}", "prefill", "ready", gauges={"pins": 5.0, "blocks": 512.0}) for n in range(250)]
     links = {f"p{n}": "nixl" for n in range(40)}
-    workers += [Seen(f"d{n}", "decode", "ready", rates={"bytes_total": 1e9}, links=links) for n in range(250)]
+    workers += [SeenHandoff(f"d{n}", "decode", "ready", rates={"bytes_total": 1e9}, links=links) for n in range(250)]
     pulse = Pulse()
     numbers = itertools.count(1)
 
@@ -82,8 +89,10 @@ def test_a_thousand_handoffs_a_second_leave_the_page_small(browser: Browser) -> 
         now = time.time()
         pulse.ended(now - 2, 1000, 3)
         pulse.first_byte(now - 2, 0.05)
-        ended = [Moving(next(numbers), f"p{n % 16}", f"d{n % 16}", end="ok", failed=n % 90 == 0) for n in range(1000)]
-        waiting = [Moving(0, f"p{n % 32}", "d1", stage="handoff", key=f"k{n}") for n in range(1000)]
+        ended = [
+            MovingHandoff(next(numbers), f"p{n % 16}", f"d{n % 16}", end="ok", failed=n % 90 == 0) for n in range(1000)
+        ]
+        waiting = [MovingHandoff(0, f"p{n % 32}", "d1", stage="handoff", key=f"k{n}") for n in range(1000)]
         shown = failures(500)
         pairs = {(f"p{n}", f"d{n % 32}"): (10, 100) for n in range(32)}
         scene = Scene(at=now, workers=workers, pairs=pairs, ended=ended, under_way=waiting, failures=shown)
@@ -111,8 +120,8 @@ def test_a_thousand_handoffs_a_second_leave_the_page_small(browser: Browser) -> 
 
 def test_what_others_name_things_is_shown_as_text(browser: Browser) -> None:
     workers = [
-        Seen(HOSTILE, HOSTILE, HOSTILE, HOSTILE, 1.0, note=HOSTILE),
-        Seen("d0", "decode", "ready", links={HOSTILE: HOSTILE}),
+        SeenHandoff(HOSTILE, HOSTILE, HOSTILE, HOSTILE, 1.0, note=HOSTILE),
+        SeenHandoff("d0", "decode", "ready", links={HOSTILE: HOSTILE}),
     ]
     failed = [Failure(time.time(), HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, "", HOSTILE)]
     scene = small(workers=workers, failures=failed, version=HOSTILE, mode=HOSTILE, pairs={(HOSTILE, "d0"): (1, 1)})
@@ -251,8 +260,8 @@ def test_who_wants_less_motion_gets_dots_that_stand(browser: Browser) -> None:
     encode = busy()
 
     def moving() -> bytes:
-        ended = [Moving(next(numbers), "p0", "d0", end="ok") for _ in range(20)]
-        return encode(small(ended=ended, under_way=[Moving(0, "p0", "d0", stage="handoff", key="k")]))
+        ended = [MovingHandoff(next(numbers), "p0", "d0", end="ok") for _ in range(20)]
+        return encode(small(ended=ended, under_way=[MovingHandoff(0, "p0", "d0", stage="handoff", key="k")]))
 
     script = Script(moving)
     with serving(script), opened(browser, script.url, motion="reduce") as visit:
@@ -270,9 +279,10 @@ def test_who_wants_less_motion_gets_dots_that_stand(browser: Browser) -> None:
 @pytest.mark.parametrize("width", [600, 1000, 1280])
 def test_nothing_needs_scrolling_sideways(browser: Browser, width: int) -> None:
     encode = busy()
-    long = [Seen(f"prefill-worker-with-a-long-name-{n}", "prefill", "draining", heard_s=50.0) for n in range(3)]
+    long = [SeenHandoff(f"prefill-worker-with-a-long-name-{n}", "prefill", "draining", heard_s=50.0) for n in range(3)]
     long += [
-        Seen(f"decode-worker-with-a-long-name-{n}", "decode", "ready", links={long[0].name: "mooncake"}) for n in (0, 1)
+        SeenHandoff(f"decode-worker-with-a-long-name-{n}", "decode", "ready", links={long[0].name: "mooncake"})
+        for n in (0, 1)
     ]
     failed = [Failure(time.time(), "claim_timeout", "x" * 120, "x" * 120, "y" * 120, detail="z" * 160)]
     script = Script(lambda: encode(small(workers=long, failures=failed)), lambda _: [journey("x" * 120, "y" * 120)])

@@ -32,7 +32,7 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.app import Router, router_app
 from kvbaton.router.http.http_server import serving
 from kvbaton.router.router_settings import RouterSettings
-from kvbaton.router.workers.directory import State, Worker
+from kvbaton.router.workers.directory import ListedEngine, WorkerListState
 from kvbaton.router.workers.registered import RegistryDirectory
 from tests.e2e.cluster import eventually, get_json, wait_for
 from tests.e2e.faulty import Door, Seen, open_door, passes
@@ -189,9 +189,9 @@ class Listing:
         self.urls: dict[str, str] = {}  # instead of the door's
         self._doors = doors
         self._registered = RegistryDirectory(crew.registry)
-        self._workers: tuple[Worker, ...] = ()
+        self._workers: tuple[ListedEngine, ...] = ()
 
-    def snapshot(self) -> Sequence[Worker]:
+    def snapshot(self) -> Sequence[ListedEngine]:
         by_name = {str(worker.name): worker for worker in self._registered.snapshot()}
         here = [name for name in self._doors if name in by_name and name not in self.gone]
         shown = tuple(self._shown(by_name[name]) for name in here)
@@ -199,9 +199,13 @@ class Listing:
             self._workers = shown
         return self._workers
 
-    def _shown(self, worker: Worker) -> Worker:
+    def _shown(self, worker: ListedEngine) -> ListedEngine:
         name = str(worker.name)
-        state = State.SERVING if worker.state is State.SUSPECT and not self.follows_pings else worker.state
+        state = (
+            WorkerListState.SERVING
+            if worker.state is WorkerListState.SUSPECT and not self.follows_pings
+            else worker.state
+        )
         return msgspec.structs.replace(worker, url=self.urls.get(name, self._doors[name].url), state=state)
 
 
@@ -325,7 +329,7 @@ async def town(crew: Crew, *names: str, settings: RouterSettings) -> AsyncIterat
         listing = Listing(crew, doors)
         discarded: list[tuple[str, str]] = []
 
-        def discard(worker: Worker, ticket: str) -> None:
+        def discard(worker: ListedEngine, ticket: str) -> None:
             discarded.append((str(worker.name), ticket))
             crew.registry.discard(WorkerId(worker.name), worker.incarnation, [ticket])
 

@@ -3,7 +3,8 @@
 Run as `python late_peer.py KEYS PLANE` it is the source: a whole node with leased blocks, which carries out calls from
 standard input, one JSON line each. The reader runs in the test's process, where its memory can be looked at.
 
-Law: a source that was stopped goes on before anything of its reader is closed (see the hazard in `transports/nixl/nixl_transport.py`).
+Law: a source that was stopped goes on before anything of its reader is closed (see the hazard in
+`transports/nixl/nixl_transport.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvbaton.control import keyring as keys
 from kvbaton.node.cluster_node import ClusterNode, ClusterSettings, EngineFacts, make_doorway, new_life
 from kvbaton.node.doorway import DropBlocks, LoadReport, MatchState
 from kvbaton.protocol.effects import End
-from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Rank, Share, places, planes
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Rank, Share, places, planes
 from kvbaton.protocol.ids import RequestId, WorkerId, rank_peer
 from kvbaton.protocol.settings import Settings
 from kvbaton.transports.catalogue import PlaneSettings, make
@@ -60,7 +61,7 @@ def contents(blocks: Sequence[int]) -> Pages:
 
 def _layout() -> EngineLayout:
     cell = Cell("kv", PAGE_BYTES // BLOCK_TOKENS)
-    group = Group("full", Kind.FULL, BLOCK_TOKENS, tuple(map(str, range(LAYERS))), 1, (cell,), "bytes")
+    group = Group("full", GroupKind.FULL, BLOCK_TOKENS, tuple(map(str, range(LAYERS))), 1, (cell,), "bytes")
     stride = BLOCKS * PAGE_BYTES
     share = Share(0, 1, BLOCKS, places(range(LAYERS), 0, stride, PAGE_BYTES), planes("PHN", (cell,), 1, BLOCK_TOKENS))
     return EngineLayout((group,), (Rank(0, 0, 0, (LAYERS * stride,), (share,)),))

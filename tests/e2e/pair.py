@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvbaton.api.params import Mode, TransferParams, source_params, target_params
 from kvbaton.control import keyring
 from kvbaton.engines.embedded import tokenizer
-from kvbaton.engines.embedded.embedded_worker import Worker
+from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker
 from kvbaton.engines.embedded.engine_config import EngineConfig
 from kvbaton.engines.embedded.http_worker import Token
 from kvbaton.engines.embedded.server_plan import GenerateRequest
@@ -28,8 +28,8 @@ REST_S = 20.0
 class Pair:
     """A prefill and a decode worker that know each other."""
 
-    p: Worker
-    d: Worker
+    p: EmbeddedWorker
+    d: EmbeddedWorker
     key: bytes
     names: tuple[str, str] = ("p0", "d0")
 
@@ -84,7 +84,7 @@ class Pair:
                 await asyncio.wrap_future(worker.node.loop.call(lambda: None))
 
 
-def idle(worker: Worker) -> bool:
+def idle(worker: EmbeddedWorker) -> bool:
     stats = worker.stats()
     held = ("pins", "leases", "intakes", "running", "waiting", "loading")
     return all(stats[name] == 0 for name in held) and stats["free_blocks"] == stats["blocks"]
@@ -105,7 +105,7 @@ async def pair(
     workers = []
     for ring, role, options, config in zip(rings, ("prefill", "decode"), (p or {}, d or {}), configs, strict=True):
         base = {"registry": "tcp://127.0.0.1:1", "transport": transport, "keys": directory, "name": ring.name}
-        workers.append(Worker(WorkerOptions(**{**base, "role": role, **options}), ring, config))
+        workers.append(EmbeddedWorker(WorkerOptions(**{**base, "role": role, **options}), ring, config))
     try:
         for worker in workers:
             worker.start()
@@ -116,7 +116,7 @@ async def pair(
             await asyncio.to_thread(worker.stop)
 
 
-async def generate(worker: Worker, prompt: str, max_tokens: int, params: TransferParams | None):
+async def generate(worker: EmbeddedWorker, prompt: str, max_tokens: int, params: TransferParams | None):
     """The text of an answer, and what it says about the KV."""
     text, extra = "", None
     request = GenerateRequest(

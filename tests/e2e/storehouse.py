@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.control import keyring
-from kvbaton.engines.embedded.embedded_worker import Worker
+from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker
 from kvbaton.engines.embedded.worker_options import WorkerOptions
 from tests.e2e.pair import generate, idle
 from tests.mooncake_store.mooncake_processes import Master
@@ -60,9 +60,9 @@ class House:
     """Workers that run, by name."""
 
     directory: Path
-    workers: dict[str, Worker] = field(default_factory=dict)
+    workers: dict[str, EmbeddedWorker] = field(default_factory=dict)
 
-    def __getitem__(self, name: str) -> Worker:
+    def __getitem__(self, name: str) -> EmbeddedWorker:
         return self.workers[name]
 
     async def answer(self, name: str, prompt: str, max_tokens: int = 12, params: Any = None) -> str:
@@ -107,7 +107,7 @@ async def house(directory: Path, store: str, *names: str, **options: object) -> 
     rings = {name: keyring.load(directory, name) for name in names}
     try:
         for name, ring in rings.items():
-            found.workers[name] = Worker(WorkerOptions(**{**base, "name": name}), ring)
+            found.workers[name] = EmbeddedWorker(WorkerOptions(**{**base, "name": name}), ring)
         entries = {each.node.peer.worker: each.node.address for each in found.workers.values()}
         for worker in found.workers.values():
             worker.start()

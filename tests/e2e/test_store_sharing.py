@@ -16,7 +16,7 @@ from kvbaton.api.params import TransferParams
 from kvbaton.control import keyring
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.registry import RegistryServer
-from kvbaton.engines.embedded.embedded_worker import Worker, reference_answers
+from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_answers
 from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig, ModelConfig
 from kvbaton.engines.embedded.http_worker import RefusedError
 from kvbaton.engines.embedded.worker_options import WorkerOptions
@@ -163,7 +163,7 @@ async def _second_source(
     [listed] = registry.workers()
     ring = keyring.load(directory, "d0")
     async with house(directory, store, "d0", policy=policy, claim_timeout=1.0) as one:
-        d: Worker = one["d0"]
+        d: EmbeddedWorker = one["d0"]
         d.node.know({listed.registration.worker: (listed.registration.control_endpoint, ring.peers["p0"])})
         await one.answer("d0", "D is known to the store, and lends its memory, once it has asked", 1)
         async with aiohttp.ClientSession() as session:
@@ -191,7 +191,7 @@ def test_a_store_is_refused_for_kv_that_it_cannot_keep(tmp_path: Path) -> None:
     )
     config = EngineConfig(ModelConfig(sliding_layers=(1,)), CacheConfig(blocks=64))
     with pytest.raises(ControlError, match="'sliding' is sliding"):
-        Worker(options, keyring.load(directory, "p0"), config)
+        EmbeddedWorker(options, keyring.load(directory, "p0"), config)
 
 
 def test_up_starts_a_store_beside_the_cluster(tmp_path: Path) -> None:

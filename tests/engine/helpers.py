@@ -13,8 +13,8 @@ from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.block_cache import BlockPool
 from kvbaton.engines.embedded.embedded_engine import Engine
 from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig, ModelConfig
-from kvbaton.engines.embedded.engine_request import EngineRequest, Output, Sampling, Status
-from kvbaton.engines.embedded.hooks import BlockIds, Load, LoadReport, Match, Nothing, NotYet, NullConnector
+from kvbaton.engines.embedded.engine_request import EngineRequest, Output, RequestStatus, Sampling
+from kvbaton.engines.embedded.hooks import BlockIds, LoadOrder, LoadOutcome, Match, Nothing, NotYet, NullConnector
 from kvbaton.engines.embedded.model import Model
 from kvbaton.protocol.ids import RequestId
 
@@ -146,8 +146,10 @@ class Lender(NullConnector):
     def bind(self, pool: BlockPool) -> None:
         self.pool = pool
 
-    def request_finished(self, request: EngineRequest, blocks: BlockIds, status: Status) -> Mapping[str, object] | None:
-        if status is not Status.LENGTH or request.prompt in self.kept:
+    def request_finished(
+        self, request: EngineRequest, blocks: BlockIds, status: RequestStatus
+    ) -> Mapping[str, object] | None:
+        if status is not RequestStatus.LENGTH or request.prompt in self.kept:
             return None
         self.pool.touch(block for row in blocks for block in row if block)
         self.kept[request.prompt] = blocks
@@ -171,7 +173,7 @@ class Borrower(NullConnector):
     target: Engine = None  # type: ignore[assignment]
     loading: dict[RequestId, tuple[EngineRequest, BlockIds, int, object]] = field(default_factory=dict)
     due: dict[RequestId, int] = field(default_factory=dict)
-    finished: list[tuple[RequestId, Status]] = field(default_factory=list)
+    finished: list[tuple[RequestId, RequestStatus]] = field(default_factory=list)
     tokens_max: int = 10_000  # loads no more than this at once
     local: dict[RequestId, int] = field(default_factory=dict)
     seen: list[tuple[str, RequestId, int]] = field(default_factory=list)
@@ -185,7 +187,7 @@ class Borrower(NullConnector):
             moves.pop(0)
             return NotYet()
         self.local[request.request_id] = local_tokens
-        return Load(min(left, self.tokens_max))
+        return LoadOrder(min(left, self.tokens_max))
 
     def allocated(self, request: EngineRequest, blocks: BlockIds, external_tokens: int) -> None:
         self.seen.append(("allocated", request.request_id, external_tokens))
@@ -198,10 +200,10 @@ class Borrower(NullConnector):
     def preempted(self, request: EngineRequest) -> None:
         self.seen.append(("preempted", request.request_id, 0))
 
-    def request_finished(self, request: EngineRequest, blocks: BlockIds, status: Status) -> None:
+    def request_finished(self, request: EngineRequest, blocks: BlockIds, status: RequestStatus) -> None:
         self.finished.append((request.request_id, status))
 
-    def take_reports(self) -> list[LoadReport]:
+    def take_reports(self) -> list[LoadOutcome]:
         reports = []
         for name in list(self.due):
             self.due[name] -= 1
@@ -213,7 +215,7 @@ class Borrower(NullConnector):
     def has_pending_work(self) -> bool:
         return bool(self.loading)
 
-    def _end(self, request: EngineRequest, blocks: BlockIds, external: int, move: object) -> LoadReport:
+    def _end(self, request: EngineRequest, blocks: BlockIds, external: int, move: object) -> LoadOutcome:
         """Copy, or copy a part and fail."""
         first = self.local.pop(request.request_id)
         total = first + external
@@ -222,9 +224,9 @@ class Borrower(NullConnector):
             good = min(total, first + move)
         copy_kv(self.source, self.lender.kept[request.prompt], self.target, blocks, range(first, good))
         if move == "load":
-            return LoadReport(request.request_id, ok=True)
+            return LoadOutcome(request.request_id, ok=True)
         prefix = good if isinstance(move, int) else None
-        return LoadReport(request.request_id, ok=False, good_prefix_tokens=prefix, reason="as told")
+        return LoadOutcome(request.request_id, ok=False, good_prefix_tokens=prefix, reason="as told")
 
 
 def copy_kv(source: Engine, source_blocks: BlockIds, target: Engine, target_blocks: BlockIds, tokens: range) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvbaton.engines.embedded.embedded_connector import BatonConnector
+from kvbaton.engines.embedded.embedded_connector import EmbeddedConnector
 from kvbaton.engines.embedded.embedded_engine import Engine
-from kvbaton.engines.embedded.embedded_storing import Storing
+from kvbaton.engines.embedded.embedded_storing import EmbeddedStoring
 from kvbaton.engines.embedded.engine_config import FailurePolicy, ModelConfig
 from kvbaton.engines.embedded.engine_request import Output
 from kvbaton.engines.embedded.kv_layout import engine_layout
@@ -18,7 +18,7 @@ from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId
-from kvbaton.ranks.engine_store import Shelf, ShelfSettings
+from kvbaton.ranks.engine_store import EngineStore, ShelfSettings
 from kvbaton.ranks.rank_store import LocalShelf
 from kvbaton.ranks.rank_values import rank_values
 from kvbaton.store.interface import Backend
@@ -38,8 +38,8 @@ class StoreRig:
 
     engine: Engine
     doorway: Doorway
-    shelf: Shelf
-    storing: Storing
+    shelf: EngineStore
+    storing: EmbeddedStoring
     faulty: FaultyBackend
     outputs: list[Output] = field(default_factory=list)
     events: list[ev.Event] = field(default_factory=list)  # those that are not about puts
@@ -78,7 +78,7 @@ class StoreRig:
         assert self.storing.stats()["store_pins"] == self.shelf.pins == 0
         assert self.engine.pool.free_count == self.engine.config.cache.blocks - 1
         connector = self.engine.connector
-        assert isinstance(connector, BatonConnector)
+        assert isinstance(connector, EmbeddedConnector)
         left = (connector._known, connector._lost, connector._from_store, self.storing._looks, self.storing._hashes)
         assert not any(left), left
 
@@ -127,10 +127,10 @@ def store_rig(
     regions = [memoryview(bytearray(geometry.region_bytes)) for _ in range(geometry.cache.tp)]
     layout = engine_layout(geometry)
     ranks = [LocalShelf(faulty, rank_values(layout, rank, COMPAT), [region]) for rank, region in enumerate(regions)]
-    shelf = Shelf(ranks, settings or PATIENT)
+    shelf = EngineStore(ranks, settings or PATIENT)
     more = {} if clock is None else {"clock": clock}
-    storing = Storing(shelf, doorway, geometry.cache.block_tokens, **more)
-    connector = BatonConnector(doorway, model.groups, geometry.cache.block_tokens, policy, storing=storing)
+    storing = EmbeddedStoring(shelf, doorway, geometry.cache.block_tokens, **more)
+    connector = EmbeddedConnector(doorway, model.groups, geometry.cache.block_tokens, policy, storing=storing)
     made = Engine(
         type(plain.config)(model, geometry.cache, on_load_failure=policy, **_engine_part(changes)), connector, regions
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbaton.engines.embedded.attention import QUERIES_MAX, TILES_MAX, Piece, attend, plan
+from kvbaton.engines.embedded.attention import QUERIES_MAX, TILES_MAX, AttentionPiece, attend, plan
 from kvbaton.engines.embedded.kv_memory import Floats
 
 BLOCK = 8
@@ -40,7 +40,7 @@ def test_a_query_sees_exactly_the_keys_that_it_may(window: int | None, start: in
     table = list(range(1, 1 + -(-(start + count) // BLOCK)))
     queries = np.random.default_rng(1).standard_normal((count, 4, 16)).astype(np.float32)
     seen = np.empty_like(queries)
-    for call in plan([Piece([0] * count, start, (table,))], 0, window, BLOCK, BIAS):
+    for call in plan([AttentionPiece([0] * count, start, (table,))], 0, window, BLOCK, BIAS):
         seen[call.rows] = attend(queries, pages, call)
     np.testing.assert_allclose(seen, expected(queries, pages, table, start, window), atol=1e-5)
 
@@ -48,31 +48,31 @@ def test_a_query_sees_exactly_the_keys_that_it_may(window: int | None, start: in
 def test_what_a_block_held_before_is_never_seen() -> None:
     pages = pages_of(4)
     queries = np.ones((1, 4, 16), dtype=np.float32)
-    (call,) = plan([Piece([0], 9, ([1, 2],))], 0, None, BLOCK, BIAS)
+    (call,) = plan([AttentionPiece([0], 9, ([1, 2],))], 0, None, BLOCK, BIAS)
     clean = attend(queries, pages, call)
     pages[2, :, :, 2:] = np.nan
     assert np.array_equal(attend(queries, pages, call), clean)
 
 
 def test_decoding_requests_of_like_length_share_calls() -> None:
-    pieces = [Piece([0], 40 + index, ([1] * 20,)) for index in range(10)]
+    pieces = [AttentionPiece([0], 40 + index, ([1] * 20,)) for index in range(10)]
     assert [len(call.rows) for call in plan(pieces, 0, None, BLOCK, BIAS)] == [10]
 
 
 def test_a_long_request_does_not_pad_short_ones() -> None:
-    pieces = [Piece([0], position, ([1] * 200,)) for position in (10, 1500, 20)]
+    pieces = [AttentionPiece([0], position, ([1] * 200,)) for position in (10, 1500, 20)]
     assert sorted(len(call.rows) for call in plan(pieces, 0, None, BLOCK, BIAS)) == [1, 2]
 
 
 def test_calls_are_bounded_in_size() -> None:
-    pieces = [Piece([0], 300, ([1] * 40,)) for _ in range(50)]
+    pieces = [AttentionPiece([0], 300, ([1] * 40,)) for _ in range(50)]
     for call in plan(pieces, 0, None, BLOCK, BIAS):
         assert call.blocks.shape[0] * call.blocks.shape[1] <= TILES_MAX + call.blocks.shape[0]
-    long = plan([Piece([0] * 300, 0, ([1] * 40,))], 0, None, BLOCK, BIAS)
+    long = plan([AttentionPiece([0] * 300, 0, ([1] * 40,))], 0, None, BLOCK, BIAS)
     assert max(call.rows.shape[1] for call in long) == QUERIES_MAX
 
 
 def test_every_row_is_computed_once() -> None:
-    pieces = [Piece([0] * count, 5, ([1] * 40,)) for count in (1, 70, 1, 3, 200)]
+    pieces = [AttentionPiece([0] * count, 5, ([1] * 40,)) for count in (1, 70, 1, 3, 200)]
     rows = np.concatenate([call.rows.ravel() for call in plan(pieces, 0, 30, BLOCK, BIAS)])
     assert sorted(rows) == list(range(275))

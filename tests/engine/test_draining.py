@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from kvbaton.control.registry import Held
+from kvbaton.control.registry import HeldReport
 from kvbaton.engines.embedded.http_worker import Finished, RefusedError, Token
 from kvbaton.engines.embedded.server_plan import GenerateRequest, ModelCard
-from kvbaton.engines.embedded.worker_draining import Door, Drain, DrainSettings, Step, Stopping, drain
+from kvbaton.engines.embedded.worker_draining import Drain, DrainingDoor, DrainSettings, DrainStep, Stopping, drain
 
 SETTINGS = DrainSettings(drain_s=30.0, quiet_s=1.0, confirm_s=2.0)
-NOTHING = Held()
-BUSY = Held(requests=1)
+NOTHING = HeldReport()
+BUSY = HeldReport(requests=1)
 REQUEST = GenerateRequest(request_id="r", prompt=(1, 2, 3), max_tokens=4)
 QUICK = DrainSettings(drain_s=20.0, quiet_s=0.02, confirm_s=0.02)
 
@@ -33,34 +33,40 @@ def begun(**changes: float) -> Drain:
 class TestDecision:
     def test_an_idle_worker_goes_a_quiet_second_after_the_router_knows(self) -> None:
         state = begun(known_at=100.1)
-        assert [state.step(NOTHING, now) for now in (100.1, 101.0, 101.1)] == [Step.SERVE, Step.SERVE, Step.LEAVE]
+        assert [state.step(NOTHING, now) for now in (100.1, 101.0, 101.1)] == [
+            DrainStep.SERVE,
+            DrainStep.SERVE,
+            DrainStep.LEAVE,
+        ]
 
     def test_a_registry_that_does_not_answer_is_not_waited_for_longer_than_confirm_s(self) -> None:
         state = begun()
-        assert state.step(NOTHING, 102.9) is Step.SERVE
-        assert state.step(NOTHING, 103.0) is Step.LEAVE
+        assert state.step(NOTHING, 102.9) is DrainStep.SERVE
+        assert state.step(NOTHING, 103.0) is DrainStep.LEAVE
 
-    @pytest.mark.parametrize("held", [Held(requests=1), Held(leases=1), Held(intakes=1), Held(claims=1)])
-    def test_whatever_is_held_keeps_it_and_new_requests_are_served_in_the_first_half(self, held: Held) -> None:
+    @pytest.mark.parametrize(
+        "held", [HeldReport(requests=1), HeldReport(leases=1), HeldReport(intakes=1), HeldReport(claims=1)]
+    )
+    def test_whatever_is_held_keeps_it_and_new_requests_are_served_in_the_first_half(self, held: HeldReport) -> None:
         state = begun(known_at=100.0)
-        assert state.step(held, 114.9) is Step.SERVE
-        assert state.step(held, 115.0) is Step.FINISH
-        assert state.step(held, 129.9) is Step.FINISH
-        assert state.step(held, 130.0) is Step.LEAVE
+        assert state.step(held, 114.9) is DrainStep.SERVE
+        assert state.step(held, 115.0) is DrainStep.FINISH
+        assert state.step(held, 129.9) is DrainStep.FINISH
+        assert state.step(held, 130.0) is DrainStep.LEAVE
 
     def test_it_stays_a_quiet_second_after_the_last_request_so_that_its_answer_arrives(self) -> None:
         state = begun(known_at=100.0, busy_at=105.0)
-        assert state.step(NOTHING, 105.9) is Step.SERVE
-        assert state.step(NOTHING, 106.0) is Step.LEAVE
+        assert state.step(NOTHING, 105.9) is DrainStep.SERVE
+        assert state.step(NOTHING, 106.0) is DrainStep.LEAVE
 
     def test_routers_that_get_no_word_have_time_to_forget(self) -> None:
         state = Drain(100.0, DrainSettings(forget_s=6.0), known_at=100.0)
-        assert state.step(NOTHING, 105.9) is Step.SERVE
-        assert state.step(NOTHING, 106.0) is Step.LEAVE
+        assert state.step(NOTHING, 105.9) is DrainStep.SERVE
+        assert state.step(NOTHING, 106.0) is DrainStep.LEAVE
 
     def test_the_operators_bound_goes_before_all_else(self) -> None:
         state = Drain(100.0, DrainSettings(drain_s=0.5, forget_s=6.0))
-        assert state.step(BUSY, 100.5) is Step.LEAVE
+        assert state.step(BUSY, 100.5) is DrainStep.LEAVE
 
 
 class Engine:
@@ -103,7 +109,7 @@ class Listing:
         self.told.append(held)
 
 
-async def consumed(door: Door) -> list[Token | Finished]:
+async def consumed(door: DrainingDoor) -> list[Token | Finished]:
     return [event async for event in door.generate(REQUEST)]
 
 
@@ -113,15 +119,15 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
-def held_by(door: Door) -> Callable[[], Held]:
-    return lambda: Held(requests=door.inside)
+def held_by(door: DrainingDoor) -> Callable[[], HeldReport]:
+    return lambda: HeldReport(requests=door.inside)
 
 
 class TestDoor:
     def test_it_counts_those_inside_and_refuses_when_shut(self) -> None:
         async def story() -> None:
             engine = Engine()
-            door = Door(engine)
+            door = DrainingDoor(engine)
             under_way = asyncio.create_task(consumed(door))
             await until(lambda: door.inside == 1)
             door.is_shut = True
@@ -136,7 +142,7 @@ class TestDoor:
 
     def test_leaving_early_leaves_the_engine_too(self) -> None:
         async def story() -> None:
-            door = Door(Engine())
+            door = DrainingDoor(Engine())
             events = door.generate(REQUEST)
             await anext(events)
             await events.aclose()
@@ -146,7 +152,7 @@ class TestDoor:
 
     def test_health_is_refused_from_the_beginning_of_a_drain(self) -> None:
         async def story() -> None:
-            door = Door(Engine())
+            door = DrainingDoor(Engine())
             assert door.ready() and door.stats() == {"pins": 0, "draining": 0}
             door.is_draining = True
             assert not door.ready() and door.stats() == {"pins": 0, "draining": 1}
@@ -159,7 +165,7 @@ class TestLoop:
     def test_a_request_that_comes_late_is_served_and_waited_for(self) -> None:
         async def story() -> None:
             engine, listing = Engine(), Listing()
-            door = Door(engine)
+            door = DrainingDoor(engine)
             shut: list[bool] = []
             settings = DrainSettings(drain_s=60.0, quiet_s=3.5, confirm_s=1.0)
             ending = asyncio.create_task(
@@ -177,8 +183,8 @@ class TestLoop:
         asyncio.run(story())
 
     def test_a_registry_that_is_away_does_not_keep_it(self) -> None:
-        async def story() -> Held:
-            door = Door(Engine())
+        async def story() -> HeldReport:
+            door = DrainingDoor(Engine())
             return await drain(door, Listing(answers=False), held_by(door), QUICK, asyncio.Event())
 
         assert asyncio.run(story()).nothing
@@ -186,7 +192,7 @@ class TestLoop:
     def test_a_second_word_ends_it_with_what_is_left(self) -> None:
         async def story() -> None:
             stop = Stopping()
-            door = Door(Engine())
+            door = DrainingDoor(Engine())
             under_way = asyncio.create_task(consumed(door))
             await until(lambda: door.inside)
             with stop.on_signals():
@@ -219,11 +225,13 @@ class TestLoop:
         asyncio.run(story())
 
     def test_at_the_bound_it_goes_with_what_is_left(self) -> None:
-        async def story() -> Held:
+        async def story() -> HeldReport:
             settings = DrainSettings(drain_s=0.05)
-            return await drain(Door(Engine()), Listing(), lambda: Held(leases=2), settings, asyncio.Event())
+            return await drain(
+                DrainingDoor(Engine()), Listing(), lambda: HeldReport(leases=2), settings, asyncio.Event()
+            )
 
-        assert asyncio.run(story()) == Held(leases=2)
+        assert asyncio.run(story()) == HeldReport(leases=2)
 
     def test_a_hangup_stops_at_once(self) -> None:
         async def story() -> None:

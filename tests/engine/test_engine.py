@@ -9,7 +9,7 @@ import pytest
 
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.engine_config import ModelConfig
-from kvbaton.engines.embedded.engine_request import EngineRequest, RejectedError, Sampling, Status
+from kvbaton.engines.embedded.engine_request import EngineRequest, RejectedError, RequestStatus, Sampling
 from kvbaton.engines.embedded.hooks import BlockIds, Chunk, NullConnector
 from kvbaton.engines.embedded.model import Model
 from kvbaton.protocol.ids import RequestId
@@ -116,7 +116,7 @@ def test_an_answer_ends_by_eos_and_says_so() -> None:
         )
     outputs = finish(subject)
     last = {output.request_id: output for output in outputs}
-    stopped = [name for name, output in last.items() if output.status is Status.STOPPED]
+    stopped = [name for name, output in last.items() if output.status is RequestStatus.STOPPED]
     assert stopped
     for name in stopped:
         told = answers(outputs)[name]
@@ -128,7 +128,7 @@ def test_an_answer_ends_at_its_length_with_one_status() -> None:
     subject = engine()
     subject.add_request(request("a", prompt(1, 10), 5))
     outputs = finish(subject)
-    assert [output.status for output in outputs] == [None] * 4 + [Status.LENGTH]
+    assert [output.status for output in outputs] == [None] * 4 + [RequestStatus.LENGTH]
     assert "".join(output.text for output in outputs) == tokenizer.decode([output.token or 0 for output in outputs])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from kvbaton.api.params import Mode, TransferParams
-from kvbaton.engines.embedded.embedded_connector import BatonConnector
+from kvbaton.engines.embedded.embedded_connector import EmbeddedConnector
 from kvbaton.engines.embedded.embedded_engine import Engine
 from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, Sampling
@@ -31,7 +31,7 @@ class Embedded:
     def __init__(self, doorway: Doorway) -> None:
         self.doorway = doorway
         self.memory: Sequence[memoryview] = [memoryview(bytearray(GEOMETRY.region_bytes))]
-        connector = BatonConnector(doorway, CONFIG.model.groups, CONFIG.cache.block_tokens, "recompute")
+        connector = EmbeddedConnector(doorway, CONFIG.model.groups, CONFIG.cache.block_tokens, "recompute")
         self._engine = Engine(CONFIG, connector, list(self.memory))
         self._said: dict[RequestId, list[int]] = {}
         self._finished: dict[RequestId, str] = {}

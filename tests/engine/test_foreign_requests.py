@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvbaton.api.foreign import Lookup
+from kvbaton.api.foreign import ForeignLookup
 from kvbaton.api.http import serving
 from kvbaton.api.params import Mode, TransferParams
 from kvbaton.engines.embedded.http_worker import GenerateRequest, worker_app
@@ -59,7 +59,7 @@ def _prompt(request: GenerateRequest) -> tuple[int, ...]:
 
 @contextlib.asynccontextmanager
 async def door(me: str, mode: Mode, modes: tuple[Mode, ...] = tuple(Mode)) -> AsyncIterator[Door]:
-    lookup = Lookup(mode, modes, WorkerId(me), KEY, 60.0, lambda host, port: BOOK.get((host, port)))
+    lookup = ForeignLookup(mode, modes, WorkerId(me), KEY, 60.0, lambda host, port: BOOK.get((host, port)))
     backend = FakeBackend()
     async with serving(worker_app(backend, lookup=lookup), "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
         yield Door(backend, url, session)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.engines.embedded.engine_config import ModelConfig
-from kvbaton.engines.embedded.engine_request import State
+from kvbaton.engines.embedded.engine_request import RequestState
 from kvbaton.protocol.ids import RequestId
 
 from .helpers import SLIDING, TINY, answer_alone, answers, finish, pair, prompt, request, step
@@ -71,7 +71,7 @@ def test_only_the_last_token_is_computed_after_a_load() -> None:
         computed.append(world.d.tokens_last_step)
         states += [each.state for each in world.d.scheduler.sequences.values()]
     assert computed == [0, 0, 0, 1, 1, 1, 1]
-    assert states[:3] == [State.LOADING] * 3
+    assert states[:3] == [RequestState.LOADING] * 3
     assert world.borrower.seen == [("allocated", "a", 50), ("allocated", "a", 0)]
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvbaton.engines.embedded.hooks import Connector, Load, Nothing, NotYet, NullConnector
+from kvbaton.engines.embedded.hooks import Connector, LoadOrder, Nothing, NotYet, NullConnector
 
 from .helpers import engine, finish, prompt, request
 
@@ -12,7 +12,7 @@ def test_the_null_connector_has_every_hook() -> None:
 
 
 def test_answers_to_match_are_values() -> None:
-    assert Load(3) == Load(3) != Load(4)
+    assert LoadOrder(3) == LoadOrder(3) != LoadOrder(4)
     assert NotYet() == NotYet()
     assert Nothing() == Nothing()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvbaton.engines.embedded import tokenizer
-from kvbaton.engines.embedded.attention import Piece
+from kvbaton.engines.embedded.attention import AttentionPiece
 from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
 from kvbaton.engines.embedded.kv_memory import Floats, KvGeometry, KvMemory, allocate_regions
 from kvbaton.engines.embedded.model import Model
@@ -37,13 +37,13 @@ class Bench:
         count = -(-tokens // self.cache.block_tokens)
         return tuple([self._free.pop() for _ in range(count)] for _ in self.model.groups)
 
-    def run(self, *pieces: Piece) -> Floats:
+    def run(self, *pieces: AttentionPiece) -> Floats:
         """Logits of every row of every piece."""
         batch = self.model.batch(pieces, self.cache.block_tokens)
         return self.model.forward(batch, self.memory, np.arange(len(batch.tokens)))
 
     def whole(self, tokens: tuple[int, ...]) -> Floats:
-        return self.run(Piece(list(tokens), 0, self.tables(len(tokens))))
+        return self.run(AttentionPiece(list(tokens), 0, self.tables(len(tokens))))
 
 
 def cut(length: int, rng: random.Random) -> list[tuple[int, int]]:
@@ -67,7 +67,7 @@ def test_logits_do_not_depend_on_chunk_boundaries(config: ModelConfig) -> None:
         bench = Bench(config)
         tables = bench.tables(len(tokens))
         chunks = cut(len(tokens), random.Random(seed))
-        parts = [bench.run(Piece(list(tokens[a:b]), a, tables)) for a, b in chunks]
+        parts = [bench.run(AttentionPiece(list(tokens[a:b]), a, tables)) for a, b in chunks]
         assert np.array_equal(np.concatenate(parts), expected), f"seed {seed}"
 
 
@@ -83,7 +83,7 @@ def test_logits_do_not_depend_on_what_else_is_computed(config: ModelConfig) -> N
         chosen = rng.sample(live, rng.randint(1, len(live)))
         ends = [min(len(texts[index]), at[index] + rng.choice((1, 1, 1, 7, 40, 100))) for index in chosen]
         pieces = [
-            Piece(list(texts[index][at[index] : end]), at[index], tables[index])
+            AttentionPiece(list(texts[index][at[index] : end]), at[index], tables[index])
             for index, end in zip(chosen, ends, strict=True)
         ]
         rows = bench.run(*pieces)
@@ -103,7 +103,7 @@ def test_logits_do_not_depend_on_where_the_kv_lies(config: ModelConfig, cache: d
     expected = Bench(config).whole(tokens)
     bench = Bench(config, **cache)
     tables = bench.tables(len(tokens))
-    parts = [bench.run(Piece(list(tokens[a:b]), a, tables)) for a, b in ((0, 60), (60, 99), (99, 100))]
+    parts = [bench.run(AttentionPiece(list(tokens[a:b]), a, tables)) for a, b in ((0, 60), (60, 99), (99, 100))]
     assert np.array_equal(np.concatenate(parts), expected)
 
 
@@ -112,18 +112,18 @@ def test_a_sliding_layer_does_not_look_behind_its_window() -> None:
     tokens = prompt(4, 90)
     bench = Bench(config, block_tokens=8)
     (table,) = bench.tables(len(tokens))
-    expected = bench.run(Piece(list(tokens), 0, (table,)))[-1]
+    expected = bench.run(AttentionPiece(list(tokens), 0, (table,)))[-1]
     left_behind = (89 - 20 + 1) // 8
     table[:left_behind] = [0] * left_behind
-    assert np.array_equal(bench.run(Piece([tokens[-1]], 89, (table,)))[0], expected)
+    assert np.array_equal(bench.run(AttentionPiece([tokens[-1]], 89, (table,)))[0], expected)
     bench.memory.pages(0)[0, table[left_behind]] = 0.0
-    assert not np.array_equal(bench.run(Piece([tokens[-1]], 89, (table,)))[0], expected)
+    assert not np.array_equal(bench.run(AttentionPiece([tokens[-1]], 89, (table,)))[0], expected)
 
 
 def test_layers_are_told_in_order_and_their_kv_is_written() -> None:
     bench = Bench(DEFAULT)
     tables = bench.tables(16)
-    batch = bench.model.batch([Piece(list(prompt(1, 16)), 0, tables)], 16)
+    batch = bench.model.batch([AttentionPiece(list(prompt(1, 16)), 0, tables)], 16)
     told: list[int] = []
 
     def layer_done(layer: int) -> None:

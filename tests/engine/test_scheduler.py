@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvbaton.engines.embedded.engine_config import ModelConfig
-from kvbaton.engines.embedded.engine_request import EngineRequest, Output, State, Status
-from kvbaton.engines.embedded.hooks import BlockIds, Load, LoadReport, Match, Nothing, NotYet, NullConnector
+from kvbaton.engines.embedded.engine_request import EngineRequest, Output, RequestState, RequestStatus
+from kvbaton.engines.embedded.hooks import BlockIds, LoadOrder, LoadOutcome, Match, Nothing, NotYet, NullConnector
 from kvbaton.protocol.ids import RequestId
 
 from .helpers import SLIDING, TINY, answer_alone, answers, engine, finish, pair, prompt, request, step
@@ -20,25 +20,25 @@ class Scripted(NullConnector):
     """Answers `match` by request id, reports what it is told to; notes ends."""
 
     answers: dict[str, Match] = field(default_factory=dict)
-    reports: list[LoadReport] = field(default_factory=list)
+    reports: list[LoadOutcome] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
-    ends: list[tuple[str, Status, BlockIds]] = field(default_factory=list)
+    ends: list[tuple[str, RequestStatus, BlockIds]] = field(default_factory=list)
 
     def match(self, request: EngineRequest, local_tokens: int) -> Match:
         self.asked.append(request.request_id)
         return self.answers.get(request.request_id, Nothing())
 
-    def take_reports(self) -> list[LoadReport]:
+    def take_reports(self) -> list[LoadOutcome]:
         reports, self.reports = self.reports, []
         return reports
 
-    def request_finished(self, request: EngineRequest, blocks: BlockIds, status: Status) -> dict[str, object]:
+    def request_finished(self, request: EngineRequest, blocks: BlockIds, status: RequestStatus) -> dict[str, object]:
         self.ends.append((request.request_id, status, blocks))
         return {"end": len(self.ends)}
 
 
-def report(name: str, ok: bool = True, good: int | None = None) -> LoadReport:
-    return LoadReport(RequestId(name), ok, good, "" if ok else "broken")
+def report(name: str, ok: bool = True, good: int | None = None) -> LoadOutcome:
+    return LoadOutcome(RequestId(name), ok, good, "" if ok else "broken")
 
 
 def test_running_requests_are_served_before_waiting_ones() -> None:
@@ -96,7 +96,7 @@ def test_a_request_that_was_passed_over_keeps_its_place() -> None:
 
 
 def test_a_loading_request_takes_no_running_slot_and_is_not_asked_again() -> None:
-    connector = Scripted({"a": Load(9)})
+    connector = Scripted({"a": LoadOrder(9)})
     subject = engine(connector=connector, seqs_max=1)
     for name in "ab":
         subject.add_request(request(name, prompt(1, 9), 3))
@@ -111,7 +111,7 @@ def test_a_loading_request_takes_no_running_slot_and_is_not_asked_again() -> Non
 
 def test_a_loaded_request_passes_one_that_finds_no_room() -> None:
     """Otherwise both wait for ever: the first for blocks, the second, which holds them, for its turn."""
-    connector = Scripted({"first": NotYet(), "loaded": Load(30)})
+    connector = Scripted({"first": NotYet(), "loaded": LoadOrder(30)})
     subject = engine(connector=connector, blocks=7)
     subject.add_request(request("first", prompt(1, 35), 2))
     subject.add_request(request("loaded", prompt(2, 30), 2))
@@ -123,7 +123,7 @@ def test_a_loaded_request_passes_one_that_finds_no_room() -> None:
 
 
 def test_loaded_requests_that_hold_all_blocks_and_cannot_grow_are_computed_instead() -> None:
-    connector = Scripted({"a": Load(16), "b": Load(16)})
+    connector = Scripted({"a": LoadOrder(16), "b": LoadOrder(16)})
     subject = engine(connector=connector, blocks=6, prefix_caching=False)
     for seed, name in enumerate("ab"):
         subject.add_request(request(name, prompt(seed, 33), 2))
@@ -153,13 +153,17 @@ def test_when_blocks_run_out_the_last_to_come_gives_way() -> None:
     finish(subject)
 
 
-@pytest.mark.parametrize("state", [State.WAITING, State.LOADING, State.LOADED, State.RUNNING])
-def test_an_abort_frees_everything_and_is_told_once(state: State) -> None:
-    connector = Scripted({"a": {State.WAITING: NotYet(), State.RUNNING: Nothing()}.get(state, Load(20))})
+@pytest.mark.parametrize(
+    "state", [RequestState.WAITING, RequestState.LOADING, RequestState.LOADED, RequestState.RUNNING]
+)
+def test_an_abort_frees_everything_and_is_told_once(state: RequestState) -> None:
+    connector = Scripted(
+        {"a": {RequestState.WAITING: NotYet(), RequestState.RUNNING: Nothing()}.get(state, LoadOrder(20))}
+    )
     subject = engine(connector=connector, seqs_max=1)
     subject.add_request(request("a", prompt(1, 20), 8))
     step(subject)
-    if state is State.LOADED:
+    if state is RequestState.LOADED:
         subject.add_request(request("b", prompt(2, 20), 50))  # takes the only slot
         step(subject)
         connector.reports = [report("a")]
@@ -168,11 +172,11 @@ def test_an_abort_frees_everything_and_is_told_once(state: State) -> None:
     subject.abort(RequestId("a"))
     subject.abort(RequestId("a"))
     subject.abort(RequestId("b"))
-    assert [status for name, status, _ in connector.ends if name == "a"] == [Status.ABORTED]
+    assert [status for name, status, _ in connector.ends if name == "a"] == [RequestStatus.ABORTED]
     outputs = step(subject)
-    assert [output.status for output in outputs if output.request_id == "a"] == [Status.ABORTED]
+    assert [output.status for output in outputs if output.request_id == "a"] == [RequestStatus.ABORTED]
     assert outputs[0].handoff == {"end": 1}
-    if state is State.LOADING:
+    if state is RequestState.LOADING:
         connector.reports = [report("a")]
     finish(subject)
 
@@ -185,7 +189,7 @@ def test_an_abort_of_an_unknown_request_is_nothing() -> None:
 
 @pytest.mark.parametrize("ok", [True, False])
 def test_an_aborted_load_keeps_its_blocks_until_it_is_reported(ok: bool) -> None:
-    connector = Scripted({"a": Load(20)})
+    connector = Scripted({"a": LoadOrder(20)})
     subject = engine(connector=connector)
     subject.add_request(request("a", prompt(1, 20)))
     step(subject)
@@ -202,7 +206,7 @@ def test_an_aborted_load_keeps_its_blocks_until_it_is_reported(ok: bool) -> None
 
 
 def test_the_name_of_a_request_that_is_leaving_cannot_be_used_again() -> None:
-    connector = Scripted({"a": Load(20)})
+    connector = Scripted({"a": LoadOrder(20)})
     subject = engine(connector=connector)
     subject.add_request(request("a", prompt(1, 20)))
     step(subject)
@@ -227,7 +231,7 @@ def test_a_report_that_is_not_due_kills_the_engine(name: str) -> None:
 
 @pytest.mark.parametrize("abort", [True, False])
 def test_a_second_report_kills_the_engine(abort: bool) -> None:
-    connector = Scripted({"a": Load(20)})
+    connector = Scripted({"a": LoadOrder(20)})
     subject = engine(connector=connector)
     subject.add_request(request("a", prompt(1, 20)))
     step(subject)
@@ -240,26 +244,28 @@ def test_a_second_report_kills_the_engine(abort: bool) -> None:
 
 @pytest.mark.parametrize("tokens", [0, -1, 21])
 def test_an_offer_that_cannot_be_kills_the_engine(tokens: int) -> None:
-    subject = engine(connector=Scripted({"a": Load(tokens)}))
+    subject = engine(connector=Scripted({"a": LoadOrder(tokens)}))
     subject.add_request(request("a", prompt(1, 20)))
     with pytest.raises(AssertionError, match="offered"):
         subject.step()
 
 
 def test_a_failed_load_ends_the_request_where_the_policy_says_so() -> None:
-    connector = Scripted({"a": Load(20)})
+    connector = Scripted({"a": LoadOrder(20)})
     subject = engine(connector=connector, on_load_failure="fail")
     subject.add_request(request("a", prompt(1, 20)))
     step(subject)
     connector.reports = [report("a", ok=False)]
     (output,) = step(subject)
-    assert (output.status, output.reason, output.handoff) == (Status.ERROR, "broken", {"end": 1})
-    assert [(name, status, len(blocks[0])) for name, status, blocks in connector.ends] == [("a", Status.ERROR, 3)]
+    assert (output.status, output.reason, output.handoff) == (RequestStatus.ERROR, "broken", {"end": 1})
+    assert [(name, status, len(blocks[0])) for name, status, blocks in connector.ends] == [
+        ("a", RequestStatus.ERROR, 3)
+    ]
     finish(subject)
 
 
 def test_a_failed_load_is_computed_where_the_policy_says_so() -> None:
-    connector = Scripted({"a": Load(20)})
+    connector = Scripted({"a": LoadOrder(20)})
     subject = engine(connector=connector)
     subject.add_request(request("a", prompt(1, 20)))
     step(subject)
@@ -267,7 +273,7 @@ def test_a_failed_load_is_computed_where_the_policy_says_so() -> None:
     connector.reports = [report("a", ok=False)]
     assert answers(finish(subject)) == {RequestId("a"): answer_alone(prompt(1, 20))}
     assert connector.asked == ["a", "a"]
-    assert [status for _, status, _ in connector.ends] == [Status.LENGTH]
+    assert [status for _, status, _ in connector.ends] == [RequestStatus.LENGTH]
 
 
 def test_a_request_without_blocks_ends_with_an_empty_list_per_group() -> None:
@@ -275,7 +281,7 @@ def test_a_request_without_blocks_ends_with_an_empty_list_per_group() -> None:
     subject = engine(SLIDING, connector)
     subject.add_request(request("a", prompt(1, 20)))
     subject.abort(RequestId("a"))
-    assert connector.ends == [("a", Status.ABORTED, ((), ()))]
+    assert connector.ends == [("a", RequestStatus.ABORTED, ((), ()))]
 
 
 def test_a_broken_book_is_noticed() -> None:
@@ -319,7 +325,7 @@ def test_whatever_happens_answers_are_right_and_nothing_is_left(seed: int, model
     told = answers(outputs)
     for output in ends:
         expected = answer_alone(texts[int(output.request_id)], 20, model)
-        if output.status is Status.ABORTED:
+        if output.status is RequestStatus.ABORTED:
             assert output.request_id in aborted
             assert told[output.request_id] == expected[: len(told[output.request_id])]
         else:

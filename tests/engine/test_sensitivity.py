@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 import pytest
 
-from kvbaton.engines.embedded.attention import Piece
+from kvbaton.engines.embedded.attention import AttentionPiece
 from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
 from kvbaton.engines.embedded.engine_request import Sampling
 from kvbaton.engines.embedded.kv_memory import KvGeometry, KvMemory, allocate_regions
@@ -41,7 +41,7 @@ class Lab:
 
     def prefill(self, tokens: Prompt) -> list[int]:
         table = self.table(tokens)
-        self._run([Piece(list(tokens), 0, self._tables(table))])
+        self._run([AttentionPiece(list(tokens), 0, self._tables(table))])
         return table
 
     def copy(self, table: list[int], tokens: Prompt) -> list[int]:
@@ -54,7 +54,8 @@ class Lab:
         told: list[list[int]] = [[tokens[-1]] for _ in tables]
         for position in range(len(tokens) - 1, len(tokens) - 1 + ANSWER):
             pieces = [
-                Piece([so_far[-1]], position, self._tables(table)) for so_far, table in zip(told, tables, strict=True)
+                AttentionPiece([so_far[-1]], position, self._tables(table))
+                for so_far, table in zip(told, tables, strict=True)
             ]
             for so_far, logits in zip(told, self._run(pieces), strict=True):
                 so_far.append(choose(logits, GREEDY, position + 1, 1).token)
@@ -63,7 +64,7 @@ class Lab:
     def _tables(self, table: list[int]) -> tuple[list[int], ...]:
         return (table,) * len(self.model.groups)  # groups own different layers: they can share ids here
 
-    def _run(self, pieces: list[Piece]) -> np.ndarray:
+    def _run(self, pieces: list[AttentionPiece]) -> np.ndarray:
         batch = self.model.batch(pieces, BLOCK)
         return self.model.forward(batch, self.memory, batch.last_rows)
 

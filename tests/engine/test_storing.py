@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvbaton.api.params import TransferParams
-from kvbaton.engines.embedded.engine_request import EngineRequest, Status
+from kvbaton.engines.embedded.engine_request import EngineRequest, RequestStatus
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
@@ -272,7 +272,7 @@ def test_an_abort_during_the_look_up_leaves_nothing(make: Make) -> None:
     rig.until(lambda: rig.faulty.inside == 1)
     rig.engine.abort(RequestId("a"))
     rig.turn()
-    assert rig.outputs[-1].status is Status.ABORTED
+    assert rig.outputs[-1].status is RequestStatus.ABORTED
     rig.faulty.go_on()
     rig.rest()
     rig.until(lambda: not rig.storing._asks)

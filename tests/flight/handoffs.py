@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
+from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 
 NOW = 1_700_000_000.0
 HANDOFF = f"{'ab' * 16}.0"
@@ -28,7 +28,7 @@ def moments(steps: tuple[tuple[str, float], ...], skew: float = 0.0) -> tuple[Mo
 
 def router(**more: object) -> Flight:
     given: dict[str, object] = {
-        "seat": Seat.ROUTER, "worker": "router", "handoff": HANDOFF, "request": "mine", "peers": ("p0", "d0"),
+        "seat": FlightSeat.ROUTER, "worker": "router", "handoff": HANDOFF, "request": "mine", "peers": ("p0", "d0"),
         "mode": "pull", "tokens": 20, "moments": moments(ROUTER), "end": "ok",
     }  # fmt: skip
     return Flight(**(given | more))  # type: ignore[arg-type]
@@ -36,7 +36,7 @@ def router(**more: object) -> Flight:
 
 def prefill(skew: float = 0.0, **more: object) -> Flight:
     given: dict[str, object] = {
-        "seat": Seat.PREFILL, "worker": "p0", "incarnation": LIFE, "handoff": HANDOFF, "request": "cmpl-mine-p",
+        "seat": FlightSeat.PREFILL, "worker": "p0", "incarnation": LIFE, "handoff": HANDOFF, "request": "cmpl-mine-p",
         "peers": ("d0",), "mode": "pull", "tokens": 24, "moments": moments(PREFILL, skew), "end": "delivered",
     }  # fmt: skip
     return Flight(**(given | more))  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ def prefill(skew: float = 0.0, **more: object) -> Flight:
 
 def decode(skew: float = 0.0, **more: object) -> Flight:
     given: dict[str, object] = {
-        "seat": Seat.DECODE, "worker": "d0", "incarnation": LIFE, "handoff": HANDOFF, "request": "cmpl-mine-d",
+        "seat": FlightSeat.DECODE, "worker": "d0", "incarnation": LIFE, "handoff": HANDOFF, "request": "cmpl-mine-d",
         "peers": ("p0",), "mode": "pull", "transport": "shm", "tokens": 24, "blocks": 3, "bytes": 2_000_000,
         "moments": moments(DECODE, skew), "end": "delivered",
     }  # fmt: skip

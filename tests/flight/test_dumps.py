@@ -11,10 +11,10 @@ import pytest
 
 from kvbaton.observe.flight import dumps as under_test
 from kvbaton.observe.flight.dumps import DumpError, Dumps, prepared, read
-from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
+from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 
-GOOD = Flight(Seat.DECODE, "d0", handoff="ab.0", moments=(Moment("asked", 1.0),), end="delivered")
-BAD = Flight(Seat.DECODE, "d0", handoff="cd.0", moments=(Moment("asked", 2.0),), end="stale", detail="reused")
+GOOD = Flight(FlightSeat.DECODE, "d0", handoff="ab.0", moments=(Moment("asked", 1.0),), end="delivered")
+BAD = Flight(FlightSeat.DECODE, "d0", handoff="cd.0", moments=(Moment("asked", 2.0),), end="stale", detail="reused")
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
 def test_a_list_is_read_as_well_and_a_bad_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('[{"seat":"decode","worker":"d0"}]')
-    assert read(path) == [Flight(Seat.DECODE, "d0")]
+    assert read(path) == [Flight(FlightSeat.DECODE, "d0")]
     path.write_text('{"seat":"decode","worker":"d0"}\n\n{"seat":"nowhere"}\n')
     with pytest.raises(ValueError, match="line 3"):
         read(path)

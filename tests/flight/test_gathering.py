@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from kvbaton.observe.flight import journey as j
 from kvbaton.observe.flight.collector import LAST_MAX, SIDES_MAX, Gathering
-from kvbaton.observe.flight.flight_records import NAME_CHARS_MAX, Flight, Moment, Seat
+from kvbaton.observe.flight.flight_records import NAME_CHARS_MAX, Flight, FlightSeat, Moment
 from kvbaton.observe.flight.recorder import is_shared
-from kvbaton.observe.flight.report import Report
+from kvbaton.observe.flight.report import FlightReport
 from kvbaton.observe.flight.sanitize import printable
 from kvbaton.observe.flight.worker_reports import GONE_S, WORKERS_MAX
 
@@ -40,7 +40,7 @@ def tell(
     gathering: Gathering, *flights: Flight, worker: str = "", life: int = 7, at: float = NOW, **more: object
 ) -> None:
     name = worker or (flights[0].worker if flights else "p0")
-    gathering.heard(name, life, Report(at, flights=flights, **more), at)  # type: ignore[arg-type]
+    gathering.heard(name, life, FlightReport(at, flights=flights, **more), at)  # type: ignore[arg-type]
 
 
 def named(number: int) -> str:
@@ -72,7 +72,7 @@ def test_records_in_any_order_and_more_than_once_make_one_journey(order: tuple[i
         for index in order:
             steps[index]()
     (journey,) = gathering.journeys()
-    assert [lane.seat for lane in journey.lanes] == list(Seat)
+    assert [lane.seat for lane in journey.lanes] == list(FlightSeat)
     assert journey.missing == ()
 
 
@@ -138,7 +138,7 @@ def test_tries_under_way_are_seen_and_join_what_workers_told() -> None:
     gathering.watch(live)
     tell(gathering, prefill(end="", moments=prefill().moments[:1]))
     (journey,) = gathering.journeys()
-    assert ([lane.seat for lane in journey.lanes], journey.end) == ([Seat.ROUTER, Seat.PREFILL], "")
+    assert ([lane.seat for lane in journey.lanes], journey.end) == ([FlightSeat.ROUTER, FlightSeat.PREFILL], "")
     assert [flight.request for flight in gathering.under_way()] == ["mine"]
     gathering.unwatch(live)
     gathering.note(router())
@@ -241,7 +241,9 @@ def test_no_worker_takes_the_places_of_the_others_and_the_router_has_its_own() -
     gathering.note(router(end="handoff_failed"))
     (journey,) = gathering.journeys(failed=True)
     seats = [lane.seat for lane in journey.lanes]
-    assert seats.count(Seat.PREFILL) == 2 and seats.count(Seat.DECODE) == seats.count(Seat.ROUTER) == 1
+    assert (
+        seats.count(FlightSeat.PREFILL) == 2 and seats.count(FlightSeat.DECODE) == seats.count(FlightSeat.ROUTER) == 1
+    )
     assert gathering.counters["odd_flights"] == 18
 
 
@@ -257,7 +259,7 @@ def test_what_was_refused_at_ds_door_is_told_although_no_handoff_came_of_it() ->
 def test_gauges_beyond_all_counting_are_left_out(value: float) -> None:
     """Their sums and differences would be infinite, and break whoever rounds them."""
     gathering = made()
-    gathering.heard("d0", 7, Report(NOW, gauges={"bytes_total": value, "pins": 1.0}), NOW)
+    gathering.heard("d0", 7, FlightReport(NOW, gauges={"bytes_total": value, "pins": 1.0}), NOW)
     (told,) = (each for each in gathering.workers() if each.name == "d0")
     assert told.gauges == {"pins": 1.0}
 
@@ -384,7 +386,7 @@ def test_a_worker_speaks_for_itself_alone() -> None:
     tell(gathering, prefill(worker="d0", incarnation="0" * 16), *lies, worker="p0")
     (journey,) = gathering.journeys()
     assert [(lane.seat, lane.worker, lane.incarnation) for lane in journey.lanes] == [
-        (Seat.ROUTER, "router", ""), (Seat.PREFILL, "p0", LIFE),
+        (FlightSeat.ROUTER, "router", ""), (FlightSeat.PREFILL, "p0", LIFE),
     ]  # fmt: skip
     assert journey.end == "ok"
     assert gathering.counters["odd_flights"] == 2, "a prefill worker does not decode, and is no router"
@@ -395,7 +397,7 @@ def test_times_that_are_none_are_left_out(at: float) -> None:
     gathering = made()
     tell(gathering, decode(moments=(Moment("asked", at),)), at=NOW)
     assert gathering.journeys() == []
-    gathering.heard("p0", 7, Report(at, gauges={"pins": at, "more": 1.0}, share=at), NOW)
+    gathering.heard("p0", 7, FlightReport(at, gauges={"pins": at, "more": 1.0}, share=at), NOW)
     told = gathering.workers()[1]
     assert told.gauges.get("more") == 1.0
     assert all(map(math.isfinite, told.gauges.values()))

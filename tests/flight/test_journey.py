@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.observe.flight import journey as j
-from kvbaton.observe.flight.flight_records import Flight, Moment, Seat, stages
+from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment, stages
 from kvbaton.observe.flight.journey import Journey, join
 
 
@@ -25,7 +25,7 @@ def test_a_whole_handoff_has_every_stage_of_every_side() -> None:
     assert {stage.name for stage in journey.stages} == {*j.ROUTER_STAGES, *j.PREFILL_STAGES, *j.DECODE_STAGES}
     assert (journey.handoff, journey.request, journey.end, journey.failed) == (HANDOFF, "mine", "ok", False)
     assert (journey.transport, journey.blocks, journey.bytes, journey.tokens) == ("shm", 3, 2_000_000, 24)
-    assert [lane.seat for lane in journey.lanes] == [Seat.ROUTER, Seat.PREFILL, Seat.DECODE]
+    assert [lane.seat for lane in journey.lanes] == [FlightSeat.ROUTER, FlightSeat.PREFILL, FlightSeat.DECODE]
     assert (journey.began, journey.missing) == (NOW, ())
     assert seconds(journey, "prefill") == pytest.approx(0.048, abs=1e-5)
     assert seconds(journey, "copy") == pytest.approx(0.020, abs=1e-5)
@@ -66,7 +66,7 @@ def test_the_order_in_which_records_come_changes_nothing(order: list[int], p: fl
 @given(st.floats(-1000, 1000))
 def test_a_skewed_clock_is_corrected_and_said(skew: float) -> None:
     journey = join([router(), prefill(), decode(skew)])
-    lane = journey.lane(Seat.DECODE)
+    lane = journey.lane(FlightSeat.DECODE)
     assert lane is not None
     assert lane.moments[0].at == pytest.approx(0.053, abs=0.06)
     own = [journey.began + moment.at - lane.clock_offset_s for moment in lane.moments]
@@ -94,7 +94,7 @@ def test_a_side_that_was_never_asked_is_not_missed() -> None:
         handoff="", end="worker_died", detail="p0 went away", moments=moments((("received", 0), ("prefill_sent", 0.1)))
     )
     journey = join([died])
-    assert [(each.seat, each.worker) for each in journey.missing] == [(Seat.PREFILL, "p0")]
+    assert [(each.seat, each.worker) for each in journey.missing] == [(FlightSeat.PREFILL, "p0")]
     assert (journey.failed, journey.detail) == (True, "p0 went away")
 
 
@@ -107,7 +107,7 @@ def test_without_the_router_the_failure_of_a_side_is_the_end() -> None:
 
 def test_what_a_process_told_before_it_died_is_marked() -> None:
     journey = join([router(), prefill(end="")], gone=lambda flight: flight.worker == "p0")
-    lane = journey.lane(Seat.PREFILL)
+    lane = journey.lane(FlightSeat.PREFILL)
     assert lane is not None
     assert (lane.gone, lane.end) == (True, "")
 
@@ -126,7 +126,7 @@ STEPS = st.sampled_from(
 )  # fmt: skip
 FLIGHTS = st.builds(
     Flight,
-    seat=st.sampled_from(Seat),
+    seat=st.sampled_from(FlightSeat),
     worker=NAMES,
     handoff=NAMES,
     request=NAMES,

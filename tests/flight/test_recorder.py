@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvbaton.observe.flight import recorder as under_test
-from kvbaton.observe.flight.flight_records import STAGES, Flight, Seat, stages
+from kvbaton.observe.flight.flight_records import STAGES, Flight, FlightSeat, stages
 from kvbaton.observe.flight.recorder import FAILED_KEPT_MAX, KEPT_MAX, TAKEN_S, TOLD_PER_REPORT, Recorder, is_shared
 from kvbaton.observe.flight.report import FLIGHTS_MAX, REPORT_BYTES_MAX, decode
 from kvbaton.protocol.effects import End
@@ -48,7 +48,7 @@ def test_a_record_has_all_that_was_said() -> None:
     recorder = Recorder(ME)
     recorder.take(whole(1), [(RequestId("r1"), WALL + 6.5)], 6.0, WALL)
     (flight,) = recorder.last(5)
-    assert (flight.seat, flight.worker, flight.incarnation) == (Seat.DECODE, "d0", "00000000000000ab")
+    assert (flight.seat, flight.worker, flight.incarnation) == (FlightSeat.DECODE, "d0", "00000000000000ab")
     assert (flight.request, flight.peers, flight.mode, flight.transport) == ("r1", ("p0",), "pull", "shm")
     assert (flight.tokens, flight.blocks, flight.bytes, flight.retries, flight.end) == (5, 3, 640, 1, "delivered")
     assert [moment.step for moment in flight.moments][-3:] == ["ended", "rested", "taken"]

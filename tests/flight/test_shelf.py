@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.observe.flight.journey_store import Shelf, Story
+from kvbaton.observe.flight.journey_store import JourneyStore, Story
 
 TELLERS = ("", "p0", "d0")
 steps = st.lists(
@@ -19,7 +19,7 @@ steps = st.lists(
 )
 
 
-def most(shelf: Shelf, *, in_bytes: bool) -> set[str]:
+def most(shelf: JourneyStore, *, in_bytes: bool) -> set[str]:
     held = {teller: [story for story in shelf if story.teller == teller] for teller in TELLERS}
     sizes = {who: sum(each.bytes for each in kept) if in_bytes else len(kept) for who, kept in held.items() if kept}
     return {who for who, size in sizes.items() if size == max(sizes.values())}
@@ -28,7 +28,7 @@ def most(shelf: Shelf, *, in_bytes: bool) -> set[str]:
 @settings(deadline=None)
 @given(steps)
 def test_the_largest_pays_with_its_oldest(steps: list[tuple[str, int, str, int]]) -> None:
-    shelf, ages = Shelf(), dict[str, int]()
+    shelf, ages = JourneyStore(), dict[str, int]()
     for age, (step, number, teller, size) in enumerate(steps):
         key = str(number)
         story = shelf.get(key)

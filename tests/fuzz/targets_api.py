@@ -12,7 +12,7 @@ from mutators import Shape
 
 from kvbaton.api import foreign, request_ids, sse
 from kvbaton.api.api_errors import ApiError, read_error
-from kvbaton.api.bodies import PARTS_MAX, Body, Kind, parse
+from kvbaton.api.bodies import PARTS_MAX, Body, BodyKind, parse
 from kvbaton.api.merge import split
 from kvbaton.api.params import FIELD, LEASE_FOR_PULL, Mode, TransferParams, source_params, target_params
 from kvbaton.api.responses import Asked, ResponseShape
@@ -35,7 +35,7 @@ def refused(error: ApiError) -> None:
 # --- bodies
 
 
-def body_of(kind: Kind, data: bytes) -> None:
+def body_of(kind: BodyKind, data: bytes) -> None:
     """A refusal that names a field, or a body of bounded parts whose two legs say what the client said."""
     try:
         body = parse(kind, data)
@@ -49,20 +49,20 @@ def body_of(kind: Kind, data: bytes) -> None:
     assert len(parts) == body.parts and [part.index for part in parts] == list(range(len(parts)))
     assert prompt_tokens(kind, body.fields, 4.0) >= 1 and 1 <= answer_tokens(body.fields) <= ANSWER_TOKENS_MAX
     pieces(kind, body.fields)
-    if kind is Kind.RESPONSES:
+    if kind is BodyKind.RESPONSES:
         _response(body)
     for part in (parts[0], parts[-1]):
         _legs(kind, part.fields, data if len(parts) == 1 else None)
 
 
-def _legs(kind: Kind, fields: Any, data: bytes | None) -> None:
+def _legs(kind: BodyKind, fields: Any, data: bytes | None) -> None:
     params = JSON(target_params(Mode.PULL, "ticket"))
     asked = msgspec.json.decode(kv_params.decode_body(data, fields, params))
     assert asked.pop(FIELD) == msgspec.json.decode(params)
     assert asked == {name: value for name, value in msgspec.json.decode(JSON(fields)).items() if name != FIELD}
     first = msgspec.json.decode(kv_params.prefill_body(kind, fields, JSON(LEASE_FOR_PULL)))
     assert first["stream"] is False and first[FIELD] == LEASE_FOR_PULL
-    assert first["max_output_tokens" if kind is Kind.RESPONSES else "max_tokens"] == 1
+    assert first["max_output_tokens" if kind is BodyKind.RESPONSES else "max_tokens"] == 1
 
 
 def _response(body: Body) -> None:
@@ -115,7 +115,7 @@ def params(data: bytes) -> None:
 
 
 LOOKUPS = tuple(
-    foreign.Lookup(
+    foreign.ForeignLookup(
         mode, tuple(Mode), WorkerId(me), KEY, 60.0,
         lambda host, port: WorkerId("p0") if host == "10.0.0.1" else WorkerId("d0") if host == "10.0.0.2" else None,
     )
@@ -193,7 +193,7 @@ def stream_seeds() -> list[bytes]:
     return [chunk + sse.DONE, typed + last, chunk + failed, b": ping\r\n\r\ndata: {}\r\n\r\n"]
 
 
-def _bodies(kind: Kind, name: str, bodies: list[dict[str, Any]]) -> Target:
+def _bodies(kind: BodyKind, name: str, bodies: list[dict[str, Any]]) -> Target:
     return Target(name, lambda data: body_of(kind, data), lambda: [*map(JSON, bodies)], Shape.JSON, 2500)
 
 
@@ -202,9 +202,9 @@ def id_seeds() -> list[bytes]:
 
 
 TARGETS = (
-    _bodies(Kind.COMPLETION, "body_completion", COMPLETIONS),
-    _bodies(Kind.CHAT, "body_chat", CHATS),
-    _bodies(Kind.RESPONSES, "body_responses", RESPONSES),
+    _bodies(BodyKind.COMPLETION, "body_completion", COMPLETIONS),
+    _bodies(BodyKind.CHAT, "body_chat", CHATS),
+    _bodies(BodyKind.RESPONSES, "body_responses", RESPONSES),
     Target("params", params, param_seeds, Shape.JSON, 2500),
     Target("foreign", foreign_params, foreign_seeds, Shape.JSON, 2500),
     Target("request_id", request_id, id_seeds, Shape.TEXT, 2500),

@@ -16,7 +16,7 @@ from mutators import Shape
 
 from kvbaton.control import keyring
 from kvbaton.control.addressing import ControlError, check_authority, check_bind, check_endpoint
-from kvbaton.control.moriio import Registration, p2p_nccl_registration, registration
+from kvbaton.control.moriio import MoriioRegistration, p2p_nccl_registration, registration
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.proof.chaos import chaos_plan as chaos
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
@@ -51,7 +51,7 @@ def announced(data: bytes) -> None:
     if not all(isinstance(text, str) for text in texts) or not all(type(size) is int for size in sizes):
         return
     role, http, zmq, mode = typing.cast(list[typing.Any], texts)
-    found: list[Registration] = []
+    found: list[MoriioRegistration] = []
     with contextlib.suppress(ControlError):
         found.append(registration(role, http, zmq, transfer_mode=mode, tp_size=sizes[0], dp_size=sizes[1]))
     with contextlib.suppress(ControlError):

@@ -10,20 +10,20 @@ from guided import Target
 from mutators import Shape
 
 from kvbaton.api.api_errors import ApiError
-from kvbaton.observe.dashboard.sights import Listed
+from kvbaton.observe.dashboard.sights import ListedWorker
 from kvbaton.observe.dashboard.state import STATE_BYTES_MAX
-from kvbaton.observe.dashboard.watch import Figures, Watch
+from kvbaton.observe.dashboard.watch import ClusterWatch, Figures
 from kvbaton.observe.flight import report as r
 from kvbaton.observe.flight.collector import LAST_MAX, Gathering
-from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
+from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 from kvbaton.observe.flight.journey import Journey
 from kvbaton.observe.tracing import trace_context
-from kvbaton.router.operator_access import ID_CHARS_MAX, Wanted
+from kvbaton.router.operator_access import ID_CHARS_MAX, FlightsQuery
 
 NOW = 1_800_000_000.0
 HANDOFF = f"{'ab' * 16}.0"
 ROUTERS = Flight(
-    Seat.ROUTER, "router", handoff=HANDOFF, request="r1", peers=("p0", "d0"), mode="pull", end="ok",
+    FlightSeat.ROUTER, "router", handoff=HANDOFF, request="r1", peers=("p0", "d0"), mode="pull", end="ok",
     moments=(Moment("received", NOW - 1), Moment("decode_sent", NOW - 0.5), Moment("first_byte", NOW - 0.1)),
 )  # fmt: skip
 JOURNEYS = 200
@@ -39,8 +39,8 @@ def told(data: bytes) -> None:
     now = [NOW]
     gathering = Gathering(clock=lambda: now[0])
     gathering.listed({"p0": (1, "prefill"), "d0": (2, "decode"), "b0": (3, "both")})
-    listed = [Listed("d0", "decode", "ready", f"{2:016x}"), Listed("b0", "both", "ready", f"{3:016x}")]
-    watch = Watch(gathering, lambda: listed, lambda: Figures(1), clock=lambda: now[0])
+    listed = [ListedWorker("d0", "decode", "ready", f"{2:016x}"), ListedWorker("b0", "both", "ready", f"{3:016x}")]
+    watch = ClusterWatch(gathering, lambda: listed, lambda: Figures(1), clock=lambda: now[0])
     gathering.note(ROUTERS)
     for worker, life in (("d0", 2), ("b0", 3), ("d0", 1), ("nobody", 9)):
         gathering.heard(worker, life, report, now[0])
@@ -75,25 +75,38 @@ def told_seeds() -> list[bytes]:
     steps = ("asked", "granted", "allocated", "first_byte", "copied", "ended", "taken")
     moments = tuple(Moment(step, NOW + n / 1000, "\x1b[2J" * (n == 3)) for n, step in enumerate(steps))
     d0 = Flight(
-        Seat.DECODE, "d0", f"{2:016x}", HANDOFF, "r1-0", ("p0",), "pull", "shm", 100, 7, 4096, 1, moments, "delivered"
+        FlightSeat.DECODE,
+        "d0",
+        f"{2:016x}",
+        HANDOFF,
+        "r1-0",
+        ("p0",),
+        "pull",
+        "shm",
+        100,
+        7,
+        4096,
+        1,
+        moments,
+        "delivered",
     )
     failed = msgspec.structs.replace(d0, end="claim_timeout", detail="p0 did not answer", moments=moments[:2])
-    p0 = msgspec.structs.replace(d0, seat=Seat.PREFILL, worker="p0", peers=("d0",))
+    p0 = msgspec.structs.replace(d0, seat=FlightSeat.PREFILL, worker="p0", peers=("d0",))
     refused = msgspec.structs.replace(failed, handoff="")
     odd = msgspec.structs.replace(d0, moments=(Moment("asked", NOW), Moment("granted", float("nan"))))
     gauges = {"handoffs_total": 5.0, "delivered_total": 4.0, "bytes_total": 1e9, "pins": 3.0, "store_blocks": 1.0}
     return [
-        r.encode(r.Report(NOW, gauges, {"p0": "shm"}, (d0,), 0.5, 3)),
-        r.encode(r.Report(NOW, {"pins": float("nan")}, {}, (failed, p0))),
-        r.encode(r.Report(NOW, {}, {"p0": "tcp"}, (refused, msgspec.structs.replace(d0, end="")))),
-        r.encode(r.Report(-1.0, {"\x9b2J": 1.0}, {"\x1b]0;": "\n", "p1": "\u202e"}, (odd,))),
+        r.encode(r.FlightReport(NOW, gauges, {"p0": "shm"}, (d0,), 0.5, 3)),
+        r.encode(r.FlightReport(NOW, {"pins": float("nan")}, {}, (failed, p0))),
+        r.encode(r.FlightReport(NOW, {}, {"p0": "tcp"}, (refused, msgspec.structs.replace(d0, end="")))),
+        r.encode(r.FlightReport(-1.0, {"\x9b2J": 1.0}, {"\x1b]0;": "\n", "p1": "\u202e"}, (odd,))),
     ]
 
 
 def asked(data: bytes) -> None:
     """A refusal with 400 that names the field, or what was asked for, within its bounds."""
     try:
-        found = Wanted.parse(data.decode("latin-1"))
+        found = FlightsQuery.parse(data.decode("latin-1"))
     except ApiError as error:
         assert error.status == 400 and error.param is not None and len(error.message) < 400, error
     else:

@@ -22,7 +22,7 @@ from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
 from kvbaton.ranks import rank_messages as rm
 from kvbaton.ranks import rank_store_messages as sm
-from kvbaton.ranks.rank_stream import WINDOW_FRAMES_MAX, Envelope, Stream
+from kvbaton.ranks.rank_stream import WINDOW_FRAMES_MAX, Stream, StreamEnvelope
 from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.store import store_messages, tcp_connection, value_header
 from kvbaton.store.content_keys import HASH_BYTES
@@ -34,7 +34,7 @@ from kvbaton.transports.mooncake import mooncake_endpoint
 from kvbaton.transports.mori import mori_endpoint
 from kvbaton.transports.net import connection_handshake, transfer_frames
 from kvbaton.transports.nixl import nixl_endpoint
-from kvbaton.transports.nixl.nixl_lists import Place as NixlPlace
+from kvbaton.transports.nixl.nixl_lists import NixlPlace
 from kvbaton.transports.shm import shm_transport
 from kvbaton.transports.staged import staged_listener
 from kvbaton.transports.tcp import tcp_transport
@@ -91,7 +91,7 @@ def endpoint_seeds() -> list[bytes]:
     agent = f"{PEER.incarnation}.{'ab' * nixl_endpoint.NONCE_BYTES}.{PEER.worker}"
     head = nixl_endpoint.METADATA_HEAD + len(agent).to_bytes(8, "little") + agent.encode() + b"|rest"
     places = {0: NixlPlace(4096, 4096)}
-    region = mooncake_endpoint.Place(4096, 4096)
+    region = mooncake_endpoint.MooncakePlace(4096, 4096)
     host = host_identity()
     life = nixl_endpoint.Life(host, 1, 1)
     plain = [
@@ -115,7 +115,7 @@ def endpoint_seeds() -> list[bytes]:
 def tcp_frame(data: bytes) -> None:
     """Within all bounds, or `ProtocolError`; and packed again it is the same head."""
     head = data[: transfer_frames.FRAME_BYTES].ljust(transfer_frames.FRAME_BYTES, b"\0")
-    for kinds in ((transfer_frames.Kind.READ, transfer_frames.Kind.WRITE), tuple(transfer_frames.Kind)):
+    for kinds in ((transfer_frames.FrameKind.READ, transfer_frames.FrameKind.WRITE), tuple(transfer_frames.FrameKind)):
         try:
             found = transfer_frames.parse(head, *kinds)
         except ProtocolError as error:
@@ -126,7 +126,7 @@ def tcp_frame(data: bytes) -> None:
 
 
 def tcp_seeds() -> list[bytes]:
-    return [transfer_frames.Frame(kind, 7, 64, table_bytes=32).pack() for kind in transfer_frames.Kind]
+    return [transfer_frames.Frame(kind, 7, 64, table_bytes=32).pack() for kind in transfer_frames.FrameKind]
 
 
 def scripted(script: Generator[Any, None, Any], data: bytes) -> tuple[Any, int]:
@@ -149,7 +149,7 @@ def scripted(script: Generator[Any, None, Any], data: bytes) -> tuple[Any, int]:
 
 def greeting(data: bytes) -> None:
     """No bytes of a stranger's let it in, at a server or at a client; it gets one answer of one size at most."""
-    known = connection_handshake.Keyring()
+    known = connection_handshake.SecretRing()
     known.mint(PEER)
     for script in (
         lambda line: connection_handshake.admit(line, known, ME),
@@ -227,8 +227,8 @@ class Canned:
 def line(data: bytes) -> None:
     """`LineError`, or a question within bounds; nobody is let in, and no more is said than a greeting."""
 
-    def fresh() -> tcp_connection.Line:
-        made = tcp_connection.Line(Canned(data))  # type: ignore[arg-type]
+    def fresh() -> tcp_connection.StoreConnection:
+        made = tcp_connection.StoreConnection(Canned(data))  # type: ignore[arg-type]
         made.until = float("inf")
         return made
 
@@ -259,12 +259,12 @@ def line_seeds() -> list[bytes]:
     found = []
     for op in tcp_connection.Op:
         ears = _Ears()
-        said = tcp_connection.Line(ears)  # type: ignore[arg-type]
+        said = tcp_connection.StoreConnection(ears)  # type: ignore[arg-type]
         said.until = float("inf")
         said.ask(op, [("kv1-a", 64), ("kv1-b", 0)])
         found.append(ears.heard)
     ears = _Ears()
-    said = tcp_connection.Line(ears)  # type: ignore[arg-type]
+    said = tcp_connection.StoreConnection(ears)  # type: ignore[arg-type]
     said.until = float("inf")
     said.tell(["", "full"])
     hello = tcp_connection._HELLO.pack(tcp_connection._MAGIC, 1, 7, bytes(32), bytes(32))
@@ -313,7 +313,8 @@ def rank_seeds() -> list[bytes]:
     woven = msgspec.structs.replace(copy, weave=Weave(array("q", [0, 64, 32, 64, 0, 32]), array("q", [0, 0, 128, 128])))
     hashes, order = sm.pack_hashes([b"h" * HASH_BYTES]), 1
     commands: list[rm.Command] = [
-        rm.Open("tcp", ME), rm.Mint("tcp", 1, PEER), rm.Connect("tcp", PEER, b"endpoint"), rm.Disconnect("tcp", PEER),
+        rm.Open("tcp", ME), rm.Mint("tcp", 1, PEER), rm.RankConnect("tcp", PEER, b"endpoint"),
+        rm.RankDisconnect("tcp", PEER),
         rm.TablePart("tcp", JobId(1), bytes(24)), *rm.submit_commands("tcp", copy), rm.Cancel("tcp", JobId(1)),
         *rm.submit_commands("tcp", woven),
         rm.Fence("tcp", PEER), rm.Close("tcp"), sm.ShelfOpen("a" * 32), sm.ShelfLookup(order, hashes, 1.0),
@@ -322,7 +323,7 @@ def rank_seeds() -> list[bytes]:
     ]  # fmt: skip
     news: list[rm.News] = [
         rm.Minted("tcp", 1, b"endpoint"), rm.MintFailed("tcp", 1, "why"), rm.ConnectFailed("tcp", PEER, "why"),
-        rm.Ended("tcp", JobId(1), Reason.CANCELLED, True, ""), rm.Rested("tcp", JobId(1)), rm.Fenced("tcp", PEER),
+        rm.RankEnded("tcp", JobId(1), Reason.CANCELLED, True, ""), rm.Rested("tcp", JobId(1)), rm.Fenced("tcp", PEER),
         rm.Progressed(LeaseId(1), whole([2])), sm.ShelfEnded(1, 1, None, ""), sm.ShelfHas(1, sm.pack_ids([1])),
         sm.ShelfCounts({"hits": 1}),
     ]  # fmt: skip
@@ -348,8 +349,13 @@ def rank_stream(data: bytes) -> None:
 
 
 def stream_seeds() -> list[bytes]:
-    script = [Envelope(1, 1, 0, False, b"a"), Envelope(1, 2, 1, True, b"b"), Envelope(1, 0, 2), Envelope(2, 3, 0)]
-    return [PACK(script), PACK([Envelope(1, 1, 0), Envelope(1, 1, 9)] * 4)]
+    script = [
+        StreamEnvelope(1, 1, 0, False, b"a"),
+        StreamEnvelope(1, 2, 1, True, b"b"),
+        StreamEnvelope(1, 0, 2),
+        StreamEnvelope(2, 3, 0),
+    ]
+    return [PACK(script), PACK([StreamEnvelope(1, 1, 0), StreamEnvelope(1, 1, 9)] * 4)]
 
 
 TARGETS = (

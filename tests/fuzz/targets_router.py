@@ -14,19 +14,19 @@ from mutators import Shape
 
 from kvbaton.api import sse
 from kvbaton.api.api_errors import ApiError
-from kvbaton.api.bodies import Kind
+from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import FIELD
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router import kv_params, worker_calls
 from kvbaton.router.http import http_client, http_types
-from kvbaton.router.openai_api import Front
+from kvbaton.router.openai_api import OpenAiApi
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.router_stats import LABELS_MAX, RouterStats, count
-from kvbaton.router.workers.directory import Worker
+from kvbaton.router.workers.directory import ListedEngine
 
 JSON, PACK = msgspec.json.encode, msgspec.msgpack.encode
 SETTINGS = RouterSettings(answer_bytes_max=1 << 20)
-WORKER = Worker(WorkerId("d0"), "decode", "http://10.0.0.1:80")
+WORKER = ListedEngine(WorkerId("d0"), "decode", "http://10.0.0.1:80")
 REPLY_MAX = 8
 
 
@@ -87,15 +87,15 @@ class Script(msgspec.Struct, array_like=True):
     answers: list[bytes]
 
 
-async def _front(kind: Kind, body: bytes, answers: Sequence[bytes]) -> None:
+async def _front(kind: BodyKind, body: bytes, answers: Sequence[bytes]) -> None:
     stats = RouterStats()
-    front = Front(Nonsense(answers), SETTINGS, stats, asyncio.Event())  # type: ignore[arg-type]
+    front = OpenAiApi(Nonsense(answers), SETTINGS, stats, asyncio.Event())  # type: ignore[arg-type]
     request = http_types.Request("POST", kind.value, [], body)
-    handlers = {Kind.COMPLETION: front.completions, Kind.CHAT: front.chat, Kind.RESPONSES: front.responses}
+    handlers = {BodyKind.COMPLETION: front.completions, BodyKind.CHAT: front.chat, BodyKind.RESPONSES: front.responses}
     try:
         answer = await handlers[kind](request)
         if isinstance(answer, http_types.Answer):
-            if kind is not Kind.RESPONSES:  # else one part, and the answer goes on as it came
+            if kind is not BodyKind.RESPONSES:  # else one part, and the answer goes on as it came
                 assert isinstance(msgspec.json.decode(answer.body), dict)
             http_types.whole_bytes(answer, True, True, False)
         else:
@@ -116,10 +116,12 @@ def joined(data: bytes) -> None:
         script = msgspec.msgpack.decode(data, type=Script)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return
-    kind = list(Kind)[script.kind % 3]
+    kind = list(BodyKind)[script.kind % 3]
     fields: dict[str, Any] = {"stream": script.stream, "n": 2, "stream_options": {"include_usage": True}}
     fields |= (
-        {"input": "a"} if kind is Kind.RESPONSES else {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+        {"input": "a"}
+        if kind is BodyKind.RESPONSES
+        else {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
     )
     loop().run_until_complete(_front(kind, JSON(fields), script.answers[:REPLY_MAX]))
 

@@ -33,7 +33,7 @@ from laws import DECODERS, heard, told, understood
 
 from kvbaton.api.request_ids import RequestIdError, parse_address
 from kvbaton.control.moriio import p2p_nccl_registration, registration
-from kvbaton.control.plain import Announcement, Fleet, Listed, PlainFault, PlainSettings
+from kvbaton.control.plain import AnnouncedWorker, Announcement, Fleet, PlainFault, PlainSettings
 from kvbaton.control.plain.announced_roster import PlainRoster
 from kvbaton.control.plain.announcements import RANKS_MAX, decode, payload_of
 from kvbaton.control.registry import registry_messages as m
@@ -157,7 +157,7 @@ def test_the_list_stays_one_bounded_fleet_in_which_same_words_mean_the_same_life
     lives = itertools.count(1)
     now = 0.0
     roster = PlainRoster(PlainSettings(workers_max=4), lambda: Incarnation(next(lives)), now)
-    before: tuple[Listed, ...] = ()
+    before: tuple[AnnouncedWorker, ...] = ()
     revision = 0
     for event in events:
         if isinstance(event, Announcement):
@@ -198,9 +198,9 @@ def test_thousands_of_distinct_workers_leave_no_more_than_the_bound() -> None:
 
 class Listening:
     def __init__(self, said: list[Announcement]) -> None:
-        self._listed = tuple(Listed(one, Incarnation(1)) for one in said)
+        self._listed = tuple(AnnouncedWorker(one, Incarnation(1)) for one in said)
 
-    def workers(self) -> tuple[Listed, ...]:
+    def workers(self) -> tuple[AnnouncedWorker, ...]:
         return self._listed
 
 
@@ -235,7 +235,7 @@ generated: dict[type, st.SearchStrategy[typing.Any]] = {
     m.DirectoryEntry: st.builds(
         m.DirectoryEntry, worker_ids, lives, st.sampled_from(["prefill", "decode", "both"]), endpoints, keys
     ),
-    m.Seen: st.builds(m.Seen, counts, counts),
+    m.SeenWorkers: st.builds(m.SeenWorkers, counts, counts),
     PeerId: st.builds(PeerId, worker_ids, lives),
 }
 

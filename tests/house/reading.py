@@ -62,9 +62,12 @@ def _attributes(node: ast.ClassDef) -> Iterator[str]:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and not _is_constant(each):
             yield each.target.id
     for each in ast.walk(node):
-        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
-            if isinstance(each.value, ast.Name) and each.value.id == "self":
-                yield each.attr
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and _is_self(each.value):
+            yield each.attr
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def _is_constant(each: ast.AnnAssign) -> bool:

@@ -8,12 +8,11 @@ from tests.house.reading import PROOF, classes, modules
 
 SAME_MODULE_NAME = {
     "__main__": "the interpreter's name for what `python -m package` runs",
-    "base": "a package's own interface",
 }
 """Names of modules that may stand in several packages, and why."""
 
 COMMANDS = "cli"
-"""A command's file is named after the command, whatever the library behind it is called: `kvbaton router` is cli/router."""
+"""A command's file is named after the command, whatever the library behind it is called."""
 
 
 def test_no_two_classes_of_the_product_share_a_name() -> None:

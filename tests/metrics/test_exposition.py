@@ -20,7 +20,7 @@ from kvbaton.observe.metrics.exposition import (
     wants_openmetrics,
 )
 from kvbaton.observe.metrics.histogram import Exemplar, Histogram
-from kvbaton.observe.metrics.metric_names import Kind, Metric, MetricError, Where
+from kvbaton.observe.metrics.metric_names import Metric, MetricError, MetricKind, Where
 
 
 def some() -> list[Family]:
@@ -75,14 +75,16 @@ def test_a_page_of_everything_can_be_read() -> None:
         families = []
         for metric in metric_names.of(where):
             labels = tuple(label.values[0] if label.values else "x" for label in metric.labels)
-            families.append(Family(metric, {labels: Histogram(metric.buckets) if metric.kind is Kind.HISTOGRAM else 1}))
+            families.append(
+                Family(metric, {labels: Histogram(metric.buckets) if metric.kind is MetricKind.HISTOGRAM else 1})
+            )
         assert len(list(read_openmetrics(render(families, openmetrics=True)))) == len(families)
 
 
 def test_what_is_not_on_the_list_is_not_exported() -> None:
     with pytest.raises(MetricError, match="kvbaton_private: no such metric"):
-        Family(Metric("kvbaton_private", Kind.GAUGE, "Nothing.", (Where.ROUTER,)), {(): 1})
-    twin = Metric(metric_names.PINNED.name, Kind.GAUGE, "Another.", (Where.ROUTER,))
+        Family(Metric("kvbaton_private", MetricKind.GAUGE, "Nothing.", (Where.ROUTER,)), {(): 1})
+    twin = Metric(metric_names.PINNED.name, MetricKind.GAUGE, "Another.", (Where.ROUTER,))
     with pytest.raises(MetricError, match="no such metric"):
         Family(twin, {(): 1})
     with pytest.raises(MetricError, match="is not within"):

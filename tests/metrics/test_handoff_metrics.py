@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
+from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.exposition import Family, render
 from kvbaton.observe.metrics.handoff_metrics import OBSERVED, HandoffMetrics
@@ -17,7 +17,7 @@ END = ("ended", 13.75), ("taken", 14.75), ("rested", 14.8)
 
 
 def flight(
-    seat: Seat = Seat.DECODE,
+    seat: FlightSeat = FlightSeat.DECODE,
     end: str = "delivered",
     times: Sequence[tuple[str, float]] = (*TIMES, *END),
     mode: str = "pull",
@@ -67,7 +67,7 @@ def test_a_failure_is_counted_by_its_reason_and_not_timed() -> None:
 def test_a_lease_is_counted_at_p_with_how_long_it_was_held() -> None:
     metrics = HandoffMetrics()
     times = [("begun", 5.0), ("seated", 6.0), ("closed", 8.0), ("rested", 9.0)]
-    metrics.observe(flight(Seat.PREFILL, times=times, mode="push", transport="tcp"))
+    metrics.observe(flight(FlightSeat.PREFILL, times=times, mode="push", transport="tcp"))
     assert found(metrics, metric_names.LEASE_ENDS).samples == {("push", "delivered"): 1}
     assert sums(metrics, metric_names.LEASE_HELD_SECONDS) == {("push",): (1, 4.0)}
     assert sums(metrics, metric_names.HANDOFF_BYTES) == {("push", "tcp"): (1, 4096.0)}, "in push P copies"
@@ -76,7 +76,7 @@ def test_a_lease_is_counted_at_p_with_how_long_it_was_held() -> None:
 
 def test_the_routers_flights_and_those_under_way_are_not_counted_here() -> None:
     metrics = HandoffMetrics()
-    metrics.observe(flight(Seat.ROUTER))
+    metrics.observe(flight(FlightSeat.ROUTER))
     metrics.observe(flight(end=""))
     samples = [each.samples for each in metrics.families() if each.metric is not metric_names.REPEATED]
     assert samples == [{}] * len(samples) and len(samples) == len(OBSERVED) - 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton.observe.metrics import metric_names
-from kvbaton.observe.metrics.metric_names import BY_NAME, METRICS, Kind, Metric, MetricError, Where
+from kvbaton.observe.metrics.metric_names import BY_NAME, METRICS, Metric, MetricError, MetricKind, Where
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -29,11 +29,11 @@ def test_no_name_is_used_twice_in_either_format() -> None:
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 def test_names_follow_the_conventions(metric: Metric) -> None:
     assert re.fullmatch(r"(kvbaton_[a-z]+(_[a-z]+)*|process_start_time_seconds)", metric.name)
-    assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
-    assert metric.name.endswith("_info") == (metric.kind is Kind.INFO)
-    assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
+    assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
+    assert metric.name.endswith("_info") == (metric.kind is MetricKind.INFO)
+    assert bool(metric.buckets) == (metric.kind is MetricKind.HISTOGRAM)
     assert list(metric.buckets) == sorted(set(metric.buckets))
-    assert metric.kind is not Kind.HISTOGRAM or metric.unit
+    assert metric.kind is not MetricKind.HISTOGRAM or metric.unit
     assert metric.help.endswith(".") and metric.where
     assert not {"le", "quantile", "job", "instance"} & set(metric.label_names)
     if metric.from_zero:

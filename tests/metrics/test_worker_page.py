@@ -14,12 +14,12 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read
 
 from kvbaton.control import keyring
-from kvbaton.engines.embedded.embedded_worker import Worker
+from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker
 from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.observe.metrics import metric_names, node_metrics
 from kvbaton.observe.metrics.exposition import render
 from kvbaton.observe.metrics.handoff_metrics import OBSERVED, HandoffMetrics
-from kvbaton.observe.metrics.metric_names import BY_NAME, Kind, Where
+from kvbaton.observe.metrics.metric_names import BY_NAME, MetricKind, Where
 from kvbaton.observe.metrics.worker_metrics import NOT_METRICS, RENAMED, render_worker
 from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
@@ -34,7 +34,7 @@ async def asked(directory: Path) -> tuple[Mapping[str, Any], str]:
     """The figures and the page of a worker that has just started."""
     keyring.mint(directory, ["p0"])
     options = WorkerOptions(name="p0", role="prefill", keys=str(directory), registry="tcp://127.0.0.1:1", blocks=8)
-    worker = Worker(options, keyring.load(directory, "p0"))
+    worker = EmbeddedWorker(options, keyring.load(directory, "p0"))
     worker.start()
     try:
         stats = {**worker.door.stats(), "http_malformed_total": 0}  # which its HTTP server adds
@@ -65,7 +65,7 @@ async def visited(directory: Path) -> tuple[str, str]:
         tp=2,
         transport="tcp,shm",
     )
-    worker = Worker(options, keyring.load(directory, "p0"))
+    worker = EmbeddedWorker(options, keyring.load(directory, "p0"))
     worker.start()
     try:
         port = worker.node.ranks[1]["tcp"]
@@ -169,6 +169,6 @@ def test_a_router_that_counts_something_new_has_to_list_it() -> None:
 
 
 def test_counters_that_come_of_flights_are_there_before_the_first() -> None:
-    counters = [m for m in OBSERVED if m.kind is Kind.COUNTER and not m.labels]
+    counters = [m for m in OBSERVED if m.kind is MetricKind.COUNTER and not m.labels]
     text = render(HandoffMetrics().families(), openmetrics=False)
     assert counters and all(f"\n{m.name} 0" in text for m in counters)

@@ -11,7 +11,7 @@ from kvbaton.protocol.geometry.layout import (
     Cell,
     EngineLayout,
     Group,
-    Kind,
+    GroupKind,
     Per,
     Place,
     Plane,
@@ -34,7 +34,7 @@ def group(
     heads: int = 4,
     block_tokens: int = 4,
     cells: Sequence[Cell] = KV,
-    kind: Kind = Kind.FULL,
+    kind: GroupKind = GroupKind.FULL,
     window: int = 0,
     optional: bool = False,
     dtype: str = "bfloat16",
@@ -91,7 +91,7 @@ def wide(
     `apart`: each layer's blocks are as far apart as no other's.
     """
     cells = (Cell("k", 16), Cell("v", 16))
-    one = Group("full", Kind.FULL, 16, tuple(f"model.layers.{n}" for n in range(layers)), heads, cells, "bfloat16")
+    one = Group("full", GroupKind.FULL, 16, tuple(f"model.layers.{n}" for n in range(layers)), heads, cells, "bfloat16")
     page = 32 * per * 16
     at = tuple(Place(n, n * page * 1000, page + (8 * n if apart else 0)) for n in range(layers))
     starts = [rank * (step or per) % (heads if not step else heads - per + 1) for rank in range(ranks)]
@@ -101,7 +101,7 @@ def wide(
 
 
 def page_tokens(one: Group, dcp: int) -> int:
-    return 1 if one.kind is Kind.STATE else one.block_tokens // dcp
+    return 1 if one.kind is GroupKind.STATE else one.block_tokens // dcp
 
 
 def _page(one: Group, heads: int, dcp: int) -> int:
@@ -137,7 +137,7 @@ def memory(layout: EngineLayout, name: str) -> Memory:
 
 def block_tokens(one: Group) -> int:
     """How many positions of the prompt a block is for; a state's list counts states."""
-    return 1 if one.kind is Kind.STATE else one.block_tokens
+    return 1 if one.kind is GroupKind.STATE else one.block_tokens
 
 
 def stamp(layout: EngineLayout, into: Memory, index: int, blocks: Sequence[int]) -> None:

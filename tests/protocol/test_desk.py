@@ -9,7 +9,7 @@ from kvbaton.proof.sim.world.sim_transport import SHM, TCP
 from kvbaton.protocol.effects import CancelCopy, Direction, StartCopy
 from kvbaton.protocol.geometry.spans import Move
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.protocol.machines.context import Desk, Identity, Parts
+from kvbaton.protocol.machines.context import Identity, LedgerContext, Parts
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import ALL_FEATURES
 from kvbaton.protocol.wire.versions import version_bit
@@ -18,9 +18,9 @@ PEER = PeerId(WorkerId("p"), Incarnation(5))
 MOVES = [Move(0, 0, 0, array("q", (0, 0, 8))), Move(1, 0, 0, array("q", (8, 0, 8)))]
 
 
-def desk() -> Desk:
+def desk() -> LedgerContext:
     identity = Identity(PEER, "host", {"model": "m"}, Shape().layout(), (SHM, TCP), (b"key",))
-    return Desk(identity, Settings(), lambda blocks: [0] * len(blocks))
+    return LedgerContext(identity, Settings(), lambda blocks: [0] * len(blocks))
 
 
 def test_a_card_says_what_a_node_needs_and_can_do() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layout_builders import engine, even, group, wide
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Per, validate
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Per, validate
 from kvbaton.protocol.geometry.plan import PAGE_PIECES_MAX, Plan, plan
 
 OPAQUE = (Cell("page", 8, Per.PAGE),)
@@ -57,13 +57,13 @@ def test_tensor_parallel_ranks_meet_by_head_ranges(
 
 
 def test_a_replicated_latent_is_read_from_one_rank_each_and_spread_over_them() -> None:
-    latent = group("mla", kind=Kind.LATENT, heads=1)
+    latent = group("mla", kind=GroupKind.LATENT, heads=1)
     made = plan(engine(latent, tp=2), engine(latent, tp=3))
     assert heads(made) == [(0, 0, 0, 1), (1, 1, 0, 1), (2, 0, 0, 1)]
 
 
 def test_a_replica_that_nobody_needs_is_idle() -> None:
-    latent = group("mla", kind=Kind.LATENT, heads=1)
+    latent = group("mla", kind=GroupKind.LATENT, heads=1)
     made = plan(engine(latent, tp=8), engine(latent, tp=1))
     assert [(part.source_rank, part.target_rank) for part in made.parts] == [(0, 0)]
 
@@ -88,7 +88,7 @@ def test_layers_may_be_listed_in_another_order() -> None:
 
 
 def test_groups_may_be_listed_in_another_order() -> None:
-    full, sliding = group(), group("sliding", kind=Kind.SLIDING, window=8)
+    full, sliding = group(), group("sliding", kind=GroupKind.SLIDING, window=8)
     assert plan(engine(full, sliding), engine(sliding, full)).target_groups == (1, 0)
 
 
@@ -110,7 +110,7 @@ def test_heads_of_a_token_opaque_page_can_still_be_dealt_out() -> None:
 
 
 def test_states_need_no_equal_blocks() -> None:
-    source, target = (group("m", kind=Kind.STATE, cells=OPAQUE, block_tokens=n) for n in (512, 64))
+    source, target = (group("m", kind=GroupKind.STATE, cells=OPAQUE, block_tokens=n) for n in (512, 64))
     assert len(plan(engine(source), engine(target)).parts) == 1
 
 
@@ -125,10 +125,10 @@ def changed(**how: object) -> EngineLayout:
         (engine(group("a")), engine(group("a"), group("b")), "groups: source has not 'b', target has"),
         (engine(group("a"), group("b")), engine(group("b")), "groups: source has 'a', target has not"),
         (engine(group("a")), engine(group("b")), "groups: source has 'a', target has not"),
-        (changed(), changed(kind=Kind.LATENT), "group 'full' kind: source has full, target has latent"),
+        (changed(), changed(kind=GroupKind.LATENT), "group 'full' kind: source has full, target has latent"),
         (
-            changed(kind=Kind.SLIDING, window=4),
-            changed(kind=Kind.SLIDING, window=5),
+            changed(kind=GroupKind.SLIDING, window=4),
+            changed(kind=GroupKind.SLIDING, window=5),
             "group 'full' window: source has 4, target has 5",
         ),
         (changed(layers=2), changed(layers=3), "group 'full' layers: source has 2, target has 3"),

@@ -15,7 +15,7 @@ from kvbaton.protocol.geometry import layout as layout_module
 from kvbaton.protocol.geometry.layout import (
     Cell,
     EngineLayout,
-    Kind,
+    GroupKind,
     Per,
     Place,
     Plane,
@@ -115,7 +115,7 @@ def test_no_two_cells_of_a_valid_layout_share_a_byte_and_none_is_outside(per: Pe
 
 
 def test_a_layout_survives_the_wire() -> None:
-    layout = engine(group(), group("state", kind=Kind.STATE, cells=(Cell("h", 3, Per.PAGE),)), tp=2)
+    layout = engine(group(), group("state", kind=GroupKind.STATE, cells=(Cell("h", 3, Per.PAGE),)), tp=2)
     wire = msgspec.msgpack.encode(layout)
     assert validate(msgspec.msgpack.decode(wire, type=EngineLayout)) == layout
 
@@ -130,7 +130,7 @@ def test_a_rank_may_have_nothing_of_a_group() -> None:
     assert validate(changed(layout, "ranks.0.shares.0.places", ())).ranks[0].shares[0].places == ()
 
 
-GOOD = engine(group(), group("sliding", kind=Kind.SLIDING, window=5), tp=2, regions=2)
+GOOD = engine(group(), group("sliding", kind=GroupKind.SLIDING, window=5), tp=2, regions=2)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_block_must_be_divisible_among_the_ranks_that_share_its_tokens() -> No
 
 
 def test_a_state_counts_as_one_token_whatever_its_block_says() -> None:
-    state = group("state", kind=Kind.STATE, block_tokens=1 << 20, cells=(Cell("h", 3, Per.PAGE),))
+    state = group("state", kind=GroupKind.STATE, block_tokens=1 << 20, cells=(Cell("h", 3, Per.PAGE),))
     assert engine(state, dcp=2).page_tokens(0) == 1
     assert engine(group(block_tokens=6), dcp=2).page_tokens(0) == 3
 
@@ -246,14 +246,15 @@ def test_the_last_block_may_be_partial(tokens: int, blocks: int) -> None:
     ],
 )
 def test_a_sliding_window_needs_its_last_blocks_only(tokens: int, window: int, expected: tuple[int, int]) -> None:
-    assert group(kind=Kind.SLIDING, window=window, block_tokens=16).needed(tokens) == expected
+    assert group(kind=GroupKind.SLIDING, window=window, block_tokens=16).needed(tokens) == expected
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [(Kind.FULL, (0, 7)), (Kind.LATENT, (0, 7)), (Kind.CHUNKED, (4, 7)), (Kind.STATE, (0, 1))]
+    ("kind", "expected"),
+    [(GroupKind.FULL, (0, 7)), (GroupKind.LATENT, (0, 7)), (GroupKind.CHUNKED, (4, 7)), (GroupKind.STATE, (0, 1))],
 )
-def test_what_a_position_needs_depends_on_the_kind(kind: Kind, expected: tuple[int, int]) -> None:
-    window = 64 if kind is Kind.CHUNKED else 0
+def test_what_a_position_needs_depends_on_the_kind(kind: GroupKind, expected: tuple[int, int]) -> None:
+    window = 64 if kind is GroupKind.CHUNKED else 0
     assert group(kind=kind, window=window, block_tokens=16).needed(100) == expected
 
 

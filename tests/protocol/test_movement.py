@@ -11,10 +11,10 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.protocol.geometry.plan import Plan, plan
 from kvbaton.protocol.geometry.progress import GroupProgress, nothing, whole
-from kvbaton.protocol.geometry.spans import Side
+from kvbaton.protocol.geometry.spans import SpanSide
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.machines import movement
-from kvbaton.protocol.machines.context import Desk, Identity, Parts
+from kvbaton.protocol.machines.context import Identity, LedgerContext, Parts
 from kvbaton.protocol.machines.movement import Cargo, Route, moves, start
 from kvbaton.protocol.settings import Settings
 
@@ -24,7 +24,7 @@ PEER = PeerId(WorkerId("p"), Incarnation(5))
 CARGO = Cargo([[1, 2, 3]], [[4, 5, 6]], 5, 0)
 
 
-def route(mapping: Plan, side: Side = Side.TARGET) -> Route:
+def route(mapping: Plan, side: SpanSide = SpanSide.TARGET) -> Route:
     return Route(mapping, side, PEER, "tcp")
 
 
@@ -45,8 +45,8 @@ def test_what_became_ready_is_copied_once() -> None:
     assert count(first) + count(second) == count(at_once) == 3 * Shape().page_bytes * Shape().layers
 
 
-@pytest.mark.parametrize(("side", "ranks"), [(Side.TARGET, [0, 1]), (Side.SOURCE, [0, 1, 2, 3])])
-def test_every_rank_of_the_side_that_drives_has_its_share(side: Side, ranks: list[int]) -> None:
+@pytest.mark.parametrize(("side", "ranks"), [(SpanSide.TARGET, [0, 1]), (SpanSide.SOURCE, [0, 1, 2, 3])])
+def test_every_rank_of_the_side_that_drives_has_its_share(side: SpanSide, ranks: list[int]) -> None:
     mapping = between(Shape(ranks=4, heads=4), Shape(ranks=2, heads=4))
     listed = moves(route(mapping, side), CARGO, nothing(1), whole([3]))
     assert [rank for rank, _ in listed] == ranks
@@ -75,7 +75,7 @@ def test_what_would_take_more_spans_than_any_engine_needs_is_refused(
 ) -> None:
     """Planes that shred every page cost the node memory and time; in product form they cost little."""
     shredded = plan(engine(group(heads=4), order="HNP"), engine(group(heads=4), order="NHP"))
-    way = Route(shredded, Side.TARGET, PEER, "tcp", weaves)
+    way = Route(shredded, SpanSide.TARGET, PEER, "tcp", weaves)
     cargo = Cargo([[1, 3, 5]], [[4, 2, 6]], 12, 0)
     monkeypatch.setattr(movement, "SPANS_IN_ALL_MAX", 60)
     if weaves:
@@ -98,10 +98,10 @@ def test_progress_that_goes_back_is_refused() -> None:
     assert error.value.reason is Reason.BAD_MESSAGE
 
 
-@pytest.mark.parametrize(("side", "direction"), [(Side.TARGET, Direction.READ), (Side.SOURCE, Direction.WRITE)])
-def test_the_target_reads_and_the_source_writes(side: Side, direction: Direction) -> None:
+@pytest.mark.parametrize(("side", "direction"), [(SpanSide.TARGET, Direction.READ), (SpanSide.SOURCE, Direction.WRITE)])
+def test_the_target_reads_and_the_source_writes(side: SpanSide, direction: Direction) -> None:
     identity = Identity(PEER, "host", {}, Shape().layout(), (TCP,), (b"key",))
-    desk, parts = Desk(identity, Settings(), lambda blocks: [0] * len(blocks)), Parts(None)
+    desk, parts = LedgerContext(identity, Settings(), lambda blocks: [0] * len(blocks)), Parts(None)
     way = route(between(Shape(), Shape()), side)
     start(desk, parts, way, moves(way, CARGO, nothing(1), whole([3])))
     assert [effect.copy.direction for effect in desk.effects if isinstance(effect, StartCopy)] == [direction]

@@ -10,7 +10,7 @@ from kvbaton.protocol.geometry.layout import (
     Cell,
     EngineLayout,
     Group,
-    Kind,
+    GroupKind,
     Place,
     Plane,
     Rank,
@@ -27,7 +27,7 @@ CELLS = (Cell("k", BYTES), Cell("v", BYTES))
 
 
 def layout(places_: tuple[Place, ...], planes_: tuple[Plane, ...], size: int, layers: int = 2) -> EngineLayout:
-    group = Group("g", Kind.FULL, TOKENS, tuple(map(str, range(layers))), HEADS, CELLS, "int8")
+    group = Group("g", GroupKind.FULL, TOKENS, tuple(map(str, range(layers))), HEADS, CELLS, "int8")
     return validate(EngineLayout((group,), (Rank(0, 0, 0, (size,), (Share(0, HEADS, BLOCKS, places_, planes_),)),)))
 
 
@@ -105,7 +105,7 @@ def test_bands_are_not_joined_across_one_of_another_stride() -> None:
 
 
 def test_a_single_block_is_whole_whatever_its_strides() -> None:
-    group = Group("g", Kind.FULL, TOKENS, ("0",), HEADS, CELLS, "int8")
+    group = Group("g", GroupKind.FULL, TOKENS, ("0",), HEADS, CELLS, "int8")
     share = Share(0, HEADS, 1, (Place(0, 8, 0),), planes("PHN", CELLS, HEADS, TOKENS))
     found = validate(EngineLayout((group,), (Rank(0, 0, 0, (PAGE + 8,), (share,)),)))
     (table,) = pages(found, 0)
@@ -113,7 +113,7 @@ def test_a_single_block_is_whole_whatever_its_strides() -> None:
 
 
 def test_a_rank_without_layers_of_a_group_has_no_table_of_it() -> None:
-    group = Group("g", Kind.FULL, TOKENS, ("0",), HEADS, CELLS, "int8")
+    group = Group("g", GroupKind.FULL, TOKENS, ("0",), HEADS, CELLS, "int8")
     has = Share(0, HEADS, BLOCKS, (Place(0, 0, PAGE),), planes("PHN", CELLS, HEADS, TOKENS))
     both = (Rank(0, 0, 0, (BLOCKS * PAGE,), (has,)), Rank(1, 0, 0, (8,), (Share(),)))
     found = validate(EngineLayout((group,), both))

@@ -24,10 +24,10 @@ from layout_builders import (
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry import spans as spans_module
-from kvbaton.protocol.geometry.layout import NULL_BLOCK, Cell, EngineLayout, Kind, Per, needed_blocks
+from kvbaton.protocol.geometry.layout import NULL_BLOCK, Cell, EngineLayout, GroupKind, Per, needed_blocks
 from kvbaton.protocol.geometry.plan import plan
 from kvbaton.protocol.geometry.progress import GroupProgress, Rect, advance, nothing, whole
-from kvbaton.protocol.geometry.spans import BlockLists, Move, Side, blocks_per_call, segments
+from kvbaton.protocol.geometry.spans import BlockLists, Move, SpanSide, blocks_per_call, segments
 
 TOKENS_MAX = 11
 BLOCKS = 2 * TOKENS_MAX  # two groups of one token per block
@@ -48,21 +48,21 @@ def is_inside(layout: EngineLayout, rank: int, region: int, offsets: array[int],
     return all(0 <= at < at + size <= whole for at, size in zip(offsets, sizes, strict=True))
 
 
-def carry_out(case: Case, side: Side, join: bool = True) -> Memory:
+def carry_out(case: Case, side: SpanSide, join: bool = True) -> Memory:
     """Apply what `side`'s ranks would copy to memories in which every byte is known; nothing may land twice."""
     made = plan(case.source, case.target)
     from_memory, to_memory = memory(case.source, "s"), memory(case.target, "t")
     for index, lists in enumerate(case.lists):
         stamp(case.source, from_memory, index, lists.source)
-    local = case.target if side is Side.TARGET else case.source
-    remote = case.source if side is Side.TARGET else case.target
+    local = case.target if side is SpanSide.TARGET else case.source
+    remote = case.source if side is SpanSide.TARGET else case.target
     for rect, rank in product(case.rects, range(len(local.ranks))):
         for move in segments(made, side, rank, rect, case.lists[rect.group], join):
             assert is_inside(local, rank, move.local_region, move.spans[0::3], move.spans[2::3])
             assert is_inside(remote, move.peer_rank, move.remote_region, move.spans[1::3], move.spans[2::3])
             here, there = (rank, move.local_region), (move.peer_rank, move.remote_region)
             for near, far, size in triples(move):
-                if side is Side.TARGET:
+                if side is SpanSide.TARGET:
                     copy(from_memory[there], far, to_memory[here], near, size)
                 else:
                     copy(from_memory[here], near, to_memory[there], far, size)
@@ -83,7 +83,7 @@ def expectation(case: Case) -> Memory:
         if there is None:
             continue
         far, near = block_tokens(here), block_tokens(case.target.groups[there])
-        state = here.kind is Kind.STATE
+        state = here.kind is GroupKind.STATE
         tokens = len(lists.source) if state else lists.tokens
         first = 0 if state else lists.target_first_token
         for rank, (position, block) in product(range(len(case.target.ranks)), enumerate(lists.target)):
@@ -123,11 +123,17 @@ def tensor_parallel(draw: st.DrawFn, heads: int, ranks: int) -> list[tuple[int, 
 def cases(draw: st.DrawFn) -> Case:
     dcp = draw(st.sampled_from([1, 1, 1, 2]))
     per = draw(st.sampled_from([Per.TOKEN, Per.TOKEN, Per.TOKEN, Per.HEAD, Per.PAGE]))
-    kinds = draw(st.lists(st.sampled_from([Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.STATE]), min_size=1, max_size=2))
+    kinds = draw(
+        st.lists(
+            st.sampled_from([GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.STATE]),
+            min_size=1,
+            max_size=2,
+        )
+    )
     cells = [Cell(f"c{i}", draw(st.integers(1, 3)), per) for i in range(draw(st.integers(1, 2)))]
     heads = [draw(st.integers(1, 4)) for _ in kinds]
     layers = [[f"g{g}.{i}" for i in range(draw(st.integers(1, 3)))] for g in range(len(kinds))]
-    windows = [draw(st.integers(1, 9)) if kind in (Kind.SLIDING, Kind.CHUNKED) else 0 for kind in kinds]
+    windows = [draw(st.integers(1, 9)) if kind in (GroupKind.SLIDING, GroupKind.CHUNKED) else 0 for kind in kinds]
     sizes = [draw(st.integers(1, 4)) * dcp for _ in kinds]
     opaque_slices = [even(count, 2) for count in heads]
     sides = []
@@ -180,12 +186,12 @@ def block_lists(draw: st.DrawFn, source: EngineLayout, target: EngineLayout, tok
         far, near = block_tokens(here), block_tokens(there)
         first = draw(st.integers(0, tokens // near)) * near
         counts = (needed_blocks(tokens, far), needed_blocks(tokens - first, near))
-        if here.kind is Kind.STATE:
+        if here.kind is GroupKind.STATE:
             first, counts = 0, (1, 1)
         source_ids = [next(ids[0]) for _ in range(counts[0])]
         target_ids = [next(ids[1]) if draw(st.integers(0, 9)) else NULL_BLOCK for _ in range(counts[1])]
         for index in range(counts[0]):
-            if here.kind is not Kind.STATE and min((index + 1) * far, tokens) <= here.needed_from(tokens):
+            if here.kind is not GroupKind.STATE and min((index + 1) * far, tokens) <= here.needed_from(tokens):
                 source_ids[index] = NULL_BLOCK if draw(st.booleans()) else source_ids[index]
         lists.append(BlockLists(source_ids, target_ids, tokens, first))
     return lists
@@ -211,17 +217,17 @@ def rectangles(draw: st.DrawFn, source: EngineLayout, lists: Sequence[BlockLists
 @given(cases())
 def test_every_cell_of_the_target_gets_the_sources_and_nothing_else_changes(case: Case) -> None:
     expected = expectation(case)
-    assert carry_out(case, Side.TARGET) == expected
-    assert carry_out(case, Side.SOURCE) == expected
-    assert carry_out(case, Side.TARGET, join=False) == expected
-    assert carry_out(case, Side.SOURCE, join=False) == expected
+    assert carry_out(case, SpanSide.TARGET) == expected
+    assert carry_out(case, SpanSide.SOURCE) == expected
+    assert carry_out(case, SpanSide.TARGET, join=False) == expected
+    assert carry_out(case, SpanSide.SOURCE, join=False) == expected
 
 
 # --- named examples. A page of the default group: 4 heads x 4 tokens x 2 bytes = 32 bytes, 8 blocks, 2 layers.
 
 
 def pull(source: EngineLayout, target: EngineLayout, rect: Rect, lists: BlockLists, rank: int = 0) -> list[Move]:
-    return segments(plan(source, target), Side.TARGET, rank, rect, lists)
+    return segments(plan(source, target), SpanSide.TARGET, rank, rect, lists)
 
 
 def test_neighbouring_blocks_become_one_span() -> None:
@@ -258,7 +264,7 @@ def test_push_is_pull_seen_from_the_other_side() -> None:
     pulled = pull(source, target, rect, lists)
     assert [move.peer_rank for move in pulled] == [0, 1]
     for rank, move in enumerate(pulled):
-        (pushed,) = segments(plan(source, target), Side.SOURCE, rank, rect, lists)
+        (pushed,) = segments(plan(source, target), SpanSide.SOURCE, rank, rect, lists)
         assert pushed.peer_rank == 0
         assert sorted(triples(pushed)) == sorted((far, near, size) for near, far, size in triples(move))
 
@@ -305,14 +311,14 @@ def test_regions_that_differ_are_separate_moves() -> None:
     source, target = engine(group(), regions=2), engine(group())
     moves = pull(source, target, Rect(0, 0, 2, 0, 1), BlockLists([1], [1], 4))
     assert [(move.local_region, move.remote_region) for move in moves] == [(0, 0), (0, 1)]
-    moves = segments(plan(target, source), Side.SOURCE, 0, Rect(0, 0, 2, 0, 1), BlockLists([1], [1], 4))
+    moves = segments(plan(target, source), SpanSide.SOURCE, 0, Rect(0, 0, 2, 0, 1), BlockLists([1], [1], 4))
     assert [(move.local_region, move.remote_region) for move in moves] == [(0, 0), (0, 1)]
 
 
 def test_a_rank_with_nothing_to_do_has_no_moves() -> None:
-    latent = group(kind=Kind.LATENT, heads=1)
+    latent = group(kind=GroupKind.LATENT, heads=1)
     source, target = engine(latent, tp=2), engine(latent)
-    assert segments(plan(source, target), Side.SOURCE, 1, Rect(0, 0, 2, 0, 1), BlockLists([1], [1], 4)) == []
+    assert segments(plan(source, target), SpanSide.SOURCE, 1, Rect(0, 0, 2, 0, 1), BlockLists([1], [1], 4)) == []
 
 
 def test_a_group_that_the_target_lacks_is_passed_over() -> None:
@@ -327,14 +333,14 @@ def test_an_empty_rectangle_moves_nothing() -> None:
 
 
 def test_a_state_goes_block_by_block_whatever_the_tokens() -> None:
-    state = group("state", kind=Kind.STATE, layers=1, cells=(Cell("h", 8, Per.PAGE),), block_tokens=512)
+    state = group("state", kind=GroupKind.STATE, layers=1, cells=(Cell("h", 8, Per.PAGE),), block_tokens=512)
     same = engine(state)
     (move,) = pull(same, same, Rect(0, 0, 1, 0, 1), BlockLists([5], [2], 7, target_first_token=4))
     assert triples(move) == [(64, 160, 32)]
 
 
 def test_blocks_that_left_the_window_are_skipped() -> None:
-    same = engine(group(kind=Kind.SLIDING, window=5, layers=1))
+    same = engine(group(kind=GroupKind.SLIDING, window=5, layers=1))
     (move,) = pull(same, same, Rect(0, 0, 1, 0, 4), BlockLists([-1, -1, 2, 3], [-1, 5, 6, -1], 16))
     assert triples(move) == [(192, 64, 32)]
 
@@ -343,8 +349,8 @@ def test_blocks_that_left_the_window_are_skipped() -> None:
     ("how", "source", "tokens"),
     [
         ({}, [1, NULL_BLOCK, 2], 12),
-        ({"kind": Kind.SLIDING, "window": 6}, [NULL_BLOCK, NULL_BLOCK, 2], 12),  # needs tokens 7..11
-        ({"kind": Kind.CHUNKED, "window": 8}, [1, 2, NULL_BLOCK], 12),
+        ({"kind": GroupKind.SLIDING, "window": 6}, [NULL_BLOCK, NULL_BLOCK, 2], 12),  # needs tokens 7..11
+        ({"kind": GroupKind.CHUNKED, "window": 8}, [1, 2, NULL_BLOCK], 12),
     ],
 )
 @pytest.mark.parametrize("target_size", [4, 8])
@@ -395,14 +401,14 @@ def test_a_rectangle_of_too_many_spans_must_be_cut(monkeypatch: pytest.MonkeyPat
     same, rect, lists = engine(group()), Rect(0, 0, 2, 0, 4), BlockLists([1, 3, 5, 7], [1, 2, 3, 4], 16)
     with pytest.raises(ProtocolError, match="rectangle: 4 blocks may make more than 6 spans; cut it"):
         pull(same, same, rect, lists)
-    pieces = rect.cut(blocks_per_call(plan(same, same), Side.TARGET, 0, rect))
+    pieces = rect.cut(blocks_per_call(plan(same, same), SpanSide.TARGET, 0, rect))
     assert [one.block_hi - one.block_lo for one in pieces] == [3, 1]
     assert sum(move.bytes for one in pieces for move in pull(same, same, one, lists)) == 256
 
 
 def test_a_rank_that_takes_no_part_may_ask_for_any_number_of_blocks() -> None:
     same = engine(group())
-    assert blocks_per_call(plan(same, same), Side.TARGET, 7, Rect(0, 0, 2, 0, 4)) == spans_module.SPANS_MAX
+    assert blocks_per_call(plan(same, same), SpanSide.TARGET, 7, Rect(0, 0, 2, 0, 4)) == spans_module.SPANS_MAX
 
 
 def test_a_thousand_scattered_blocks_of_64_layers_take_milliseconds() -> None:
@@ -411,7 +417,7 @@ def test_a_thousand_scattered_blocks_of_64_layers_take_milliseconds() -> None:
     mapped, took = plan(same, same), []
     for _ in range(5):
         began = time.perf_counter()
-        (move,) = segments(mapped, Side.TARGET, 0, Rect(0, 0, 64, 0, 1000), lists)
+        (move,) = segments(mapped, SpanSide.TARGET, 0, Rect(0, 0, 64, 0, 1000), lists)
         took.append(time.perf_counter() - began)
     assert len(move.spans) == 3 * 64_000
     assert min(took) < 0.1  # 6 ms on one core of an Arm server; the slack is for a busy test machine

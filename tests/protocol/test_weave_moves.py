@@ -8,13 +8,13 @@ import pytest
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Direction, StartCopy
-from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Rank, Share, places, planes
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Rank, Share, places, planes
 from kvbaton.protocol.geometry.plan import plan
 from kvbaton.protocol.geometry.progress import Rect, nothing, whole
-from kvbaton.protocol.geometry.spans import BlockLists, Move, Side, segments
+from kvbaton.protocol.geometry.spans import BlockLists, Move, SpanSide, segments
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.machines.context import Desk, Identity, Parts
+from kvbaton.protocol.machines.context import Identity, LedgerContext, Parts
 from kvbaton.protocol.machines.movement import Cargo, Route, moves
 from kvbaton.protocol.settings import Settings
 
@@ -25,21 +25,27 @@ PEER = PeerId(WorkerId("p"), Incarnation(1))
 def layout(blocks_first: bool = False) -> EngineLayout:
     """Layer by layer, or all layers of a block side by side."""
     cell = Cell("kv", PAGE // TOKENS)
-    group = Group("full", Kind.FULL, TOKENS, tuple(map(str, range(LAYERS))), 1, (cell,), "bytes")
+    group = Group("full", GroupKind.FULL, TOKENS, tuple(map(str, range(LAYERS))), 1, (cell,), "bytes")
     strides = (PAGE, LAYERS * PAGE) if blocks_first else (BLOCKS * PAGE, PAGE)
     cells = places(range(LAYERS), 0, *strides)
     share = Share(0, 1, BLOCKS, cells, planes("PHN", (cell,), 1, TOKENS))
     return EngineLayout((group,), (Rank(0, 0, 0, (LAYERS * BLOCKS * PAGE,), (share,)),))
 
 
-def desk(weaves: bool) -> Desk:
+def desk(weaves: bool) -> LedgerContext:
     plane = Capabilities("x", True, False, False, True, True, weaves=weaves)
-    return Desk(Identity(PEER, "host", {}, layout(), (plane,), ()), Settings(), lambda blocks: [0] * len(blocks))
+    return LedgerContext(
+        Identity(PEER, "host", {}, layout(), (plane,), ()), Settings(), lambda blocks: [0] * len(blocks)
+    )
 
 
 def test_scattered_blocks_of_several_layers_are_one_weave_of_blocks_by_layers() -> None:
     (move,) = segments(
-        plan(layout(), layout()), Side.TARGET, 0, Rect(0, 0, LAYERS, 0, 3), BlockLists([1, 5, 2], [7, 3, 4], 3 * TOKENS)
+        plan(layout(), layout()),
+        SpanSide.TARGET,
+        0,
+        Rect(0, 0, LAYERS, 0, 3),
+        BlockLists([1, 5, 2], [7, 3, 4], 3 * TOKENS),
     )
     assert move.weave is not None and not move.flat
     assert (len(move.weave.column) // 3, len(move.weave.shifts) // 2) == (3, LAYERS)
@@ -56,7 +62,7 @@ def test_pages_side_by_side_are_one_span_or_for_a_plane_that_weaves_stay_a_produ
     """A row of many blocks would be too long for one block of a device's grid, and would have to be divided again."""
     mapped, rect = plan(layout(blocks_first), layout(blocks_first)), Rect(0, 0, LAYERS, 0, 4)
     joined, woven = (
-        segments(mapped, Side.TARGET, 0, rect, BlockLists(*lists, 4 * TOKENS), join) for join in (True, False)
+        segments(mapped, SpanSide.TARGET, 0, rect, BlockLists(*lists, 4 * TOKENS), join) for join in (True, False)
     )
     assert [move.weave is not None and not move.flat for move in woven] == [True]
     weave = woven[0].weave
@@ -91,7 +97,7 @@ def test_only_a_plane_that_weaves_is_handed_a_weave_and_every_other_the_same_spa
 
 @pytest.mark.parametrize("weaves", [False, True])
 def test_whether_pages_are_joined_is_asked_of_the_plane(weaves: bool) -> None:
-    route = Route(plan(layout(), layout()), Side.TARGET, PEER, "x", weaves)
+    route = Route(plan(layout(), layout()), SpanSide.TARGET, PEER, "x", weaves)
     cargo = Cargo(([1, 2, 3, 4],), ((3, 4, 5, 6),), 4 * TOKENS, 0)
     [(_, [move])] = moves(route, cargo, nothing(1), whole([4]))
     assert move.weave is not None and len(move.weave.column) // 3 == (4 if weaves else 1)

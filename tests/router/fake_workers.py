@@ -18,7 +18,7 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.app import Router, router_app
 from kvbaton.router.http import http_server
 from kvbaton.router.router_settings import RouterSettings
-from kvbaton.router.workers.directory import ALL_MODES, State, StaticDirectory, Worker
+from kvbaton.router.workers.directory import ALL_MODES, ListedEngine, StaticDirectory, WorkerListState
 
 KEY = b"k" * 32
 QUICK = RouterSettings(first_byte_s=20, deadline_s=40, suspect_s=0.01, settle_s=1)  # a busy machine may stand still
@@ -211,7 +211,8 @@ class ChangingDirectory(StaticDirectory):
 
     def drain(self, name: str) -> None:
         drains = (
-            msgspec.structs.replace(each, state=State.DRAINING) if each.name == name else each for each in self._workers
+            msgspec.structs.replace(each, state=WorkerListState.DRAINING) if each.name == name else each
+            for each in self._workers
         )
         self._workers = tuple(drains)
 
@@ -286,7 +287,7 @@ async def cluster(
         for worker in (*p, *d):
             worker.url = await stack.enter_async_context(serving(worker.app(), "127.0.0.1", 0))
             role = "prefill" if worker in p else "decode"
-            entry = Worker(WorkerId(worker.name), role, worker.url, modes=modes, **more)  # type: ignore[arg-type]
+            entry = ListedEngine(WorkerId(worker.name), role, worker.url, modes=modes, **more)  # type: ignore[arg-type]
             listed.append(msgspec.structs.replace(entry, address=entry.address.format(port=6300 + len(listed))))
         directory = ChangingDirectory(listed)
         discarded: list[tuple[str, str]] = []

@@ -8,19 +8,19 @@ import pytest
 
 from kvbaton.api.params import Mode
 from kvbaton.api.request_ids import parse_address
-from kvbaton.control.plain import Announcement, Fleet, Listed
+from kvbaton.control.plain import AnnouncedWorker, Announcement, Fleet
 from kvbaton.protocol.ids import Incarnation, WorkerId, is_worker_id
 from kvbaton.router.workers.announced import AnnouncedDirectory, Directories, worker_name
-from kvbaton.router.workers.directory import State, StaticDirectory, Worker
+from kvbaton.router.workers.directory import ListedEngine, StaticDirectory, WorkerListState
 
 ZMQ = "host:10.0.0.1,handshake:6301,notify:61005"
 
 
 class Listener:
-    def __init__(self, *listed: Listed) -> None:
+    def __init__(self, *listed: AnnouncedWorker) -> None:
         self.listed = listed
 
-    def workers(self) -> tuple[Listed, ...]:
+    def workers(self) -> tuple[AnnouncedWorker, ...]:
         return self.listed
 
 
@@ -39,14 +39,14 @@ def said(http: str, role: str = "P") -> Announcement:
 def test_an_announced_worker_keeps_what_the_router_needs_of_it(
     fleet: Fleet, zmq: str, mode: Mode, dialect: str
 ) -> None:
-    prefill = Listed(Announcement(fleet, "P", "10.0.0.1:8100", zmq, tp_size=4), Incarnation(7))
-    decode = Listed(Announcement(fleet, "D", "[::1]:8200", zmq), Incarnation(8), suspect=True)
+    prefill = AnnouncedWorker(Announcement(fleet, "P", "10.0.0.1:8100", zmq, tp_size=4), Incarnation(7))
+    decode = AnnouncedWorker(Announcement(fleet, "D", "[::1]:8200", zmq), Incarnation(8), suspect=True)
     assert AnnouncedDirectory(Listener(decode, prefill)).snapshot() == (
-        Worker(
+        ListedEngine(
             WorkerId("D-___1_-8200"), "decode", "http://[::1]:8200", Incarnation(8), (mode,),
-            state=State.SUSPECT, dialect=dialect, address=zmq,
+            state=WorkerListState.SUSPECT, dialect=dialect, address=zmq,
         ),
-        Worker(
+        ListedEngine(
             WorkerId("P-10.0.0.1-8100"), "prefill", "http://10.0.0.1:8100", Incarnation(7), (mode,),
             dialect=dialect, address=zmq, tp_size=4,
         ),
@@ -55,16 +55,16 @@ def test_an_announced_worker_keeps_what_the_router_needs_of_it(
 
 def test_an_address_can_stand_in_a_request_id() -> None:
     told = Announcement(Fleet.MORIIO_READ, "P", "[::1]:80", "host:::1,handshake:1,notify:2")
-    (worker,) = AnnouncedDirectory(Listener(Listed(told, Incarnation(1)))).snapshot()
+    (worker,) = AnnouncedDirectory(Listener(AnnouncedWorker(told, Incarnation(1)))).snapshot()
     assert str(parse_address(worker.address)) == worker.address == told.zmq_address
 
 
 def test_the_snapshot_is_the_same_object_until_the_list_changes() -> None:
-    listener = Listener(Listed(said("10.0.0.1:1"), Incarnation(1)))
+    listener = Listener(AnnouncedWorker(said("10.0.0.1:1"), Incarnation(1)))
     directory = AnnouncedDirectory(listener)
     before = directory.snapshot()
     assert directory.snapshot() is before
-    listener.listed = (Listed(said("10.0.0.1:1"), Incarnation(2)),)
+    listener.listed = (AnnouncedWorker(said("10.0.0.1:1"), Incarnation(2)),)
     assert directory.snapshot() != before and directory.snapshot() is directory.snapshot()
 
 
@@ -88,15 +88,15 @@ def test_names_are_legal_and_no_two_workers_share_one() -> None:
 class Part:
     """A directory that says what it is told to say, in a new list each time."""
 
-    def __init__(self, *workers: Worker) -> None:
+    def __init__(self, *workers: ListedEngine) -> None:
         self.listed = list(workers)
 
-    def snapshot(self) -> Sequence[Worker]:
+    def snapshot(self) -> Sequence[ListedEngine]:
         return list(self.listed)
 
 
-def worker(name: str, url: str = "", life: int = 0) -> Worker:
-    return Worker(WorkerId(name), "both", url or f"http://{name}", Incarnation(life))
+def worker(name: str, url: str = "", life: int = 0) -> ListedEngine:
+    return ListedEngine(WorkerId(name), "both", url or f"http://{name}", Incarnation(life))
 
 
 def names(directories: Directories) -> list[str]:
@@ -134,8 +134,8 @@ def test_who_comes_from_an_earlier_part_is_not_displaced_by_name_or_by_url() -> 
 
 def test_within_a_part_p_and_d_may_share_a_url() -> None:
     both = Listener(
-        Listed(said("10.0.0.1:1", "D"), Incarnation(1)),
-        Listed(said("10.0.0.1:1", "P"), Incarnation(2)),
+        AnnouncedWorker(said("10.0.0.1:1", "D"), Incarnation(1)),
+        AnnouncedWorker(said("10.0.0.1:1", "P"), Incarnation(2)),
     )
     assert names(Directories(StaticDirectory([worker("x")]), AnnouncedDirectory(both))) == [
         "x",

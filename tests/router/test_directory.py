@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from kvbaton.api.params import Mode
-from kvbaton.control.registry import Entry, Registration, WorkerState
+from kvbaton.control.registry import Registration, RosterEntry, WorkerState
 from kvbaton.protocol.ids import Incarnation, WorkerId
-from kvbaton.router.workers.directory import State, Worker
+from kvbaton.router.workers.directory import ListedEngine, WorkerListState
 from kvbaton.router.workers.registered import RegistryDirectory
 
 
 class Registry:
     def __init__(self) -> None:
-        self.entries: tuple[Entry, ...] = ()
+        self.entries: tuple[RosterEntry, ...] = ()
 
-    def workers(self) -> tuple[Entry, ...]:
+    def workers(self) -> tuple[RosterEntry, ...]:
         return self.entries
 
 
-def entry(modes: tuple[str, ...] = ("pull", "push", "smoke"), state: WorkerState = WorkerState.READY) -> Entry:
+def entry(modes: tuple[str, ...] = ("pull", "push", "smoke"), state: WorkerState = WorkerState.READY) -> RosterEntry:
     told = Registration(
         WorkerId("p0"), Incarnation(5), "prefill", "127.0.0.1:80", "tcp://127.0.0.1:1", modes, ("shm",), "digest"
     )
-    return Entry(told, "key", state)
+    return RosterEntry(told, "key", state)
 
 
 def test_a_registered_worker_keeps_what_the_router_needs_of_it() -> None:
@@ -32,7 +32,9 @@ def test_a_registered_worker_keeps_what_the_router_needs_of_it() -> None:
     modes = (Mode.PULL, Mode.PUSH)
     url = "http://127.0.0.1:80"
     assert directory.snapshot() == (
-        Worker(WorkerId("p0"), "prefill", url, Incarnation(5), modes, ("shm",), "digest", State.SERVING),
+        ListedEngine(
+            WorkerId("p0"), "prefill", url, Incarnation(5), modes, ("shm",), "digest", WorkerListState.SERVING
+        ),
     )
     assert directory.snapshot() is directory.snapshot()
 
@@ -41,4 +43,4 @@ def test_a_silent_worker_is_suspect_and_one_that_names_no_modes_serves_all() -> 
     registry = Registry()
     registry.entries = (entry((), WorkerState.SUSPECT),)
     (worker,) = RegistryDirectory(registry).snapshot()
-    assert (worker.state, worker.modes) == (State.SUSPECT, tuple(Mode))
+    assert (worker.state, worker.modes) == (WorkerListState.SUSPECT, tuple(Mode))

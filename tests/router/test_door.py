@@ -21,7 +21,7 @@ from fake_workers import until
 from raw_server import LOOPS, run_on
 
 from kvbaton.api.api_errors import ApiError, PortInUseError, bad_field, full
-from kvbaton.router.client_quotas import Room
+from kvbaton.router.client_quotas import ClientQuotas
 from kvbaton.router.http import http_server
 from kvbaton.router.http.http_server import UNREAD_BYTES_MAX
 from kvbaton.router.http.http_types import (
@@ -58,7 +58,7 @@ class Stage:
 
     def __init__(self, **handlers: Handler) -> None:
         self.seen: list[Request] = []
-        self.room = Room()
+        self.room = ClientQuotas()
         self._handlers = {f"/{name}": handler for name, handler in handlers.items()}
 
     def handler(self, method: str, path: str) -> Handler:
@@ -482,8 +482,8 @@ def test_what_is_sent_while_a_request_is_answered_is_bounded_and_read_later(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    accept = http_server.Door.connection
-    monkeypatch.setattr(http_server.Door, "connection", lambda self: made.append(accept(self)) or made[-1])
+    accept = http_server.HttpServer.connection
+    monkeypatch.setattr(http_server.HttpServer, "connection", lambda self: made.append(accept(self)) or made[-1])
     gate = asyncio.Event()
 
     async def slow(_: Request) -> Answer:
@@ -951,8 +951,8 @@ def test_a_client_that_does_not_read_its_whole_answer_is_cut_off(
     """Closing alone would wait for it for ever, and count it as a connection."""
     monkeypatch.setattr(http_server, "UNREAD_S", 0.05)
     lost: list[Any] = []
-    forget = http_server.Door.forget
-    monkeypatch.setattr(http_server.Door, "forget", lambda self, each: (forget(self, each), lost.append(each)))
+    forget = http_server.HttpServer.forget
+    monkeypatch.setattr(http_server.HttpServer, "forget", lambda self, each: (forget(self, each), lost.append(each)))
 
     async def large(_: Request) -> Answer:
         return Answer(b"x" * (8 << 20))
@@ -972,8 +972,8 @@ def test_a_closed_connection_that_waits_for_its_reader_is_swept(run: Run, monkey
     monkeypatch.setattr(http_server, "KEEPALIVE_S", 0.5)
     monkeypatch.setattr(http_server._Connection, "pause_writing", lambda _: None)  # as if it were not full
     lost: list[Any] = []
-    forget = http_server.Door.forget
-    monkeypatch.setattr(http_server.Door, "forget", lambda self, each: (forget(self, each), lost.append(each)))
+    forget = http_server.HttpServer.forget
+    monkeypatch.setattr(http_server.HttpServer, "forget", lambda self, each: (forget(self, each), lost.append(each)))
 
     async def large(_: Request) -> Answer:
         return Answer(b"x" * (8 << 20))
@@ -1006,8 +1006,8 @@ def test_one_that_sent_more_than_is_answered_is_swept_too(
     monkeypatch.setattr(http_server, "KEEPALIVE_S", 0.5)
     monkeypatch.setattr(http_server._Connection, "pause_writing", lambda _: None)  # less than a full buffer is left
     lost: list[Any] = []
-    forget = http_server.Door.forget
-    monkeypatch.setattr(http_server.Door, "forget", lambda self, each: (forget(self, each), lost.append(each)))
+    forget = http_server.HttpServer.forget
+    monkeypatch.setattr(http_server.HttpServer, "forget", lambda self, each: (forget(self, each), lost.append(each)))
 
     async def events() -> Source:
         yield b"x" * (8 << 20)
@@ -1206,7 +1206,7 @@ def test_a_refusal_to_one_who_has_just_reset_escapes_nowhere() -> None:
             self.aborted = True
 
     async def story() -> None:
-        connection = http_server.Door(Stage()).connection()
+        connection = http_server.HttpServer(Stage()).connection()
         connection.connection_made(Broken())
         connection.data_received(b"nonsense\r\n\r\n")
         connection.connection_lost(None)
@@ -1332,7 +1332,7 @@ def test_bodies_that_are_never_finished_fill_no_more_than_their_share(run: Run) 
     size = 64 << 10
 
     async def story(town: Town, stage: Stage) -> None:
-        stage.body_bytes_max, stage.room = size, Room(16 * size)
+        stage.body_bytes_max, stage.room = size, ClientQuotas(16 * size)
         begun = b"POST /echo HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size
         chunked = b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % size
         strangers = [await town.client() for _ in range(12)]
@@ -1365,7 +1365,7 @@ def test_whatever_a_client_sends_is_counted_until_it_is_gone(run: Run, what: str
         return Answer(b"held")
 
     async def story(town: Town, stage: Stage) -> None:
-        stage.room = Room(100_000)
+        stage.room = ClientQuotas(100_000)
         clients = [await town.client() for _ in range(4)]
         for client in clients:
             if what == "ahead":
@@ -1392,7 +1392,7 @@ def test_an_answer_is_counted_until_it_was_read(run: Run) -> None:
         return Answer(b"x" * (8 << 20))
 
     async def story(town: Town, stage: Stage) -> None:
-        stage.room = Room(30 << 20)
+        stage.room = ClientQuotas(30 << 20)
         deaf = [await town.client() for _ in range(3)]
         for number, client in enumerate(deaf):
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -1616,7 +1616,7 @@ def test_each_request_is_answered_once_however_it_is_cut_and_spoilt(seed: int, s
             at = rng.randrange(len(data))
             data[at : at + rng.randint(0, 9)] = rng.choice(ODD)
         stage, paper = Stage(), Paper()
-        connection = http_server.Door(stage).connection()
+        connection = http_server.HttpServer(stage).connection()
         connection.connection_made(paper)
         while data and not paper.closed:
             size = rng.choice([1, 3, 17, 100, 10_000])

@@ -18,7 +18,7 @@ from kvbaton.router.http import http_client
 from kvbaton.router.http.answer_reader import UNREAD_BYTES_MAX
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.worker_calls import RETRY_AFTER_S_MAX, Leg, LegError, Legs
-from kvbaton.router.workers.directory import Worker
+from kvbaton.router.workers.directory import ListedEngine
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 Story = Callable[[Legs, Leg], Awaitable[None]]
@@ -45,7 +45,7 @@ def chunk(data: bytes) -> bytes:
 
 
 def leg_to(server: Server, incarnation: int = 1) -> Leg:
-    worker = Worker(WorkerId("d0"), "decode", server.url, Incarnation(incarnation))
+    worker = ListedEngine(WorkerId("d0"), "decode", server.url, Incarnation(incarnation))
     return Leg("decode", worker, "/v1/x", (), b"{}")
 
 

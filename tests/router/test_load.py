@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.api.bodies import Kind
+from kvbaton.api.bodies import BodyKind
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.router.router_stats import LABELS_MAX, count
 from kvbaton.router.workers.prefixes import HOLDERS_MAX, PIECE_BYTES, PIECES_MAX, Prefixes, pieces
@@ -30,15 +30,15 @@ def test_what_is_taken_is_given_back_once() -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "expected"),
     [
-        (Kind.COMPLETION, {"prompt": [5] * 100}, 100),
-        (Kind.COMPLETION, {"prompt": "x" * 400}, 100),
-        (Kind.COMPLETION, {"prompt": ["x" * 40, "y" * 40]}, 20),
-        (Kind.COMPLETION, {"prompt": ""}, 1),
-        (Kind.CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 392}]}]}, 100),
-        (Kind.RESPONSES, {"input": "x" * 200, "instructions": "y" * 200}, 100),
+        (BodyKind.COMPLETION, {"prompt": [5] * 100}, 100),
+        (BodyKind.COMPLETION, {"prompt": "x" * 400}, 100),
+        (BodyKind.COMPLETION, {"prompt": ["x" * 40, "y" * 40]}, 20),
+        (BodyKind.COMPLETION, {"prompt": ""}, 1),
+        (BodyKind.CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 392}]}]}, 100),
+        (BodyKind.RESPONSES, {"input": "x" * 200, "instructions": "y" * 200}, 100),
     ],
 )
-def test_the_length_of_a_prompt_is_estimated(kind: Kind, fields: Any, expected: int) -> None:
+def test_the_length_of_a_prompt_is_estimated(kind: BodyKind, fields: Any, expected: int) -> None:
     assert prompt_tokens(kind, fields, 4.0) == expected
 
 
@@ -46,7 +46,7 @@ def test_a_body_nested_deeply_is_measured_all_the_same() -> None:
     deep: Any = "x" * 8
     for _ in range(5000):
         deep = [deep]
-    assert prompt_tokens(Kind.CHAT, {"messages": deep}, 4.0) == 2
+    assert prompt_tokens(BodyKind.CHAT, {"messages": deep}, 4.0) == 2
 
 
 @pytest.mark.parametrize(
@@ -62,18 +62,18 @@ def text(count: int, letter: str = "x") -> dict[str, Any]:
 
 
 def test_prompts_share_the_names_of_what_they_begin_with() -> None:
-    (long, total), (short, _) = pieces(Kind.COMPLETION, text(4)), pieces(Kind.COMPLETION, text(2))
+    (long, total), (short, _) = pieces(BodyKind.COMPLETION, text(4)), pieces(BodyKind.COMPLETION, text(2))
     assert long[:2] == short
     assert len(set(long)) == total == 4
-    assert pieces(Kind.COMPLETION, {"prompt": "short"}) == ((), 0)
-    assert pieces(Kind.COMPLETION, {**text(1), "cache_salt": "a"}) != pieces(Kind.COMPLETION, text(1))
-    names, total = pieces(Kind.COMPLETION, text(PIECES_MAX + 50))
+    assert pieces(BodyKind.COMPLETION, {"prompt": "short"}) == ((), 0)
+    assert pieces(BodyKind.COMPLETION, {**text(1), "cache_salt": "a"}) != pieces(BodyKind.COMPLETION, text(1))
+    names, total = pieces(BodyKind.COMPLETION, text(PIECES_MAX + 50))
     assert (len(names), total) == (PIECES_MAX, PIECES_MAX + 50)
 
 
 def test_only_an_unbroken_beginning_counts() -> None:
     prefixes = Prefixes(100)
-    names, total = pieces(Kind.COMPLETION, text(4))
+    names, total = pieces(BodyKind.COMPLETION, text(4))
     prefixes.note(A, names[:3])
     prefixes.note(B, names[:1])
     prefixes.note(B, names[2:3])
@@ -84,10 +84,10 @@ def test_only_an_unbroken_beginning_counts() -> None:
 
 def test_memory_is_bounded_and_the_longest_unused_go_first() -> None:
     prefixes = Prefixes(10)
-    old, total = pieces(Kind.COMPLETION, text(4))
+    old, total = pieces(BodyKind.COMPLETION, text(4))
     prefixes.note(A, old)
     for letter in "abcdefghij":
-        prefixes.note(A, pieces(Kind.COMPLETION, text(4, letter))[0])
+        prefixes.note(A, pieces(BodyKind.COMPLETION, text(4, letter))[0])
         assert len(prefixes) <= 10
     assert prefixes.share(old, total) == {}
     many = Prefixes(10)

@@ -12,12 +12,12 @@ from fake_workers import QUICK, cluster, die, run
 
 from kvbaton.api.api_errors import ApiError
 from kvbaton.observe.flight.collector import Gathering
-from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
+from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 from kvbaton.observe.flight.journey import Journey
-from kvbaton.observe.flight.report import Report
+from kvbaton.observe.flight.report import FlightReport
 from kvbaton.router.app import Board, router_app
 from kvbaton.router.http.http_types import Answer, Events, Request
-from kvbaton.router.operator_access import ASK_S, FlightsPage, Wanted, guarded, why_not
+from kvbaton.router.operator_access import ASK_S, FlightsPage, FlightsQuery, guarded, why_not
 from kvbaton.router.router_settings import OperatorPages, RouterSettings
 from kvbaton.router.workers.directory import StaticDirectory
 
@@ -76,14 +76,14 @@ def test_a_refusal_is_one_line_with_status_403() -> None:
 @pytest.mark.parametrize(
     ("query", "wanted"),
     [
-        ("", Wanted()),
-        ("last=7&failed=1", Wanted(7, True)),
-        ("failed=0&id=a%20b", Wanted(find="a b")),
-        ("id=x&last=200", Wanted(200, find="x")),
+        ("", FlightsQuery()),
+        ("last=7&failed=1", FlightsQuery(7, True)),
+        ("failed=0&id=a%20b", FlightsQuery(find="a b")),
+        ("id=x&last=200", FlightsQuery(200, find="x")),
     ],
 )
-def test_what_is_asked_is_read_from_the_query(query: str, wanted: Wanted) -> None:
-    assert Wanted.parse(query) == wanted
+def test_what_is_asked_is_read_from_the_query(query: str, wanted: FlightsQuery) -> None:
+    assert FlightsQuery.parse(query) == wanted
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_what_is_asked_is_read_from_the_query(query: str, wanted: Wanted) -> Non
 )  # fmt: skip
 def test_a_field_that_is_wrong_is_named(query: str) -> None:
     with pytest.raises(ApiError) as told:
-        Wanted.parse(query)
+        FlightsQuery.parse(query)
     assert told.value.status == 400
     assert told.value.param in (query.split("=", maxsplit=1)[0], "query")
 
@@ -180,13 +180,13 @@ class Workers:
 
     def _answer(self, worker: str, incarnation: int) -> None:
         if worker in self.answers:
-            self.gathering.heard(worker, incarnation, Report(2.0, flights=tuple(self.answers[worker])))
+            self.gathering.heard(worker, incarnation, FlightReport(2.0, flights=tuple(self.answers[worker])))
 
 
-def flight(seat: Seat, worker: str, **more: Any) -> Flight:
-    steps = {Seat.ROUTER: ("received", "prefill_sent", "decode_sent", "ended")}.get(seat, ("begun",))
+def flight(seat: FlightSeat, worker: str, **more: Any) -> Flight:
+    steps = {FlightSeat.ROUTER: ("received", "prefill_sent", "decode_sent", "ended")}.get(seat, ("begun",))
     moments = tuple(Moment(step, 1000.0) for step in steps)
-    given = {"handoff": HANDOFF, "request": f"at-{worker}", "end": "ok" if seat is Seat.ROUTER else "delivered"}
+    given = {"handoff": HANDOFF, "request": f"at-{worker}", "end": "ok" if seat is FlightSeat.ROUTER else "delivered"}
     return Flight(seat, worker, moments=moments, **(given | more))
 
 
@@ -194,21 +194,21 @@ def gathered() -> Gathering:
     gathering = Gathering()
     gathering.listed({"p0": (1, "prefill"), "d0": (2, "decode"), "d1": (3, "decode")})
     for worker, life in (("p0", 1), ("d0", 2), ("d1", 3)):
-        gathering.heard(worker, life, Report(1.0))
+        gathering.heard(worker, life, FlightReport(1.0))
     return gathering
 
 
 def test_whose_record_is_missing_is_asked_for_it() -> None:
     async def story() -> None:
         gathering = gathered()
-        gathering.note(flight(Seat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
-        known = {"p0": [flight(Seat.PREFILL, "p0")], "d0": [flight(Seat.DECODE, "d0")]}
+        gathering.note(flight(FlightSeat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
+        known = {"p0": [flight(FlightSeat.PREFILL, "p0")], "d0": [flight(FlightSeat.DECODE, "d0")]}
         workers = Workers(gathering, known)  # type: ignore[arg-type]
-        (journey,) = await FlightsPage(gathering, workers.show).journeys(Wanted(find="at-router"))
+        (journey,) = await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find="at-router"))
         assert journey.missing == ()
         assert workers.asked == [("d0", 2, ["at-router", HANDOFF]), ("p0", 1, ["at-router", HANDOFF])]
         workers.asked.clear()
-        await FlightsPage(gathering, workers.show).journeys(Wanted(find="at-router"))
+        await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find="at-router"))
         assert workers.asked == [], "all of it is here"
 
     run(story())
@@ -217,11 +217,11 @@ def test_whose_record_is_missing_is_asked_for_it() -> None:
 def test_a_worker_whose_record_was_under_way_is_asked_again() -> None:
     async def story() -> None:
         gathering = gathered()
-        gathering.note(flight(Seat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
-        gathering.heard("p0", 1, Report(2.0, flights=(flight(Seat.PREFILL, "p0"),)))
-        gathering.heard("d0", 2, Report(2.0, flights=(flight(Seat.DECODE, "d0", end=""),)))
-        workers = Workers(gathering, {"d0": [flight(Seat.DECODE, "d0")]})
-        (journey,) = await FlightsPage(gathering, workers.show).journeys(Wanted(find=HANDOFF))
+        gathering.note(flight(FlightSeat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
+        gathering.heard("p0", 1, FlightReport(2.0, flights=(flight(FlightSeat.PREFILL, "p0"),)))
+        gathering.heard("d0", 2, FlightReport(2.0, flights=(flight(FlightSeat.DECODE, "d0", end=""),)))
+        workers = Workers(gathering, {"d0": [flight(FlightSeat.DECODE, "d0")]})
+        (journey,) = await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find=HANDOFF))
         assert [name for name, *_ in workers.asked] == ["d0"]
         assert all(lane.end for lane in journey.lanes)
 
@@ -231,8 +231,8 @@ def test_a_worker_whose_record_was_under_way_is_asked_again() -> None:
 def test_an_id_that_only_a_worker_knows_is_found_by_asking_all() -> None:
     async def story() -> None:
         gathering = gathered()
-        workers = Workers(gathering, {"p0": [], "d1": [flight(Seat.DECODE, "d1")]})
-        (journey,) = await FlightsPage(gathering, workers.show).journeys(Wanted(find=HANDOFF[:8]))
+        workers = Workers(gathering, {"p0": [], "d1": [flight(FlightSeat.DECODE, "d1")]})
+        (journey,) = await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find=HANDOFF[:8]))
         assert journey.lanes[0].worker == "d1"
         assert sorted(name for name, *_ in workers.asked) == ["d0", "d1", "p0"]
 
@@ -242,10 +242,10 @@ def test_an_id_that_only_a_worker_knows_is_found_by_asking_all() -> None:
 def test_a_worker_that_does_not_answer_is_not_waited_for_long() -> None:
     async def story() -> None:
         gathering = gathered()
-        gathering.note(flight(Seat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
+        gathering.note(flight(FlightSeat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
         workers = Workers(gathering, {})
         begun = asyncio.get_running_loop().time()
-        (journey,) = await FlightsPage(gathering, workers.show).journeys(Wanted(find="at-router"))
+        (journey,) = await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find="at-router"))
         took = asyncio.get_running_loop().time() - begun
         assert took >= ASK_S
         assert {missing.worker for missing in journey.missing} == {"p0", "d0"}
@@ -256,7 +256,7 @@ def test_a_worker_that_does_not_answer_is_not_waited_for_long() -> None:
 @pytest.mark.parametrize("digits", ["000000001", "1" * 5000, "0000000001" + "0" * 4301, "+1", "1_0"])
 def test_a_number_of_any_length_is_a_number_or_refused(digits: str) -> None:
     try:
-        assert Wanted.parse(f"last={digits}").last == 1
+        assert FlightsQuery.parse(f"last={digits}").last == 1
     except ApiError as error:
         assert error.status == 400
 
@@ -266,9 +266,9 @@ def test_of_the_last_ones_too_workers_are_asked_for_what_lacks() -> None:
 
     async def story() -> None:
         gathering = gathered()
-        gathering.note(flight(Seat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
+        gathering.note(flight(FlightSeat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
         workers = Workers(gathering, {})
-        assert len(await FlightsPage(gathering, workers.show).journeys(Wanted())) == 1
+        assert len(await FlightsPage(gathering, workers.show).journeys(FlightsQuery())) == 1
         assert sorted(workers.asked) == [("d0", 2, [HANDOFF]), ("p0", 1, [HANDOFF])]
 
     run(story())
@@ -278,10 +278,10 @@ def test_where_nothing_is_known_or_nobody_can_be_asked_nobody_is() -> None:
     async def story() -> None:
         gathering = gathered()
         workers = Workers(gathering, {})
-        assert await FlightsPage(gathering, workers.show).journeys(Wanted()) == []
-        gathering.note(flight(Seat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
-        assert len(await FlightsPage(gathering, None).journeys(Wanted(find="at-router"))) == 1
-        assert await FlightsPage(gathering, workers.show).journeys(Wanted(find="x")) == []
+        assert await FlightsPage(gathering, workers.show).journeys(FlightsQuery()) == []
+        gathering.note(flight(FlightSeat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
+        assert len(await FlightsPage(gathering, None).journeys(FlightsQuery(find="at-router"))) == 1
+        assert await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find="x")) == []
         assert workers.asked == []
 
     run(story())

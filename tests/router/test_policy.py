@@ -28,23 +28,25 @@ from kvbaton.router.policy import (
 )
 from kvbaton.router.policy import choose as choose_of
 from kvbaton.router.router_settings import RouterSettings
-from kvbaton.router.workers.directory import State, Worker
+from kvbaton.router.workers.directory import ListedEngine, WorkerListState
 
 
-def worker(name: str, role: Any = None, **more: Any) -> Worker:
-    return Worker(WorkerId(name), role or {"p": "prefill", "d": "decode", "b": "both"}[name[0]], "http://x", **more)
+def worker(name: str, role: Any = None, **more: Any) -> ListedEngine:
+    return ListedEngine(
+        WorkerId(name), role or {"p": "prefill", "d": "decode", "b": "both"}[name[0]], "http://x", **more
+    )
 
 
 def peer(name: str) -> PeerId:
     return PeerId(WorkerId(name), Incarnation(0))
 
 
-def cluster(prefills: int, decodes: int) -> list[Worker]:
+def cluster(prefills: int, decodes: int) -> list[ListedEngine]:
     return [*(worker(f"p{i}") for i in range(prefills)), *(worker(f"d{i}") for i in range(decodes))]
 
 
 def choose(
-    workers: Sequence[Worker], mode: Mode, turn: int, weights: Weights | None = None, **doubts: Any
+    workers: Sequence[ListedEngine], mode: Mode, turn: int, weights: Weights | None = None, **doubts: Any
 ) -> Pair | None:
     return choose_of(pairs(workers, mode), turn, weights or Weights(), Doubts(**doubts))
 
@@ -89,13 +91,13 @@ def test_a_worker_of_both_roles_serves_either_but_not_itself() -> None:
 
 
 def test_a_suspect_is_skipped_while_there_is_anybody_else() -> None:
-    workers = [worker("p0", state=State.SUSPECT), worker("p1"), worker("d0")]
+    workers = [worker("p0", state=WorkerListState.SUSPECT), worker("p1"), worker("d0")]
     assert {str(choose(workers, Mode.PULL, turn)) for turn in range(4)} == {"p1/d0"}
     assert str(choose(workers[::2], Mode.PULL, 0)) == "p0/d0"
 
 
 def test_a_draining_worker_is_never_chosen() -> None:
-    workers = [worker("p0", state=State.DRAINING), worker("d0")]
+    workers = [worker("p0", state=WorkerListState.DRAINING), worker("d0")]
     assert choose(workers, Mode.PULL, 0) is None
     assert "every prefill worker is draining" in explain(workers, Mode.PULL)
 
@@ -134,7 +136,7 @@ def test_workers_that_speak_otherwise_are_not_paired() -> None:
 
 
 def test_a_broken_worker_is_never_chosen_and_that_is_said() -> None:
-    workers = [worker("p0", state=State.BROKEN), worker("d0")]
+    workers = [worker("p0", state=WorkerListState.BROKEN), worker("d0")]
     assert choose(workers, Mode.PULL, 0) is None
     assert "no prefill worker answers" in explain(workers, Mode.PULL)
 
@@ -160,7 +162,7 @@ def test_without_load_the_least_loaded_are_all_pairs_in_turn() -> None:
 
 
 def test_a_suspect_goes_last_however_little_it_has_to_do() -> None:
-    workers = [worker("p0", state=State.SUSPECT), worker("p1"), worker("d0")]
+    workers = [worker("p0", state=WorkerListState.SUSPECT), worker("p1"), worker("d0")]
     assert str(choose(workers, Mode.PULL, 0, loaded(p1=1 << 40))) == "p1/d0"
 
 
@@ -179,7 +181,7 @@ def test_of_a_thousand_pairs_only_some_are_weighed_and_the_least_loaded_is_among
 # --- by host
 
 
-def hosts() -> list[Worker]:
+def hosts() -> list[ListedEngine]:
     return [worker("p0", host="a"), worker("p1", host="b"), worker("d0", host="b"), worker("d1", host="a")]
 
 
@@ -234,7 +236,7 @@ def test_d_alone_is_chosen_by_turn_load_and_doubt() -> None:
     assert alone(workers, 0, busy).name == "d2"  # type: ignore[union-attr]
     assert alone(workers, 0, busy, Doubts(avoid={peer("d2")})).name == "b0"  # type: ignore[union-attr]
     assert alone(cluster(2, 0), 0) is None
-    assert alone([worker("d0", state=State.DRAINING), worker("d1", state=State.BROKEN)], 0) is None
+    assert alone([worker("d0", state=WorkerListState.DRAINING), worker("d1", state=WorkerListState.BROKEN)], 0) is None
 
 
 # --- another policy

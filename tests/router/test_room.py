@@ -8,13 +8,13 @@ import resource
 import pytest
 
 from kvbaton.router import client_quotas
-from kvbaton.router.client_quotas import ADDRESS_SHARE, CONNECTIONS_MAX, Crowd, Room, Tab, caller
+from kvbaton.router.client_quotas import ADDRESS_SHARE, CONNECTIONS_MAX, ClientCrowd, ClientQuotas, Tab, caller
 
 # --- bytes
 
 
 def test_nobody_holds_more_than_is_left() -> None:
-    books = Room(1000)
+    books = ClientQuotas(1000)
     first, second, third = books.tab("a"), books.tab("b"), books.tab("c")
     assert first.hold(500) and not first.hold(501)
     assert second.hold(250) and not second.hold(251)
@@ -28,7 +28,7 @@ def test_nobody_holds_more_than_is_left() -> None:
 
 
 def test_what_one_address_holds_counts_together() -> None:
-    books = Room(1000)
+    books = ClientQuotas(1000)
     tab = books.tab("a")
     other = tab.another()
     assert tab.hold(300) and other.hold(200)
@@ -40,7 +40,7 @@ def test_what_one_address_holds_counts_together() -> None:
 
 
 def test_less_can_always_be_held() -> None:
-    books = Room(1000)
+    books = ClientQuotas(1000)
     tab = books.tab("a")
     assert tab.hold(500) and books.tab("b").hold(250)
     assert tab.hold(499) and not tab.hold(501)
@@ -48,7 +48,7 @@ def test_less_can_always_be_held() -> None:
 
 def test_whatever_is_held_and_given_back_the_books_are_right() -> None:
     rng = random.Random(7)
-    books = Room(10_000)
+    books = ClientQuotas(10_000)
     tabs = [books.tab(rng.choice("abcd")) for _ in range(40)]
     for _ in range(5000):
         tab = rng.choice(tabs)
@@ -65,7 +65,7 @@ def test_whatever_is_held_and_given_back_the_books_are_right() -> None:
 
 
 def test_a_refusal_names_the_bound_and_what_to_do_and_is_counted() -> None:
-    books = Room(1000)
+    books = ClientQuotas(1000)
     fault = books.full("answer")
     assert (fault.status, fault.code, fault.retry_after_s) == (503, "no_room", 1)
     assert fault.message.startswith("answer: ") and "1000 (--held-bytes-max)" in fault.message
@@ -110,7 +110,7 @@ def test_clients_have_a_third_of_the_descriptors(soft: int, clients: int, monkey
 
 
 def test_the_oldest_idle_one_is_the_next_to_go() -> None:
-    crowd: Crowd[int] = Crowd(100)
+    crowd: ClientCrowd[int] = ClientCrowd(100)
     for number in range(4):
         crowd.enter(number, str(number))
     crowd.busy(0)
@@ -131,7 +131,7 @@ def test_the_oldest_idle_one_is_the_next_to_go() -> None:
 
 
 def test_an_address_with_its_share_of_all_makes_room_itself() -> None:
-    crowd: Crowd[str] = Crowd(4 * ADDRESS_SHARE)
+    crowd: ClientCrowd[str] = ClientCrowd(4 * ADDRESS_SHARE)
     crowd.enter("client", "c")
     for number in range(3):
         crowd.enter(f"s{number}", "s")
@@ -145,4 +145,4 @@ def test_an_address_with_its_share_of_all_makes_room_itself() -> None:
 
 
 def test_a_tab_is_small() -> None:
-    assert not hasattr(Tab(Room(), ""), "__dict__")
+    assert not hasattr(Tab(ClientQuotas(), ""), "__dict__")

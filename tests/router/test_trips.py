@@ -36,7 +36,7 @@ from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
 from kvbaton.router import kv_params
 from kvbaton.router.router_flights import LogBook, begun
 from kvbaton.router.router_settings import RouterSettings
-from kvbaton.router.workers.directory import Worker
+from kvbaton.router.workers.directory import ListedEngine
 
 BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
 HANDOFF = HandoffId(f"{'cd' * 16}.0")
@@ -342,7 +342,7 @@ def test_two_traces_are_none_and_a_share_of_requests_begins_one() -> None:
 
 
 def test_only_workers_of_ours_are_told_in_the_parameters() -> None:
-    ours = Worker(WorkerId("p0"), "prefill", "http://h:1", Incarnation(5))
+    ours = ListedEngine(WorkerId("p0"), "prefill", "http://h:1", Incarnation(5))
     for other in (
         msgspec.structs.replace(ours, incarnation=Incarnation(0)),
         msgspec.structs.replace(ours, dialect="moriio"),

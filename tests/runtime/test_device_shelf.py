@@ -17,7 +17,7 @@ from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.content import Content
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks import device_store
-from kvbaton.ranks.device_store import DeviceShelf, Shape
+from kvbaton.ranks.device_store import DeviceRankStore, StagingShape
 from kvbaton.ranks.rank_store import LocalShelf
 from kvbaton.ranks.rank_values import NotStorable, RankValues, Run
 from kvbaton.store.content_keys import Space, chain
@@ -69,7 +69,7 @@ class Side:
         self.memory = [DeviceMemory(self.gpu.allocate(size), size) for _ in range(LAYERS)]
         for each in self.memory:
             self.view(each)[:] = os.urandom(size)
-        self.shelf = DeviceShelf(backend, VALUES, self.memory, self.gpu)
+        self.shelf = DeviceRankStore(backend, VALUES, self.memory, self.gpu)
         self.rung = threading.Event()
         self.shelf.set_waker(self.rung.set)
         self.last = 0
@@ -327,7 +327,7 @@ def test_there_is_a_bound_on_orders(p: Side, faulty: FaultyBackend) -> None:
 def test_rows_name_every_byte_of_a_block_once_and_are_short_enough() -> None:
     long = ROW_BYTES_MAX + 7
     memory = [DeviceMemory(1 << 20, 3 * long), DeviceMemory(1 << 30, 64)]
-    shape = Shape(values_of([Run(0, 0, long, long), Run(1, 8, 16, 5)], 3), memory)
+    shape = StagingShape(values_of([Run(0, 0, long, long), Run(1, 8, 16, 5)], 3), memory)
     rows = array("q", shape.rows([2, 0], gathers=True))
     found = [tuple(rows[at : at + 3]) for at in range(0, len(rows), 3)]
     assert max(size for *_, size in found) <= PIECE_BYTES
@@ -344,19 +344,19 @@ def test_rows_name_every_byte_of_a_block_once_and_are_short_enough() -> None:
 @pytest.mark.parametrize("size", [1, 100, 4096, 1 << 20, 2 << 20, 20 << 20, 64 << 20])
 def test_slots_hold_values_of_any_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    shape = Shape(values_of([Run(0, 0, size, size)], 2), [DeviceMemory(4096, 2 * size)])
+    shape = StagingShape(values_of([Run(0, 0, size, size)], 2), [DeviceMemory(4096, 2 * size)])
     assert shape.slot_bytes in SLOT_BYTES and shape.slot_bytes % size == 0
     assert 1 <= shape.per_slot <= shape.stride and shape.per_slot * size <= shape.slot_bytes
 
 
 def test_a_value_of_many_pieces_fits_one_launch() -> None:
     runs = [Run(0, 16 * piece, 1 << 20, 8) for piece in range(4096)]
-    assert Shape(values_of(runs, 2), [DeviceMemory(4096, 2 << 20)]).per_slot * 4096 <= ROWS_MAX
+    assert StagingShape(values_of(runs, 2), [DeviceMemory(4096, 2 << 20)]).per_slot * 4096 <= ROWS_MAX
 
 
 def test_values_that_no_slot_holds_and_blocks_outside_their_region_are_refused() -> None:
     size = (64 << 20) + 1
     with pytest.raises(NotStorable, match=f"{size} bytes"):
-        Shape(values_of([Run(0, 0, size, size)], 1), [DeviceMemory(4096, size)])
+        StagingShape(values_of([Run(0, 0, size, size)], 1), [DeviceMemory(4096, size)])
     with pytest.raises(ValueError, match="ends before its last block"):
-        Shape(values_of([Run(0, 0, 100, 100)], 3), [DeviceMemory(4096, 299)])
+        StagingShape(values_of([Run(0, 0, 100, 100)], 3), [DeviceMemory(4096, 299)])

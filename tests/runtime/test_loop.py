@@ -24,7 +24,7 @@ from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Copy
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, Departed, Event, Groups, StoreEnded
-from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Place, Rank, Share, planes
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Place, Rank, Share, planes
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, PutId, RequestId, TransferId, WorkerId
 from kvbaton.protocol.machines.context import Identity
 from kvbaton.protocol.machines.ledger import Ledger
@@ -43,7 +43,7 @@ def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
 
 
 def layout() -> EngineLayout:
-    group = Group("full", Kind.FULL, 4, ("layer",), 1, CELLS, "bfloat16")
+    group = Group("full", GroupKind.FULL, 4, ("layer",), 1, CELLS, "bfloat16")
     share = Share(0, 1, 8, (Place(0, 0, 8),), planes("HNP", CELLS, 1, 4))
     return EngineLayout((group,), (Rank(0, 0, 0, (64,), (share,)),))
 

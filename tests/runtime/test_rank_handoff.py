@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.engines.embedded.embedded_worker import Worker, reference_answers
+from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_answers
 from kvbaton.protocol.ids import PeerId
 from kvbaton.ranks import rank_link
 from kvbaton.ranks.rank_host import RankHost
@@ -27,9 +27,9 @@ def _linked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     if request.param == "sockets":
         monkeypatch.setattr(rank_link, "host_of", lambda invitation: None)
     opened: list[RankHost | RankLinks] = []
-    direct = Worker._make_transports
+    direct = EmbeddedWorker._make_transports
 
-    def linked(self: Worker, me: PeerId, region: Region) -> dict[str, Transport]:
+    def linked(self: EmbeddedWorker, me: PeerId, region: Region) -> dict[str, Transport]:
         host = RankHost(0, direct(self, me, region))
         links = RankLinks([host.invitation])
         opened.extend((links, host))
@@ -37,7 +37,7 @@ def _linked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         links.start()
         return dict(links.transports(0))
 
-    monkeypatch.setattr(Worker, "_make_transports", linked)
+    monkeypatch.setattr(EmbeddedWorker, "_make_transports", linked)
     yield
     for each in opened:
         assert each.stop()

@@ -29,7 +29,7 @@ from kvbaton.ranks.rank_host import RankHost
 from kvbaton.ranks.rank_link import RankLink, RankLinks
 from kvbaton.ranks.rank_messages import (
     PART_BYTES_MAX,
-    Ended,
+    RankEnded,
     RankInvitation,
     Submit,
     TablePart,
@@ -560,7 +560,7 @@ class TestLosing:
             link.take(frame, 0.0)
         (end,) = link.transports["fake"].drain()
         assert isinstance(end, CopyEnded) and not end.at_rest and link.counters["malformed"] == 1
-        rank.add(encode_news([Ended("fake", JobId(1), Reason.CANCELLED, True, "")]))
+        rank.add(encode_news([RankEnded("fake", JobId(1), Reason.CANCELLED, True, "")]))
         for frame in rank.due(0.0):
             link.take(frame, 0.0)
         assert link.transports["fake"].drain() == [CopyRested(JobId(1))] and not link.lost

@@ -12,19 +12,19 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.ranks.rank_messages import (
     Cancel,
     Command,
-    Connect,
     ConnectFailed,
-    Disconnect,
     Fence,
     Fenced,
     Mint,
     MintFailed,
+    RankConnect,
+    RankDisconnect,
 )
 from kvbaton.ranks.rank_planes import AGAIN_MAX, AGAIN_S, HostedPlane
 from kvbaton.transports.core.transport import CopyEnded, FenceEnded, OpenFailed, Transport, TransportEvent
 
 D = PeerId(WorkerId("d#0"), Incarnation(7))
-STOPS: list[Command] = [Cancel("fake", JobId(1)), Disconnect("fake", D), Fence("fake", D)]
+STOPS: list[Command] = [Cancel("fake", JobId(1)), RankDisconnect("fake", D), Fence("fake", D)]
 
 
 class Throwing:
@@ -59,7 +59,7 @@ def hosted(throws: str) -> tuple[HostedPlane, Throwing]:
 @pytest.mark.parametrize("command", STOPS, ids=lambda command: type(command).__name__.lower())
 def test_what_stops_is_asked_for_again_until_it_has_not_thrown(command: Command) -> None:
     """Else one hiccup of a library keeps a loan, D's blocks, or the access of a peer that was let go for ever."""
-    what = type(command).__name__.lower()
+    what = type(command).__name__.removeprefix("Rank").lower()
     plane, transport = hosted(what)
     plane.carry_out(command)
     assert plane.turn(10.0) == 10.0 + AGAIN_S
@@ -82,10 +82,10 @@ def test_news_that_could_not_be_had_are_asked_for_again() -> None:
 
 def test_a_peer_that_is_connected_anew_is_not_let_go_afterwards() -> None:
     plane, transport = hosted("disconnect")
-    plane.carry_out(Disconnect("fake", D))
+    plane.carry_out(RankDisconnect("fake", D))
     due = plane.turn(0.0)
     transport.throws = ""
-    plane.carry_out(Connect("fake", D, b"endpoint"))
+    plane.carry_out(RankConnect("fake", D, b"endpoint"))
     plane.turn(due or 0.0)
     assert transport.asked == ["disconnect", "connect"]
 
@@ -93,7 +93,7 @@ def test_a_peer_that_is_connected_anew_is_not_let_go_afterwards() -> None:
 def test_a_peer_that_was_not_let_go_is_let_go_before_its_next_endpoint() -> None:
     """Else the old connection and the old secret stay; and after it, the new one would be taken away."""
     plane, transport = hosted("disconnect")
-    plane.carry_out(Disconnect("fake", D))
+    plane.carry_out(RankDisconnect("fake", D))
     plane.carry_out(Mint("fake", 1, D))
     assert transport.asked == ["disconnect"] * 2 and [type(news) for news in plane.take_news()] == [MintFailed]
     due = plane.turn(0.0)

@@ -40,7 +40,7 @@ from kvbaton.ranks.rank_store_messages import (
     pack_hashes,
     pack_ids,
 )
-from kvbaton.ranks.rank_stream import Envelope
+from kvbaton.ranks.rank_stream import StreamEnvelope
 from kvbaton.store.interface import OrderEnded, OrderId
 from kvbaton.testing import Side
 
@@ -337,11 +337,11 @@ def invitation() -> RankInvitation:
 
 
 def framed(link: RankLink, number: int, body: bytes) -> bytes:
-    return msgspec.msgpack.encode(Envelope(link.stream.session, number, 0, False, body))
+    return msgspec.msgpack.encode(StreamEnvelope(link.stream.session, number, 0, False, body))
 
 
 def sent(link: RankLink) -> list[object]:
-    frames = [msgspec.msgpack.decode(frame, type=Envelope) for frame in link.due(0.0)]
+    frames = [msgspec.msgpack.decode(frame, type=StreamEnvelope) for frame in link.due(0.0)]
     return [decode_command(frame.body) for frame in frames if frame.number]
 
 

@@ -14,7 +14,7 @@ from kvbaton.protocol.geometry.layout import (
     Cell,
     EngineLayout,
     Group,
-    Kind,
+    GroupKind,
     Place,
     Plane,
     Rank,
@@ -74,14 +74,14 @@ def test_ranks_that_hold_the_same_heads_share_values() -> None:
 
 
 def test_the_order_of_cells_in_a_page_is_part_of_the_space_and_strides_are_not() -> None:
-    group = Group("g", Kind.FULL, 4, ("l0",), 2, (Cell("k", 2), Cell("v", 2)), "float16")
+    group = Group("g", GroupKind.FULL, 4, ("l0",), 2, (Cell("k", 2), Cell("v", 2)), "float16")
 
     def share(order: str) -> Share:
         return Share(0, 2, 4, (Place(0, 0, 32),), planes(order, group.cells, 2, 4))
 
     spaces = [rank_values(one_group(group, share(order)), 0, COMPAT).space for order in ("PHN", "HNP", "NHP", "PNH")]
     assert len({prefix(space) for space in spaces}) == 4
-    packed = Group("g", Kind.FULL, 4, ("l0",), 2, (Cell("kv", 4),), "float16")
+    packed = Group("g", GroupKind.FULL, 4, ("l0",), 2, (Cell("kv", 4),), "float16")
     near = Share(0, 2, 4, (Place(0, 0, 32),), (Plane(0, 16, 4),))
     far = Share(0, 2, 4, (Place(0, 0, 16),), (Plane(0, 64, 4),))  # heads outside blocks
     padded = Share(0, 2, 4, (Place(0, 0, 64),), (Plane(0, 32, 4),))
@@ -91,21 +91,21 @@ def test_the_order_of_cells_in_a_page_is_part_of_the_space_and_strides_are_not()
 
 
 def test_latent_kv_is_one_value_for_all_ranks() -> None:
-    group = Group("mla", Kind.LATENT, 4, ("l0", "l1"), 1, (Cell("c", 8),), "bfloat16")
+    group = Group("mla", GroupKind.LATENT, 4, ("l0", "l1"), 1, (Cell("c", 8),), "bfloat16")
     share = Share(0, 1, 4, (Place(0, 0, 32), Place(1, 128, 32)), (Plane(0, 0, 8),))
     layout = one_group(group, share, share)
     assert rank_values(layout, 0, COMPAT) == rank_values(layout, 1, COMPAT)
 
 
 def test_stages_have_values_of_their_own() -> None:
-    group = Group("g", Kind.FULL, 4, ("l0", "l1"), 1, (Cell("kv", 4),), "float16")
+    group = Group("g", GroupKind.FULL, 4, ("l0", "l1"), 1, (Cell("kv", 4),), "float16")
     first, last = (Share(0, 1, 4, (Place(layer, 0, 16),), (Plane(0, 0, 4),)) for layer in (0, 1))
     layout = one_group(group, first, last)
     assert prefix(rank_values(layout, 0, COMPAT).space) != prefix(rank_values(layout, 1, COMPAT).space)
 
 
-@pytest.mark.parametrize(("kind", "window"), [(Kind.SLIDING, 8), (Kind.CHUNKED, 8), (Kind.STATE, 0)])
-def test_kv_without_whole_prefixes_is_refused_by_name(kind: Kind, window: int) -> None:
+@pytest.mark.parametrize(("kind", "window"), [(GroupKind.SLIDING, 8), (GroupKind.CHUNKED, 8), (GroupKind.STATE, 0)])
+def test_kv_without_whole_prefixes_is_refused_by_name(kind: GroupKind, window: int) -> None:
     group = Group("odd", kind, 4, ("l0",), 1, (Cell("kv", 4),), "float16", window)
     layout = one_group(group, Share(0, 1, 4, (Place(0, 0, 16),), (Plane(0, 0, 4),)))
     with pytest.raises(NotStorable, match=f"'odd' is {kind}"):
@@ -113,7 +113,7 @@ def test_kv_without_whole_prefixes_is_refused_by_name(kind: Kind, window: int) -
 
 
 def test_several_groups_and_absent_layers_are_refused_by_name() -> None:
-    group = Group("a", Kind.FULL, 4, ("l0",), 1, (Cell("kv", 4),), "float16")
+    group = Group("a", GroupKind.FULL, 4, ("l0",), 1, (Cell("kv", 4),), "float16")
     share = Share(0, 1, 4, (Place(0, 0, 16),), (Plane(0, 0, 4),))
     other = msgspec.structs.replace(group, name="b", layers=("l1",))
     two = validate(EngineLayout((group, other), (Rank(0, 0, 0, (1 << 10,), (share, share)),)))
@@ -124,11 +124,11 @@ def test_several_groups_and_absent_layers_are_refused_by_name() -> None:
 
 
 def test_planes_that_overlap_and_values_in_too_many_pieces_are_refused() -> None:
-    group = Group("g", Kind.FULL, 4, ("l0",), 1, (Cell("k", 4), Cell("v", 4)), "float16")
+    group = Group("g", GroupKind.FULL, 4, ("l0",), 1, (Cell("k", 4), Cell("v", 4)), "float16")
     overlapping = Share(0, 1, 4, (Place(0, 0, 64),), (Plane(0, 0, 4), Plane(8, 0, 4)))
     with pytest.raises(NotStorable, match="overlap"):
         rank_values(one_group(group, overlapping), 0, COMPAT)
-    holes = Group("g", Kind.FULL, 8192, ("l0",), 1, (Cell("kv", 1),), "int8")
+    holes = Group("g", GroupKind.FULL, 8192, ("l0",), 1, (Cell("kv", 1),), "int8")
     share = Share(0, 1, 1, (Place(0, 0, 1 << 15),), (Plane(0, 0, 2),))
     with pytest.raises(NotStorable, match="8192 pieces"):
         rank_values(one_group(holes, share), 0, COMPAT)

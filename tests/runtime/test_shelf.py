@@ -12,7 +12,7 @@ import pytest
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, StoreEnded
 from kvbaton.protocol.ids import PutId
-from kvbaton.ranks.engine_store import Shelf, ShelfSettings, Told
+from kvbaton.ranks.engine_store import EngineStore, ShelfSettings, StoreTold
 from kvbaton.ranks.store_interface import OrderEnded, OrderId
 
 HASHES = [bytes([number]) * 32 for number in range(6)]
@@ -71,9 +71,9 @@ class FakeRank:
         return not self.full
 
 
-def made(ranks: int = 2, **settings: float) -> tuple[Shelf, list[FakeRank]]:
+def made(ranks: int = 2, **settings: float) -> tuple[EngineStore, list[FakeRank]]:
     fakes = [FakeRank() for _ in range(ranks)]
-    return Shelf(fakes, ShelfSettings(**settings)), fakes
+    return EngineStore(fakes, ShelfSettings(**settings)), fakes
 
 
 def test_a_put_ends_once_when_all_ranks_have_ended_it() -> None:
@@ -169,7 +169,7 @@ def test_the_engine_is_told_the_least_of_what_its_ranks_have(counts: tuple[int, 
         rank.end(count)
         shelf.drain()
     assert rung
-    assert shelf.take() == [Told(ask, least)]
+    assert shelf.take() == [StoreTold(ask, least)]
     assert shelf.take() == []
 
 
@@ -182,7 +182,7 @@ def test_a_get_lands_in_its_blocks_and_a_late_rank_makes_it_shorter() -> None:
     one.end(6)
     two.end(4, Reason.TRANSFER_TIMEOUT)
     shelf.drain()
-    assert shelf.take() == [Told(ask, 4, Reason.TRANSFER_TIMEOUT, "as told")]
+    assert shelf.take() == [StoreTold(ask, 4, Reason.TRANSFER_TIMEOUT, "as told")]
 
 
 def test_a_get_that_one_rank_did_not_begin_brought_nothing() -> None:
@@ -278,4 +278,4 @@ def test_only_the_nodes_thread_talks_to_ranks() -> None:
 def test_pins_of_all_ranks_are_summed_and_a_shelf_needs_ranks() -> None:
     assert made()[0].pins == 4
     with pytest.raises(ValueError, match="ranks"):
-        Shelf([])
+        EngineStore([])

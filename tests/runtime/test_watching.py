@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.node.observation import Watch, dump_on_signal
+from kvbaton.node.observation import NodeObservation, dump_on_signal
 from kvbaton.observe.flight import dumps
 from kvbaton.observe.flight.dumps import Dumps, read
 from kvbaton.observe.flight.report import decode
@@ -26,11 +26,11 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dumps, "CLOSE_S", 60.0)
 
 
-def watched(net: Two, directory: str = "") -> tuple[Watch, Watch]:
+def watched(net: Two, directory: str = "") -> tuple[NodeObservation, NodeObservation]:
     """P's and D's."""
     found = []
     for life in (net.p, net.d):
-        watch = Watch(life.node.ledger.desk.identity.me, directory=directory)
+        watch = NodeObservation(life.node.ledger.desk.identity.me, directory=directory)
         life.node.recorder = watch.recorder
         watch.begin(life.node, lambda: {"blocks": 64.0})
         found.append(watch)
@@ -68,7 +68,7 @@ def test_a_failure_is_written_where_a_place_was_named(tmp_path: Path) -> None:
 
 
 def test_before_it_begins_there_is_nothing_to_report() -> None:
-    watch = Watch(Two().p.node.ledger.desk.identity.me)
+    watch = NodeObservation(Two().p.node.ledger.desk.identity.me)
     assert watch.report() is None and list(watch.flights()) == []
     watch.close()
 

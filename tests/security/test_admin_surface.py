@@ -16,7 +16,7 @@ from kvbaton.proof.chaos.strangers_visits import ADMIN
 from kvbaton.router.app import router_app
 from kvbaton.router.dashboard_page import live_page
 from kvbaton.router.router_settings import RouterSettings
-from kvbaton.router.workers.directory import Worker
+from kvbaton.router.workers.directory import ListedEngine
 from tests.engine.test_server import FakeBackend
 
 DOC = Path(__file__).parents[2] / "docs" / "security.md"
@@ -26,7 +26,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", 
 class Nobody:
     """A list of workers without any."""
 
-    def snapshot(self) -> tuple[Worker, ...]:
+    def snapshot(self) -> tuple[ListedEngine, ...]:
         return ()
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from kvbaton.api.params import Mode
 from kvbaton.control import keyring as keys
-from kvbaton.engines.vllm.transfer_params import Lookup, Target, ask_of
+from kvbaton.engines.vllm.transfer_params import ForeignLookup, Target, ask_of
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, unseal
@@ -273,7 +273,7 @@ def test_log_probabilities_of_a_prompt_are_never_told_from_memory_that_nobody_co
 def test_the_vllm_connector_takes_the_same_rows_for_a_handoff_nothing_or_one_refusal(row: str, mode: Mode) -> None:
     """Before its scheduler sees anything; nothing but ProtocolError, which costs that request a local prefill."""
     foreign = {"do_remote_prefill": True, "remote_engine_id": "p0", "remote_block_ids": [[1]], "remote_host": "x"}
-    lookup = Lookup(mode, tuple(Mode), WorkerId("d0"), b"k" * 32, 60.0, lambda host, port: None)
+    lookup = ForeignLookup(mode, tuple(Mode), WorkerId("d0"), b"k" * 32, 60.0, lambda host, port: None)
     for name in ("cmpl-1-0-12345678", f"___prefill_addr_10.0.0.9:1___decode_addr_10.0.0.9:2_{HEX}"):
         asked = SimpleNamespace(kv_transfer_params=changed(foreign, ROWS[row]), request_id=name)
         try:

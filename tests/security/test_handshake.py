@@ -21,7 +21,7 @@ from kvbaton.security.handshake import PLAIN, SEALED, Handshake, HandshakeError,
 from kvbaton.security.records import OVERHEAD_BYTES, Seals
 from kvbaton.store import tcp_connection
 from kvbaton.transports.net import connection_handshake as auth
-from kvbaton.transports.net.stream_socket import Source, Wire
+from kvbaton.transports.net.stream_socket import ByteSource, Wire
 
 P, D = PeerId(WorkerId("p"), Incarnation(1)), PeerId(WorkerId("d0"), Incarnation(0x1234))
 SECRET, FIRST, SECOND = b"x" * 32, b"1" * 32, b"2" * 32
@@ -67,7 +67,7 @@ class Outbox:
     """As much of a `Wire` as a handshake needs."""
 
     def __init__(self) -> None:
-        self.out: deque[Source] = deque()
+        self.out: deque[ByteSource] = deque()
 
     def said(self) -> bytes:
         ours, theirs = socket.socketpair()
@@ -111,7 +111,7 @@ def record(seals: Seals | None) -> str:
 
 @pytest.mark.parametrize("how", ["plain", "sealed"])
 def test_of_tcp(how: str) -> None:
-    keyring = auth.Keyring()
+    keyring = auth.SecretRing()
     keyring._secrets[D] = SECRET
     client = Side(lambda wire: auth.greet(wire, SECRET, D, P, 3, sealed=how == "sealed"))
     server = Side(lambda wire: auth.admit(wire, keyring, P))
@@ -127,7 +127,7 @@ def test_of_tcp(how: str) -> None:
         assert server.result.seals.opener.open(memoryview(bytes.fromhex(RECORDS["tcp"])), opened) == 5
 
 
-class Taped(tcp_connection.Line):
+class Taped(tcp_connection.StoreConnection):
     """A line over a pair of sockets; what was read of it is kept."""
 
     def __init__(self, connection: socket.socket) -> None:

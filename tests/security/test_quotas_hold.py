@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton.control import keyring
-from kvbaton.engines.embedded.embedded_worker import Worker, reference_answers
+from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_answers
 from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.machines.quotas import Buckets
@@ -69,7 +69,7 @@ def test_an_honest_peers_handoffs_complete_beside_a_flood(tmp_path: Path) -> Non
     prompts = some_prompts(2 * HANDOFFS, "flood")
     right = reference_answers(prompts, 4)
     workers = [
-        Worker(
+        EmbeddedWorker(
             WorkerOptions(name=name, role=role, keys=directory, registry="tcp://127.0.0.1:1", policy="fail"),  # type: ignore[arg-type]
             keyring.load(directory, name),
         )

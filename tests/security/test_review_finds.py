@@ -22,7 +22,7 @@ from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.app import router_app
 from kvbaton.router.http import http_server
 from kvbaton.router.router_settings import RouterSettings
-from kvbaton.router.workers.directory import StaticDirectory, Worker
+from kvbaton.router.workers.directory import ListedEngine, StaticDirectory
 from tests.router.fake_workers import QUICK, FakeWorker, lease, run, speak
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -42,7 +42,9 @@ def test_a_worker_that_does_not_take_the_routers_token_costs_no_client_an_answer
                 app = FakeWorker(name, script).app()
                 app.middlewares.extend([errors_as_json, guard(name, lambda key=key: [key])])  # type: ignore[misc]
                 url = await stack.enter_async_context(serving(app, "127.0.0.1", 0))
-                listed.append(Worker(WorkerId(name), "prefill" if name == "p0" else "decode", url, Incarnation(5)))
+                listed.append(
+                    ListedEngine(WorkerId(name), "prefill" if name == "p0" else "decode", url, Incarnation(5))
+                )
             router = await stack.enter_async_context(router_app(StaticDirectory(listed), QUICK, KEY))
             front = await stack.enter_async_context(http_server.serving(router, "127.0.0.1", 0))
             session = await stack.enter_async_context(aiohttp.ClientSession())

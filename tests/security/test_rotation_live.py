@@ -22,11 +22,11 @@ from kvbaton.api.http import serving
 from kvbaton.control import key_following, key_rotation
 from kvbaton.control import keyring as keys
 from kvbaton.engines.embedded import embedded_worker as engine_worker
-from kvbaton.engines.embedded.embedded_worker import Worker, reference_answers
+from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_answers
 from kvbaton.engines.embedded.http_worker import worker_app
 from kvbaton.engines.embedded.worker_draining import Stopping
 from kvbaton.engines.embedded.worker_options import WorkerOptions
-from kvbaton.local_cluster.router_front import Front, Sources, fronted
+from kvbaton.local_cluster.router_front import RouterFront, Sources, fronted
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.router_settings import RouterSettings
 from tests.e2e.cluster import some_prompts
@@ -45,11 +45,11 @@ class Town:
     """A router in front of workers, and clients that ask without a pause."""
 
     directory: Path
-    front: Front
+    front: RouterFront
     session: aiohttp.ClientSession
     prompts: list[str]
     right: list[str]
-    workers: dict[str, Worker] = field(default_factory=dict)
+    workers: dict[str, EmbeddedWorker] = field(default_factory=dict)
     stops: dict[str, Stopping] = field(default_factory=dict)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     served: Counter[int] = field(default_factory=Counter)  # by client
@@ -85,7 +85,7 @@ class Town:
         options = WorkerOptions(
             name=name, role=ROLES[name], keys=self.keys, registry=self.front.registry_endpoint, blocks=512
         )
-        worker = self.workers[name] = Worker(options, keys.load(self.keys, name))
+        worker = self.workers[name] = EmbeddedWorker(options, keys.load(self.keys, name))
         stop = self.stops[name] = Stopping()
         app = worker_app(worker.door, lookup=worker.lookup)
         async with engine_worker._running(worker), serving(app, "127.0.0.1", 0) as url:

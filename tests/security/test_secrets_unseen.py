@@ -209,7 +209,7 @@ def test_the_secrets_of_pairings_are_in_no_log(tmp_path: Path, caplog: pytest.Lo
                 for mode in ("pull", "push"):
                     await made.answer(f"a prompt {mode}", mode)
                 rings = [
-                    each for each in gc.get_objects() if type(each) is connection_handshake.Keyring
+                    each for each in gc.get_objects() if type(each) is connection_handshake.SecretRing
                 ]  # asks nothing of others
                 found += [secret for ring in rings for secret in list(ring._secrets.values())]
         return found

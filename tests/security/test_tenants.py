@@ -14,7 +14,7 @@ import pytest
 
 from kvbaton.api.params import TransferParams
 from kvbaton.engines.embedded import tokenizer
-from kvbaton.engines.embedded.embedded_worker import Worker, reference_answers
+from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_answers
 from kvbaton.engines.embedded.http_worker import Finished, Token
 from kvbaton.engines.embedded.server_plan import GenerateRequest
 from tests.e2e.pair import pair
@@ -26,7 +26,7 @@ PROMPT = "what one tenant asked and no other tenant may learn of it " * 3
 TOKENS = 8
 
 
-async def ask(worker: Worker, salt: str, tokens: int = TOKENS, params: Any = None) -> tuple[str, Finished]:
+async def ask(worker: EmbeddedWorker, salt: str, tokens: int = TOKENS, params: Any = None) -> tuple[str, Finished]:
     """The answer, and how it ended."""
     text, end = "", None
     request = GenerateRequest(

@@ -21,7 +21,7 @@ from kvbaton.protocol.ids import Incarnation, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX, Ticket, seal, unseal
 from kvbaton.router.dialect_table import TicketMinter
 from kvbaton.router.policy import Pair as RouterPair
-from kvbaton.router.workers.directory import Worker
+from kvbaton.router.workers.directory import ListedEngine
 from tests.e2e.pair import Pair, pair
 
 pytestmark = pytest.mark.timeout(120)
@@ -125,8 +125,8 @@ def test_one_changed_character_spoils_a_ticket(place: int) -> None:
 
 
 def test_the_routers_tickets_name_both_sides_the_life_of_p_and_an_end() -> None:
-    p = Worker(WorkerId("p0"), "prefill", "http://127.0.0.1:1", Incarnation(41))
-    d = Worker(WorkerId("d0"), "decode", "http://127.0.0.1:2", Incarnation(42))
+    p = ListedEngine(WorkerId("p0"), "prefill", "http://127.0.0.1:1", Incarnation(41))
+    d = ListedEngine(WorkerId("d0"), "decode", "http://127.0.0.1:2", Incarnation(42))
     minter = TicketMinter(b"k" * 32, 120.0, wall=lambda: 1000.0)
     first, second = (unseal(minter.mint(RouterPair(p, d)), [b"k" * 32], 1000.0) for _ in range(2))
     assert (first.source, first.target, first.incarnation, first.expires_unix_s) == ("p0", "d0", 41, 1120.0)

@@ -19,7 +19,7 @@ from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.app import router_app
 from kvbaton.router.http.http_server import serving as router_serving
 from kvbaton.router.router_settings import RouterSettings
-from kvbaton.router.workers.directory import StaticDirectory, Worker
+from kvbaton.router.workers.directory import ListedEngine, StaticDirectory
 from tests.engine.test_server import FakeBackend
 
 OLD, NEW = b"o" * 32, b"n" * 32
@@ -90,9 +90,9 @@ def test_the_router_shows_its_token_to_registered_workers_and_to_nobody_else() -
         app.router.add_route("*", "/{tail:.*}", heard)
         async with serving(app, "127.0.0.1", 0) as url:
             workers = [
-                Worker(WorkerId("own"), "decode", f"{url}/own", Incarnation(5)),
-                Worker(WorkerId("static"), "decode", f"{url}/static"),
-                Worker(WorkerId("foreign"), "decode", f"{url}/foreign", Incarnation(6), dialect="moriio"),
+                ListedEngine(WorkerId("own"), "decode", f"{url}/own", Incarnation(5)),
+                ListedEngine(WorkerId("static"), "decode", f"{url}/static"),
+                ListedEngine(WorkerId("foreign"), "decode", f"{url}/foreign", Incarnation(6), dialect="moriio"),
             ]
             for worker in workers:
                 directory = StaticDirectory([worker])

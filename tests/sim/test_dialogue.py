@@ -1,4 +1,5 @@
-"""Who is asked answers, and who was answered does not ask again: each law of `proof/sim/checks/dialogue.py` sees what breaks it."""
+"""Who is asked answers, and who was answered does not ask again: each law of `proof/sim/checks/dialogue.py` sees what
+breaks it."""
 
 from __future__ import annotations
 

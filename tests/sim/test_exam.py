@@ -1,4 +1,5 @@
-"""Questions with known answers (`proof/sim/questions/exam.py`), and the books of a ledger (`proof/sim/checks/accounts.py`, `proof/sim/checks/due.py`)."""
+"""Questions with known answers (`proof/sim/questions/exam.py`), and the books of a ledger
+(`proof/sim/checks/accounts.py`, `proof/sim/checks/due.py`)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from kvbaton.proof.sim.world.sim_memory import Shape, page_stamp, same_tokens
 from kvbaton.proof.sim.world.sim_pool import Pool
 from kvbaton.proof.sim.world.sim_store import SimStore
 from kvbaton.proof.sim.world.world import World
-from kvbaton.protocol.geometry.layout import Kind, Per
+from kvbaton.protocol.geometry.layout import GroupKind, Per
 from kvbaton.protocol.ids import PutId
 
 from .seen_seeds import SeenSeeds
@@ -57,7 +57,12 @@ def test_ends_that_bounds_and_hardships_bring(seen: SeenSeeds, reason: str) -> N
 
 def test_worlds_of_every_shape_are_drawn(plans: list[Plan]) -> None:
     shapes = [each.shape for plan in plans for each in (*plan.prefill, *plan.decode)]
-    assert {kind for shape in shapes for kind in shape.kinds} >= {Kind.FULL, Kind.LATENT, Kind.SLIDING, Kind.CHUNKED}
+    assert {kind for shape in shapes for kind in shape.kinds} >= {
+        GroupKind.FULL,
+        GroupKind.LATENT,
+        GroupKind.SLIDING,
+        GroupKind.CHUNKED,
+    }
     assert {shape.per for shape in shapes} == set(Per)
     assert {shape.stages for shape in shapes} == {1, 2} == {shape.regions for shape in shapes}
     assert {shape.order for shape in shapes} == {"HNP", "NHP", "PHN", "PNH"}
@@ -137,7 +142,7 @@ def test_tokens_are_found_in_every_order(order: str) -> None:
 
 
 def test_a_window_is_listed_from_where_the_next_token_reads() -> None:
-    shape = Shape(kinds=(Kind.SLIDING,), window=4, block_tokens=2)
+    shape = Shape(kinds=(GroupKind.SLIDING,), window=4, block_tokens=2)
     assert shape.listed(0, [7, 8, 9, 10], 8) == [-1, -1, 9, 10], "tokens 5 to 7, and the one that is decoded"
     assert shape.listed(0, [7, 8, 9], 5) == [-1, 8, 9]
     assert shape.groups[0].needed(8)[0] == 2 and shape.groups[0].needed(5)[0] == 1

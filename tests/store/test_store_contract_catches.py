@@ -14,7 +14,7 @@ from kvbaton.store import backend_threads, order_scripts, threaded_store
 from kvbaton.store.breaker import Breaker
 from kvbaton.store.interface import OrderEnded, Pins, Put
 from kvbaton.store.memory_backend import MemoryBackend
-from kvbaton.store.order_scripts import Call, Kind, Script, Task
+from kvbaton.store.order_scripts import BackendCall, OrderKind, Script, Task
 from kvbaton.store.threaded_store import KeptStore
 
 CASES = {case.name: case for case in check_store.cases}
@@ -23,7 +23,7 @@ CASES = {case.name: case for case in check_store.cases}
 def put_without_finally(task: Task, order: Put, pins: Pins) -> Script:
     """Seed 003: the release is at the end of the good path."""
     pins.pin(order.order, order.blocks)
-    answer = yield Call(Kind.EXISTS, order.keys)
+    answer = yield BackendCall(OrderKind.EXISTS, order.keys)
     wanted = [index for index, is_there in enumerate(answer.good) if not is_there]
     for start in range(0, len(wanted), task.batch):
         yield from order_scripts._kept(task, order_scripts._staged(task, order, wanted[start : start + task.batch]))
@@ -41,10 +41,10 @@ def put_that_releases_early(task: Task, order: Put, pins: Pins) -> Script:
     """The library gets the engine's memory: nothing is copied before the pin is dropped."""
     pins.pin(order.order, order.blocks)
     pins.unpin(order.order)
-    yield Call(Kind.EXISTS, order.keys)
+    yield BackendCall(OrderKind.EXISTS, order.keys)
     call = order_scripts._staged(task, order, range(len(order.keys)))
     real = tuple(_Live(frame, pieces) for frame, pieces in zip(call.frames, order.values, strict=True))
-    yield from order_scripts._kept(task, Call(Kind.PUT, call.keys, real))  # type: ignore[arg-type]
+    yield from order_scripts._kept(task, BackendCall(OrderKind.PUT, call.keys, real))  # type: ignore[arg-type]
 
 
 class _Live:
@@ -144,7 +144,7 @@ def closes_under_a_call(patch: pytest.MonkeyPatch) -> None:
 
 
 def lands_what_is_behind_a_hole(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(order_scripts.Answer, "lead", property(lambda self: len(self.good)))
+    patch.setattr(order_scripts.CallAnswer, "lead", property(lambda self: len(self.good)))
 
 
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [

@@ -12,7 +12,7 @@ from kvbaton.proof.contracts.store_harness import PinBook
 from kvbaton.protocol.errors import Reason
 from kvbaton.store.interface import Get, Lookup, Order, OrderEnded, OrderId, Put, StoreSettings
 from kvbaton.store.order_scheduler import Keeper
-from kvbaton.store.order_scripts import Answer, Call, Kind, Task
+from kvbaton.store.order_scripts import BackendCall, CallAnswer, OrderKind, Task
 
 SETTINGS = StoreSettings(value_bytes_max=VALUE_BYTES, values_per_call_max=2, stuck_max=2, retry_s_min=1, retry_s_max=4)
 DOWN = RuntimeError("down")
@@ -26,7 +26,7 @@ class Rig:
         self.keeper = Keeper(self.settings)
         self.pins = PinBook()
         self.now = 100.0
-        self.under_way: list[Call] = []
+        self.under_way: list[BackendCall] = []
         self.ended: list[OrderEnded] = []
         self.last = 0
 
@@ -46,12 +46,14 @@ class Rig:
         self.last += 1
         return self.order(Lookup(OrderId(self.last), names(2), timeout_s))
 
-    def answer(self, outcome: list[bool] | Exception, call: Call | None = None) -> Call:
+    def answer(self, outcome: list[bool] | Exception, call: BackendCall | None = None) -> BackendCall:
         """The oldest call (or this one) comes back."""
         call = call or self.under_way[0]
         self.under_way.remove(call)
-        frames = call.frames if call.kind is Kind.GET else ()
-        told = outcome if isinstance(outcome, Exception) else Answer(outcome, "" if all(outcome) else "no", 0, frames)
+        frames = call.frames if call.kind is OrderKind.GET else ()
+        told = (
+            outcome if isinstance(outcome, Exception) else CallAnswer(outcome, "" if all(outcome) else "no", 0, frames)
+        )
         self.keeper.returned(call, told, self.now)
         self._look()
         return call
@@ -80,7 +82,7 @@ def test_a_put_holds_its_pin_until_its_last_byte_is_copied_and_no_longer() -> No
     rig.answer([False] * 5)
     rig.answer([True] * 2)
     assert rig.pins.held, "three of five values are not copied yet"
-    assert rig.answer([True] * 2).kind is Kind.PUT
+    assert rig.answer([True] * 2).kind is OrderKind.PUT
     rig.pins.check()
     assert not rig.ended, "the last call is still under way"
     rig.answer([True])
@@ -196,7 +198,7 @@ def test_a_stuck_call_keeps_its_slot_and_the_lane_goes_on_with_another() -> None
     rig.under_way[0].frames[0][0] ^= 1
     assert stuck.frames[0].tobytes() == before
     free = rig.keeper.staging["put"].free
-    rig.keeper.returned(stuck, Answer([True] * 2), rig.now)
+    rig.keeper.returned(stuck, CallAnswer([True] * 2), rig.now)
     assert rig.keeper.staging["put"].free == free + 1
     assert rig.keeper.stuck == 0
 

@@ -16,7 +16,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.store.backend_threads import perform
 from kvbaton.store.interface import Get, Lookup, OrderId, Put, StoreSettings
 from kvbaton.store.memory_backend import MemoryBackend
-from kvbaton.store.order_scripts import Call, Kind
+from kvbaton.store.order_scripts import BackendCall, OrderKind
 from kvbaton.store.threaded_store import KeptStore
 from kvbaton.store.value_header import FRAME_BYTES
 
@@ -46,12 +46,12 @@ class LateLibrary(MemoryBackend):
             buffer[:] = b"\xee" * buffer.nbytes
 
 
-def sealed(backend: MemoryBackend) -> Call:
+def sealed(backend: MemoryBackend) -> BackendCall:
     """One value in the back end, and the call that gets it."""
     frame = memoryview(bytearray(FRAME_BYTES + 100))
     frame[FRAME_BYTES:] = b"1" * 100
-    assert perform(backend, Call(Kind.PUT, ("a",), (frame,))).good == (True,)
-    return Call(Kind.GET, ("a",), (memoryview(bytearray(FRAME_BYTES + 100)),))
+    assert perform(backend, BackendCall(OrderKind.PUT, ("a",), (frame,))).good == (True,)
+    return BackendCall(OrderKind.GET, ("a",), (memoryview(bytearray(FRAME_BYTES + 100)),))
 
 
 def test_what_was_checked_is_out_of_reach_of_what_lands_later() -> None:
@@ -98,7 +98,7 @@ def test_a_back_end_that_answers_too_little_is_an_error() -> None:
             return [True]
 
     with pytest.raises(ValueError, match="1 answers for 2 keys"):
-        perform(Short(1000), Call(Kind.EXISTS, ("a", "b")))
+        perform(Short(1000), BackendCall(OrderKind.EXISTS, ("a", "b")))
 
 
 def test_a_back_end_whose_close_hangs_costs_the_bound_and_no_more() -> None:

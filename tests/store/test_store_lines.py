@@ -28,7 +28,7 @@ from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.store_client import InvitationClient, ServerSilent
 from kvbaton.store.store_server import StoreServer
 from kvbaton.store.tcp_backend import LinedBackend
-from kvbaton.store.tcp_connection import _HELLO, Line, LineError, Op, admit, greet
+from kvbaton.store.tcp_connection import _HELLO, LineError, Op, StoreConnection, admit, greet
 from kvbaton.store.tcp_server_side import LineServer
 
 SERVER = WorkerId("store")
@@ -217,13 +217,13 @@ def test_the_embedded_back_end_is_served_without_a_copy_and_with_the_same_bounds
 # --- strangers and nonsense
 
 
-def connect(harness: LinedHarness) -> Line:
-    line = Line(socket.create_connection(("127.0.0.1", harness.lines.port)))
+def connect(harness: LinedHarness) -> StoreConnection:
+    line = StoreConnection(socket.create_connection(("127.0.0.1", harness.lines.port)))
     line.until = time.monotonic() + 20
     return line
 
 
-def is_shut(line: Line) -> bool:
+def is_shut(line: StoreConnection) -> bool:
     try:
         line.read(1)
     except (LineError, OSError):
@@ -270,7 +270,7 @@ def test_a_server_that_does_not_hold_the_secret_is_left() -> None:
     assert failed
 
 
-class _Plain(Line):
+class _Plain(StoreConnection):
     """A line over a pair of sockets that are not TCP."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -423,7 +423,7 @@ def test_who_encrypts_is_served_so_by_a_store_that_need_not(harness: LinedHarnes
     line.close()
 
 
-def sealed_pair() -> tuple[Line, Line]:
+def sealed_pair() -> tuple[StoreConnection, StoreConnection]:
     """Client and server, past their greeting."""
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     client, server = _Plain(ours), _Plain(theirs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
+from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CLIENT, TRY = "c" * 16, "1" * 16
@@ -26,7 +26,7 @@ def at_ns(milliseconds: float) -> int:
 
 def router(**changes: object) -> Flight:
     values: dict[str, object] = {
-        "seat": Seat.ROUTER, "worker": "router", "handoff": HANDOFF, "request": "req-1", "peers": ("p0", "d0"),
+        "seat": FlightSeat.ROUTER, "worker": "router", "handoff": HANDOFF, "request": "req-1", "peers": ("p0", "d0"),
         "mode": "pull", "tokens": 100, "end": "ok", "trace": header(TRY), "parent": header(CLIENT),
         "legs": (LEG_P, LEG_D),
         "moments": moments(
@@ -39,7 +39,7 @@ def router(**changes: object) -> Flight:
 
 def prefill(**changes: object) -> Flight:
     values: dict[str, object] = {
-        "seat": Seat.PREFILL, "worker": "p0", "incarnation": "00ff", "handoff": HANDOFF, "request": "p-req",
+        "seat": FlightSeat.PREFILL, "worker": "p0", "incarnation": "00ff", "handoff": HANDOFF, "request": "p-req",
         "peers": ("d0",), "mode": "pull", "transport": "shm", "tokens": 100, "blocks": 7, "end": "delivered",
         "trace": header(LEG_P),
         "moments": moments(
@@ -52,7 +52,7 @@ def prefill(**changes: object) -> Flight:
 
 def decode(**changes: object) -> Flight:
     values: dict[str, object] = {
-        "seat": Seat.DECODE, "worker": "d0", "incarnation": "00aa", "handoff": HANDOFF, "request": "d-req",
+        "seat": FlightSeat.DECODE, "worker": "d0", "incarnation": "00aa", "handoff": HANDOFF, "request": "d-req",
         "peers": ("p0",), "mode": "pull", "transport": "shm", "tokens": 100, "blocks": 7, "bytes": 4096,
         "retries": 1, "end": "delivered", "trace": header(LEG_D),
         "moments": moments(

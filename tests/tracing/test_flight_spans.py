@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.observe.flight.flight_records import MOMENTS_MAX, STAGES, Flight, Moment, Seat, stages
-from kvbaton.observe.tracing.trace_spans import Kind, Span, spans_of
+from kvbaton.observe.flight.flight_records import MOMENTS_MAX, STAGES, Flight, FlightSeat, Moment, stages
+from kvbaton.observe.tracing.trace_spans import Span, SpanKind, spans_of
 from kvbaton.protocol.marks import Step
 from tests.tracing.flights import (
     CLIENT,
@@ -45,7 +45,7 @@ def test_the_router_has_a_request_with_two_legs_under_what_the_client_sent():
     assert list(found) == ["request", "prefill", "decode"]
     request = found["request"]
     assert (request.trace_id, request.span_id, request.parent_id) == (TRACE, TRY, CLIENT)
-    assert (request.kind, request.is_entry, request.error) == (Kind.SERVER, True, "")
+    assert (request.kind, request.is_entry, request.error) == (SpanKind.SERVER, True, "")
     assert times(request) == (at_ns(0), at_ns(100))
     assert request.attributes == {
         "kvbaton.handoff": HANDOFF,
@@ -63,7 +63,7 @@ def test_the_router_has_a_request_with_two_legs_under_what_the_client_sent():
     ]
     for name, span_id, peer, begin, end in (("prefill", LEG_P, "p0", 2, 30), ("decode", LEG_D, "d0", 31, 100)):
         leg = found[name]
-        assert (leg.span_id, leg.parent_id, leg.kind, leg.is_entry) == (span_id, TRY, Kind.CLIENT, False)
+        assert (leg.span_id, leg.parent_id, leg.kind, leg.is_entry) == (span_id, TRY, SpanKind.CLIENT, False)
         assert times(leg) == (at_ns(begin), at_ns(end))
         assert leg.attributes == {"kvbaton.peer": peer}
 
@@ -102,7 +102,7 @@ def test_a_try_that_failed_at_d_leaves_the_leg_to_p_well():
 def test_d_has_a_handoff_with_its_stages_under_its_leg():
     found = made(decode())
     handoff = found.pop("handoff")
-    assert (handoff.trace_id, handoff.parent_id, handoff.kind) == (TRACE, LEG_D, Kind.SERVER)
+    assert (handoff.trace_id, handoff.parent_id, handoff.kind) == (TRACE, LEG_D, SpanKind.SERVER)
     assert handoff.is_entry
     assert times(handoff) == (at_ns(33), at_ns(58))
     assert handoff.attributes["kvbaton.bytes"] == 4096
@@ -162,7 +162,7 @@ def test_blocks_that_were_there_before_the_grant_give_no_negative_time():
 def test_p_has_a_lease_with_the_prompt_and_the_reader_under_its_leg():
     found = made(prefill())
     lease = found.pop("lease")
-    assert (lease.parent_id, lease.kind, times(lease)) == (LEG_P, Kind.SERVER, (at_ns(5), at_ns(57)))
+    assert (lease.parent_id, lease.kind, times(lease)) == (LEG_P, SpanKind.SERVER, (at_ns(5), at_ns(57)))
     assert [event.name for event in lease.events] == ["begun", "complete", "seated", "committed", "closed", "rested"]
     assert {name: times(span) for name, span in found.items()} == {
         "compute": (at_ns(5), at_ns(25)),
@@ -238,7 +238,7 @@ any_moments = st.lists(
 
 
 @settings(deadline=None, derandomize=True, database=None)
-@given(st.sampled_from(list(Seat)), any_moments, st.sampled_from(["ok", "delivered", "peer_gone", "aborted"]))
+@given(st.sampled_from(list(FlightSeat)), any_moments, st.sampled_from(["ok", "delivered", "peer_gone", "aborted"]))
 def test_whatever_was_recorded_children_lie_within_their_parents(seat, steps, end):
     flight = msgspec.structs.replace(decode(), seat=seat, moments=tuple(steps), end=end)
     spans = spans_of(flight)

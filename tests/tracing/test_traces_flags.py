@@ -132,7 +132,9 @@ def test_nothing_is_started_without_an_endpoint():
 def test_the_operators_names_go_before_ours():
     """Read by the library, in a process of its own: it reads the environment once."""
     code = (
-        "import sys, time; from kvbaton.observe.tracing.export import of_worker; from tests.tracing.flights import decode\n"
+        "import sys, time\n"
+        "from kvbaton.observe.tracing.export import of_worker\n"
+        "from tests.tracing.flights import decode\n"
         "export = of_worker(sys.argv[1], 'decode', 'd0'); export.take(decode())\n"
         "while not export.counts['exported']: time.sleep(0.01)  # a close waits for two seconds at most\n"
         "export.close()"

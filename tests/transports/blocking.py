@@ -14,8 +14,8 @@ from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.transports.core.mover import NO_WAIT
 from kvbaton.transports.core.span_tables import to_wire
 from kvbaton.transports.net.connection_handshake import greet
-from kvbaton.transports.net.stream_socket import Sink, Source, Wire
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, parse
+from kvbaton.transports.net.stream_socket import ByteSource, Sink, Wire
+from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, parse
 from kvbaton.transports.tcp.tcp_transport import TcpEndpoint
 
 DEADLINE_S = 20.0
@@ -27,7 +27,7 @@ class Outbox:
     """As much of a `Wire` as a script needs."""
 
     def __init__(self) -> None:
-        self.out: deque[Source] = deque()
+        self.out: deque[ByteSource] = deque()
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
@@ -68,17 +68,17 @@ def tcp_dial(endpoint: bytes, me: PeerId, stream: int = 0, secret: bytes | None 
     return sock
 
 
-def request(kind: Kind, spans: list[int], payload: bytes = b"", region: int = 0, tag: int = 7) -> bytes:
+def request(kind: FrameKind, spans: list[int], payload: bytes = b"", region: int = 0, tag: int = 7) -> bytes:
     """A request of (remote offset, bytes) pairs; a READ declares the payload it expects, a WRITE carries it."""
     triples = array("q", [number for at in range(0, len(spans), 2) for number in (0, spans[at], spans[at + 1])])
     table = to_wire(triples)
-    size = len(payload) if kind is Kind.WRITE else sum(spans[1::2])
+    size = len(payload) if kind is FrameKind.WRITE else sum(spans[1::2])
     head = Frame(kind, tag, max(0, size) % (1 << 63), region=region, table_bytes=len(table)).pack()
     return head + table + payload
 
 
 def answer(sock: socket.socket) -> tuple[Frame, bytes]:
-    frame = parse(exactly(sock, FRAME_BYTES), Kind.DATA, Kind.DONE)
+    frame = parse(exactly(sock, FRAME_BYTES), FrameKind.DATA, FrameKind.DONE)
     return frame, exactly(sock, frame.payload_bytes)
 
 

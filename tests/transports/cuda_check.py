@@ -19,7 +19,7 @@ from typing import cast
 from kvbaton.proof.contracts.transport_case import READ, SMALL_BYTES, Case, Cases, copy, fill, moved
 from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.ranks.device_store import DeviceShelf
+from kvbaton.ranks.device_store import DeviceRankStore
 from kvbaton.ranks.rank_values import RankValues, Run
 from kvbaton.store.content_keys import Space
 from kvbaton.store.interface import OrderEnded, OrderId
@@ -127,7 +127,7 @@ def a_store_gives_back_what_it_was_given(harness: TransportHarness) -> None:
     right = [random.Random(layer).randbytes(blocks * page) for layer in range(layers)]
     for view, data in zip(views, right, strict=True):
         view[0 : blocks * page] = data
-    shelf = DeviceShelf(MemoryBackend(1 << 30), values, memory, gpu)
+    shelf = DeviceRankStore(MemoryBackend(1 << 30), values, memory, gpu)
     hashes = [bytes([number]) * 32 for number in range(blocks)]
     took_s = []
     for number, act in enumerate((shelf.put, shelf.get)):

@@ -15,7 +15,7 @@ from kvbaton.transports.cuda import cuda_launch
 from kvbaton.transports.cuda.cuda_digest import digest_of
 from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
 from kvbaton.transports.cuda.cuda_launch import Tables
-from kvbaton.transports.cuda.cuda_table import Group
+from kvbaton.transports.cuda.cuda_table import LaunchGroup
 
 from .device_harness import DeviceHarness, DeviceView
 
@@ -54,7 +54,9 @@ def digests_are_the_references(share: float) -> None:
             places.append((8 * row, rng.choice((16 * rng.randrange(1000), rng.randrange(16000))), size))
         weave = Weave(triples([(4800, 5, 300), (4808, 32, 65536)]), array("q", (0, 0, 16, 1024)))
         bench.tables.digest(
-            [Group(bench.far, bench.near, triples(places)), Group(bench.far, bench.near, weave)], 0, bench.stream
+            [LaunchGroup(bench.far, bench.near, triples(places)), LaunchGroup(bench.far, bench.near, weave)],
+            0,
+            bench.stream,
         )
         bench.wait()
         found = bench.read(bench.far, 8 * 604)
@@ -72,7 +74,7 @@ def copies_are_right_by_many_launches(share: float) -> None:
         before = cuda_launch.LAUNCH_BYTES
         cuda_launch.LAUNCH_BYTES = 10_000
         try:
-            bench.tables.launch([Group(bench.far, bench.near, triples(places))], 0, bench.stream)
+            bench.tables.launch([LaunchGroup(bench.far, bench.near, triples(places))], 0, bench.stream)
         finally:
             cuda_launch.LAUNCH_BYTES = before
         bench.wait()

@@ -23,7 +23,7 @@ from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.transports.core.span_tables import Rows
 from kvbaton.transports.cuda import cuda_ptx
 from kvbaton.transports.cuda.cuda_digest import digest_of
-from kvbaton.transports.cuda.cuda_table import Group, write_table
+from kvbaton.transports.cuda.cuda_table import LaunchGroup, write_table
 
 DEFINITIONS = r"""
 #include <pthread.h>
@@ -94,8 +94,8 @@ def check(kernels: ctypes.CDLL, seed: int, grid: int) -> None:
     ]
     weave = Weave(array("q", (900_000, 16, 64, 901_000, 33, 77)), array("q", (0, 0, 4096, 1000, 8192, 5)))
     groups = [
-        Group(far.ctypes.data, near.ctypes.data, triples(places)),
-        Group(far.ctypes.data, near.ctypes.data, weave),
+        LaunchGroup(far.ctypes.data, near.ctypes.data, triples(places)),
+        LaunchGroup(far.ctypes.data, near.ctypes.data, weave),
     ]
     write_table(table, groups)
     launch(kernels.move, table, grid)
@@ -105,7 +105,7 @@ def check(kernels: ctypes.CDLL, seed: int, grid: int) -> None:
     assert (far == wanted).all(), "copies differ"
     digested = [(8 * row, at, size) for row, (_, at, size) in enumerate(places)]
     digested += [(8 * row, at & ~15, size) for row, (_, at, size) in enumerate(places, len(places))]
-    write_table(table, [Group(far.ctypes.data, near.ctypes.data, triples(digested))])
+    write_table(table, [LaunchGroup(far.ctypes.data, near.ctypes.data, triples(digested))])
     launch(kernels.digest, table, grid, 2 * len(places), 1)
     for place, at, size in digested:
         found = int.from_bytes(far[place : place + 8].tobytes(), "little")

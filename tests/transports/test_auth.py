@@ -12,7 +12,7 @@ import pytest
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.transports.net import connection_handshake
-from kvbaton.transports.net.connection_handshake import Admitted, Keyring, admit, greet
+from kvbaton.transports.net.connection_handshake import Admitted, SecretRing, admit, greet
 from kvbaton.transports.net.stream_socket import Bytes, Sink, Wire, take
 
 from .blocking import D, P, play
@@ -28,7 +28,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def meet(
-    ends: tuple[socket.socket, socket.socket], keyring: Keyring, secret: bytes, server: PeerId = P
+    ends: tuple[socket.socket, socket.socket], keyring: SecretRing, secret: bytes, server: PeerId = P
 ) -> tuple[Exception | None, Admitted | Exception]:
     """How the client and how the server fared."""
     client, listener = ends
@@ -54,13 +54,13 @@ def meet(
 
 
 def test_two_that_share_a_secret_admit_each_other(ends: tuple[socket.socket, socket.socket]) -> None:
-    keyring = Keyring()
+    keyring = SecretRing()
     secret = keyring.mint(D)
     assert meet(ends, keyring, secret) == (None, Admitted(D, 3, secret))
 
 
 def test_a_client_with_the_wrong_secret_leaves_without_a_proof(ends: tuple[socket.socket, socket.socket]) -> None:
-    keyring = Keyring()
+    keyring = SecretRing()
     keyring.mint(D)
     failure, outcome = meet(ends, keyring, secrets.token_bytes(32))
     assert isinstance(failure, ProtocolError) and "pair with it again" in failure.detail
@@ -68,18 +68,18 @@ def test_a_client_with_the_wrong_secret_leaves_without_a_proof(ends: tuple[socke
 
 
 def test_an_unknown_client_is_answered_like_a_known_one(ends: tuple[socket.socket, socket.socket]) -> None:
-    failure, outcome = meet(ends, Keyring(), secrets.token_bytes(32))
+    failure, outcome = meet(ends, SecretRing(), secrets.token_bytes(32))
     assert isinstance(failure, ProtocolError) and isinstance(outcome, ConnectionError)
 
 
 def test_a_proof_for_one_server_is_none_for_another(ends: tuple[socket.socket, socket.socket]) -> None:
-    keyring = Keyring()
+    keyring = SecretRing()
     failure, _ = meet(ends, keyring, keyring.mint(D), server=PeerId(P.worker, Incarnation(9)))
     assert isinstance(failure, ProtocolError)
 
 
 def test_a_client_that_skips_the_proof_is_refused(ends: tuple[socket.socket, socket.socket]) -> None:
-    keyring = Keyring()
+    keyring = SecretRing()
     keyring.mint(D)
 
     def brazen(wire: Wire) -> Generator[Sink, None, None]:
@@ -102,11 +102,11 @@ def test_a_client_that_skips_the_proof_is_refused(ends: tuple[socket.socket, soc
 def test_what_is_no_greeting_is_refused(ends: tuple[socket.socket, socket.socket], hello: bytes) -> None:
     ends[0].sendall(hello)
     with pytest.raises(ProtocolError, match="no greeting"):
-        play(ends[1], lambda wire: admit(wire, Keyring(), P))
+        play(ends[1], lambda wire: admit(wire, SecretRing(), P))
 
 
 def test_a_secret_lasts_until_it_is_revoked_and_never_comes_back() -> None:
-    keyring = Keyring()
+    keyring = SecretRing()
     first = keyring.mint(D)
     assert keyring.mint(D) == first and keyring.still_admits(Admitted(D, 0, first))
     keyring.revoke(D)
@@ -116,13 +116,13 @@ def test_a_secret_lasts_until_it_is_revoked_and_never_comes_back() -> None:
 
 
 def test_another_life_of_a_worker_is_another_peer() -> None:
-    keyring = Keyring()
+    keyring = SecretRing()
     assert keyring.mint(D) != keyring.mint(PeerId(D.worker, Incarnation(77)))
 
 
 def test_the_keyring_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_handshake, "PEERS_MAX", 2)
-    keyring = Keyring()
+    keyring = SecretRing()
     for number in range(2):
         keyring.mint(PeerId(WorkerId("w"), Incarnation(number)))
     with pytest.raises(RuntimeError, match="disconnect those that are gone"):

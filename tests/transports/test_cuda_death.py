@@ -202,7 +202,7 @@ def test_what_is_read_from_is_not_idle_however_long_that_takes(rig: Rig, monkeyp
 def test_memory_that_is_opened_while_its_owner_dies_is_closed_again(rig: Rig) -> None:
     """The driver takes its time; what it gives then is for nobody."""
     mapped = cuda_client.Mapped()
-    remote = cuda_client.Remote(told(rig.gpu.export(rig.gpu.allocate(SIZE)), SIZE), mapped)
+    remote = cuda_client.CudaRemote(told(rig.gpu.export(rig.gpu.allocate(SIZE)), SIZE), mapped)
     plain = rig.gpu.open
 
     def slow(handle: bytes) -> int:
@@ -235,7 +235,7 @@ def told(handle: bytes, size: int, base: int = 1) -> Shared:
 def test_memory_is_as_large_as_the_driver_says(rig: Rig) -> None:
     """A launch beyond it would cost the reader its device, and its engine."""
     handle, mapped = rig.gpu.export(rig.gpu.allocate(SIZE)), cuda_client.Mapped()
-    remote = cuda_client.Remote(told(handle, SIZE + 1), mapped)
+    remote = cuda_client.CudaRemote(told(handle, SIZE + 1), mapped)
     with pytest.raises(CudaError, match=f"it has {SIZE} bytes, and the peer said {SIZE + 1}") as raised:
         remote.address_of(0, rig.gpu)
     assert not raised.value.sticky and not rig.gpu.opened and not mapped.nbytes
@@ -248,9 +248,9 @@ def test_our_own_memory_is_known_by_our_own_books() -> None:
     address = gpu.allocate(SIZE)
     transport.register(0, DeviceMemory(address, SIZE))
     handle = gpu.export(address)
-    assert cuda_client.Remote(told(handle, SIZE, base=4096)).address_of(0, gpu) == address
+    assert cuda_client.CudaRemote(told(handle, SIZE, base=4096)).address_of(0, gpu) == address
     with pytest.raises(CudaError, match="and the peer said"):
-        cuda_client.Remote(told(handle, SIZE + 1, base=4096)).address_of(0, gpu)
+        cuda_client.CudaRemote(told(handle, SIZE + 1, base=4096)).address_of(0, gpu)
     assert "open" not in gpu.calls and EXPORTED.find(handle) == (address, SIZE)
     other = CudaTransport(D, CudaConfig(), gpu)
     other.register(0, DeviceMemory(address, SIZE))

@@ -23,7 +23,7 @@ from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction, Spans
 from kvbaton.transports.cuda import cuda_client, cuda_driver, cuda_ptx, cuda_transport
-from kvbaton.transports.cuda.cuda_client import Remote
+from kvbaton.transports.cuda.cuda_client import CudaRemote
 from kvbaton.transports.cuda.cuda_driver import CudaError, CudaGpu
 from kvbaton.transports.cuda.cuda_event_wait import quiet_event
 from kvbaton.transports.cuda.cuda_launch import SMALL_NUMBERS, Tables
@@ -34,7 +34,7 @@ from kvbaton.transports.cuda.cuda_table import (
     ROW_BYTES_MAX,
     ROWS_MAX,
     TABLE_NUMBERS_MAX,
-    Group,
+    LaunchGroup,
     check_weave,
     divided,
     parts_of,
@@ -42,7 +42,7 @@ from kvbaton.transports.cuda.cuda_table import (
 )
 from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
 from kvbaton.transports.staged import staged_server
-from kvbaton.transports.staged.staged_listener import Hello, StagedEndpoint
+from kvbaton.transports.staged.staged_listener import StagedEndpoint, StagedHello
 from kvbaton.transports.staged.staged_slots import allocate_slots, gather_rows, map_slots, scatter_rows
 from kvbaton.transports.staged.staged_transport import StagedConfig, StagedTransport
 
@@ -122,7 +122,7 @@ def test_one_table_holds_flat_and_woven_groups() -> None:
         Weave(triples((0, 0, 3), (50, 70, 4)), array("q", (1000, 0, 2000, 9))),
     )
     tables = Tables(gpu, 1)
-    tables.launch([Group(b, a, flat), Group(b + 4096, a, woven)], 0, 1)
+    tables.launch([LaunchGroup(b, a, flat), LaunchGroup(b + 4096, a, woven)], 0, 1)
     wanted = bytearray(SIZE)
     for base, spans in ((0, flat), (4096, woven.flat())):
         for to, at, size in zip(spans[0::3], spans[1::3], spans[2::3], strict=True):
@@ -134,7 +134,7 @@ def test_one_table_holds_flat_and_woven_groups() -> None:
 def test_a_table_says_where_its_parts_are() -> None:
     table = np.zeros(100, np.int64)
     weave = Weave(triples((1, 2, 3), (4, 5, 6)), array("q", (7, 8, 9, 10)))
-    write_table(table, [Group(100, 200, triples((11, 12, 13))), Group(300, 400, weave)])
+    write_table(table, [LaunchGroup(100, 200, triples((11, 12, 13))), LaunchGroup(300, 400, weave)])
     assert table[: 2 * GROUP_NUMBERS].tolist() == [0, 100, 200, 12, 1, 15, 1, 300, 400, 17, 2, 23]
     assert table[12:27].tolist() == [11, 12, 13, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
@@ -145,10 +145,10 @@ def test_small_tables_are_uploaded_and_large_ones_read_where_they_are() -> None:
     tables = Tables(gpu, 1)
     for count, uploads in ((1, 1), (SMALL_NUMBERS // 3 + 1, 0), (1, 1)):
         gpu.calls.clear()
-        tables.launch([Group(memory, memory + SIZE // 2, triples(*[(0, 0, 1)] * count))], 0, 1)
+        tables.launch([LaunchGroup(memory, memory + SIZE // 2, triples(*[(0, 0, 1)] * count))], 0, 1)
         assert gpu.calls.count("copy") == uploads and gpu.calls.count("move_rows") == 1
     with pytest.raises(ValueError, match="more than one launch takes"):
-        tables.launch([Group(memory, memory, array("q", bytes(8 * TABLE_NUMBERS_MAX)))], 0, 1)
+        tables.launch([LaunchGroup(memory, memory, array("q", bytes(8 * TABLE_NUMBERS_MAX)))], 0, 1)
     tables.clear()
     assert list(gpu.regions) == [memory]
 
@@ -343,9 +343,9 @@ def test_memory_without_a_handle_is_refused_with_the_reason(rig: Rig) -> None:
 )
 def test_a_place_outside_its_allocation_is_refused(place: CudaPlace) -> None:
     with pytest.raises(ValueError, match="region 0"):
-        Remote(Shared(b"", [Allocation(bytes(64), 1, 100)], [place]))
+        CudaRemote(Shared(b"", [Allocation(bytes(64), 1, 100)], [place]))
     with pytest.raises(ValueError, match="64 bytes"):
-        Remote(Shared(b"", [Allocation(bytes(63), 1, 100)], []))
+        CudaRemote(Shared(b"", [Allocation(bytes(63), 1, 100)], []))
 
 
 # --- errors of the device
@@ -601,4 +601,4 @@ def test_a_disconnected_peer_is_served_no_more(stages: tuple[StagedTransport, St
 
 def test_what_a_peer_says_of_its_slots_is_typed() -> None:
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(["x", 2, {}]), type=Hello)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(["x", 2, {}]), type=StagedHello)

@@ -15,7 +15,7 @@ from kvbaton.transports.cuda import cuda_driver, cuda_launch
 from kvbaton.transports.cuda.cuda_driver import CudaGpu
 from kvbaton.transports.cuda.cuda_launch import Tables, rows_a_launch
 from kvbaton.transports.cuda.cuda_ptx import THREADS
-from kvbaton.transports.cuda.cuda_table import Group
+from kvbaton.transports.cuda.cuda_table import LaunchGroup
 
 from .fake_gpu import FakeGpu
 
@@ -116,7 +116,7 @@ def test_a_long_copy_is_several_launches_that_move_every_byte_once(
         original(table, groups, rows, stream)
 
     gpu.move_rows = noted  # type: ignore[method-assign]
-    tables.launch([Group(target, source, spans)], 0, 1)
+    tables.launch([LaunchGroup(target, source, spans)], 0, 1)
     assert [row for rows in ranges for row in rows] == list(range(32)) and {len(rows) for rows in ranges} == {10, 2}
     flat = spans.flat() if woven else spans
     wanted = bytearray(1 << 16)
@@ -127,9 +127,9 @@ def test_a_long_copy_is_several_launches_that_move_every_byte_once(
 
 
 def test_what_one_launch_takes_goes_by_one() -> None:
-    small = Group(1, 1, array("q", (0, 0, 5)))
+    small = LaunchGroup(1, 1, array("q", (0, 0, 5)))
     assert rows_a_launch([small, small]) == 2 and small.bytes == 5
-    assert rows_a_launch([Group(1, 1, array("q", (0, 0, 1 << 40)))]) == 1
+    assert rows_a_launch([LaunchGroup(1, 1, array("q", (0, 0, 1 << 40)))]) == 1
 
 
 def test_while_another_thread_captures_a_graph_calls_are_allowed_and_a_strangers_thread_is_as_it_was(

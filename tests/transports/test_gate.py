@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from kvbaton.proof.contracts.transport_harness import poll
-from kvbaton.transports.core.device_event_wait import Gate
+from kvbaton.transports.core.device_event_wait import DeviceEventWait
 
 
 class Event:
@@ -20,7 +20,7 @@ class Event:
 
 
 def test_a_gate_waits_for_devices_in_order_and_reports_what_went_wrong() -> None:
-    gate = Gate("gate")
+    gate = DeviceEventWait("gate")
     said: list[tuple[int, str]] = []
     events = [Event(), Event(RuntimeError("device lost"))]
     for index, event in enumerate(events):
@@ -34,7 +34,7 @@ def test_a_gate_waits_for_devices_in_order_and_reports_what_went_wrong() -> None
 
 
 def test_a_gate_that_waits_for_a_hanging_device_closes_all_the_same() -> None:
-    gate = Gate("gate")
+    gate = DeviceEventWait("gate")
     event = Event()
     gate.wait(event, lambda problem: None)
     gate.close(0.01)

@@ -9,13 +9,13 @@ import pytest
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction
 
 PEER = PeerId(WorkerId("p"), Incarnation(1))
 
 
-def accepted(jobs: Jobs, number: int = 1, parts: int = 0) -> Job:
+def accepted(jobs: Jobs, number: int = 1, parts: int = 0) -> CopyJob:
     job = jobs.accept(Copy(JobId(number), PEER, Direction.READ, 0, 0, array("q")))
     assert job is not None
     job.parts.extend(array("q", [0, 0, 1]) for _ in range(parts))

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from kvbaton.proof.contracts.transport_harness import poll
-from kvbaton.transports.net.socket_loop import IN, Loop
+from kvbaton.transports.net.socket_loop import IN, SocketLoop
 
 
 @pytest.fixture
-def loop() -> Iterator[Loop]:
-    loop = Loop("test-loop")
+def loop() -> Iterator[SocketLoop]:
+    loop = SocketLoop("test-loop")
     yield loop
     assert loop.stop(5)
 
@@ -22,7 +22,7 @@ def loop() -> Iterator[Loop]:
 class Pipe:
     """Something to watch."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: SocketLoop) -> None:
         self.read_fd, self.write_fd = os.pipe()
         self.got: list[bytes] = []
         self.closed = threading.Event()
@@ -40,7 +40,7 @@ class Pipe:
         self.closed.set()
 
 
-def test_calls_run_in_order_on_one_thread_that_the_first_starts(loop: Loop) -> None:
+def test_calls_run_in_order_on_one_thread_that_the_first_starts(loop: SocketLoop) -> None:
     ran: list[tuple[int, str]] = []
     for number in range(100):
         loop.call(lambda number=number: ran.append((number, threading.current_thread().name)))  # type: ignore[misc]
@@ -48,7 +48,7 @@ def test_calls_run_in_order_on_one_thread_that_the_first_starts(loop: Loop) -> N
     assert ran == [(number, "test-loop") for number in range(100)]
 
 
-def test_timers_fire_in_order_and_not_when_cancelled(loop: Loop) -> None:
+def test_timers_fire_in_order_and_not_when_cancelled(loop: SocketLoop) -> None:
     fired: list[str] = []
 
     def start() -> None:
@@ -61,7 +61,7 @@ def test_timers_fire_in_order_and_not_when_cancelled(loop: Loop) -> None:
     assert fired == ["first", "second"]
 
 
-def test_a_failing_callback_costs_nobody_else_anything(loop: Loop) -> None:
+def test_a_failing_callback_costs_nobody_else_anything(loop: SocketLoop) -> None:
     pipe = Pipe(loop)
     ran = threading.Event()
 
@@ -78,7 +78,7 @@ def test_a_failing_callback_costs_nobody_else_anything(loop: Loop) -> None:
 
 
 def test_what_is_watched_is_told_and_closed_at_the_end() -> None:
-    loop = Loop("ending")
+    loop = SocketLoop("ending")
     pipe = Pipe(loop)
     loop.call(lambda: loop.watch(pipe.read_fd, IN, pipe))
     os.write(pipe.write_fd, b"hello")
@@ -88,7 +88,7 @@ def test_what_is_watched_is_told_and_closed_at_the_end() -> None:
 
 
 def test_a_stopped_loop_takes_no_calls_and_stops_again() -> None:
-    used, unused = Loop("used"), Loop("unused")
+    used, unused = SocketLoop("used"), SocketLoop("unused")
     used.call(lambda: None)
     for loop in (used, unused):
         assert loop.stop(5) and loop.stop(5)
@@ -96,7 +96,7 @@ def test_a_stopped_loop_takes_no_calls_and_stops_again() -> None:
 
 
 def test_a_loop_can_be_stopped_from_its_own_thread() -> None:
-    loop = Loop("own")
+    loop = SocketLoop("own")
     stopped: list[bool] = []
     loop.call(lambda: stopped.append(loop.stop(5)))
     assert poll(lambda: stopped == [False], 20)  # not yet: it is still running this very call

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvbaton.transports.core.shared_memory import REGIONS_MAX, Region, Registered, allocate, region_of
+from kvbaton.transports.core.shared_memory import REGIONS_MAX, Region, RegisteredMemory, allocate, region_of
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_huge_pages_are_taken_where_there_are_some_and_not_missed_elsewhere() ->
 
 
 def test_memory_that_cannot_be_shared_is_refused_by_name() -> None:
-    registered = Registered()
+    registered = RegisteredMemory()
     with pytest.raises(ValueError, match="writable"):
         registered.add(3, memoryview(b"read-only"))
     with pytest.raises(ValueError, match="contiguous"):

@@ -24,8 +24,8 @@ from kvbaton.testing import Case, InProcessHarness, Log, Pair, check_transport
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested
 from kvbaton.transports.mooncake import mooncake_engine, mooncake_link
-from kvbaton.transports.mooncake.mooncake_endpoint import MooncakeEndpoint, Place, parse
-from kvbaton.transports.mooncake.mooncake_engine import Engine, MooncakeMissing, SliceState, address_of
+from kvbaton.transports.mooncake.mooncake_endpoint import MooncakeEndpoint, MooncakePlace, parse
+from kvbaton.transports.mooncake.mooncake_engine import MooncakeEngine, MooncakeMissing, SliceState, address_of
 from kvbaton.transports.mooncake.mooncake_transport import CAPABILITIES, MooncakeConfig, MooncakeTransport
 
 from .mooncake_harness import MooncakeHarness
@@ -99,7 +99,7 @@ def test_the_engine_alone_lets_data_land_late(hasty: MooncakeHarness) -> None:
     fill(pair.far.memory, 2)
     there = parse(pair.far.peer, pair.far.transport.endpoint(pair.near.peer))
     target, source = address_of(pair.near.memory), there.regions[0].address
-    engine = Engine("127.0.0.1")
+    engine = MooncakeEngine("127.0.0.1")
     first = engine.start_read(there.session, target, source, 64)
     assert poll(lambda: engine.state(first) is SliceState.ARRIVED, DEADLINE_S)
     hasty.pause(pair.far)
@@ -141,13 +141,13 @@ def test_cancelling_one_copy_of_a_stopped_peer_does_not_fail_the_others(
 ) -> None:
     targets: list[int] = []
 
-    class Noting(Engine):
+    class Noting(MooncakeEngine):
         def start_read(self, session: str, target: int, source: int, size: int) -> int:
             number = super().start_read(session, target, source, size)
             targets.append(target)
             return number
 
-    monkeypatch.setattr(mooncake_link, "Engine", Noting)
+    monkeypatch.setattr(mooncake_link, "MooncakeEngine", Noting)
     pair = processes.pair(LARGE_BYTES, LARGE_BYTES)
     log = Log(processes, pair.near)
     fill(pair.far.memory, 2)
@@ -206,7 +206,7 @@ def test_a_copy_of_thousands_of_slices_never_has_more_than_1024_under_way(
     live: set[int] = set()
     most = 0
 
-    class Counting(Engine):
+    class Counting(MooncakeEngine):
         def start_read(self, session: str, target: int, source: int, size: int) -> int:
             nonlocal most
             number = super().start_read(session, target, source, size)
@@ -220,7 +220,7 @@ def test_a_copy_of_thousands_of_slices_never_has_more_than_1024_under_way(
                 live.discard(number)
             return state
 
-    monkeypatch.setattr(mooncake_link, "Engine", Counting)
+    monkeypatch.setattr(mooncake_link, "MooncakeEngine", Counting)
     harness = in_process(regions)
     pair = harness.pair(SMALL_BYTES, SMALL_BYTES)
     source = fill(pair.far.memory, 2)
@@ -309,7 +309,7 @@ def test_a_peer_that_was_killed_in_the_middle_is_reached_again_at_its_new_endpoi
 # --- the door
 
 
-GOOD = MooncakeEndpoint(FAR, "127.0.0.1", 15000, 4096, bytes(16), {0: Place(8192, 100)})
+GOOD = MooncakeEndpoint(FAR, "127.0.0.1", 15000, 4096, bytes(16), {0: MooncakePlace(8192, 100)})
 
 
 @pytest.mark.parametrize(
@@ -322,11 +322,11 @@ GOOD = MooncakeEndpoint(FAR, "127.0.0.1", 15000, 4096, bytes(16), {0: Place(8192
         {"port": 65536},
         {"mark": b"short"},
         {"mark_address": 0},
-        {"regions": {0: Place(0, 100)}},
-        {"regions": {0: Place(8192, 0)}},
-        {"regions": {0: Place((1 << 64) - 10, 100)}},
-        {"regions": {0: Place(-1, 100)}},
-        {"regions": {index: Place(8192, 1) for index in range(300)}},
+        {"regions": {0: MooncakePlace(0, 100)}},
+        {"regions": {0: MooncakePlace(8192, 0)}},
+        {"regions": {0: MooncakePlace((1 << 64) - 10, 100)}},
+        {"regions": {0: MooncakePlace(-1, 100)}},
+        {"regions": {index: MooncakePlace(8192, 1) for index in range(300)}},
         {"host": "1" * (20 << 10)},
     ],
     ids=str,

@@ -20,15 +20,15 @@ from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.transports.core.device_memory import DeviceMemory
-from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.span_tables import Rows
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction, Spans, TransportEvent
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.nixl import nixl_agent
 from kvbaton.transports.nixl.nixl_agent import Agent, Indices, NixlError, load_bindings
 from kvbaton.transports.nixl.nixl_endpoint import Life, NixlEndpoint, name_agent, pack, parse, this_life
-from kvbaton.transports.nixl.nixl_links import Link
-from kvbaton.transports.nixl.nixl_lists import GRIDS_MAX, Grid, Lists, Place, grid_of, merged, without_empty
+from kvbaton.transports.nixl.nixl_links import NixlLink
+from kvbaton.transports.nixl.nixl_lists import GRIDS_MAX, Grid, Lists, NixlPlace, grid_of, merged, without_empty
 from kvbaton.transports.nixl.nixl_mover import NixlMover
 from kvbaton.transports.nixl.nixl_transport import (
     DEVICE_PARAMETERS,
@@ -42,7 +42,7 @@ from .fake_gpu import FakeGpu
 
 ME, PEER = (PeerId(WorkerId(name), Incarnation(7)) for name in ("me", "a.b-c"))
 READ, WRITE = Direction.READ, Direction.WRITE
-PLACES = {0: Place(1 << 20, 1 << 16)}
+PLACES = {0: NixlPlace(1 << 20, 1 << 16)}
 DEADLINE_S = 10.0
 
 
@@ -117,10 +117,10 @@ class Bench:
         self.agent = FakeAgent()
         self.jobs = Jobs(100)
         self.mover = NixlMover("mover", cast(Agent, self.agent), self.jobs, PLACES, 2, gpu)
-        self.link = Link(endpoint())
+        self.link = NixlLink(endpoint())
         self.events: list[TransportEvent] = []
 
-    def start(self, number: int, direction: Direction = READ, link: Link | None = None) -> Job:
+    def start(self, number: int, direction: Direction = READ, link: NixlLink | None = None) -> CopyJob:
         job = self.jobs.accept(Copy(JobId(number), PEER, direction, 0, 0, spans()))
         assert job is not None
         job.parts.append(spans())
@@ -163,7 +163,8 @@ def test_without_nixl_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_importing_the_data_plane_does_not_import_nixl() -> None:
-    script = "import sys, kvbaton.transports.nixl.nixl_transport; sys.exit(any(name.startswith('nixl') for name in sys.modules))"
+    loaded = "any(name.startswith('nixl') for name in sys.modules)"
+    script = f"import sys, kvbaton.transports.nixl.nixl_transport; sys.exit({loaded})"
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
 
 
@@ -182,10 +183,10 @@ def test_an_endpoint_survives_the_wire() -> None:
         endpoint(metadata=endpoint().metadata),  # of another agent
         endpoint(places={256: PLACES[0]}),
         endpoint(places={-1: PLACES[0]}),
-        endpoint(places={0: Place(0, 64)}),
-        endpoint(places={0: Place(64, 0)}),
-        endpoint(places={0: Place((1 << 63) - 64, 65)}),
-        endpoint(places={0: Place(64, 64, 1 << 20)}),
+        endpoint(places={0: NixlPlace(0, 64)}),
+        endpoint(places={0: NixlPlace(64, 0)}),
+        endpoint(places={0: NixlPlace((1 << 63) - 64, 65)}),
+        endpoint(places={0: NixlPlace(64, 64, 1 << 20)}),
     ],
 )
 def test_an_endpoint_that_names_what_it_may_not_is_refused(bad: NixlEndpoint) -> None:
@@ -267,7 +268,7 @@ def test_a_grid_is_prepared_once_and_other_spans_each_time() -> None:
 
 def test_device_memory_is_named_with_its_device_on_either_side() -> None:
     agent = FakeAgent()
-    lists = Lists(cast(Agent, agent), "them", {0: Place(1 << 20, 1 << 16, 3)})
+    lists = Lists(cast(Agent, agent), "them", {0: NixlPlace(1 << 20, 1 << 16, 3)})
     for offsets, sizes in ((column(64, 192), column(64, 64)), (column(64, 192), column(64, 60))):
         with lists.select(lists.choose(0, offsets, sizes), 0, 2):
             pass
@@ -404,7 +405,7 @@ def test_a_read_that_failed_otherwise_is_not_at_rest(bench: Bench) -> None:
 def test_a_write_on_a_lost_connection_rests_only_when_the_peer_is_known_to_be_dead(bench: Bench) -> None:
     bench.start(1, WRITE)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    mortal = Link(endpoint(life=life_of(child.pid)))
+    mortal = NixlLink(endpoint(life=life_of(child.pid)))
     bench.start(2, WRITE, mortal)
     bench.posted(2)
     ends = [CopyEnded(JobId(number), Reason.UNREACHABLE, at_rest=False) for number in (1, 2)]

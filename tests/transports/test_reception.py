@@ -15,7 +15,7 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.transports.net import reception
 from kvbaton.transports.net.connection_handshake import Admitted, greet
 from kvbaton.transports.net.reception import Reception
-from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.tcp.tcp_server import prepare
 
 from .blocking import D, P, is_closed, play
@@ -23,7 +23,7 @@ from .blocking import D, P, is_closed, play
 
 class Rig:
     def __init__(self, strangers_max: int = 4, handshake_s: float = 20.0) -> None:
-        self.loop = Loop("reception-test")
+        self.loop = SocketLoop("reception-test")
         self.welcomed: list[Admitted] = []
         self.refuse = False
         self.reception = Reception(P, self.loop, self._prepare, self._welcome, strangers_max, handshake_s)

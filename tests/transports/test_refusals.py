@@ -15,7 +15,7 @@ import pytest
 from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.ranks import rank_host
-from kvbaton.ranks.rank_messages import Refusals as RefusalNews
+from kvbaton.ranks.rank_messages import RankRefusals as RefusalNews
 from kvbaton.ranks.rank_planes import HostedPlane
 from kvbaton.security import handshake
 from kvbaton.security.sealing import Encrypt
@@ -34,7 +34,7 @@ from kvbaton.transports.local import region_listener
 from kvbaton.transports.local.region_listener import LENGTH, ShmEndpoint
 from kvbaton.transports.net import connection_handshake as auth
 from kvbaton.transports.net.stream_socket import Bytes, Sink, Wire, take
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, Status
+from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, FrameStatus
 from kvbaton.transports.shm.shm_transport import ShmConfig, ShmTransport
 from kvbaton.transports.staged import staged_server
 from kvbaton.transports.staged.staged_listener import SealedStagedEndpoint, StagedEndpoint
@@ -247,9 +247,9 @@ def test_memory_outside_is_a_bad_span_each_time(make: Make, plane: str, outside:
     with door.enter() as sock:
         hear_hello(plane, sock)
         for region, spans in ((0, outside), (5, [0, 8])):
-            kind = Kind.SUM if plane == "tcp+sums" else Kind.READ
+            kind = FrameKind.SUM if plane == "tcp+sums" else FrameKind.READ
             sock.sendall(request(kind, spans, region=region))
-            status = Frame(Kind.SUMS if kind is Kind.SUM else Kind.DATA, 7, status=Status.BAD_SPAN)
+            status = Frame(FrameKind.SUMS if kind is FrameKind.SUM else FrameKind.DATA, 7, status=FrameStatus.BAD_SPAN)
             assert exactly(sock, FRAME_BYTES) == status.pack()
         assert door.counts() == {"bad_span": 2}, "counted before it is answered"
     assert door.counts() == {"bad_span": 2}
@@ -258,8 +258,8 @@ def test_memory_outside_is_a_bad_span_each_time(make: Make, plane: str, outside:
 def test_a_write_outside_is_a_bad_span_too(make: Make) -> None:
     door = make("tcp")
     with door.enter() as sock:
-        sock.sendall(request(Kind.WRITE, [SIZE, 8], b"x" * 8))
-        assert exactly(sock, FRAME_BYTES) == Frame(Kind.DONE, 7, status=Status.BAD_SPAN).pack()
+        sock.sendall(request(FrameKind.WRITE, [SIZE, 8], b"x" * 8))
+        assert exactly(sock, FRAME_BYTES) == Frame(FrameKind.DONE, 7, status=FrameStatus.BAD_SPAN).pack()
     assert door.counts() == {"bad_span": 1}
 
 

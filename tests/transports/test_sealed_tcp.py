@@ -27,7 +27,7 @@ from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction
 from kvbaton.transports.net.connection_handshake import greet
 from kvbaton.transports.net.stream_socket import Wire
-from kvbaton.transports.net.transfer_frames import Kind
+from kvbaton.transports.net.transfer_frames import FrameKind
 from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport
 
 from .blocking import D, P, is_closed, play
@@ -155,7 +155,7 @@ def test_a_plain_greeting_is_refused_where_encryption_is_wanted_and_the_log_says
     there = parsed(rig.serve("on").endpoint(D))
     with caplog.at_level(logging.WARNING), socket.create_connection((there.host, there.port), 20) as sock:
         play(sock, lambda wire: greet(wire, there.secret, D, P, 0))
-        sock.sendall(plain_request(Kind.READ, [0, 64]))
+        sock.sendall(plain_request(FrameKind.READ, [0, 64]))
         assert is_closed(sock)
     assert "encrypt: d" in caplog.text and "would not encrypt" in caplog.text
 

@@ -24,8 +24,8 @@ from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction
 from kvbaton.transports.local import region_listener
-from kvbaton.transports.local.region_listener import LENGTH, Place, ShmEndpoint
-from kvbaton.transports.net.connection_handshake import Keyring, admit, greet
+from kvbaton.transports.local.region_listener import LENGTH, ShmEndpoint, SocketPlace
+from kvbaton.transports.net.connection_handshake import SecretRing, admit, greet
 from kvbaton.transports.shm.shm_transport import CAPABILITIES, ShmConfig, ShmTransport
 
 from .blocking import D, P, is_closed, play
@@ -212,7 +212,7 @@ class Liar:
     """A door that admits D and passes whatever the test wants."""
 
     def __init__(self, table: bytes, fds: list[int]) -> None:
-        keyring = Keyring()
+        keyring = SecretRing()
         self._listener = socket.socket(socket.AF_UNIX)
         name = f"kvbaton-liar-{os.getpid()}-{id(self)}"
         self._listener.bind("\0" + name)
@@ -246,16 +246,16 @@ def sealed(rig: Rig) -> Region:
 @pytest.mark.parametrize(
     "places",
     [
-        [Place(0, 0, 0, SIZE + 4096)],
-        [Place(0, 0, SIZE, 1)],
-        [Place(0, 0, -1, 10)],
-        [Place(0, 0, 0, -1)],
-        [Place(0, 0, 2**63 - 1, 2**63 - 1)],
-        [Place(0, 0, 0, 10), Place(1, 1, 0, 10)],
-        [Place(0, -1, 0, 10)],
+        [SocketPlace(0, 0, 0, SIZE + 4096)],
+        [SocketPlace(0, 0, SIZE, 1)],
+        [SocketPlace(0, 0, -1, 10)],
+        [SocketPlace(0, 0, 0, -1)],
+        [SocketPlace(0, 0, 2**63 - 1, 2**63 - 1)],
+        [SocketPlace(0, 0, 0, 10), SocketPlace(1, 1, 0, 10)],
+        [SocketPlace(0, -1, 0, 10)],
     ],
 )
-def test_a_table_that_does_not_fit_its_descriptors_is_refused(rig: Rig, places: list[Place]) -> None:
+def test_a_table_that_does_not_fit_its_descriptors_is_refused(rig: Rig, places: list[SocketPlace]) -> None:
     liar = Liar(msgspec.msgpack.encode(places), [sealed(rig).fd])
     d = rig.make(D)
     d.connect(P, liar.endpoint)
@@ -268,7 +268,7 @@ def test_a_table_that_does_not_fit_its_descriptors_is_refused(rig: Rig, places: 
 def test_memory_that_could_shrink_under_us_is_refused(rig: Rig) -> None:
     fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, SIZE)
-    liar = Liar(msgspec.msgpack.encode([Place(0, 0, 0, SIZE)]), [fd])
+    liar = Liar(msgspec.msgpack.encode([SocketPlace(0, 0, 0, SIZE)]), [fd])
     d = rig.make(D)
     d.connect(P, liar.endpoint)
     assert d.submit(read())

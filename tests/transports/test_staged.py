@@ -21,9 +21,9 @@ from kvbaton.transports.core.refusals import refusals_of
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction, FenceEnded, TransportEvent
 from kvbaton.transports.local.region_listener import LENGTH
 from kvbaton.transports.net import connection_handshake
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, Status, parse
+from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, FrameStatus, parse
 from kvbaton.transports.staged import staged_connection, staged_server
-from kvbaton.transports.staged.staged_listener import SOCKETS_MAX, Carrier, Hello, StagedEndpoint, dial
+from kvbaton.transports.staged.staged_listener import SOCKETS_MAX, Carrier, StagedEndpoint, StagedHello, dial
 from kvbaton.transports.staged.staged_transport import StagedConfig, StagedTransport
 
 from .blocking import D, P, exactly, is_closed, play, request
@@ -81,7 +81,7 @@ class Pair:
     def read_at(self, who: PeerId) -> bytes:
         return ctypes.string_at(self.memory[who], SIZE)
 
-    def lines(self) -> list[staged_connection.Line]:
+    def lines(self) -> list[staged_connection.StagedConnection]:
         crew = self.d._links[P]._crew
         return [] if crew is None else crew.lines
 
@@ -178,10 +178,10 @@ def test_a_connection_that_cannot_be_had_makes_the_plane_unreachable(
 def test_what_one_connection_is_told_must_be_told_on_all(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter((2, 3, 4))
 
-    def unlike(slot_bytes: int, slots: int, regions: dict[int, int]) -> Hello:
-        return Hello(slot_bytes, slots, {**regions, 7: next(counts)})
+    def unlike(slot_bytes: int, slots: int, regions: dict[int, int]) -> StagedHello:
+        return StagedHello(slot_bytes, slots, {**regions, 7: next(counts)})
 
-    monkeypatch.setattr(staged_server, "Hello", unlike)
+    monkeypatch.setattr(staged_server, "StagedHello", unlike)
     pair.copy(1)
     end = pair.end(1)
     assert end.reason is Reason.TRANSFER_FAILED and "other slots or regions" in end.detail
@@ -204,9 +204,9 @@ def enter(pair: Pair, stream: int, secret: bytes | None = None) -> socket.socket
     return sock
 
 
-def hello(sock: socket.socket) -> Hello:
+def hello(sock: socket.socket) -> StagedHello:
     size = LENGTH.unpack(exactly(sock, LENGTH.size))[0]
-    return msgspec.msgpack.decode(exactly(sock, size), type=Hello)
+    return msgspec.msgpack.decode(exactly(sock, size), type=StagedHello)
 
 
 def test_nobody_joins_without_the_secret_and_nobody_has_one_more_than_allowed(pair: Pair) -> None:
@@ -256,7 +256,7 @@ def test_who_asks_on_and_on_and_takes_nothing_is_cut_off(pair: Pair) -> None:
     with enter(pair, 0) as sock:
         hello(sock)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        bad = request(Kind.READ, [SIZE, 8], tag=2) * 1000
+        bad = request(FrameKind.READ, [SIZE, 8], tag=2) * 1000
         with contextlib.suppress(ConnectionError, TimeoutError):
             for _ in range(2000):
                 sock.sendall(bad)
@@ -289,11 +289,13 @@ def test_what_is_written_outside_lands_nowhere_and_costs_that_request_only(pair:
     pair.write_at(P, marks)
     with enter(pair, 0) as sock:
         hello(sock)
-        sock.sendall(request(Kind.WRITE, [SIZE - 4, 8], b"x" * 8, tag=2))
-        assert parse(exactly(sock, FRAME_BYTES), Kind.DONE) == Frame(Kind.DONE, 2, status=Status.BAD_SPAN)
-        sock.sendall(request(Kind.WRITE, [SIZE - 8, 8], b"y" * 8, tag=4))
-        assert parse(exactly(sock, FRAME_BYTES), Kind.DONE) == Frame(Kind.DONE, 4)
-        sock.sendall(request(Kind.WRITE, [0, 8], b"z" * 7, tag=6))
+        sock.sendall(request(FrameKind.WRITE, [SIZE - 4, 8], b"x" * 8, tag=2))
+        assert parse(exactly(sock, FRAME_BYTES), FrameKind.DONE) == Frame(
+            FrameKind.DONE, 2, status=FrameStatus.BAD_SPAN
+        )
+        sock.sendall(request(FrameKind.WRITE, [SIZE - 8, 8], b"y" * 8, tag=4))
+        assert parse(exactly(sock, FRAME_BYTES), FrameKind.DONE) == Frame(FrameKind.DONE, 4)
+        sock.sendall(request(FrameKind.WRITE, [0, 8], b"z" * 7, tag=6))
         assert is_closed(sock), "a payload of another size than its spans"
     assert pair.read_at(P) == marks[:-8] + b"y" * 8
 
@@ -317,7 +319,7 @@ def test_a_fence_ends_when_what_was_launched_has_ended_and_not_before(pair: Pair
     with enter(pair, 0) as sock:
         hello(sock)
         held = Held(pair)
-        sock.sendall(request(Kind.WRITE, [0, 8], b"x" * 8, tag=2))
+        sock.sendall(request(FrameKind.WRITE, [0, 8], b"x" * 8, tag=2))
         assert held.begun.wait(DEADLINE_S)
         pair.p.fence(D)
         assert is_closed(sock)
@@ -334,26 +336,26 @@ def test_a_loan_that_is_taken_back_ends_when_the_launch_by_it_has_ended(pair: Pa
     with enter(pair, 0) as sock:
         hello(sock)
         held = Held(pair)
-        sock.sendall(request(Kind.WRITE, [0, 8], b"x" * 8, tag=2))
+        sock.sendall(request(FrameKind.WRITE, [0, 8], b"x" * 8, tag=2))
         assert held.begun.wait(DEADLINE_S)
         pair.p.cancel(loan)
         assert not pair.p.drain()
         held.go.set()
         assert pair.told(CopyEnded(loan, Reason.CANCELLED), pair.p)
-        assert parse(exactly(sock, FRAME_BYTES), Kind.DONE).status is Status.OK
-        sock.sendall(request(Kind.WRITE, [0, 8], b"x" * 8, tag=2))
-        assert parse(exactly(sock, FRAME_BYTES), Kind.DONE).status is Status.NOT_LENT
+        assert parse(exactly(sock, FRAME_BYTES), FrameKind.DONE).status is FrameStatus.OK
+        sock.sendall(request(FrameKind.WRITE, [0, 8], b"x" * 8, tag=2))
+        assert parse(exactly(sock, FRAME_BYTES), FrameKind.DONE).status is FrameStatus.NOT_LENT
 
 
 def test_a_payload_that_is_still_coming_holds_no_loan_up(pair: Pair) -> None:
     loan = JobId((1 << 40) + 1)
     with enter(pair, 0) as sock:
         hello(sock)
-        sock.sendall(request(Kind.WRITE, [0, 8], b"x" * 8, tag=2)[:-1])
+        sock.sendall(request(FrameKind.WRITE, [0, 8], b"x" * 8, tag=2)[:-1])
         pair.p.cancel(loan)
         assert pair.told(CopyEnded(loan, Reason.CANCELLED), pair.p)
         sock.sendall(b"x")
-        assert parse(exactly(sock, FRAME_BYTES), Kind.DONE).status is Status.NOT_LENT
+        assert parse(exactly(sock, FRAME_BYTES), FrameKind.DONE).status is FrameStatus.NOT_LENT
 
 
 def test_a_write_whose_connection_fell_rests_when_the_peer_is_forgotten(pair: Pair) -> None:

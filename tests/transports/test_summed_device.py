@@ -24,7 +24,7 @@ from kvbaton.transports.core.shared_memory import allocate
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.net.connection_handshake import greet
-from kvbaton.transports.net.transfer_frames import PAYLOAD_BYTES_MAX, Frame, Kind, Status
+from kvbaton.transports.net.transfer_frames import PAYLOAD_BYTES_MAX, Frame, FrameKind, FrameStatus
 from kvbaton.transports.shm.shm_transport import ShmTransport
 
 from .blocking import DEADLINE_S, D, P, is_closed, play
@@ -271,14 +271,14 @@ def test_a_question_is_bounded_and_only_about_what_is_lent(make: Callable[..., R
 
     with dial() as sock:
         sock.sendall(question([0, PIECE_BYTES, SIZE, 1]))
-        assert answer(sock)[0].status is Status.BAD_SPAN
+        assert answer(sock)[0].status is FrameStatus.BAD_SPAN
         sock.sendall(question([0, PIECE_BYTES, 3, 0]))
         frame, found = answer(sock)
-        assert frame == Frame(Kind.SUMS, 7, 16) and found[8:] == bytes(8)
+        assert frame == Frame(FrameKind.SUMS, 7, 16) and found[8:] == bytes(8)
         sock.sendall(question([0, PIECE_BYTES + 1]))
         assert is_closed(sock)
     server.cancel(JobId(EVERYTHING))  # what D may read
     server.cancel(JobId(EVERYTHING + 1))
     with dial() as sock:
         sock.sendall(question([0, 64]))
-        assert answer(sock)[0].status is Status.NOT_LENT
+        assert answer(sock)[0].status is FrameStatus.NOT_LENT

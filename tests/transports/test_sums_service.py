@@ -27,8 +27,8 @@ from kvbaton.transports.net.transfer_frames import (
     ROWS_MAX,
     WINDOW_MAX,
     Frame,
-    Kind,
-    Status,
+    FrameKind,
+    FrameStatus,
 )
 from kvbaton.transports.net.transfer_frames import parse as parse_frame
 from kvbaton.transports.tcp.tcp_transport import TcpEndpoint, TcpTransport
@@ -44,11 +44,11 @@ def question(places: list[int], tag: int = 7, region: int = 0, size: int | None 
     triples = array("q", [number for at in range(0, len(places), 2) for number in (0, places[at], places[at + 1])])
     table = to_wire(triples)
     said = sum(places[1::2]) if size is None else size
-    return Frame(Kind.SUM, tag, said, region=region, table_bytes=len(table)).pack() + table
+    return Frame(FrameKind.SUM, tag, said, region=region, table_bytes=len(table)).pack() + table
 
 
 def answer(sock: socket.socket) -> tuple[Frame, bytes]:
-    frame = parse_frame(exactly(sock, FRAME_BYTES), Kind.SUMS)
+    frame = parse_frame(exactly(sock, FRAME_BYTES), FrameKind.SUMS)
     return frame, exactly(sock, frame.payload_bytes)
 
 
@@ -81,7 +81,7 @@ class Rig:
 
     def answers(self, sock: socket.socket) -> bool:
         sock.sendall(question([100, 50], tag=99))
-        return answer(sock) == (Frame(Kind.SUMS, 99, 8), sums(100, 50))
+        return answer(sock) == (Frame(FrameKind.SUMS, 99, 8), sums(100, 50))
 
 
 @pytest.fixture
@@ -96,9 +96,9 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 def test_every_pair_of_a_question_gets_its_digest(rig: Rig) -> None:
     sock = rig.dial()
     sock.sendall(question([0, 10, SIZE - 5, 5, 0, SIZE, 3, 0], tag=1))
-    assert answer(sock) == (Frame(Kind.SUMS, 1, 32), sums(0, 10, SIZE - 5, 5, 0, SIZE, 3, 0))
+    assert answer(sock) == (Frame(FrameKind.SUMS, 1, 32), sums(0, 10, SIZE - 5, 5, 0, SIZE, 3, 0))
     sock.sendall(question([], tag=2))
-    assert answer(sock) == (Frame(Kind.SUMS, 2, 0), b"")
+    assert answer(sock) == (Frame(FrameKind.SUMS, 2, 0), b"")
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_every_pair_of_a_question_gets_its_digest(rig: Rig) -> None:
 def test_memory_outside_is_not_digested_and_costs_that_question_only(rig: Rig, places: list[int]) -> None:
     sock = rig.dial()
     sock.sendall(question([0, 8, *places], size=16))
-    assert answer(sock) == (Frame(Kind.SUMS, 7, status=Status.BAD_SPAN), b"")
+    assert answer(sock) == (Frame(FrameKind.SUMS, 7, status=FrameStatus.BAD_SPAN), b"")
     sock.sendall(question([0, 8], region=5))
-    assert answer(sock) == (Frame(Kind.SUMS, 7, status=Status.BAD_SPAN), b"")
+    assert answer(sock) == (Frame(FrameKind.SUMS, 7, status=FrameStatus.BAD_SPAN), b"")
     assert rig.answers(sock)
 
 
@@ -119,12 +119,12 @@ def test_memory_outside_is_not_digested_and_costs_that_question_only(rig: Rig, p
     "said",
     [
         question([0, 8], size=9),
-        Frame(Kind.SUM, 1, PAYLOAD_BYTES_MAX + 1).pack(),
-        Frame(Kind.SUM, 1, table_bytes=15).pack(),
-        Frame(Kind.SUM, 1, table_bytes=16 * (ROWS_MAX + 1)).pack(),
-        Frame(Kind.READ, 1).pack(),
-        Frame(Kind.WRITE, 1, 4).pack() + b"abcd",
-        Frame(Kind.SUMS, 1).pack(),
+        Frame(FrameKind.SUM, 1, PAYLOAD_BYTES_MAX + 1).pack(),
+        Frame(FrameKind.SUM, 1, table_bytes=15).pack(),
+        Frame(FrameKind.SUM, 1, table_bytes=16 * (ROWS_MAX + 1)).pack(),
+        Frame(FrameKind.READ, 1).pack(),
+        Frame(FrameKind.WRITE, 1, 4).pack() + b"abcd",
+        Frame(FrameKind.SUMS, 1).pack(),
         b"\xff" * FRAME_BYTES,
     ],
     ids=["wrong_size", "too_large", "torn_table", "too_many_rows", "a_read", "a_write", "an_answer", "noise"],
@@ -214,7 +214,11 @@ def test_who_may_only_write_learns_nothing_of_what_was_there() -> None:
     try:
         rig.server.cancel(JobId(EVERYTHING))  # to read; what it may write stays
         sock = rig.dial()
-        for spans, status in (([0, 1], Status.NOT_LENT), ([0, 64, 64, 15], Status.NOT_LENT), ([0, 16], Status.OK)):
+        for spans, status in (
+            ([0, 1], FrameStatus.NOT_LENT),
+            ([0, 64, 64, 15], FrameStatus.NOT_LENT),
+            ([0, 16], FrameStatus.OK),
+        ):
             sock.sendall(question(spans))
             assert answer(sock)[0].status is status
     finally:

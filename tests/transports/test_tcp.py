@@ -16,8 +16,8 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId
 from kvbaton.transports.core import jobs
 from kvbaton.transports.core.loans import EVERYTHING, lend_everything
 from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction
-from kvbaton.transports.net.connection_handshake import Keyring, admit
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, Status
+from kvbaton.transports.net.connection_handshake import SecretRing, admit
+from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, FrameStatus
 from kvbaton.transports.tcp import tcp_transport
 from kvbaton.transports.tcp.tcp_transport import TcpConfig, TcpEndpoint, TcpTransport
 
@@ -170,7 +170,7 @@ def test_when_only_some_streams_can_be_dialled_the_others_carry_all(
     def out_of_descriptors(self: object) -> socket.socket:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("kvbaton.transports.tcp.tcp_client.Route.dial", out_of_descriptors)
+    monkeypatch.setattr("kvbaton.transports.tcp.tcp_client.TcpRoute.dial", out_of_descriptors)
     for job in range(1, 20):
         assert d.submit(read(job, SIZE))
     assert {end.reason for end in ends(d, 19)} == {None}
@@ -216,7 +216,7 @@ class Liar:
 
     def __init__(self, say: Callable[[socket.socket], None]) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._keyring = Keyring()
+        self._keyring = SecretRing()
         self._say = say
         self.endpoint = endpoint_of(self._listener.getsockname()[1], self._keyring.mint(D))
         self._held: list[socket.socket] = []
@@ -246,12 +246,12 @@ class Liar:
 
 
 LIES: dict[str, Callable[[Frame], bytes]] = {
-    "another tag": lambda asked: Frame(Kind.DATA, asked.tag + 1, 64).pack() + bytes(64),
-    "too few bytes": lambda asked: Frame(Kind.DATA, asked.tag, 63).pack() + bytes(63),
-    "too many bytes": lambda asked: Frame(Kind.DATA, asked.tag, 65).pack() + bytes(65),
-    "the wrong kind": lambda asked: Frame(Kind.DONE, asked.tag).pack(),
-    "bytes with a refusal": lambda asked: Frame(Kind.DATA, asked.tag, 64, Status.BAD_SPAN).pack() + bytes(64),
-    "a request": lambda asked: Frame(Kind.READ, asked.tag).pack(),
+    "another tag": lambda asked: Frame(FrameKind.DATA, asked.tag + 1, 64).pack() + bytes(64),
+    "too few bytes": lambda asked: Frame(FrameKind.DATA, asked.tag, 63).pack() + bytes(63),
+    "too many bytes": lambda asked: Frame(FrameKind.DATA, asked.tag, 65).pack() + bytes(65),
+    "the wrong kind": lambda asked: Frame(FrameKind.DONE, asked.tag).pack(),
+    "bytes with a refusal": lambda asked: Frame(FrameKind.DATA, asked.tag, 64, FrameStatus.BAD_SPAN).pack() + bytes(64),
+    "a request": lambda asked: Frame(FrameKind.READ, asked.tag).pack(),
     "noise": lambda asked: b"\xff" * 200,
     "an end": lambda asked: b"",
 }
@@ -262,7 +262,7 @@ def test_a_server_that_lies_fails_the_copy_and_touches_nothing_else(
     make: Callable[..., TcpTransport], lie: str
 ) -> None:
     def say(sock: socket.socket) -> None:
-        asked = Frame(Kind.READ, int.from_bytes(exactly(sock, FRAME_BYTES)[12:20], "little"))
+        asked = Frame(FrameKind.READ, int.from_bytes(exactly(sock, FRAME_BYTES)[12:20], "little"))
         sock.sendall(LIES[lie](asked))
         sock.shutdown(socket.SHUT_WR)
 
@@ -279,10 +279,10 @@ def test_a_server_that_lies_fails_the_copy_and_touches_nothing_else(
 
 def test_a_refusal_by_the_server_fails_that_copy_as_a_bad_span(make: Callable[..., TcpTransport]) -> None:
     def say(sock: socket.socket) -> None:
-        for status in (Status.BAD_SPAN, Status.OK):
+        for status in (FrameStatus.BAD_SPAN, FrameStatus.OK):
             tag = int.from_bytes(exactly(sock, FRAME_BYTES + 16)[12:20], "little")
             data = b"" if status else b"y" * 64
-            sock.sendall(Frame(Kind.DATA, tag, len(data), status).pack() + data)
+            sock.sendall(Frame(FrameKind.DATA, tag, len(data), status).pack() + data)
 
     liar, d = Liar(say), make(D, streams=1)
     d.connect(P, liar.endpoint)

@@ -9,14 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, PAYLOAD_BYTES_MAX, ROWS_MAX, Frame, Kind, Status, parse
+from kvbaton.transports.net.transfer_frames import (
+    FRAME_BYTES,
+    PAYLOAD_BYTES_MAX,
+    ROWS_MAX,
+    Frame,
+    FrameKind,
+    FrameStatus,
+    parse,
+)
 
 FRAMES = st.builds(
     Frame,
-    kind=st.sampled_from(Kind),
+    kind=st.sampled_from(FrameKind),
     tag=st.integers(0, 2**64 - 1),
     payload_bytes=st.integers(0, PAYLOAD_BYTES_MAX),
-    status=st.sampled_from(Status),
+    status=st.sampled_from(FrameStatus),
     region=st.integers(0, 2**32 - 1),
     table_bytes=st.integers(0, ROWS_MAX).map(lambda rows: rows * 16),
 )
@@ -27,14 +35,14 @@ FRAMES = st.builds(
 def test_a_frame_survives_the_wire(frame: Frame) -> None:
     packed = frame.pack()
     assert len(packed) == FRAME_BYTES
-    assert parse(packed, *Kind) == frame
+    assert parse(packed, *FrameKind) == frame
 
 
 @settings(deadline=None)  # a busy machine is not a failure
 @given(st.binary(min_size=FRAME_BYTES, max_size=FRAME_BYTES))
 def test_noise_is_a_frame_within_bounds_or_refused(noise: bytes) -> None:
     try:
-        frame = parse(noise, *Kind)
+        frame = parse(noise, *FrameKind)
     except ProtocolError:
         return
     assert frame.payload_bytes <= PAYLOAD_BYTES_MAX and frame.table_bytes <= ROWS_MAX * 16
@@ -55,5 +63,5 @@ def test_noise_is_a_frame_within_bounds_or_refused(noise: bytes) -> None:
 )
 def test_what_breaks_a_bound_is_refused_by_name(fields: tuple[int, ...], reason: Reason) -> None:
     with pytest.raises(ProtocolError) as refused:
-        parse(struct.pack("<BBHIIQQ", *fields), Kind.READ, Kind.WRITE)
+        parse(struct.pack("<BBHIIQQ", *fields), FrameKind.READ, FrameKind.WRITE)
     assert refused.value.reason is reason

@@ -13,7 +13,7 @@ from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.ids import JobId
 from kvbaton.transports.core.loans import EVERYTHING, lend_everything
 from kvbaton.transports.core.transport import FenceEnded
-from kvbaton.transports.net.transfer_frames import WINDOW_MAX, Frame, Kind, Status
+from kvbaton.transports.net.transfer_frames import WINDOW_MAX, Frame, FrameKind, FrameStatus
 from kvbaton.transports.tcp.tcp_server import STREAMS_PER_PEER_MAX
 from kvbaton.transports.tcp.tcp_transport import TcpConfig, TcpTransport
 
@@ -38,9 +38,9 @@ class Rig:
         return self.socks[-1]
 
     def serves(self, sock: socket.socket) -> bool:
-        sock.sendall(request(Kind.READ, [100, 50], tag=99))
+        sock.sendall(request(FrameKind.READ, [100, 50], tag=99))
         frame, data = answer(sock)
-        return (frame.tag, frame.status, data) == (99, Status.OK, bytes(self.memory[100:150]))
+        return (frame.tag, frame.status, data) == (99, FrameStatus.OK, bytes(self.memory[100:150]))
 
 
 @pytest.fixture
@@ -54,15 +54,15 @@ def rig() -> Iterator[Rig]:
 
 def test_reads_are_answered_in_order_with_the_bytes_asked_for(rig: Rig) -> None:
     sock = rig.dial()
-    sock.sendall(request(Kind.READ, [0, 10, SIZE - 5, 5], tag=1) + request(Kind.READ, [7, 3], tag=2))
-    assert answer(sock) == (Frame(Kind.DATA, 1, 15), DATA[:10] + DATA[-5:])
-    assert answer(sock) == (Frame(Kind.DATA, 2, 3), DATA[7:10])
+    sock.sendall(request(FrameKind.READ, [0, 10, SIZE - 5, 5], tag=1) + request(FrameKind.READ, [7, 3], tag=2))
+    assert answer(sock) == (Frame(FrameKind.DATA, 1, 15), DATA[:10] + DATA[-5:])
+    assert answer(sock) == (Frame(FrameKind.DATA, 2, 3), DATA[7:10])
 
 
 def test_a_write_is_answered_when_it_is_visible(rig: Rig) -> None:
     sock = rig.dial()
-    sock.sendall(request(Kind.WRITE, [4, 2, 0, 1], b"abc"))
-    assert answer(sock) == (Frame(Kind.DONE, 7), b"")
+    sock.sendall(request(FrameKind.WRITE, [4, 2, 0, 1], b"abc"))
+    assert answer(sock) == (Frame(FrameKind.DONE, 7), b"")
     assert rig.memory[:6] == b"c" + DATA[1:4] + b"ab"
 
 
@@ -72,30 +72,30 @@ def test_what_is_not_lent_is_neither_read_nor_written(rig: Rig) -> None:
         rig.server.cancel(JobId(job))
     sock = rig.dial()
     for spans in ([0, SIZE], [0, 1], [SIZE - 1, 1], [100, 50, 4096, 64]):
-        sock.sendall(request(Kind.READ, spans))
-        assert answer(sock) == (Frame(Kind.DATA, 7, status=Status.NOT_LENT), b"")
-        sock.sendall(request(Kind.WRITE, spans, bytes(sum(spans[1::2]))))
-        assert answer(sock) == (Frame(Kind.DONE, 7, status=Status.NOT_LENT), b"")
+        sock.sendall(request(FrameKind.READ, spans))
+        assert answer(sock) == (Frame(FrameKind.DATA, 7, status=FrameStatus.NOT_LENT), b"")
+        sock.sendall(request(FrameKind.WRITE, spans, bytes(sum(spans[1::2]))))
+        assert answer(sock) == (Frame(FrameKind.DONE, 7, status=FrameStatus.NOT_LENT), b"")
     assert bytes(rig.memory) == DATA and rig.server.refusals["not_lent"] == 8
 
 
 def test_a_write_under_way_when_it_is_taken_back_ends_the_loan_only_once_it_has_landed(rig: Rig) -> None:
     sock = rig.dial()
-    whole = request(Kind.WRITE, [0, 8], b"abcdefgh")
+    whole = request(FrameKind.WRITE, [0, 8], b"abcdefgh")
     sock.sendall(whole[:-4])
     assert poll(lambda: rig.memory[:4] == b"abcd", 20)
     rig.server.cancel(JobId(EVERYTHING + 1))
     assert rig.server.drain() == []
     sock.sendall(whole[-4:])
-    assert answer(sock) == (Frame(Kind.DONE, 7), b"")
+    assert answer(sock) == (Frame(FrameKind.DONE, 7), b"")
     assert poll(lambda: [event.job for event in rig.server.drain()] == [EVERYTHING + 1], 20)  # type: ignore[union-attr]
-    sock.sendall(request(Kind.WRITE, [0, 1], b"x"))
-    assert answer(sock)[0].status is Status.NOT_LENT and rig.memory[:8] == b"abcdefgh"
+    sock.sendall(request(FrameKind.WRITE, [0, 1], b"x"))
+    assert answer(sock)[0].status is FrameStatus.NOT_LENT and rig.memory[:8] == b"abcdefgh"
 
 
 def test_who_never_finishes_its_write_is_cut_off_and_holds_no_loan(rig: Rig) -> None:
     sock = rig.dial()
-    sock.sendall(request(Kind.WRITE, [0, 8], b"abcdefgh")[:-4])
+    sock.sendall(request(FrameKind.WRITE, [0, 8], b"abcdefgh")[:-4])
     assert poll(lambda: rig.memory[:4] == b"abcd", 20)
     rig.server.cancel(JobId(EVERYTHING + 1))
     assert poll(lambda: [event.job for event in rig.server.drain()] == [EVERYTHING + 1], 20)  # type: ignore[union-attr]
@@ -108,33 +108,33 @@ BAD = [[-1, 8], [SIZE - 7, 8], [SIZE, 1], [0, SIZE + 1], [2**63 - 1, 8], [8, 2**
 @pytest.mark.parametrize("spans", BAD)
 def test_a_read_outside_memory_costs_that_copy_only(rig: Rig, spans: list[int]) -> None:
     sock = rig.dial()
-    head = request(Kind.READ, [0, 8, *spans])
-    sock.sendall(Frame(Kind.READ, 7, 16, table_bytes=32).pack() + head[-32:])
-    assert answer(sock) == (Frame(Kind.DATA, 7, status=Status.BAD_SPAN), b"")
+    head = request(FrameKind.READ, [0, 8, *spans])
+    sock.sendall(Frame(FrameKind.READ, 7, 16, table_bytes=32).pack() + head[-32:])
+    assert answer(sock) == (Frame(FrameKind.DATA, 7, status=FrameStatus.BAD_SPAN), b"")
     assert rig.serves(sock)
 
 
 @pytest.mark.parametrize("spans", BAD)
 def test_a_write_outside_memory_lands_nothing_and_costs_that_copy_only(rig: Rig, spans: list[int]) -> None:
     sock = rig.dial()
-    sock.sendall(request(Kind.WRITE, [0, 8, *spans], b"x" * 300_000))
-    assert answer(sock) == (Frame(Kind.DONE, 7, status=Status.BAD_SPAN), b"")
+    sock.sendall(request(FrameKind.WRITE, [0, 8, *spans], b"x" * 300_000))
+    assert answer(sock) == (Frame(FrameKind.DONE, 7, status=FrameStatus.BAD_SPAN), b"")
     assert rig.memory == DATA
     assert rig.serves(sock)
 
 
 def test_an_unknown_region_costs_that_copy_only(rig: Rig) -> None:
     sock = rig.dial()
-    for kind, payload in ((Kind.READ, b""), (Kind.WRITE, b"xxxxxxxx")):
+    for kind, payload in ((FrameKind.READ, b""), (FrameKind.WRITE, b"xxxxxxxx")):
         sock.sendall(request(kind, [0, 8], payload, region=5))
-        assert answer(sock)[0].status is Status.BAD_SPAN
+        assert answer(sock)[0].status is FrameStatus.BAD_SPAN
     assert rig.serves(sock) and rig.memory == DATA
 
 
 def test_an_empty_request_is_answered(rig: Rig) -> None:
     sock = rig.dial()
-    sock.sendall(request(Kind.READ, []) + request(Kind.WRITE, []))
-    assert [answer(sock)[0].status for _ in range(2)] == [Status.OK, Status.OK]
+    sock.sendall(request(FrameKind.READ, []) + request(FrameKind.WRITE, []))
+    assert [answer(sock)[0].status for _ in range(2)] == [FrameStatus.OK, FrameStatus.OK]
 
 
 @pytest.mark.parametrize(
@@ -142,10 +142,10 @@ def test_an_empty_request_is_answered(rig: Rig) -> None:
     [
         bytes(28),
         b"\xff" * 1000,
-        Frame(Kind.DATA, 1).pack(),
-        Frame(Kind.READ, 1, 9, table_bytes=16).pack() + bytes(8) + (8).to_bytes(8, "little"),
-        request(Kind.WRITE, [0, 8], b"123456789"),
-        Frame(Kind.READ, 1, 8, table_bytes=8).pack(),
+        Frame(FrameKind.DATA, 1).pack(),
+        Frame(FrameKind.READ, 1, 9, table_bytes=16).pack() + bytes(8) + (8).to_bytes(8, "little"),
+        request(FrameKind.WRITE, [0, 8], b"123456789"),
+        Frame(FrameKind.READ, 1, 8, table_bytes=8).pack(),
     ],
     ids=["zeros", "ones", "an answer", "wrong sum", "too much payload", "odd table"],
 )
@@ -160,7 +160,7 @@ def test_requests_without_end_and_without_listening_cost_that_connection_only(ri
     good, sock = rig.dial(stream=1), rig.dial(stream=0)
     with pytest.raises(ConnectionError):
         for _ in range(100 * WINDOW_MAX):
-            sock.sendall(request(Kind.READ, [0, SIZE]))
+            sock.sendall(request(FrameKind.READ, [0, SIZE]))
     assert rig.serves(good)
 
 
@@ -168,7 +168,7 @@ def test_a_connection_that_dies_in_the_middle_costs_nobody_else(rig: Rig) -> Non
     good = rig.dial(stream=1)
     for cut in (10, 30, 60, 1000):
         sock = rig.dial()
-        sock.sendall(request(Kind.WRITE, [0, 10_000], b"x" * 10_000)[:cut])
+        sock.sendall(request(FrameKind.WRITE, [0, 10_000], b"x" * 10_000)[:cut])
         sock.close()
     assert rig.serves(good)
 
@@ -192,7 +192,7 @@ def fence(rig: Rig) -> None:
 def test_a_fence_stops_a_write_in_the_middle_of_its_payload(rig: Rig) -> None:
     socks = [rig.dial(stream) for stream in range(3)]
     for index, sock in enumerate(socks):
-        sock.sendall(request(Kind.WRITE, [index * 1000, 1000], b"x" * 1000)[:500])
+        sock.sendall(request(FrameKind.WRITE, [index * 1000, 1000], b"x" * 1000)[:500])
     assert poll(lambda: rig.memory != DATA, 20)
     fence(rig)
     rig.memory[:] = DATA

@@ -13,8 +13,8 @@ import pytest
 from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.transports.core.mover import choose_mover
-from kvbaton.transports.net.socket_loop import Loop
-from kvbaton.transports.net.stream_socket import Bytes, Script, Skip, Strip, Wire, take
+from kvbaton.transports.net.socket_loop import SocketLoop
+from kvbaton.transports.net.stream_socket import Bytes, ByteStrip, Script, Skip, Wire, take
 
 from .blocking import is_closed, tcp_pair
 
@@ -23,7 +23,7 @@ class Rig:
     """One wire on a loop; the test holds the other end."""
 
     def __init__(self) -> None:
-        self.loop = Loop("wire-test")
+        self.loop = SocketLoop("wire-test")
         near, self.far = socket.socketpair()
         near.setblocking(False)
         self.far.settimeout(20)
@@ -45,8 +45,8 @@ def rig() -> Iterator[Rig]:
     rig.far.close()
 
 
-def strip(memory: bytearray, *pairs: int) -> Strip:
-    return Strip(choose_mover(), memoryview(memory), array("q", pairs), 2, sum(pairs[1::2]))
+def strip(memory: bytearray, *pairs: int) -> ByteStrip:
+    return ByteStrip(choose_mover(), memoryview(memory), array("q", pairs), 2, sum(pairs[1::2]))
 
 
 def test_a_script_reads_like_blocking_code(rig: Rig) -> None:
@@ -168,7 +168,7 @@ def test_a_lingering_wire_sends_and_lands_nothing_and_waits_for_the_end(rig: Rig
 def test_a_wire_that_was_reset_before_it_lingers_was_closed_by_the_peer() -> None:
     near, far = tcp_pair()
     near.setblocking(False)
-    loop, done = Loop("wire-test"), threading.Event()
+    loop, done = SocketLoop("wire-test"), threading.Event()
     closed: list[bool] = []
     wire = Wire(loop, near, lambda _detail, by_peer: closed.append(by_peer))
 

@@ -21,7 +21,7 @@ from kvbaton.local_cluster.router_front import Sources, fronted
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.router.router_settings import RouterSettings
-from kvbaton.router.workers.directory import Worker
+from kvbaton.router.workers.directory import ListedEngine
 from tests.vllm.engines import Answer, Engine, ask, connector_config, free_port, make_cluster_keys, start_engine, until
 
 MODES = ("pull", "stream", "push")
@@ -156,7 +156,7 @@ def running_duo(
 
 @contextlib.contextmanager
 def kvbaton_router(
-    key_directory: Path, workers: Sequence[Worker] = ()
+    key_directory: Path, workers: Sequence[ListedEngine] = ()
 ) -> Iterator[tuple[str, str, Callable[[], set[str]]]]:
     """kvbaton's router and registry on a thread of this process; `workers` are those that do not register."""
     ring = keyring.load(key_directory, "router")

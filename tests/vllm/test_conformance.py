@@ -11,7 +11,7 @@ import pytest
 
 from kvbaton.proof.conformance import configs
 from kvbaton.proof.conformance.case_registry import all_cases, run_case
-from kvbaton.proof.conformance.conformance_engine import Engine, Outcome
+from kvbaton.proof.conformance.conformance_engine import LabEngine, StepOutcome
 from kvbaton.proof.conformance.conformance_oracle import WrongKvError, answer
 from kvbaton.proof.conformance.interleave import run_seed
 from kvbaton.proof.conformance.lab import Lab, prompt_of
@@ -21,22 +21,22 @@ pytestmark = pytest.mark.timeout(300)  # the first import of vLLM alone takes a 
 
 PROBE = "kvbaton.proof.conformance.probe"
 SHAPES = {
-    "plain": configs.Shape(),
-    "two groups": configs.Shape(windows=(0, 8)),
-    "pipelined": configs.Shape(pipelined=True),
-    "not aggregated": configs.Shape(aggregated=False),
-    "blocks outermost": configs.Shape(layout="BLHNC"),
+    "plain": configs.EngineShape(),
+    "two groups": configs.EngineShape(windows=(0, 8)),
+    "pipelined": configs.EngineShape(pipelined=True),
+    "not aggregated": configs.EngineShape(aggregated=False),
+    "blocks outermost": configs.EngineShape(layout="BLHNC"),
 }
 
 
-def pair(shape: configs.Shape, fault: str = "") -> tuple[Engine, Engine]:
-    def engine(name: str, fault: str) -> Engine:
-        return Engine(shape, {"name": name, "fault": fault}, module=PROBE, connector="Probe")
+def pair(shape: configs.EngineShape, fault: str = "") -> tuple[LabEngine, LabEngine]:
+    def engine(name: str, fault: str) -> LabEngine:
+        return LabEngine(shape, {"name": name, "fault": fault}, module=PROBE, connector="Probe")
 
     return engine("p", ""), engine("d", fault)
 
 
-def hand_over(p: Engine, d: Engine, prompt: list[int], steps: int = 80) -> Outcome:
+def hand_over(p: LabEngine, d: LabEngine, prompt: list[int], steps: int = 80) -> StepOutcome:
     at_p = p.add(prompt, {"do_remote_decode": True}, max_tokens=1)
     while p.step():
         pass
@@ -58,13 +58,13 @@ def test_a_right_connector_passes(shape: str) -> None:
 
 
 def test_a_load_that_copies_nothing_is_seen_at_the_first_token() -> None:
-    p, d = pair(configs.Shape(), "copies nothing")
+    p, d = pair(configs.EngineShape(), "copies nothing")
     with pytest.raises(WrongKvError, match=r"position 0 .* holds poison"):
         hand_over(p, d, prompt_of(20))
 
 
 def test_a_source_that_was_reused_is_seen() -> None:
-    p, d = pair(configs.Shape(blocks=9, prefix_caching=False))
+    p, d = pair(configs.EngineShape(blocks=9, prefix_caching=False))
     first = p.add(prompt_of(20, 1), {"do_remote_decode": True}, max_tokens=1)
     second = p.add(prompt_of(20, 2), max_tokens=1)
     while p.step():
@@ -80,7 +80,7 @@ def test_layers_announced_before_the_device_has_computed_them_are_seen() -> None
     """The connector takes a host's cache for computed when its hook is called; the suite's late device has not."""
     lab = Lab(overlapped=True, before_executing=lambda: time.sleep(0.02))
     try:
-        lab.duo(configs.Shape(chunk_tokens=8), layerwise=True)
+        lab.duo(configs.EngineShape(chunk_tokens=8), layerwise=True)
         with pytest.raises(WrongKvError):
             for seed in range(6):  # the first step is only listened to
                 lab.finish(lab.hand_over("stream", prompt_of(60, seed)))
@@ -89,20 +89,20 @@ def test_layers_announced_before_the_device_has_computed_them_are_seen() -> None
 
 
 def test_a_report_of_nobody_is_vllm_s_assertion() -> None:
-    p, d = pair(configs.Shape(), "reports the unknown")
+    p, d = pair(configs.EngineShape(), "reports the unknown")
     with pytest.raises(AssertionError):
         hand_over(p, d, prompt_of(20))
 
 
 def test_a_load_that_is_never_reported_stays_on_the_books() -> None:
-    p, d = pair(configs.Shape(), "never reports")
+    p, d = pair(configs.EngineShape(), "never reports")
     assert hand_over(p, d, prompt_of(20)).reason is None
     assert d.blocks_left == 5
     assert d.has_work
 
 
 def test_a_failed_load_is_computed_here() -> None:
-    p, d = pair(configs.Shape(), "fails")
+    p, d = pair(configs.EngineShape(), "fails")
     assert hand_over(p, d, prompt_of(20)).tokens == answer(prompt_of(20), 5)
     assert d.watch.failed
     assert d.blocks_left == 0

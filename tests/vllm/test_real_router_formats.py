@@ -19,7 +19,7 @@ from kvbaton.api.http import serving
 from kvbaton.api.request_ids import Addresses, HostPort, MoriioAddress, PeerAddress, parse, parse_address, transfer_hex
 from kvbaton.control.moriio import (
     MoriioAnnouncer,
-    Registration,
+    MoriioRegistration,
     Role,
     TransferMode,
     p2p_nccl_registration,
@@ -111,7 +111,7 @@ async def pair() -> AsyncIterator[tuple[Worker, Worker]]:
 
 
 @asynccontextmanager
-async def announced(discovery: str, *said: Registration) -> AsyncIterator[None]:
+async def announced(discovery: str, *said: MoriioRegistration) -> AsyncIterator[None]:
     announcers = [MoriioAnnouncer(discovery, one) for one in said]
     for announcer in announcers:
         announcer.start()

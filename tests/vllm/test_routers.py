@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.router.workers.directory import Worker
+from kvbaton.router.workers.directory import ListedEngine
 from tests.vllm.duo import (
     MODES,
     TOKENS,
@@ -74,7 +74,7 @@ def duo(
     directory = tmp_path_factory.mktemp("announced")
     key_directory = make_cluster_keys(directory / "keys", ["p0", "d0"])
     with announced_pair(vllm_python, tiny("llama"), directory, discovery) as (p, d):
-        workers = [Worker(WorkerId("p0"), "prefill", p.url), Worker(WorkerId("d0"), "decode", d.url)]
+        workers = [ListedEngine(WorkerId("p0"), "prefill", p.url), ListedEngine(WorkerId("d0"), "decode", d.url)]
         with kvbaton_router(key_directory, workers) as (url, _, _):
             yield Duo(p, d, url, key_directory)
 

@@ -1,6 +1,7 @@
 """procfs: READ from another process of this host by `pread`, through `/proc/PID/fd`. One thread copies.
 
-Memory of `kvbaton.transports.core.shared_memory` is a file without a name. Its owner tells a peer where to find it; the peer opens
+Memory of `kvbaton.transports.core.shared_memory` is a file without a name. Its owner tells a peer where to find it;
+the peer opens
 it and reads. The kernel lets only processes of the same user do that, so there is no secret to mint; and a peer that
 has opened the file keeps it, so the plane does not enforce what is lent.
 
@@ -19,9 +20,9 @@ import msgspec
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
-from kvbaton.transports.catalogue_entry import Plane
-from kvbaton.transports.core.jobs import Job
-from kvbaton.transports.core.shared_memory import Registered, region_of
+from kvbaton.transports.catalogue_entry import CatalogueEntry
+from kvbaton.transports.core.jobs import CopyJob
+from kvbaton.transports.core.shared_memory import RegisteredMemory, region_of
 from kvbaton.transports.core.shell import PlaneShell
 
 CAPABILITIES = Capabilities(
@@ -74,11 +75,11 @@ class ProcfsTransport(PlaneShell[Files]):
     """The shell has `submit`, `cancel`, `disconnect`, `drain` and `close`; here is what is procfs's own."""
 
     capabilities = CAPABILITIES
-    _memory: Registered
+    _memory: RegisteredMemory
 
     def __init__(self, me: PeerId) -> None:
         super().__init__(me, COPIES_MAX)
-        self._memory = Registered()
+        self._memory = RegisteredMemory()
         self._places: dict[int, Place] = {}
         self._todo: queue.SimpleQueue[partial[None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"procfs-{me}", daemon=True)
@@ -112,7 +113,7 @@ class ProcfsTransport(PlaneShell[Files]):
 
     # --- hooks of the shell
 
-    def _start(self, job: Job, link: Files) -> None:
+    def _start(self, job: CopyJob, link: Files) -> None:
         job.parts.append(job.copy.spans)
         self._todo.put(partial(self._copy, job, link))
 
@@ -130,7 +131,7 @@ class ProcfsTransport(PlaneShell[Files]):
         while (action := self._todo.get()) is not None:
             action()
 
-    def _copy(self, job: Job, link: Files) -> None:
+    def _copy(self, job: CopyJob, link: Files) -> None:
         if self._jobs.begin(job) is None:
             return  # it was cancelled before it began
         try:
@@ -142,7 +143,7 @@ class ProcfsTransport(PlaneShell[Files]):
         else:
             self._jobs.part_ended(job)
 
-    def _move(self, job: Job, link: Files) -> None:
+    def _move(self, job: CopyJob, link: Files) -> None:
         copy = job.copy
         file, place = link.file(copy.remote_region)
         self._total(copy, place.size)  # all spans, before a byte moves
@@ -161,7 +162,7 @@ class ProcfsTransport(PlaneShell[Files]):
                 at += count
 
 
-PLANE = Plane(
+PLANE = CatalogueEntry(
     name="procfs",
     what="host memory of another process of this host, by pread",
     needs="Linux",

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.bodies import Kind
+from kvbaton.api.bodies import BodyKind
 
 _DECIMALS = 4  # 0.0001 is the smallest that Python writes without an exponent
 
@@ -24,12 +24,12 @@ class Token(msgspec.Struct, frozen=True):
     logprobs: tuple[tuple[int, float], ...] = ()
 
 
-class Shape:
+class AnswerShape:
     """Builds the answers and chunks of one choice."""
 
     def __init__(
         self,
-        kind: Kind,
+        kind: BodyKind,
         *,
         model: str,
         request_id: str,
@@ -38,7 +38,7 @@ class Shape:
         top: int | None = None,
     ) -> None:
         self._kind = kind
-        prefix = "cmpl" if kind is Kind.COMPLETION else "chatcmpl"
+        prefix = "cmpl" if kind is BodyKind.COMPLETION else "chatcmpl"
         self._head = {"id": f"{prefix}-{request_id}", "created": created_unix_s, "model": model}
         self._token_text = token_text
         self._top = top  # None: no log probabilities are wanted
@@ -46,19 +46,19 @@ class Shape:
 
     def opening(self) -> dict[str, Any] | None:
         """The chunk that comes before any token, where the format has one."""
-        if self._kind is Kind.COMPLETION:
+        if self._kind is BodyKind.COMPLETION:
             return None
         return self._chunk({"delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
     def token(self, spoken: Token) -> dict[str, Any]:
         logprobs = self._logprobs([spoken])
-        if self._kind is Kind.COMPLETION:
+        if self._kind is BodyKind.COMPLETION:
             return self._chunk({"text": spoken.text, "logprobs": logprobs, "finish_reason": None})
         return self._chunk({"delta": {"content": spoken.text}, "logprobs": logprobs, "finish_reason": None})
 
     def ending(self, text: str, reason: str) -> dict[str, Any]:
         """The last chunk: text held back until now, and why it ends."""
-        if self._kind is Kind.COMPLETION:
+        if self._kind is BodyKind.COMPLETION:
             return self._chunk({"text": text, "logprobs": None, "finish_reason": reason})
         return self._chunk({"delta": {"content": text} if text else {}, "logprobs": None, "finish_reason": reason})
 
@@ -67,7 +67,7 @@ class Shape:
 
     def whole(self, tokens: Sequence[Token], text: str, reason: str, usage: dict[str, Any]) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": 0, "logprobs": self._logprobs(tokens), "finish_reason": reason}
-        if self._kind is Kind.COMPLETION:
+        if self._kind is BodyKind.COMPLETION:
             choice["text"] = text
             kind = "text_completion"
         else:
@@ -76,13 +76,13 @@ class Shape:
         return {**self._head, "object": kind, "choices": [choice], "usage": usage}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        kind = "text_completion" if self._kind is Kind.COMPLETION else "chat.completion.chunk"
+        kind = "text_completion" if self._kind is BodyKind.COMPLETION else "chat.completion.chunk"
         return {**self._head, "object": kind, "choices": [{"index": 0, **choice}]}
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if self._top is None:
             return None
-        if self._kind is Kind.CHAT:
+        if self._kind is BodyKind.CHAT:
             return {"content": [chat_logprob(each, self._top, self._token_text) for each in tokens if each.logprobs]}
         told = [each for each in tokens if each.logprobs]
         texts = [self._token_text(each.logprobs[0][0]) for each in told]

@@ -33,7 +33,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 Prompt = str | list[int]
 
 
-class Kind(enum.Enum):
+class BodyKind(enum.Enum):
     """Which of the endpoints; the value is its path."""
 
     COMPLETION = "/v1/completions"
@@ -44,7 +44,7 @@ class Kind(enum.Enum):
 class Body(msgspec.Struct, frozen=True):
     """One client request, checked."""
 
-    kind: Kind
+    kind: BodyKind
     fields: Mapping[str, Any]
     prompts: tuple[Prompt, ...]  # of a completion; a chat has its messages, a response its input in `fields`
     n: int
@@ -105,22 +105,22 @@ _TEXT_OR_CHAT: Mapping[str, _Check] = {
     "max_tokens": (_whole(1), "a whole number of at least 1"),
     "n": (_whole(1, CHOICES_MAX), f"a whole number from 1 to {CHOICES_MAX}"),
 }
-_CHECKS: Mapping[Kind, Mapping[str, _Check]] = {
-    Kind.COMPLETION: {
+_CHECKS: Mapping[BodyKind, Mapping[str, _Check]] = {
+    BodyKind.COMPLETION: {
         **_COMMON,
         **_TEXT_OR_CHAT,
         "logprobs": (_whole(-1), "a whole number, -1 for all"),
         "echo": (_of(bool), "true or false"),
         "best_of": (_whole(1, CHOICES_MAX), f"a whole number from 1 to {CHOICES_MAX}"),
     },
-    Kind.CHAT: {
+    BodyKind.CHAT: {
         **_COMMON,
         **_TEXT_OR_CHAT,
         "max_completion_tokens": (_whole(1), "a whole number of at least 1"),
         "logprobs": (_of(bool), "true or false"),
         "top_logprobs": (_whole(-1), "a whole number, -1 for all"),
     },
-    Kind.RESPONSES: {
+    BodyKind.RESPONSES: {
         **_COMMON,
         "instructions": (_of(str), "a text"),
         "max_output_tokens": (_whole(1), "a whole number of at least 1"),
@@ -139,7 +139,7 @@ _CHECKS: Mapping[Kind, Mapping[str, _Check]] = {
 }
 
 
-def parse(kind: Kind, data: bytes) -> Body:
+def parse(kind: BodyKind, data: bytes) -> Body:
     """The body as a type; `ApiError` (400) that names the first field that is wrong."""
     fields = _object(data)
     checks = _CHECKS[kind]
@@ -148,10 +148,10 @@ def parse(kind: Kind, data: bytes) -> Body:
         if check is not None and value is not None and not check[0](value):
             raise bad_field(name, f"got {_brief(value)}, expected {check[1]}")
     stream = bool(fields.get("stream"))
-    if kind is Kind.RESPONSES:
+    if kind is BodyKind.RESPONSES:
         _check_response(fields)
         return Body(kind, fields, (), 1, stream, True)
-    if kind is Kind.CHAT:
+    if kind is BodyKind.CHAT:
         _check_messages(fields.get("messages"))
         prompts: tuple[Prompt, ...] = ()
     elif fields.get("prompt") is None and fields.get("prompt_embeds") is not None:

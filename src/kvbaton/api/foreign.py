@@ -26,7 +26,7 @@ SHOWN_CHARS = 200
 _PROMPTS_MAX = 256
 
 
-class Lookup(msgspec.Struct):
+class ForeignLookup(msgspec.Struct):
     """What is needed to understand parameters that hold no ticket. Only the key may change, when it is rotated."""
 
     mode: Mode  # of requests that name none
@@ -44,7 +44,7 @@ def moriio_params(unique: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return source, {"do_remote_decode": False, "do_remote_prefill": True, **both}
 
 
-def translated(request_id: str, raw: Mapping[str, Any], lookup: Lookup, index: int = 0) -> TransferParams | None:
+def translated(request_id: str, raw: Mapping[str, Any], lookup: ForeignLookup, index: int = 0) -> TransferParams | None:
     """The parameters of both legs sent off at once (MoRI-IO WRITE); None where `raw` is not of that kind.
 
     `index` says which of the request's prompts and answers is meant, where the id itself does not.
@@ -113,7 +113,7 @@ def _index(addresses: request_ids.Addresses, index: int) -> int:
     return found
 
 
-def _peer(lookup: Lookup, side: str, address: request_ids.PeerAddress) -> WorkerId:
+def _peer(lookup: ForeignLookup, side: str, address: request_ids.PeerAddress) -> WorkerId:
     port = address.handshake if isinstance(address, request_ids.MoriioAddress) else address.port
     found = lookup.peer_at(address.host, port)
     if found is None:

@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.bodies import Body, Kind
+from kvbaton.api.bodies import Body, BodyKind
 
 FRAME_BYTES_MAX = 256 << 10
 """Of an answer or a choice, besides what is never taken apart; of its usage."""
 _SEED_BITS = 63
 
 
-class Part(msgspec.Struct, frozen=True):
+class AnswerPart(msgspec.Struct, frozen=True):
     """One request to an engine."""
 
     index: int
@@ -78,19 +78,19 @@ def _framed(data: bytes, inner: msgspec.Struct) -> dict[str, msgspec.Raw]:
     return _fields.decode(data)
 
 
-def split(body: Body) -> tuple[Part, ...]:
+def split(body: Body) -> tuple[AnswerPart, ...]:
     """The requests that `body` stands for, in the order of their indexes; one alone keeps its fields as they came."""
     if body.parts == 1:
-        return (Part(0, 0, 0, body.fields),)
-    parts: list[Part] = []
+        return (AnswerPart(0, 0, 0, body.fields),)
+    parts: list[AnswerPart] = []
     for prompt_index in range(max(len(body.prompts), 1)):
         for choice in range(body.n):
             fields = {name: value for name, value in body.fields.items() if name not in ("n", "best_of")}
-            if body.kind is Kind.COMPLETION:
+            if body.kind is BodyKind.COMPLETION:
                 fields["prompt"] = body.prompts[prompt_index]
             if choice and fields.get("seed") is not None:
                 fields["seed"] = _next_seed(fields["seed"], choice)
-            parts.append(Part(len(parts), prompt_index, choice, fields))
+            parts.append(AnswerPart(len(parts), prompt_index, choice, fields))
     return tuple(parts)
 
 
@@ -99,7 +99,7 @@ def _next_seed(seed: int, choice: int) -> int:
     return (seed + choice) % (1 << _SEED_BITS) if seed >= 0 else seed + choice
 
 
-def join(parts: Sequence[Part], answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def join(parts: Sequence[AnswerPart], answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One whole answer out of the parts', in order. One alone stays as it is."""
     if len(parts) == 1:
         return answers[0]
@@ -113,9 +113,9 @@ class Joiner:
 
     def __init__(self) -> None:
         self.head: dict[str, Any] = {}  # id, object, created, model: those of whoever spoke first
-        self._usages: dict[int, tuple[Part, dict[str, Any]]] = {}
+        self._usages: dict[int, tuple[AnswerPart, dict[str, Any]]] = {}
 
-    def take(self, part: Part, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def take(self, part: AnswerPart, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The choices within an answer or chunk of `part`, under the index that the client knows."""
         if not self.head:
             self.head = {
@@ -127,7 +127,7 @@ class Joiner:
             self._usages[part.index] = (part, answer["usage"])
         return [{**choice, "index": part.index} for choice in answer.get("choices") or ()]
 
-    def chunk(self, part: Part, chunk: Mapping[str, Any]) -> dict[str, Any] | None:
+    def chunk(self, part: AnswerPart, chunk: Mapping[str, Any]) -> dict[str, Any] | None:
         """A stream's chunk as the client shall see it; None where it held only usage, which comes once, at the end."""
         choices = self.take(part, chunk)
         return {**self.head, "choices": choices} if choices else None

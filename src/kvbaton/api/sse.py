@@ -22,12 +22,12 @@ LAST_TYPES = frozenset({"response.completed", "response.incomplete", "response.f
 OPENING_TYPES = frozenset({"response.created", "response.queued", "response.in_progress"})
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _SseEvent(msgspec.Struct, frozen=True):
     type: str = ""
 
 
 _encode = msgspec.json.Encoder().encode
-_told = msgspec.json.Decoder(_Told).decode
+_told = msgspec.json.Decoder(_SseEvent).decode
 
 
 def event(value: Any) -> bytes:

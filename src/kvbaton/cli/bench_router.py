@@ -54,7 +54,7 @@ _note = functools.partial(note, "bench")
 
 
 @dataclass(slots=True)
-class Findings:
+class RouterFindings:
     """What has been measured so far."""
 
     rows: list[Row] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Findings:
     commands: dict[str, str] = field(default_factory=dict)
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class RouterBenchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure."""
 
     targets: tuple[str, ...]
@@ -85,7 +85,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 class Bench:
     """The processes that every target is measured with."""
 
-    plan: Plan
+    plan: RouterBenchPlan
     site: Site
     client: Helper
     backends: Helper
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     return report.status
 
 
-def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, str]]:
+def _plan(args: argparse.Namespace) -> tuple[RouterBenchPlan, dict[str, str]]:
     """What can be measured, and how to get what cannot."""
     wanted = [name for name in args.targets if name in THEIRS]
     found = find_vllm_router(args.vllm_router, Path.cwd(), os.environ.get("PATH")) if wanted else None
@@ -141,7 +141,7 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, str]]:
     missing = dict.fromkeys(wanted, HOW_TO_GET_VLLM_ROUTER) if found is None else {}
     if missing:
         _note(f"vllm-router is not installed and will not be measured: {HOW_TO_GET_VLLM_ROUTER}")
-    plan = Plan(
+    plan = RouterBenchPlan(
         targets=tuple(name for name in args.targets if name not in missing),
         levels=(*(Level(False, count) for count in args.concurrency), Level(True, args.streams)),
         streams=args.streams, rounds=args.rounds, window_s=args.window_s, warmup_s=args.warmup_s, vllm_router=found,
@@ -150,13 +150,13 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, str]]:
     return plan, missing
 
 
-async def _run(plan: Plan) -> Findings:
+async def _run(plan: RouterBenchPlan) -> RouterFindings:
     with told_to_stop() as stop:
         return await unless_stopped(_measure(plan), stop)
 
 
-async def _measure(plan: Plan) -> Findings:
-    findings, rng = Findings(), random.Random(plan.seed)
+async def _measure(plan: RouterBenchPlan) -> RouterFindings:
+    findings, rng = RouterFindings(), random.Random(plan.seed)
     async with (
         helper("kvbaton.proof.bench.router.router_backends") as backends,
         helper("kvbaton.proof.bench.router.router_client") as client,
@@ -178,7 +178,7 @@ async def _measure(plan: Plan) -> Findings:
     return findings
 
 
-async def _target(bench: Bench, number: int, target: Standing, findings: Findings) -> None:
+async def _target(bench: Bench, number: int, target: Standing, findings: RouterFindings) -> None:
     for level in bench.plan.levels:
         row = await _one_level(bench, number, target, level)
         findings.rows.append(row)

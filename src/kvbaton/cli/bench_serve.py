@@ -49,7 +49,7 @@ note = functools.partial(screen.note, "bench")
 
 
 @dataclass(slots=True)
-class Target:
+class ServeTarget:
     """Whom to ask, and how."""
 
     name: str
@@ -121,7 +121,7 @@ async def _measure(args: argparse.Namespace, work: Work, server: ServerOptions |
     with told_to_stop() as stop:
         async with contextlib.AsyncExitStack() as stack:
             if args.targets:
-                targets = [Target(each.name, each.url, each.mode, model=args.model) for each in args.targets]
+                targets = [ServeTarget(each.name, each.url, each.mode, model=args.model) for each in args.targets]
             else:
                 targets = await _started(args, server, stack, stop)
             for target in targets:
@@ -141,7 +141,7 @@ async def _measure(args: argparse.Namespace, work: Work, server: ServerOptions |
 
 async def _started(
     args: argparse.Namespace, server: ServerOptions | None, stack: contextlib.AsyncExitStack, stop: asyncio.Event
-) -> list[Target]:
+) -> list[ServeTarget]:
     """Every cluster that a target needs, once."""
     sites: dict[str, Site] = {}
     for name in dict.fromkeys(map(site_of, args.compare)):
@@ -151,11 +151,11 @@ async def _started(
     found = []
     for name in args.compare:
         site = sites[site_of(name)]
-        found.append(Target(name, site.url, None if site_of(name) == name else name, site))
+        found.append(ServeTarget(name, site.url, None if site_of(name) == name else name, site))
     return found
 
 
-async def _probe(target: Target, work: Work) -> None:
+async def _probe(target: ServeTarget, work: Work) -> None:
     served = await ask_for_models(target.name, target.url)
     target.model = target.model or served.model
     if served.tokens_max is not None and work.longest > served.tokens_max:
@@ -166,7 +166,7 @@ async def _probe(target: Target, work: Work) -> None:
 
 
 async def _part(
-    number: int, target: Target, work: Work, findings: Findings, stop: asyncio.Event, *, rounds: int
+    number: int, target: ServeTarget, work: Work, findings: Findings, stop: asyncio.Event, *, rounds: int
 ) -> None:
     meter = Meter(work.slo, work.seed)
     meter.planned = work.planned

@@ -53,7 +53,7 @@ _note = functools.partial(note, "bench")
 
 
 @dataclass(slots=True)
-class Findings:
+class VllmFindings:
     """What has been measured so far."""
 
     rows: list[Row] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Findings:
     answers: dict[int, list[str]] = field(default_factory=dict)  # of the aggregated engine, by concurrency
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class VllmBenchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure."""
 
     setup: Setup
@@ -105,25 +105,25 @@ def run(args: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
-def _plan(args: argparse.Namespace, python: str) -> Plan:
+def _plan(args: argparse.Namespace, python: str) -> VllmBenchPlan:
     model = vllm_engine.tiny_model(python, vllm_cluster.TINY_KINDS[0], vllm_cluster.TINY_SEED)
     server = ServerOptions(python=python, model=str(model), served_name="tiny", kv_gib=args.kv_gib)
     if args.input_len + args.output_len > server.max_model_len:
         raise CommandError(f"--input-len and --output-len: more than {server.max_model_len} tokens together")
-    return Plan(
+    return VllmBenchPlan(
         setup=Setup(server=server, prefix_caching=args.prefix_caching, transport=args.transport),
         targets=args.targets, levels=args.levels, rounds=args.rounds, input_tokens=args.input_len,
         output_tokens=args.output_len, rest_s=args.rest_s, level_s=args.level_s,
     )  # fmt: skip
 
 
-async def _run(plan: Plan) -> Findings:
+async def _run(plan: VllmBenchPlan) -> VllmFindings:
     with told_to_stop() as stop:
         return await unless_stopped(_measure(plan), stop)
 
 
-async def _measure(plan: Plan) -> Findings:
-    findings = Findings()
+async def _measure(plan: VllmBenchPlan) -> VllmFindings:
+    findings = VllmFindings()
     _note(FRONT)
     for number in range(1, plan.rounds + 1):
         for name in plan.order(number):
@@ -143,7 +143,7 @@ async def _measure(plan: Plan) -> Findings:
     return findings
 
 
-def _keep_commands(findings: Findings, target: Standing) -> None:
+def _keep_commands(findings: VllmFindings, target: Standing) -> None:
     """Once for all of kvbaton's targets, which differ in what the router is asked for and in nothing else."""
     group = OURS.rstrip("-") if target.name.startswith(OURS) else target.name
     for each, line in target.commands.items():
@@ -157,7 +157,7 @@ async def _idle_cores(target: Standing) -> float:
     return round(used.engines / used.at, 3)
 
 
-async def _all_levels(plan: Plan, number: int, target: Standing, findings: Findings) -> None:
+async def _all_levels(plan: VllmBenchPlan, number: int, target: Standing, findings: VllmFindings) -> None:
     for level in plan.levels:
         row = await _one_level(plan, number, target, level, findings)
         findings.rows.append(row)
@@ -168,7 +168,7 @@ async def _all_levels(plan: Plan, number: int, target: Standing, findings: Findi
             raise CommandError(f"a process ended under load: {'; '.join(target.dead())}")
 
 
-async def _one_level(plan: Plan, number: int, target: Standing, level: Level, findings: Findings) -> Row:
+async def _one_level(plan: VllmBenchPlan, number: int, target: Standing, level: Level, findings: VllmFindings) -> Row:
     mode, server = TARGETS[target.name], plan.setup.server
     load = bench_load.Load(
         url=target.url, model=server.model, served_name=server.served_name, level=level, seed=level.concurrency,
@@ -228,7 +228,7 @@ def _shown(load: bench_load.Load) -> str:
     return shlex.join(["vllm", "bench", "serve", *load.words(Path("load.json"))])
 
 
-def _facts(plan: Plan, versions: Mapping[str, str], findings: Findings, seconds: float) -> VllmFacts:
+def _facts(plan: VllmBenchPlan, versions: Mapping[str, str], findings: VllmFindings, seconds: float) -> VllmFacts:
     return VllmFacts(
         date=run_facts.today(), machine=run_facts.machine(with_memory=True),
         versions={"kvbaton": run_facts.own_versions()["kvbaton"], **versions},
@@ -244,7 +244,7 @@ def _facts(plan: Plan, versions: Mapping[str, str], findings: Findings, seconds:
     )  # fmt: skip
 
 
-def _tell(findings: Findings, facts: VllmFacts, ok: bool, *, as_json: bool) -> None:
+def _tell(findings: VllmFindings, facts: VllmFacts, ok: bool, *, as_json: bool) -> None:
     rows, found = findings.rows, bench_rows.ratios(findings.rows)
     wrong = [*findings.failures, *bench_rows.complaints(rows)]
     if as_json:

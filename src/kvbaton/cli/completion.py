@@ -14,7 +14,7 @@ from types import ModuleType
 from kvbaton.cli.arguments import planes_choice
 from kvbaton.cli.completion_bash import bash
 from kvbaton.cli.completion_others import fish, zsh
-from kvbaton.cli.completion_words import Node, Taker, Takes
+from kvbaton.cli.completion_words import Taker, Takes, WordNode
 from kvbaton.observe.codes.code_catalogue import CATALOGUE
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.transports import catalogue
@@ -40,17 +40,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def tree() -> Node:
+def tree() -> WordNode:
     """All of kvbaton's words, as the parsers know them; a command that this build lacks has its name only."""
     main = importlib.import_module("kvbaton.cli.main")
     modules = {name: module for name in main.COMMANDS if (module := _importable(name)) is not None}
     return node_of(main.parser_of(modules), "kvbaton", "")
 
 
-def node_of(parser: argparse.ArgumentParser, name: str, about: str) -> Node:
+def node_of(parser: argparse.ArgumentParser, name: str, about: str) -> WordNode:
     """One parser and those below it."""
     flags, places = [], []
-    below: tuple[Node, ...] = ()
+    below: tuple[WordNode, ...] = ()
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             said = {each.dest: each.help or "" for each in action._choices_actions}
@@ -60,7 +60,7 @@ def node_of(parser: argparse.ArgumentParser, name: str, about: str) -> Node:
                 flags.append(taker_of(action))
         else:
             places.append(taker_of(action))
-    return Node(name, about, tuple(flags), tuple(places), below)
+    return WordNode(name, about, tuple(flags), tuple(places), below)
 
 
 def taker_of(action: argparse.Action) -> Taker:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvbaton.cli.completion_words import Node, Taker, walk
+from kvbaton.cli.completion_words import Taker, WordNode, walk
 
 _HEAD = """\
 # bash completion for kvbaton, made by: kvbaton completion bash
@@ -61,7 +61,7 @@ complete -F _kvbaton kvbaton
 """
 
 
-def bash(root: Node) -> str:
+def bash(root: WordNode) -> str:
     """The whole script."""
     nodes = list(walk(root))
     lines = [_HEAD.rstrip("\n")]
@@ -85,14 +85,14 @@ def bash(root: Node) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _valued(nodes: list[tuple[str, Node]]) -> Iterator[str]:
+def _valued(nodes: list[tuple[str, WordNode]]) -> Iterator[str]:
     for path, node in nodes:
         for flag in node.flags:
             if flag.takes != "nothing":
                 yield from (f'"{path} {word}"' for word in flag.words)
 
 
-def _flag_words(node: Node) -> str:
+def _flag_words(node: WordNode) -> str:
     return " ".join(word for flag in node.flags for word in flag.words if word.startswith("--"))
 
 
@@ -103,7 +103,7 @@ def _set(taker: Taker) -> str:
     return f"takes={taker.takes}"
 
 
-def _places(path: str, node: Node) -> Iterator[str]:
+def _places(path: str, node: WordNode) -> Iterator[str]:
     """What stands where no flag does: a command, a positional, or else the flags."""
     if node.below:
         names = " ".join(each.name for each in node.below)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvbaton.cli.completion_words import Node, Taker, walk
+from kvbaton.cli.completion_words import Taker, WordNode, walk
 
 _ZSH_FILES = {"file": "_files", "dir": "_files -/"}
 
 
-def zsh(root: Node) -> str:
+def zsh(root: WordNode) -> str:
     """One function a command, each an `_arguments` of its own."""
     lines = ["#compdef kvbaton", "# zsh completion for kvbaton, made by: kvbaton completion zsh", ""]
     for path, node in walk(root):
@@ -21,7 +21,7 @@ def zsh(root: Node) -> str:
     return "\n".join([*lines, "fi", ""])
 
 
-def _zsh_function(path: str, node: Node) -> Iterator[str]:
+def _zsh_function(path: str, node: WordNode) -> Iterator[str]:
     name = "_".join(["_kvbaton", *path.split()])
     yield f"{name}() {{"
     if node.below:
@@ -75,7 +75,7 @@ def _bare(text: str) -> str:
     return text.replace("\\", "\\\\").replace("[", "\\[").replace("]", "\\]").replace(":", "\\:")
 
 
-def fish(root: Node) -> str:
+def fish(root: WordNode) -> str:
     """One `complete` a word; a function says which command the line stands in."""
     lines = ["# fish completion for kvbaton, made by: kvbaton completion fish", "", *_fish_path(root), ""]
     lines.append("complete -c kvbaton -f")
@@ -91,7 +91,7 @@ def fish(root: Node) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fish_path(root: Node) -> Iterator[str]:
+def _fish_path(root: WordNode) -> Iterator[str]:
     yield "function __kvbaton_at"
     yield "    set -l path"
     yield "    set -l words (commandline -opc)"

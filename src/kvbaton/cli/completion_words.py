@@ -24,17 +24,17 @@ class Taker(msgspec.Struct, frozen=True):
     many: bool = False
 
 
-class Node(msgspec.Struct, frozen=True):
+class WordNode(msgspec.Struct, frozen=True):
     """A command, its flags and positionals, and the commands below it."""
 
     name: str
     about: str
     flags: tuple[Taker, ...] = ()
     places: tuple[Taker, ...] = ()
-    below: tuple[Node, ...] = ()
+    below: tuple[WordNode, ...] = ()
 
 
-def walk(root: Node) -> Iterator[tuple[str, Node]]:
+def walk(root: WordNode) -> Iterator[tuple[str, WordNode]]:
     """Every command with the words that lead to it: "" for the program itself, `bench`, `bench router`."""
     todo = [("", root)]
     while todo:

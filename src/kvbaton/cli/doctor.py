@@ -27,8 +27,8 @@ from kvbaton.doctor import (
     pair_checks,
     port_checks,
 )
-from kvbaton.doctor.cluster_checks import WorkerState
-from kvbaton.doctor.config_checks import Engine
+from kvbaton.doctor.cluster_checks import SeenWorkerState
+from kvbaton.doctor.config_checks import ConfiguredEngine
 from kvbaton.doctor.finding import Finding, ordered
 from kvbaton.observe.codes.entry import Severity
 from kvbaton.processes.operator_errors import CommandError
@@ -66,7 +66,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     packages: dict[str, str]
     planes: tuple[PlaneState, ...]
     offered: tuple[str, ...]
-    workers: tuple[WorkerState, ...]
+    workers: tuple[SeenWorkerState, ...]
     findings: tuple[Finding, ...]  # errors and warnings; none on a machine that is well
     notes: tuple[Finding, ...]  # worth knowing, and no reason to act
 
@@ -157,10 +157,10 @@ def report(found: Diagnosis, screen: Screen) -> Iterator[str]:
 # --- what was asked for
 
 
-def _engines(args: argparse.Namespace, device: str) -> tuple[list[Engine], list[Finding]]:
+def _engines(args: argparse.Namespace, device: str) -> tuple[list[ConfiguredEngine], list[Finding]]:
     """The configurations that could be read, each examined alone, with its keys, and in pairs."""
     findings: list[Finding] = []
-    sides: dict[config_reading.Side, list[Engine]] = {"prefill": [], "decode": []}
+    sides: dict[config_reading.Side, list[ConfiguredEngine]] = {"prefill": [], "decode": []}
     for side, engines in sides.items():
         for given in getattr(args, side):
             launch, problems = config_reading.read(side, given)
@@ -175,7 +175,7 @@ def _engines(args: argparse.Namespace, device: str) -> tuple[list[Engine], list[
     return [*sides["prefill"], *sides["decode"]], findings
 
 
-def _keys(engine: Engine) -> list[Finding]:
+def _keys(engine: ConfiguredEngine) -> list[Finding]:
     told = engine.told
     if told is None or not told.keys:
         return []

@@ -29,7 +29,7 @@ NEWS_S = 3.0
 _note = functools.partial(note, "drain")
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class DrainOutcome(msgspec.Struct, frozen=True):
     """What became of the worker."""
 
     worker: str
@@ -77,7 +77,7 @@ def drain(
     timeout_s: float,
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
-) -> Outcome:
+) -> DrainOutcome:
     """Ask until the worker is gone, or the time is over."""
     begun = told = clock()
     until = begun + timeout_s
@@ -87,9 +87,9 @@ def drain(
         time.sleep(min(1.0, max(until - clock(), 0.0)))
         said = line.drain(worker, 0, min(ANSWER_S, max(until - clock(), POLL_S)))
     if said is None:
-        return Outcome(worker, "no_answer", clock() - begun)
+        return DrainOutcome(worker, "no_answer", clock() - begun)
     if said.state == "unknown":
-        return Outcome(worker, "unknown", clock() - begun, workers=said.workers)
+        return DrainOutcome(worker, "unknown", clock() - begun, workers=said.workers)
     life, held = said.incarnation, said.held
     say(f"{worker} drains")
     while said is None or said.state == "draining":
@@ -105,8 +105,10 @@ def drain(
     return _outcome("gone" if said.state == "gone" else "idle", worker, life, "", clock() - begun)
 
 
-def _outcome(how: Literal["gone", "idle", "held"], worker: WorkerId, life: int, held: str, seconds: float) -> Outcome:
-    return Outcome(worker, how, round(seconds, 3), f"{life:016x}", held)
+def _outcome(
+    how: Literal["gone", "idle", "held"], worker: WorkerId, life: int, held: str, seconds: float
+) -> DrainOutcome:
+    return DrainOutcome(worker, how, round(seconds, 3), f"{life:016x}", held)
 
 
 def _waits(worker: WorkerId, said: DrainState | None, held: str) -> str:
@@ -115,7 +117,7 @@ def _waits(worker: WorkerId, said: DrainState | None, held: str) -> str:
     return f"{worker} waits for {held}" if held else f"{worker} has not said what it waits for"
 
 
-def _verdict(found: Outcome, args: argparse.Namespace) -> str:
+def _verdict(found: DrainOutcome, args: argparse.Namespace) -> str:
     if found.outcome == "gone":
         return f"{found.worker} is gone after {found.seconds:.1f} s"
     if found.outcome == "idle":

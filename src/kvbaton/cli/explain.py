@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from kvbaton.observe.codes.code_catalogue import CATALOGUE, TITLES, close, find
-from kvbaton.observe.codes.entry import Entry, Kind, Who
+from kvbaton.observe.codes.entry import CodeEntry, CodeKind, Who
 from kvbaton.processes.operator_errors import CommandError
 
 WIDTH = 100
@@ -24,11 +24,11 @@ ACTS: dict[Who, str] = {
     Who.NOBODY: "nobody: an ordinary course of events",
     Who.MAKERS: "the makers of kvbaton: this is a bug",
 }
-MET: dict[Kind, str] = {
-    Kind.REASON: "failure reason of a handoff",
-    Kind.API: "error code of an HTTP answer",
-    Kind.LOG: "code of a log line",
-    Kind.FINDING: "finding of kvbaton doctor",
+MET: dict[CodeKind, str] = {
+    CodeKind.REASON: "failure reason of a handoff",
+    CodeKind.API: "error code of an HTTP answer",
+    CodeKind.LOG: "code of a log line",
+    CodeKind.FINDING: "finding of kvbaton doctor",
 }
 
 
@@ -67,7 +67,7 @@ def _list_lines() -> Iterator[str]:
     yield "next: kvbaton explain WORD"
 
 
-def _lines(entry: Entry) -> Iterator[str]:
+def _lines(entry: CodeEntry) -> Iterator[str]:
     more = f", HTTP {entry.status}" if entry.status else f", {entry.severity}" if entry.severity else ""
     yield f"{entry.code} ({MET[entry.kind]}{more})"
     yield from _wrapped(entry.means, "  ", "  ")

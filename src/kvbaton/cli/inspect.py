@@ -34,7 +34,7 @@ PICTURES_MAX = 3
 """More journeys than this are shown as a list, unless one of them was asked for by its id."""
 
 
-class Told(msgspec.Struct, frozen=True):
+class InspectAnswer(msgspec.Struct, frozen=True):
     """What the router answers."""
 
     journeys: tuple[Journey, ...]
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         found = from_router(args.router, last, args.failed, args.id or "")
     found = msgspec.convert(printable_all(msgspec.to_builtins(found)), list[Journey])  # files may hold anything
     if args.json:
-        print(msgspec.json.encode(Told(tuple(found))).decode(), flush=True)
+        print(msgspec.json.encode(InspectAnswer(tuple(found))).decode(), flush=True)
     elif found:
         _show(found, is_list=args.list or (len(found) > PICTURES_MAX and not args.id))
     else:
@@ -100,17 +100,17 @@ def from_router(router: str, last: int, failed: bool, find: str) -> list[Journey
             f"no router answers at {router} ({why}); give --router URL, or --files with dumps of its processes"
         ) from None
     try:
-        return list(msgspec.json.decode(data, type=Told).journeys)
+        return list(msgspec.json.decode(data, type=InspectAnswer).journeys)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CommandError(f"what answers at {router} is no kvbaton router of this release: {error}") from None
 
 
-class _Fault(msgspec.Struct, frozen=True):
+class _InspectFault(msgspec.Struct, frozen=True):
     message: str = ""
 
 
 class _Refusal(msgspec.Struct, frozen=True):
-    error: _Fault = _Fault()
+    error: _InspectFault = _InspectFault()
 
 
 def _said(error: urllib.error.HTTPError) -> str:

@@ -15,7 +15,7 @@ import msgspec
 from kvbaton.cli.arguments import seconds
 from kvbaton.control import key_rotation, keyring
 from kvbaton.control.key_following import LOOK_S
-from kvbaton.control.key_report import Report, report
+from kvbaton.control.key_report import KeyReport, report
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.privileges import Role
 
@@ -161,7 +161,7 @@ def _show(args: argparse.Namespace) -> int:
     return 1 if found.problems else 0
 
 
-def _lines(found: Report) -> list[str]:
+def _lines(found: KeyReport) -> list[str]:
     width = max((len(identity.name) for identity in found.identities), default=4)
     lines = [f"{len(found.identities)} identities in {found.directory}"]
     for one in found.identities:

@@ -18,7 +18,7 @@ from kvbaton.cli.arguments import host_port, port, seconds, whole
 from kvbaton.control import keyring
 from kvbaton.control.plain import Fleet, PlainSettings
 from kvbaton.control.registry import Networks
-from kvbaton.local_cluster.router_front import Front, Sources, dumping, fronted
+from kvbaton.local_cluster.router_front import RouterFront, Sources, dumping, fronted
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop
 from kvbaton.processes.operator_errors import CommandError
@@ -26,7 +26,7 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.http import http_client
 from kvbaton.router.policy import POLICIES
 from kvbaton.router.router_settings import Fallback, OperatorPages, RouterSettings, is_origin
-from kvbaton.router.workers.directory import Worker
+from kvbaton.router.workers.directory import ListedEngine
 
 _DEFAULT = RouterSettings()
 
@@ -255,14 +255,14 @@ async def _serve(args: argparse.Namespace, sources: Sources) -> int:
     return 0
 
 
-def _facts(args: argparse.Namespace, front: Front) -> dict[str, Any]:
+def _facts(args: argparse.Namespace, front: RouterFront) -> dict[str, Any]:
     return {
         "name": args.name, "url": front.url, "pid": os.getpid(), "registry": front.registry_endpoint,
         "plain_discovery": front.plain_endpoint, "prefill_urls": args.prefill_url, "decode_urls": args.decode_url,
     }  # fmt: skip
 
 
-def _told(args: argparse.Namespace, front: Front) -> list[str]:
+def _told(args: argparse.Namespace, front: RouterFront) -> list[str]:
     """What an operator needs to know, and what to do next."""
     told = [f"clients {front.url}/v1"]
     if front.registry_endpoint:
@@ -278,7 +278,7 @@ def _told(args: argparse.Namespace, front: Front) -> list[str]:
     return lines
 
 
-def _static(args: argparse.Namespace) -> list[Worker]:
+def _static(args: argparse.Namespace) -> list[ListedEngine]:
     workers = []
     for role, urls in (("prefill", args.prefill_url), ("decode", args.decode_url)):
         for number, url in enumerate(urls):
@@ -287,5 +287,5 @@ def _static(args: argparse.Namespace) -> list[Worker]:
             except ValueError:
                 raise CommandError(f"argument --{role}-url: got {url!r}, expected http://host:port") from None
             name = WorkerId(f"{role}{number}")
-            workers.append(Worker(name, role, url.rstrip("/"), modes=(Mode.PULL,)))  # type: ignore[arg-type]
+            workers.append(ListedEngine(name, role, url.rstrip("/"), modes=(Mode.PULL,)))  # type: ignore[arg-type]
     return workers

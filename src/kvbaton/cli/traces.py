@@ -26,7 +26,7 @@ OFF_VARIABLE = "OTEL_SDK_DISABLED"
 HELP = f"send spans to an OTLP collector, http://host:4318 (default: ${BASE_VARIABLE})"
 
 
-class Telling(Protocol):
+class TraceFlags(Protocol):
     """Whoever tells of flights that are over."""
 
     @property
@@ -77,7 +77,7 @@ def endpoint_of(flag: str, environ: Mapping[str, str]) -> str:
 
 
 @contextlib.asynccontextmanager
-async def exported(endpoint: str, name: str, telling: Telling) -> AsyncIterator[SpanExport | None]:
+async def exported(endpoint: str, name: str, telling: TraceFlags) -> AsyncIterator[SpanExport | None]:
     """The router's flights as spans, while the context lasts; nothing without an endpoint."""
     if not endpoint:
         yield None

@@ -22,7 +22,7 @@ from kvbaton.cli.arguments import planes_choice, port, seconds, whole
 from kvbaton.cli.screen import note, stdout
 from kvbaton.engines.embedded.worker_options import POLICIES, WorkerOptions
 from kvbaton.local_cluster.answer_check import check, summary
-from kvbaton.local_cluster.embedded_cluster import Cluster, Plan, Startable, running, shown_command
+from kvbaton.local_cluster.embedded_cluster import Cluster, ClusterPlan, Startable, running, shown_command
 from kvbaton.local_cluster.vllm_cluster import VllmPlan
 from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton.processes.free_ports import free_ports
@@ -114,7 +114,7 @@ def _otlp_endpoint(args: argparse.Namespace) -> str:
     return "" if args.check else traces.endpoint_of(args.otlp_endpoint, os.environ)
 
 
-def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: Mode) -> Plan:
+def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: Mode) -> ClusterPlan:
     values = {name: getattr(args, name) for name in ("policy", "checksum", "encrypt", "require_enforcement", *_TIMES)}
     values |= {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
     store_port = free_ports(1)[0] if args.store == MEMORY else 0
@@ -126,7 +126,7 @@ def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: M
         settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True, **tracing)
     except ValueError as error:
         raise CommandError(f"{error}; see: kvbaton up --help") from None
-    return Plan(
+    return ClusterPlan(
         prefills=args.prefill, decodes=args.decode, tp_prefill=args.tp_prefill, tp_decode=args.tp_decode,
         worker=worker, settings=settings, host=args.host, port=http_port, store_port=store_port,
     )  # fmt: skip

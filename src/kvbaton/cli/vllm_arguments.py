@@ -14,7 +14,7 @@ from typing import Any
 from kvbaton.cli.arguments import whole
 from kvbaton.local_cluster.embedded_cluster import places
 from kvbaton.local_cluster.vllm_cluster import TINY_KINDS, TINY_SEED, VllmPlan
-from kvbaton.local_cluster.vllm_engine import Handoff, ServerOptions, find_python, tiny_model
+from kvbaton.local_cluster.vllm_engine import ServerOptions, VllmHandoff, find_python, tiny_model
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.router_settings import RouterSettings
 
@@ -65,7 +65,7 @@ def server_of(args: argparse.Namespace, say: Callable[[str], None]) -> ServerOpt
 def plan_of(args: argparse.Namespace, server: ServerOptions, settings: RouterSettings, **more: Any) -> VllmPlan:
     """`more`: transport, timings and the port for clients."""
     port = more.pop("port")
-    handoff = Handoff(name="-", keys="-", registry="-", http_address="-", mode=str(settings.mode), **more)
+    handoff = VllmHandoff(name="-", keys="-", registry="-", http_address="-", mode=str(settings.mode), **more)
     where = tuple(places(args.prefill, args.decode, args.tp_prefill, args.tp_decode))
     return VllmPlan(places=where, server=server, handoff=handoff, settings=settings, host=args.host, port=port)
 

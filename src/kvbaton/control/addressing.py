@@ -21,7 +21,7 @@ class ControlError(Exception):
     """The operator must act; the message names what is wrong and the next step."""
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The bounds of one control plane. Counts are per connection and direction unless they say otherwise."""
 
     frame_bytes_max: int = FRAME_BYTES_MAX

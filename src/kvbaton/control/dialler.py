@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import zmq
 
 from kvbaton.control.addressing import is_ipv6
-from kvbaton.control.sockets import Heard, Plane, Socket, has_frame
+from kvbaton.control.sockets import Heard, Socket, SocketPlane, has_frame
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import WorkerId
 
@@ -44,7 +44,7 @@ class _Line:
 class Dialler:
     """Connections that this side opened, least recently used first."""
 
-    def __init__(self, plane: Plane) -> None:
+    def __init__(self, plane: SocketPlane) -> None:
         self._plane = plane
         self._directory: Mapping[WorkerId, Address] = {}
         self._lines: OrderedDict[WorkerId, _Line] = OrderedDict()

@@ -20,7 +20,7 @@ from kvbaton.protocol.privileges import Act, may
 FINGERPRINT_CHARS = 16
 
 
-class Identity(msgspec.Struct, frozen=True):
+class KeyIdentity(msgspec.Struct, frozen=True):
     """One name."""
 
     name: str
@@ -39,11 +39,11 @@ class TicketKeyView(msgspec.Struct, frozen=True):
     use: str  # signs, verifies, next
 
 
-class Report(msgspec.Struct, frozen=True):
+class KeyReport(msgspec.Struct, frozen=True):
     """A key directory."""
 
     directory: str
-    identities: tuple[Identity, ...]
+    identities: tuple[KeyIdentity, ...]
     ticket_keys: tuple[TicketKeyView, ...]
     problems: tuple[str, ...]
 
@@ -54,7 +54,7 @@ def fingerprint(key: str | bytes) -> str:
     return hashlib.blake2b(data, digest_size=FINGERPRINT_CHARS // 2, person=b"kvbaton-key").hexdigest()
 
 
-def report(directory: str | Path, wall: Callable[[], float] = time.time) -> Report:
+def report(directory: str | Path, wall: Callable[[], float] = time.time) -> KeyReport:
     """All that can be told of it; ControlError only if there is none."""
     base = files.existing(directory)
     problems: list[str] = []
@@ -67,10 +67,10 @@ def report(directory: str | Path, wall: Callable[[], float] = time.time) -> Repo
     ticket_keys = _ticket_keys(base, problems)
     said = {problem.partition(" ")[0] for problem in problems}  # of a mode that kept a file from being read
     problems += [f"{each.found}; {each.fix}" for each in openings(base) if str(each.path) not in said]
-    return Report(str(base), tuple(identities), ticket_keys, tuple(problems))
+    return KeyReport(str(base), tuple(identities), ticket_keys, tuple(problems))
 
 
-def _identity(base: Path, path: Path, now: float, problems: list[str]) -> Identity | None:
+def _identity(base: Path, path: Path, now: float, problems: list[str]) -> KeyIdentity | None:
     secret = base / "secret" / path.name
     try:
         card = files.read(path, files.Public, private=False)
@@ -92,10 +92,10 @@ def _identity(base: Path, path: Path, now: float, problems: list[str]) -> Identi
     age_s = max(0.0, now - path.stat().st_mtime)
     drains = may(card.plays, Act.DRAIN)
     print_ = fingerprint(card.public)
-    return Identity(card.name, print_, also, secret.exists(), drains, card.plays.value, round(age_s, 1))
+    return KeyIdentity(card.name, print_, also, secret.exists(), drains, card.plays.value, round(age_s, 1))
 
 
-def _look_for_doubles(identities: list[Identity], problems: list[str]) -> None:
+def _look_for_doubles(identities: list[KeyIdentity], problems: list[str]) -> None:
     seen: dict[str, str] = {}
     for identity in identities:
         for key in (identity.fingerprint, *identity.also):

@@ -14,8 +14,8 @@ from collections.abc import Collection
 import zmq
 
 from kvbaton.control.addressing import ControlError, check_bind, is_ipv6
-from kvbaton.control.sockets import NOBLOCK_MORE, Heard, Plane, Socket, has_frame
-from kvbaton.control.zap_auth import Gate
+from kvbaton.control.sockets import NOBLOCK_MORE, Heard, Socket, SocketPlane, has_frame
+from kvbaton.control.zap_auth import ZapGate
 from kvbaton.protocol.ids import WorkerId
 
 ROUTE_BYTES = 5  # what libzmq mints: a zero and 32 bits. A peer that chose its own could be mistaken for one that left
@@ -30,11 +30,11 @@ class Sent(enum.Enum):
 class Listener:
     """A bound endpoint and its routes."""
 
-    def __init__(self, plane: Plane, bind: str) -> None:
+    def __init__(self, plane: SocketPlane, bind: str) -> None:
         self._plane = plane
         self._routes: dict[WorkerId, tuple[bytes, str]] = {}
         self._addresses: dict[WorkerId, str] = {}  # where each route came from
-        self.gate = Gate(plane)
+        self.gate = ZapGate(plane)
         self.socket = plane.server(ipv6=is_ipv6(bind))
         self.gate.watch(self.socket)
         try:

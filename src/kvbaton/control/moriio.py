@@ -45,7 +45,7 @@ TransferMode = Literal["READ", "WRITE"]
 _MORIIO = re.compile(r"host:(?P<host>[^,]*),handshake:(?P<handshake>[^,]*),notify:(?P<notify>[^,]*)")
 
 
-class Registration(msgspec.Struct, frozen=True):
+class MoriioRegistration(msgspec.Struct, frozen=True):
     """One announcement, ready to be sent, and the socket identity it is sent under (None: the router draws one)."""
 
     payload: bytes
@@ -75,7 +75,7 @@ def registration(
     transfer_mode: TransferMode,
     tp_size: int = 1,
     dp_size: int = 1,
-) -> Registration:
+) -> MoriioRegistration:
     """MoRI-IO's announcement: `http_address` is `host:port`, `zmq_address` is `host:IP,handshake:PORT,notify:PORT`.
 
     `dp_size` counts all data-parallel ranks, not those of one host. `ControlError` names the field that is wrong.
@@ -92,17 +92,17 @@ def registration(
     for field, count in (("tp_size", tp_size), ("dp_size", dp_size)):
         if not 1 <= count <= RANKS_MAX:
             raise ControlError(f"{field}: got {count}, expected 1..{RANKS_MAX}")
-    return Registration(
+    return MoriioRegistration(
         msgspec.msgpack.encode(_Moriio(role, http_address, zmq_address, dp_size, tp_size, transfer_mode))
     )
 
 
-def p2p_nccl_registration(role: Role, http_address: str, zmq_address: str) -> Registration:
+def p2p_nccl_registration(role: Role, http_address: str, zmq_address: str) -> MoriioRegistration:
     """P2pNccl's announcement, sent under its `zmq_address`, an `ip:port`. `ControlError` names the field."""
     _choice("role", role, get_args(Role))
     _http_address(http_address)
     _dialable("zmq_address", zmq_address)
-    return Registration(msgspec.msgpack.encode(_P2pNccl(role, http_address, zmq_address)), zmq_address.encode())
+    return MoriioRegistration(msgspec.msgpack.encode(_P2pNccl(role, http_address, zmq_address)), zmq_address.encode())
 
 
 class MoriioAnnouncer:
@@ -115,7 +115,7 @@ class MoriioAnnouncer:
     def __init__(
         self,
         router: str,
-        registration: Registration,
+        registration: MoriioRegistration,
         *,
         interval_s: float = INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
@@ -124,7 +124,7 @@ class MoriioAnnouncer:
         if not (math.isfinite(interval_s) and interval_s > 0):
             raise ControlError(f"interval_s: got {interval_s}, expected a positive number of seconds")
         try:
-            self._line = _Line(check_endpoint(router, names=True), registration)
+            self._line = _MoriioLine(check_endpoint(router, names=True), registration)
         except ValueError as error:
             raise ControlError(f"router: {error}") from None
         self.counters: Counter[str] = Counter()
@@ -175,10 +175,10 @@ class MoriioAnnouncer:
         self._heard = False
 
 
-class _Line:
+class _MoriioLine:
     """The socket, opened at first use on the thread that sleeps on it."""
 
-    def __init__(self, router: str, registration: Registration) -> None:
+    def __init__(self, router: str, registration: MoriioRegistration) -> None:
         self.router = router
         self.owes = False  # the last announcement found no connection; it is made up for when there is one
         self.is_writable = False

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import zmq
 
-from kvbaton.control.addressing import Limits
+from kvbaton.control.addressing import ControlLimits
 from kvbaton.control.keyring import Keyring
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.machines.quotas import Buckets
@@ -54,11 +54,11 @@ def has_frame(socket: Socket) -> bool:
 
 
 @dataclass(slots=True)
-class Plane:
+class SocketPlane:
     """What the sockets of one control plane share."""
 
     keyring: Keyring
-    limits: Limits = field(default_factory=Limits)
+    limits: ControlLimits = field(default_factory=ControlLimits)
     clock: Callable[[], float] = time.monotonic
     context: Context = field(default_factory=Context)
     poller: zmq.Poller = field(default_factory=zmq.Poller)

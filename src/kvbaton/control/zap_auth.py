@@ -14,7 +14,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils import z85
 
-from kvbaton.control.sockets import Plane, Socket
+from kvbaton.control.sockets import Socket, SocketPlane
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import WorkerId
 
@@ -25,10 +25,10 @@ KEY_BYTES = 32
 _EVENTS = "inproc://kvbaton.connections"
 
 
-class Gate:
+class ZapGate:
     """The answering end, and a count of all who knocked."""
 
-    def __init__(self, plane: Plane) -> None:
+    def __init__(self, plane: SocketPlane) -> None:
         self._plane = plane
         self._names: dict[str, WorkerId] = {}
         self.questions: Socket = plane.context.socket(zmq.ROUTER)

@@ -22,12 +22,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import zmq
 
-from kvbaton.control.addressing import ControlError, Limits, check_endpoint
+from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoint
 from kvbaton.control.dialler import Address, Dialler
 from kvbaton.control.key_following import Following
 from kvbaton.control.keyring import Keyring, is_public_key
 from kvbaton.control.listener import Listener, Sent
-from kvbaton.control.sockets import Heard, Plane
+from kvbaton.control.sockets import Heard, SocketPlane
 from kvbaton.control.waker import Waker
 from kvbaton.protocol.ids import WorkerId
 
@@ -43,10 +43,10 @@ class ZmqControl:
         self,
         keyring: Keyring,
         bind: str | None = LOOPBACK,
-        limits: Limits | None = None,
+        limits: ControlLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._plane = Plane(keyring, limits or Limits(), clock)
+        self._plane = SocketPlane(keyring, limits or ControlLimits(), clock)
         self.on_keys: Callable[[Keyring], None] = lambda _: None
         self._following = Following(keyring, clock()) if keyring.directory else None
         self._waker = Waker()

@@ -28,7 +28,7 @@ ROUNDS = 6
 """Time-outs after which no further worker is asked: 96 that hang are known to, or 48 with two questions each."""
 
 
-class WorkerState(msgspec.Struct, frozen=True):
+class SeenWorkerState(msgspec.Struct, frozen=True):
     """One worker of a cluster: what it offers, and what its pairs took."""
 
     worker: str
@@ -41,19 +41,19 @@ class WorkerState(msgspec.Struct, frozen=True):
     clock_off_s: float = 0.0  # its clock less ours, by the date in its answer
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ClusterAnswer(msgspec.Struct, frozen=True):
     body: bytes
     clock_off_s: float
 
 
-class _Listed(msgspec.Struct, frozen=True):
+class _ListedWorkers(msgspec.Struct, frozen=True):
     name: str
     url: str
     transports: tuple[str, ...] = ()
 
 
 class _List(msgspec.Struct, frozen=True):
-    workers: tuple[_Listed, ...]
+    workers: tuple[_ListedWorkers, ...]
 
 
 class _Stats(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class _Stats(msgspec.Struct, frozen=True):
     planes_given_up_total: dict[str, int] = {}
 
 
-def workers(router: str, timeout_s: float) -> Iterator[WorkerState]:
+def workers(router: str, timeout_s: float) -> Iterator[SeenWorkerState]:
     """Those that the router lists. CommandError when it does not answer."""
     try:
         listed = msgspec.json.decode(_get(f"{router}/workers", timeout_s).body, type=_List).workers
@@ -78,7 +78,7 @@ def workers(router: str, timeout_s: float) -> Iterator[WorkerState]:
         yield from pool.map(lambda each: _worker(each, timeout_s, until), listed)
 
 
-def findings(states: tuple[WorkerState, ...]) -> Iterator[Finding]:
+def findings(states: tuple[SeenWorkerState, ...]) -> Iterator[Finding]:
     for state in states:
         where = f"worker {state.worker}"
         if state.problem:
@@ -90,7 +90,7 @@ def findings(states: tuple[WorkerState, ...]) -> Iterator[Finding]:
             yield finding("clock-off", where, found, "timedatectl set-ntp true on both hosts")
 
 
-def lines(state: WorkerState) -> Iterator[str]:
+def lines(state: SeenWorkerState) -> Iterator[str]:
     """One worker for people."""
     if state.problem:
         yield f"worker {state.worker} ({state.url}): {state.problem}"
@@ -101,10 +101,10 @@ def lines(state: WorkerState) -> Iterator[str]:
     yield f"  pairings so far: {_said(state.links_total)}; given up: {_said(state.given_up_total)}"
 
 
-def _worker(listed: _Listed, timeout_s: float, until: float) -> WorkerState:
+def _worker(listed: _ListedWorkers, timeout_s: float, until: float) -> SeenWorkerState:
     name, url, offers = printable(listed.name), printable(listed.url), tuple(map(printable, listed.transports))
     if not url.startswith(SCHEMES):
-        return WorkerState(
+        return SeenWorkerState(
             name, url, problem="is listed with an address that cannot be asked; expected http://host:port"
         )
     try:
@@ -113,10 +113,10 @@ def _worker(listed: _Listed, timeout_s: float, until: float) -> WorkerState:
     except urllib.error.HTTPError:
         return _vllm_worker(name, url, offers, timeout_s, until)
     except (OSError, http.client.HTTPException) as error:
-        return WorkerState(name, url, problem=printable(f"does not answer: {error}"))
+        return SeenWorkerState(name, url, problem=printable(f"does not answer: {error}"))
     except (ValueError, RecursionError) as error:  # of msgspec too
-        return WorkerState(name, url, problem=printable(f"does not answer as a worker does: {error}"))
-    return WorkerState(
+        return SeenWorkerState(name, url, problem=printable(f"does not answer as a worker does: {error}"))
+    return SeenWorkerState(
         name,
         url,
         planes=offers,
@@ -127,17 +127,17 @@ def _worker(listed: _Listed, timeout_s: float, until: float) -> WorkerState:
     )
 
 
-def _vllm_worker(name: str, url: str, offers: tuple[str, ...], timeout_s: float, until: float) -> WorkerState:
+def _vllm_worker(name: str, url: str, offers: tuple[str, ...], timeout_s: float, until: float) -> SeenWorkerState:
     """vLLM shows what its connector did among its own metrics."""
     try:
         answer = _get(f"{url}/metrics", _left(timeout_s, until))
         text = answer.body.decode()
         links, given_up = _by_plane(text, "links_total"), _by_plane(text, "planes_given_up_total")
     except (OSError, http.client.HTTPException) as error:
-        return WorkerState(name, url, problem=printable(f"does not answer: {error}"))
+        return SeenWorkerState(name, url, problem=printable(f"does not answer: {error}"))
     except (ValueError, OverflowError) as error:
-        return WorkerState(name, url, problem=printable(f"does not answer as a worker does: {error}"))
-    return WorkerState(
+        return SeenWorkerState(name, url, problem=printable(f"does not answer as a worker does: {error}"))
+    return SeenWorkerState(
         name, url, planes=offers, links_total=links, given_up_total=given_up, clock_off_s=answer.clock_off_s
     )
 
@@ -162,11 +162,11 @@ def _left(timeout_s: float, until: float) -> float:
     return min(timeout_s, left)
 
 
-def _get(url: str, timeout_s: float) -> Answer:
+def _get(url: str, timeout_s: float) -> ClusterAnswer:
     if not url.startswith(SCHEMES):
         raise CommandError(f"argument --router: got {url.rpartition('/')[0]!r}, expected http://host:port")
     answer = asked(url, timeout_s, ANSWER_BYTES_MAX)
-    return Answer(answer.body, _clock_off_s(answer.headers.get("Date", "")))
+    return ClusterAnswer(answer.body, _clock_off_s(answer.headers.get("Date", "")))
 
 
 def _clock_off_s(date: str) -> float:

@@ -43,7 +43,7 @@ _BY_FIELD = {"control_port": "port-range", "http_port": "port-range", "keys": "k
 _NAMED = re.compile(rf"{FIELD}\.([A-Za-z_]+)[:.]|at `\$\.([a-z_]+)")
 
 
-class Engine(msgspec.Struct, frozen=True, kw_only=True):
+class ConfiguredEngine(msgspec.Struct, frozen=True, kw_only=True):
     """A configuration that could be read: vLLM's with `settings`, the embedded engine's with `options`."""
 
     launch: Launch
@@ -75,18 +75,18 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
         return _number(self.launch, "tensor_parallel_size")
 
 
-def examine(launch: Launch, device: str = "cpu") -> tuple[Engine, list[Finding]]:
+def examine(launch: Launch, device: str = "cpu") -> tuple[ConfiguredEngine, list[Finding]]:
     """The engine, and what is wrong with it alone. `device`: where vLLM's cache will lie."""
     if launch.worker is not None:
         options, found = _worker_options(launch)
-        engine = Engine(launch=launch, options=options)
+        engine = ConfiguredEngine(launch=launch, options=options)
     else:
         transfer = launch.transfer or {}
         found = [*_transfer(launch, transfer), *_launch(launch)]
         extra = transfer.get(FIELD)
         settings, refused = _settings(launch, extra if isinstance(extra, dict) else {})
         found += refused
-        engine = Engine(launch=launch, settings=settings)
+        engine = ConfiguredEngine(launch=launch, settings=settings)
         if settings is not None:
             found += [*_policy(launch, transfer, settings), *_http(launch, settings)]
             found += _refused(launch, settings.transport, device)
@@ -162,7 +162,7 @@ def _launch(launch: Launch) -> Iterator[Finding]:
 
 
 def _refused(launch: Launch, transport: str, device: str) -> Iterator[Finding]:
-    asked = supported.Asked(
+    asked = supported.AskedConfig(
         device=device,
         transport=transport,
         sleeps=_is_set(launch, "enable_sleep_mode"),
@@ -266,7 +266,7 @@ def _worker_options(launch: Launch) -> tuple[WorkerOptions | None, list[Finding]
 # --- both
 
 
-def _times(engine: Engine) -> Iterator[Finding]:
+def _times(engine: ConfiguredEngine) -> Iterator[Finding]:
     told = engine.told
     assert told is not None
     for field in ("transfer_timeout", "defer_timeout"):

@@ -1,6 +1,7 @@
 """What `kvbaton doctor` found: a code of the catalogue, where, what, and the next step for this very case.
 
-Law: a finding's severity is the catalogue's (`kvbaton.observe.codes.findings`), so `kvbaton explain CODE` knows all of them.
+Law: a finding's severity is the catalogue's (`kvbaton.observe.codes.findings`), so `kvbaton explain CODE` knows all
+of them.
 """
 
 from __future__ import annotations

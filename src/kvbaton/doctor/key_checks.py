@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.key_modes import openings
-from kvbaton.control.key_report import Report, report
+from kvbaton.control.key_report import KeyReport, report
 from kvbaton.doctor.finding import Finding, finding
 
 HALF_ROTATED = "is still the old one of a rotation"
@@ -60,7 +60,7 @@ def _differ(ours: set[str], theirs: set[str]) -> bool:
     return bool(ours and theirs) and not ours & theirs
 
 
-def _prints(told: Report, name: str) -> set[str]:
+def _prints(told: KeyReport, name: str) -> set[str]:
     return {key for one in told.identities if one.name == name for key in (one.fingerprint, *one.also)}
 
 
@@ -69,7 +69,7 @@ def _modes(base: Path, where: str) -> Iterator[Finding]:
         yield finding("keys-open", where, each.found, each.fix)
 
 
-def _names(told: Report, where: str, name: str, others: Iterable[str]) -> Iterator[Finding]:
+def _names(told: KeyReport, where: str, name: str, others: Iterable[str]) -> Iterator[Finding]:
     here = {one.name: one for one in told.identities}
     listed = ", ".join(sorted(here)) or "nobody"
     for each in dict.fromkeys(filter(None, (name, *others))):
@@ -81,7 +81,7 @@ def _names(told: Report, where: str, name: str, others: Iterable[str]) -> Iterat
             yield finding("keys-name", where, found, "copy it from where the keys were minted, with mode 600")
 
 
-def _problems(told: Report, where: str, blamed: list[str]) -> Iterator[Finding]:
+def _problems(told: KeyReport, where: str, blamed: list[str]) -> Iterator[Finding]:
     for problem in told.problems:
         if any(problem.startswith((f"{path} ", f"{path}: ")) for path in blamed):
             continue
@@ -90,7 +90,7 @@ def _problems(told: Report, where: str, blamed: list[str]) -> Iterator[Finding]:
         yield finding(code, where, found or problem, fix if found else "restore the file from where it was minted")
 
 
-def _rotations(told: Report, where: str) -> Iterator[Finding]:
+def _rotations(told: KeyReport, where: str) -> Iterator[Finding]:
     for one in told.identities:
         if one.also:
             found = f"{one.name}: its key before the rotation is still let in"

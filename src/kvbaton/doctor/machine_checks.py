@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvbaton.doctor.config_checks import ANYWHERE, Engine
+from kvbaton.doctor.config_checks import ANYWHERE, ConfiguredEngine
 from kvbaton.doctor.finding import Finding, finding
 from kvbaton.engines.vllm import launching
 from kvbaton.engines.vllm.vllm_versions import SUPPORTED, vllm_version
@@ -33,7 +33,7 @@ HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _VERSION = "import kvbaton.engines.vllm.vllm_versions as v; print(v.vllm_version())"
 
 
-def examine(choice: str, device: str, shm: str, engines: Sequence[Engine]) -> list[Finding]:
+def examine(choice: str, device: str, shm: str, engines: Sequence[ConfiguredEngine]) -> list[Finding]:
     here = [engine for engine in engines if engine.is_here]
     return [
         *python(sys.version_info[:2]), *_planes(choice, device), *_limits(), *_shm(shm, here), *_memory(here),
@@ -110,7 +110,7 @@ def _planes(choice: str, device: str) -> Iterator[Finding]:
         yield finding("seal-missing", MACHINE, "no tcp beyond loopback", MISSING.rpartition(": ")[2])
 
 
-def _planes_of(engine: Engine, device: str) -> Iterator[Finding]:
+def _planes_of(engine: ConfiguredEngine, device: str) -> Iterator[Finding]:
     """What a configuration names, if it is for this host. The embedded engine has its caches in host memory."""
     told = engine.told
     if told is None:
@@ -152,7 +152,7 @@ def _limits() -> Iterator[Finding]:
         yield finding("huge-pages", MACHINE, found, f"echo advise > {HUGE}")
 
 
-def _shm(path: str, engines: Sequence[Engine]) -> Iterator[Finding]:
+def _shm(path: str, engines: Sequence[ConfiguredEngine]) -> Iterator[Finding]:
     """KV itself is in memory without a name (memfd), which this mount does not bound."""
     wanted = SHM_BYTES + SHM_TP_BYTES * sum(engine.options is None and engine.tp > 1 for engine in engines)
     try:
@@ -167,7 +167,7 @@ def _shm(path: str, engines: Sequence[Engine]) -> Iterator[Finding]:
         yield finding("shm-small", path, found, fix)
 
 
-def _memory(engines: Sequence[Engine]) -> Iterator[Finding]:
+def _memory(engines: Sequence[ConfiguredEngine]) -> Iterator[Finding]:
     """Only what was said: vLLM's own default follows the memory that there is."""
     sizes = [engine.launch.variables.get(KV_SPACE, "") for engine in engines]
     wanted = sum(int(size) * engine.tp for size, engine in zip(sizes, engines, strict=True) if size.isdigit()) << 30

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvbaton.doctor import key_checks, shape_checks
-from kvbaton.doctor.config_checks import Engine
+from kvbaton.doctor.config_checks import ConfiguredEngine
 from kvbaton.doctor.finding import Finding, finding
 from kvbaton.engines.vllm.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.vllm_compat import config_digest, weights_digest
@@ -27,7 +27,7 @@ DTYPES = {"half": "float16", "float": "float32"}
 DEFAULTS = {"kv_cache_dtype": "auto", "quantization": "none", "tokenizer": "", "chat_template": ""}
 
 
-def examine(p: Engine, d: Engine, device: str = "cpu") -> list[Finding]:
+def examine(p: ConfiguredEngine, d: ConfiguredEngine, device: str = "cpu") -> list[Finding]:
     """What is wrong between them. `device`: where vLLM's caches will lie."""
     where = f"{p.where} and {d.where}"
     if p.told is None or d.told is None:
@@ -42,7 +42,7 @@ def examine(p: Engine, d: Engine, device: str = "cpu") -> list[Finding]:
 # --- finding each other
 
 
-def _people(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
+def _people(p: ConfiguredEngine, d: ConfiguredEngine, where: str) -> Iterator[Finding]:
     ours, theirs = p.told, d.told
     assert ours is not None and theirs is not None
     if ours.name == theirs.name:
@@ -60,7 +60,7 @@ def _people(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
     yield from _registries(p, d, where)
 
 
-def _registries(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
+def _registries(p: ConfiguredEngine, d: ConfiguredEngine, where: str) -> Iterator[Finding]:
     ours, theirs = p.told, d.told
     assert ours is not None and theirs is not None
     for field in ("registry", "registry_name"):
@@ -73,7 +73,7 @@ def _registries(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
             yield from _peer(one, other, where)
 
 
-def _peer(one: Engine, other: Engine, where: str) -> Iterator[Finding]:
+def _peer(one: ConfiguredEngine, other: ConfiguredEngine, where: str) -> Iterator[Finding]:
     """Without a registry each must list the other, where it listens."""
     ours, theirs = one.settings, other.settings
     if ours is None or theirs is None or not (ours.peers or theirs.peers):
@@ -91,7 +91,7 @@ def _peer(one: Engine, other: Engine, where: str) -> Iterator[Finding]:
 # --- moving bytes
 
 
-def _planes(p: Engine, d: Engine, where: str, device: str) -> Iterator[Finding]:
+def _planes(p: ConfiguredEngine, d: ConfiguredEngine, where: str, device: str) -> Iterator[Finding]:
     ours, theirs = p.told, d.told
     assert ours is not None and theirs is not None
     device = device if p.options is None else "cpu"
@@ -119,7 +119,7 @@ def _two_hosts(one: str, other: str) -> bool:
     return one != other and not is_loopback(one) and not is_loopback(other)
 
 
-def _times(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
+def _times(p: ConfiguredEngine, d: ConfiguredEngine, where: str) -> Iterator[Finding]:
     """D may not wait longer than P holds; each against itself was looked at before."""
     for field in ("transfer_timeout", "defer_timeout"):
         value = getattr(d.told, field)
@@ -131,7 +131,7 @@ def _times(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
 # --- what the KV is
 
 
-def _facts(p: Engine, d: Engine, where: str, device: str) -> Iterator[Finding]:
+def _facts(p: ConfiguredEngine, d: ConfiguredEngine, where: str, device: str) -> Iterator[Finding]:
     if p.options is not None and d.options is not None:
         yield from _differing({"seed": str(p.options.seed)}, {"seed": str(d.options.seed)}, where)
         return
@@ -148,7 +148,7 @@ def _facts(p: Engine, d: Engine, where: str, device: str) -> Iterator[Finding]:
             yield from _differing({"block_size": sizes[0]}, {"block_size": sizes[1]}, where)
 
 
-def _options(engine: Engine) -> dict[str, str]:
+def _options(engine: ConfiguredEngine) -> dict[str, str]:
     return {name: engine.launch.option(name) or default for name, default in DEFAULTS.items()}
 
 
@@ -161,7 +161,7 @@ def _differing(ours: dict[str, str], theirs: dict[str, str], where: str) -> Iter
             yield finding("pair-differs", where, text, f"give both the same {field}")
 
 
-def _model(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
+def _model(p: ConfiguredEngine, d: ConfiguredEngine, where: str) -> Iterator[Finding]:
     """By the content of its files where both are here, as the engines do it; by name otherwise."""
     assert p.settings is not None and d.settings is not None
     if p.settings.model_id != d.settings.model_id:
@@ -193,7 +193,7 @@ def _real(model: str) -> str:
     return os.path.realpath(model) if model and os.path.exists(model) else model
 
 
-def _weights(engine: Engine) -> str:
+def _weights(engine: ConfiguredEngine) -> str:
     try:
         return weights_digest(engine.launch.option("model"), None)
     except (ValueError, OSError):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton.doctor.config_checks import ANYWHERE, Engine
+from kvbaton.doctor.config_checks import ANYWHERE, ConfiguredEngine
 from kvbaton.doctor.finding import Finding, finding
 
 PORT_MAX = 65535
@@ -29,7 +29,7 @@ class Use(msgspec.Struct, frozen=True):
     port: int
 
 
-def uses(engine: Engine) -> Iterator[Use]:
+def uses(engine: ConfiguredEngine) -> Iterator[Use]:
     """The fixed ports of an engine; 0 takes a free one and needs no look."""
     if engine.options is not None:
         yield from _fixed(engine.where, "http_port", engine.options.http_host, engine.options.http_port)

@@ -11,13 +11,24 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.doctor.config_checks import Engine
+from kvbaton.doctor.config_checks import ConfiguredEngine
 from kvbaton.doctor.finding import Finding, finding
 from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
 from kvbaton.engines.embedded.kv_layout import engine_layout
 from kvbaton.engines.embedded.kv_memory import KvGeometry
 from kvbaton.protocol.errors import ProtocolError
-from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share, validate
+from kvbaton.protocol.geometry.layout import (
+    Cell,
+    EngineLayout,
+    Group,
+    GroupKind,
+    Per,
+    Place,
+    Plane,
+    Rank,
+    Share,
+    validate,
+)
 from kvbaton.protocol.geometry.plan import plan
 
 CONFIG_BYTES_MAX = 4 << 20
@@ -26,7 +37,7 @@ COUNT_MAX = 1024  # of heads and layers, as in `protocol.layout`
 HEAD_BYTES = 1024  # any size will do: only who has which head is looked at
 
 
-def examine(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
+def examine(p: ConfiguredEngine, d: ConfiguredEngine, where: str) -> Iterator[Finding]:
     layouts = []
     for engine in (p, d):
         try:
@@ -43,12 +54,12 @@ def examine(p: Engine, d: Engine, where: str) -> Iterator[Finding]:
         yield finding("pair-shape", where, error.detail, "give both the same tensor parallelism and block size")
 
 
-def is_latent(engine: Engine) -> bool:
+def is_latent(engine: ConfiguredEngine) -> bool:
     """MLA: its rows may go into blocks of another size."""
     return bool((config_of(engine) or {}).get("kv_lora_rank"))
 
 
-def config_of(engine: Engine) -> dict[str, Any] | None:
+def config_of(engine: ConfiguredEngine) -> dict[str, Any] | None:
     """The model's config.json, where it is on this host."""
     model = engine.launch.option("model")
     path = Path(model) / "config.json"
@@ -60,7 +71,7 @@ def config_of(engine: Engine) -> dict[str, Any] | None:
         return None
 
 
-def _layout(engine: Engine) -> EngineLayout | None:
+def _layout(engine: ConfiguredEngine) -> EngineLayout | None:
     if engine.options is not None:
         told = engine.options
         cache = CacheConfig(blocks=told.blocks, block_tokens=told.block_tokens, tp=told.tp)
@@ -92,7 +103,7 @@ def _vllm_layout(layers: int, heads: int, tp: int) -> EngineLayout:
     count = max(1, heads // tp)
     group = Group(
         name="attention",
-        kind=Kind.FULL,
+        kind=GroupKind.FULL,
         block_tokens=BLOCK_TOKENS,
         layers=tuple(f"layer.{number}" for number in range(layers)),
         heads=heads,

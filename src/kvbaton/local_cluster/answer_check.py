@@ -17,9 +17,9 @@ import aiohttp
 import msgspec
 
 from kvbaton.api import sse
-from kvbaton.api.bodies import Kind
+from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import Mode
-from kvbaton.local_cluster.embedded_cluster import Cluster, Plan, running
+from kvbaton.local_cluster.embedded_cluster import Cluster, ClusterPlan, running
 from kvbaton.processes.child_process import Say
 from kvbaton.processes.operator_control import unless_stopped
 from kvbaton.processes.operator_errors import CommandError
@@ -33,14 +33,14 @@ _NAMES = {Mode.PULL: "pull", Mode.STREAM: "streaming pull", Mode.PUSH: "push"}
 _WORDS = ("ash", "birch", "cedar", "dew", "elm", "fern", "grass", "hill", "ivy", "jay", "kite", "lake", "moss", "nut")
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class CheckPrompt(msgspec.Struct, frozen=True):
     """`moves`: its KV cannot be in D's cache yet, so that it must be handed over."""
 
     text: str
     moves: bool
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class CheckRow(msgspec.Struct, frozen=True, kw_only=True):
     """One mode over one transport."""
 
     mode: str
@@ -68,16 +68,16 @@ class Numbers(msgspec.Struct, frozen=True):
     pins: int
 
 
-def prompts(block_tokens: int, seed: int = 7) -> list[Prompt]:
+def prompts(block_tokens: int, seed: int = 7) -> list[CheckPrompt]:
     """One byte to several hundred, around block boundaries, with shared beginnings and repeats; the same every time."""
     rng = random.Random(seed)
     edges = [blocks * block_tokens + shift for blocks in (1, 2, 4, 8) for shift in (-1, 0, 1)]
     lengths = [*(tokens - 1 for tokens in edges), 200, 333, 512, 700]  # a prompt has one token more than bytes
-    found = [Prompt(_text(rng, length), length >= 2 * block_tokens) for length in lengths]
+    found = [CheckPrompt(_text(rng, length), length >= 2 * block_tokens) for length in lengths]
     beginning = _text(rng, 6 * block_tokens + 3)
-    found += [Prompt(beginning + _text(rng, 3 * block_tokens), True) for _ in range(3)]
-    found += [Prompt("a", False), Prompt("Zü", False)]
-    found += [Prompt(found[at].text, False) for at in (-3, 5, 12)]
+    found += [CheckPrompt(beginning + _text(rng, 3 * block_tokens), True) for _ in range(3)]
+    found += [CheckPrompt("a", False), CheckPrompt("Zü", False)]
+    found += [CheckPrompt(found[at].text, False) for at in (-3, 5, 12)]
     rng.shuffle(found)
     return found
 
@@ -90,14 +90,14 @@ def _text(rng: random.Random, length: int) -> str:
 
 
 async def check(
-    plans: Mapping[str, Plan], modes: Sequence[Mode], *, say: Say, show: Say, stop: asyncio.Event
+    plans: Mapping[str, ClusterPlan], modes: Sequence[Mode], *, say: Say, show: Say, stop: asyncio.Event
 ) -> dict[str, Any]:
     """Check one cluster per transport. `show` is given each row as it is done; the verdict has all of them."""
     begun = time.monotonic()
     worker = next(iter(plans.values())).worker
     asked = prompts(worker.block_tokens)
     expecting = asyncio.create_task(asyncio.to_thread(_reference, [prompt.text for prompt in asked], worker.seed))
-    rows: list[Row] = []
+    rows: list[CheckRow] = []
     try:
         for transport, plan in plans.items():
             async with running(plan, say, stop) as here:
@@ -118,7 +118,9 @@ def _reference(texts: Sequence[str], seed: int) -> list[str]:
     return answers
 
 
-async def _row(cluster: Cluster, transport: str, mode: Mode, asked: Sequence[Prompt], expected: Sequence[str]) -> Row:
+async def _row(
+    cluster: Cluster, transport: str, mode: Mode, asked: Sequence[CheckPrompt], expected: Sequence[str]
+) -> CheckRow:
     salt = f"check-{transport}-{mode}"  # keeps what an earlier row left in the caches out of this one
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(ROW_S)) as session:
@@ -133,7 +135,7 @@ async def _row(cluster: Cluster, transport: str, mode: Mode, asked: Sequence[Pro
         for one, right, got in zip(asked, expected, answers, strict=True)
         if right != got
     ]
-    return Row(
+    return CheckRow(
         mode=mode, transport=transport, requests=len(asked), identical=len(asked) - len(wrong),
         handoffs=after.handoffs - before.handoffs, handoffs_needed=sum(one.moves for one in asked),
         bytes_moved=after.bytes_moved - before.bytes_moved, pins=after.pins, seconds=round(seconds, 3),
@@ -145,7 +147,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, prompt: str, mode: Mode
     """The answer's text, or what went wrong as a text that no answer can be."""
     body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "cache_salt": salt, "stream": stream}
     try:
-        async with session.post(url + Kind.COMPLETION.value, json=body, headers={MODE_HEADER: mode}) as response:
+        async with session.post(url + BodyKind.COMPLETION.value, json=body, headers={MODE_HEADER: mode}) as response:
             data = await response.read()
     except (aiohttp.ClientError, TimeoutError) as error:
         return f"\n{type(error).__name__}: {error}"
@@ -188,7 +190,7 @@ async def _at_rest(session: aiohttp.ClientSession, cluster: Cluster) -> Numbers:
         await asyncio.sleep(0.05)
 
 
-def _line(row: Row) -> str:
+def _line(row: CheckRow) -> str:
     line = (
         f"{_NAMES[Mode(row.mode)]:<15} {row.transport:<5} identical {row.identical} of {row.requests}   "
         f"{row.handoffs} handoffs   {_size(row.bytes_moved)} moved   {row.pins} pins left   {row.seconds:.2f} s"
@@ -198,7 +200,7 @@ def _line(row: Row) -> str:
     return "\n".join([line, *(f"  differs: {each}" for each in row.differences)])
 
 
-def _verdict(rows: Sequence[Row], seconds: float) -> dict[str, Any]:
+def _verdict(rows: Sequence[CheckRow], seconds: float) -> dict[str, Any]:
     totals = {
         name: sum(getattr(row, name) for row in rows)
         for name in ("requests", "identical", "handoffs", "handoffs_needed", "bytes_moved", "pins")

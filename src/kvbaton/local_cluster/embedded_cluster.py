@@ -22,11 +22,11 @@ import msgspec
 from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
 from kvbaton.engines.embedded.worker_options import WorkerOptions, argv_of
-from kvbaton.local_cluster.router_front import Front, Sources, dumping, fronted
+from kvbaton.local_cluster.router_front import RouterFront, Sources, dumping, fronted
 from kvbaton.processes.child_process import KVBATON_ARGV, Child, Program, Say, end, ready, start
 from kvbaton.ranks.store_address import STORE_NAME
 from kvbaton.router.router_settings import RouterSettings
-from kvbaton.router.workers.directory import Worker
+from kvbaton.router.workers.directory import ListedEngine
 
 STORE_ROLE = "store"
 """Which does not register."""
@@ -52,7 +52,7 @@ class Startable(Protocol):
         """The workers, for keys in `directory` and a registry that listens."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Embedded engines. `worker` holds what all share; name, role, keys and registry are filled in."""
 
     prefills: int
@@ -90,7 +90,7 @@ def store_member(directory: str, port: int) -> Program:
     return Program(STORE_NAME, STORE_ROLE, [*KVBATON_ARGV, *words, "--stop-on-eof"], command)
 
 
-class Place(msgspec.Struct, frozen=True):
+class ClusterPlace(msgspec.Struct, frozen=True):
     """A worker's name, what it does, and on how many ranks."""
 
     name: str
@@ -98,22 +98,22 @@ class Place(msgspec.Struct, frozen=True):
     tp: int
 
 
-def places(prefills: int, decodes: int, tp_prefill: int, tp_decode: int) -> list[Place]:
+def places(prefills: int, decodes: int, tp_prefill: int, tp_decode: int) -> list[ClusterPlace]:
     """p0, p1, …, d0, d1, …"""
     both = (("prefill", prefills, tp_prefill), ("decode", decodes, tp_decode))
-    return [Place(f"{role[0]}{number}", role, tp) for role, count, tp in both for number in range(count)]
+    return [ClusterPlace(f"{role[0]}{number}", role, tp) for role, count, tp in both for number in range(count)]
 
 
 @dataclass(slots=True)
 class Cluster:
     """What runs. `deaths` are children that ended though nobody told them to."""
 
-    front: Front
+    front: RouterFront
     directory: Path
     children: list[Child] = field(default_factory=list)
     deaths: asyncio.Queue[Child] = field(default_factory=asyncio.Queue)
 
-    def registered(self) -> Sequence[Worker]:
+    def registered(self) -> Sequence[ListedEngine]:
         return self.front.directory.snapshot()
 
 

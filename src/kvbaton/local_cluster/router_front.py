@@ -18,7 +18,7 @@ import msgspec
 
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.plain import PlainListener, PlainSettings
-from kvbaton.control.registry import Entry, Networks, RegistryServer
+from kvbaton.control.registry import Networks, RegistryServer, RosterEntry
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.dumps import Dumps, default_directory
@@ -30,7 +30,7 @@ from kvbaton.router.dashboard_page import live_page
 from kvbaton.router.http.http_server import serving
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.announced import AnnouncedDirectory, Directories
-from kvbaton.router.workers.directory import StaticDirectory, Worker, WorkerDirectory
+from kvbaton.router.workers.directory import ListedEngine, StaticDirectory, WorkerDirectory
 from kvbaton.router.workers.registered import RegistryDirectory
 
 log = logging.getLogger(__name__)
@@ -42,12 +42,12 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
     keyring: Keyring | None = None  # with `registry_bind`: workers register here
     registry_bind: str = ""
     networks: Networks = Networks()  # where registered workers may be
-    workers: Sequence[Worker] = ()  # that never change
+    workers: Sequence[ListedEngine] = ()  # that never change
     plain_bind: str = ""  # workers announce themselves here, in the formats of other systems
     plain: PlainSettings = PlainSettings()
 
 
-class Front(msgspec.Struct, frozen=True):
+class RouterFront(msgspec.Struct, frozen=True):
     """A router that listens."""
 
     url: str
@@ -60,7 +60,7 @@ class Front(msgspec.Struct, frozen=True):
 @contextlib.asynccontextmanager
 async def fronted(
     sources: Sources, settings: RouterSettings, *, host: str, port: int, pages: Pages | None = live_page
-) -> AsyncIterator[Front]:
+) -> AsyncIterator[RouterFront]:
     """A router and what tells it of workers, while the context lasts; `pages` are further pages for operators."""
     keyring = sources.keyring
     gathering = Gathering()
@@ -99,7 +99,7 @@ async def fronted(
         for each in (registry, plain):
             if each is not None:
                 each.start()
-        yield Front(
+        yield RouterFront(
             url,
             "" if registry is None else registry.endpoint,
             "" if plain is None else plain.endpoint,
@@ -108,7 +108,7 @@ async def fronted(
         )
 
 
-def _listed(gathering: Gathering, workers: Sequence[Entry]) -> None:
+def _listed(gathering: Gathering, workers: Sequence[RosterEntry]) -> None:
     told = [entry.registration for entry in workers]
     gathering.listed({each.worker: (each.incarnation, each.role) for each in told})
 

@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.api.params import Mode
-from kvbaton.local_cluster.embedded_cluster import Cluster, Place, running
+from kvbaton.local_cluster.embedded_cluster import Cluster, ClusterPlace, running
 from kvbaton.local_cluster.vllm_cluster import VllmPlan, member
 from kvbaton.local_cluster.vllm_engine import HOST, serving
 from kvbaton.observe.metrics.scraping import samples, total
@@ -46,14 +46,14 @@ Answer = tuple[str, ...]
 """The tokens of an answer; or one text that begins with a line break, which says what went wrong."""
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class VllmCheckPrompt(msgspec.Struct, frozen=True):
     """`fresh` tokens at least are in no cache when it is asked, so that their KV must be handed over."""
 
     prompt: str | list[int]
     fresh: int = 0
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class VllmCheckRow(msgspec.Struct, frozen=True, kw_only=True):
     """One mode."""
 
     mode: str
@@ -71,18 +71,18 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return self.identical == self.requests and moved and self.kv_used == 0.0
 
 
-def prompts(block_tokens: int, seed: int = 7) -> list[Prompt]:
+def prompts(block_tokens: int, seed: int = 7) -> list[VllmCheckPrompt]:
     """Around block boundaries, with shared beginnings and repeats; the same every time."""
     rng = random.Random(seed)
     found = []
     for blocks in (1, 2, 4):
         for shift in (-1, 0, 1):
             ids = [rng.randrange(100, 600) for _ in range(blocks * block_tokens + shift)]
-            found.append(Prompt(ids, (len(ids) - 1) // block_tokens * block_tokens))
+            found.append(VllmCheckPrompt(ids, (len(ids) - 1) // block_tokens * block_tokens))
     beginning = _text(rng, 150)
-    found += [Prompt(beginning + _text(rng, count)) for count in (5, 40, 90)]
-    found += [Prompt(_text(rng, count)) for count in (1, 3, 20, 60, 250)]
-    found += [Prompt("Zü"), Prompt(found[-3].prompt), Prompt(found[0].prompt)]
+    found += [VllmCheckPrompt(beginning + _text(rng, count)) for count in (5, 40, 90)]
+    found += [VllmCheckPrompt(_text(rng, count)) for count in (1, 3, 20, 60, 250)]
+    found += [VllmCheckPrompt("Zü"), VllmCheckPrompt(found[-3].prompt), VllmCheckPrompt(found[0].prompt)]
     rng.shuffle(found)
     return found
 
@@ -95,7 +95,7 @@ async def check(plan: VllmPlan, modes: Sequence[Mode], *, say: Say, show: Say, s
     """Ask one engine, then the pair in each mode. `show` is given each row as it is done; the verdict has all."""
     begun = time.monotonic()
     asked, expected = await _alone(plan, say, stop)
-    rows: list[Row] = []
+    rows: list[VllmCheckRow] = []
     async with running(plan, say, stop) as cluster:
         for mode in modes:
             row = await unless_stopped(_row(cluster, mode, asked, expected), stop)
@@ -106,13 +106,13 @@ async def check(plan: VllmPlan, modes: Sequence[Mode], *, say: Say, show: Say, s
     return {"ok": ok, "seconds": round(time.monotonic() - begun, 1), "rows": told}
 
 
-async def _alone(plan: VllmPlan, say: Say, stop: asyncio.Event) -> tuple[list[Prompt], list[Answer]]:
+async def _alone(plan: VllmPlan, say: Say, stop: asyncio.Event) -> tuple[list[VllmCheckPrompt], list[Answer]]:
     """What one engine answers that computes prompts and decodes them itself."""
     directory = Path(tempfile.mkdtemp(prefix="kvbaton-"))
     (port,) = free_ports(1)
     url = f"http://{HOST}:{port}"
     argv = plan.server.argv(port)
-    child = await start(member(Place("alone", "both", 1), argv, plan.server.kv_gib), directory / "alone.log")
+    child = await start(member(ClusterPlace("alone", "both", 1), argv, plan.server.kv_gib), directory / "alone.log")
     try:
         say("starting one engine that does all alone, for the right answers")
         async with _session() as session:
@@ -124,7 +124,9 @@ async def _alone(plan: VllmPlan, say: Say, stop: asyncio.Event) -> tuple[list[Pr
         shutil.rmtree(directory, ignore_errors=True)
 
 
-async def _row(cluster: Cluster, mode: Mode, asked: Sequence[Prompt], expected: Sequence[Answer]) -> Row:
+async def _row(
+    cluster: Cluster, mode: Mode, asked: Sequence[VllmCheckPrompt], expected: Sequence[Answer]
+) -> VllmCheckRow:
     async with _session() as session:
         before, _ = await _numbers(session, cluster)
         begun = time.monotonic()
@@ -141,7 +143,7 @@ async def _row(cluster: Cluster, mode: Mode, asked: Sequence[Prompt], expected: 
         for at, (right, got) in enumerate(zip(expected, answers, strict=True))
         if right != got
     ]
-    return Row(
+    return VllmCheckRow(
         mode=mode, requests=len(asked), identical=len(asked) - len(wrong), tokens_moved=int(after - before),
         tokens_needed=sum(one.fresh for one in asked), kv_used=used, seconds=round(seconds, 2),
         differences=tuple(wrong[:DIFFERENCES_SHOWN]),
@@ -149,11 +151,11 @@ async def _row(cluster: Cluster, mode: Mode, asked: Sequence[Prompt], expected: 
 
 
 async def _ask_all(
-    session: aiohttp.ClientSession, url: str, asked: Sequence[Prompt], headers: Mapping[str, str], salt: str
+    session: aiohttp.ClientSession, url: str, asked: Sequence[VllmCheckPrompt], headers: Mapping[str, str], salt: str
 ) -> list[Answer]:
     turns = asyncio.Semaphore(AT_ONCE)
 
-    async def one(prompt: Prompt) -> Answer:
+    async def one(prompt: VllmCheckPrompt) -> Answer:
         async with turns:
             return await _ask(session, url, prompt, headers, salt)
 
@@ -161,7 +163,7 @@ async def _ask_all(
 
 
 async def _ask(
-    session: aiohttp.ClientSession, url: str, prompt: Prompt, headers: Mapping[str, str], salt: str
+    session: aiohttp.ClientSession, url: str, prompt: VllmCheckPrompt, headers: Mapping[str, str], salt: str
 ) -> Answer:
     body = {"prompt": prompt.prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "logprobs": 1, "cache_salt": salt}
     try:
@@ -205,7 +207,7 @@ def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(ASK_S))
 
 
-def _line(row: Row) -> str:
+def _line(row: VllmCheckRow) -> str:
     line = (
         f"{row.mode:<7} identical {row.identical} of {row.requests}   {row.tokens_moved} tokens' KV handed over   "
         f"{row.kv_used:.1%} of KV still held   {row.seconds:.2f} s"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 import kvbaton.local_cluster.vllm_engine as server_words
-from kvbaton.local_cluster.embedded_cluster import Place
-from kvbaton.local_cluster.vllm_engine import Handoff, ServerOptions
+from kvbaton.local_cluster.embedded_cluster import ClusterPlace
+from kvbaton.local_cluster.vllm_engine import ServerOptions, VllmHandoff
 from kvbaton.processes.child_process import GUARD, Program
 from kvbaton.processes.free_ports import free_ports
 from kvbaton.router.router_settings import RouterSettings
@@ -19,9 +19,9 @@ START_S, START_EACH_S = 180.0, 60.0  # one engine starts in 40 s, a pair on a bu
 class VllmPlan(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM servers. `handoff` holds what all share; name, keys, registry and address are filled in."""
 
-    places: tuple[Place, ...]
+    places: tuple[ClusterPlace, ...]
     server: ServerOptions
-    handoff: Handoff
+    handoff: VllmHandoff
     settings: RouterSettings
     host: str = "127.0.0.1"
     port: int = 0
@@ -37,7 +37,7 @@ class VllmPlan(msgspec.Struct, frozen=True, kw_only=True):
         ports = free_ports(len(self.places))
         return [self._member(place, port, directory, registry) for place, port in zip(self.places, ports, strict=True)]
 
-    def _member(self, place: Place, port: int, directory: str, registry: str) -> Program:
+    def _member(self, place: ClusterPlace, port: int, directory: str, registry: str) -> Program:
         address = f"{server_words.HOST}:{port}"
         changes = {"name": place.name, "keys": directory, "registry": registry, "http_address": address}
         own = msgspec.to_builtins(msgspec.structs.replace(self.handoff, **changes))
@@ -45,7 +45,7 @@ class VllmPlan(msgspec.Struct, frozen=True, kw_only=True):
         return member(place, self.server.argv(port, place.tp, config), self.server.kv_gib)
 
 
-def member(place: Place, argv: list[str], kv_gib: int) -> Program:
+def member(place: ClusterPlace, argv: list[str], kv_gib: int) -> Program:
     """A server as a child that ends with this program."""
     variables = server_words.environment(kv_gib=kv_gib)
     guarded = [*GUARD, *argv]

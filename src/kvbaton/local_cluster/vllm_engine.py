@@ -28,15 +28,27 @@ from kvbaton.engines.vllm.launching import (
 from kvbaton.processes.child_process import Child, Say, ready
 
 __all__ = [
-    "HOST", "KV_ROLES", "PROBE_S", "PYTHON_VARIABLE", "Handoff", "ServerOptions", "environment", "fetch", "find_python",
-    "kv_transfer_config", "server_argv", "serving", "shown", "tiny_model",
+    "HOST",
+    "KV_ROLES",
+    "PROBE_S",
+    "PYTHON_VARIABLE",
+    "ServerOptions",
+    "VllmHandoff",
+    "environment",
+    "fetch",
+    "find_python",
+    "kv_transfer_config",
+    "server_argv",
+    "serving",
+    "shown",
+    "tiny_model",
 ]  # fmt: skip
 
 GET_S = 20.0
 KV_ROLES: Mapping[str, str] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 
 
-class Handoff(msgspec.Struct, frozen=True, kw_only=True):
+class VllmHandoff(msgspec.Struct, frozen=True, kw_only=True):
     """What the connector is told; the names are those of `kv_connector_extra_config`."""
 
     name: str

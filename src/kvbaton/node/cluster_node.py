@@ -32,14 +32,14 @@ import msgspec
 from kvbaton.control.address_book import AddressBook
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry.registry_client import OnDrain, RegistryClient
-from kvbaton.control.registry.registry_messages import DirectoryEntry, Held, Registration, Role, addresses
+from kvbaton.control.registry.registry_messages import DirectoryEntry, HeldReport, Registration, Role, addresses
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.node.doorway import Doorway, DoorwayConfig
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.key_renewal import renewed_keys
 from kvbaton.node.node import Node, Rank
 from kvbaton.node.node_loop import NodeLoop
-from kvbaton.node.observation import More, Watch
+from kvbaton.node.observation import More, NodeObservation
 from kvbaton.node.ports import StorePort
 from kvbaton.node.ticket_discard import discarded
 from kvbaton.observe.tracing.export import of_worker
@@ -81,14 +81,14 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     records: bool = True  # what becomes of each handoff; benchmarks of the bare node leave it out
 
 
-class EngineStore(StorePort, Protocol):
+class NodeStore(StorePort, Protocol):
     """A store that the node puts blocks into, and that is closed after it. `close` is idempotent and bounded."""
 
     def close(self) -> None: ...
 
 
-class Links(Protocol):
-    """What reaches ranks in other processes; `RankLinks` is one."""
+class NodeLinks(Protocol):
+    """What reaches ranks in other processes; `NodeLinks` is one."""
 
     def start(self) -> None: ...
 
@@ -127,8 +127,8 @@ class ClusterNode:
         doorway: Doorway,
         settings: ClusterSettings | None = None,
         *,
-        store: EngineStore | None = None,
-        links: Links | None = None,
+        store: NodeStore | None = None,
+        links: NodeLinks | None = None,
         gauges: More = dict,
     ) -> None:
         """`ranks`: transports by name, per rank, over its memory. `links`: what they are reached by, where they live in
@@ -146,7 +146,7 @@ class ClusterNode:
         self._links = links
         self.control = ZmqControl(keyring, f"tcp://{_bracketed(settings.control_host)}:{settings.control_port}")
         spans = of_worker(settings.otlp_endpoint, facts.role, facts.me.worker)
-        self.watch = Watch(facts.me, directory=settings.flight_dir, spans=spans)
+        self.watch = NodeObservation(facts.me, directory=settings.flight_dir, spans=spans)
         ledger = Ledger(_identity(facts, keyring, ranks), settings.protocol, doorway.epochs.all_judged)
         recorder = self.watch.recorder if settings.records else None
         extra = links.drain_progress if links is not None else None
@@ -262,10 +262,10 @@ class ClusterNode:
         self.book.replace({**{worker: endpoint for worker, (endpoint, _) in others.items()}, me: self.control.endpoint})
         self.control.set_directory(others)
 
-    def held(self) -> Held:
+    def held(self) -> HeldReport:
         """What is kept for others, and must end before this engine can go at no one's cost. Reads of lengths only."""
         ledger = self.ledger
-        return Held(
+        return HeldReport(
             leases=len(ledger.producer.leases),
             intakes=len(ledger.consumer.by_handoff),
             claims=len(ledger.producer.parked),

@@ -35,7 +35,7 @@ def dump_on_signal(dumps: Dumps) -> bool:
     return True
 
 
-class Watch:
+class NodeObservation:
     """Made before the node, which is told of its recorder; `begin` when the node is there."""
 
     def __init__(

@@ -22,14 +22,14 @@ SAID_CHARS_MAX = 200
 """Of what the other side put into its first line."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class HttpAnswer(msgspec.Struct, frozen=True):
     body: bytes
     headers: Message
 
 
-def asked(url: str, timeout_s: float, bytes_max: int) -> Answer:
+def asked(url: str, timeout_s: float, bytes_max: int) -> HttpAnswer:
     """What it answers; OSError, ValueError or HTTPException as urllib raises them, TimeoutError when the time is up."""
-    found: list[Answer | Exception] = []
+    found: list[HttpAnswer | Exception] = []
 
     def ask() -> None:
         try:
@@ -49,11 +49,11 @@ def asked(url: str, timeout_s: float, bytes_max: int) -> Answer:
     return found[0]
 
 
-def _ask(url: str, timeout_s: float, bytes_max: int) -> Answer:
+def _ask(url: str, timeout_s: float, bytes_max: int) -> HttpAnswer:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=timeout_s) as answer:
-            return Answer(answer.read(bytes_max), answer.headers)
+            return HttpAnswer(answer.read(bytes_max), answer.headers)
     except urllib.error.HTTPError as error:
         with error:
             body = io.BytesIO(error.read(bytes_max))

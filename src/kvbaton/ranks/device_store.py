@@ -31,7 +31,7 @@ from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.cuda.cuda_driver import Gpu
 from kvbaton.transports.cuda.cuda_table import PIECE_BYTES, ROWS_MAX, as_spans, divided
 from kvbaton.transports.staged.staged_slots import SLOT_BYTES, allocate_slots
-from kvbaton.transports.staged.staged_work import Chunk, Stager
+from kvbaton.transports.staged.staged_work import StagedChunk, Stager
 
 Kind = Literal["get", "put"]
 
@@ -41,7 +41,7 @@ SLOTS = {"get": (0, 1), "put": (2, 3)}
 CLOSE_S = 5.0
 
 
-class Shape:
+class StagingShape:
     """How blocks lie in slots, and the tables that move them. ValueError for values that no slot can hold."""
 
     def __init__(self, values: RankValues, memory: Sequence[DeviceMemory]) -> None:
@@ -91,7 +91,7 @@ class _Job:
 
 
 @dataclass(slots=True)
-class _Lane:
+class _DeviceLane:
     free: list[int]
     waiting: deque[_Job] = field(default_factory=deque)
 
@@ -139,7 +139,7 @@ class _Staging:
         return self.stager.close(CLOSE_S)
 
 
-class DeviceShelf:
+class DeviceRankStore:
     """Values of one rank, through any `Backend`, which is this rank's alone and closed with it."""
 
     def __init__(
@@ -150,14 +150,17 @@ class DeviceShelf:
         gpu: Gpu,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._shape = shape = Shape(values, memory)
+        self._shape = shape = StagingShape(values, memory)
         self._settings = shelf_settings(shape.value_bytes)
         self._clock = clock
         count = sum(map(len, SLOTS.values()))
         self._staging = _Staging(shape.slot_bytes, count, gpu)
         packed = RankValues(values.space, count * shape.stride, (Run(0, 0, shape.value_bytes, shape.value_bytes),))
         self._below = _Below(LocalShelf(backend, packed, [self._staging.region.view], self._settings, owned=True))
-        self._lanes: dict[Kind, _Lane] = {"get": _Lane(list(SLOTS["get"])), "put": _Lane(list(SLOTS["put"]))}
+        self._lanes: dict[Kind, _DeviceLane] = {
+            "get": _DeviceLane(list(SLOTS["get"])),
+            "put": _DeviceLane(list(SLOTS["put"])),
+        }
         self._jobs: dict[OrderId, _Job] = {}
         self._lookups: dict[OrderId, OrderId] = {}  # of the caller, as the store below knows them
         self._notes: deque[Callable[[], None]] = deque()  # left by the device's threads
@@ -332,7 +335,9 @@ class DeviceShelf:
         def ended(problem: str) -> None:
             self._leave(lambda: moved(job, problem))
 
-        self._staging.stager.add(Chunk(self._staging.slots, job.slot, size, self._shape.base, rows, gathers, ended))
+        self._staging.stager.add(
+            StagedChunk(self._staging.slots, job.slot, size, self._shape.base, rows, gathers, ended)
+        )
 
     def _gathered(self, job: _Job, problem: str) -> None:
         if problem:

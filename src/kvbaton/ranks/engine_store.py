@@ -2,7 +2,8 @@
 
 Laws: two threads use a shelf, and two queues are all they share. The *engine's* thread leaves what it asks in one and
 takes what came of it from the other; only the *node's* thread talks to the ranks, within `drain` and `put`. Nothing
-waits, nothing raises for a back end. Each put ends once (`StoreEnded`), and each accepted question once (`Told`), when
+waits, nothing raises for a back end. Each put ends once (`StoreEnded`), and each accepted question once
+(`StoreTold`), when
 every rank has ended its part: from then on no byte of it moves. Counts are the minimum over the ranks.
 """
 
@@ -20,14 +21,14 @@ import msgspec
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, Groups, StoreEnded
 from kvbaton.protocol.ids import PutId
-from kvbaton.ranks.store_interface import OrderEnded, OrderId, RankShelf
+from kvbaton.ranks.store_interface import OrderEnded, OrderId, RankStoreInterface
 
 log = logging.getLogger(__name__)
 
 AskId = NewType("AskId", int)
 """One question of the engine; minted by the shelf."""
 
-Act: TypeAlias = Callable[[RankShelf, OrderId], bool]
+Act: TypeAlias = Callable[[RankStoreInterface, OrderId], bool]
 FAULTS_LOGGED_MAX = 5
 CLOSED = "the store was closed"
 
@@ -43,7 +44,7 @@ class ShelfSettings(msgspec.Struct, frozen=True, kw_only=True):
     puts_max: int = 96  # under way; a put beyond it costs a miss later
 
 
-class Told(msgspec.Struct, frozen=True):
+class StoreTold(msgspec.Struct, frozen=True):
     """What came of a question: so many of its hashes are there, or have landed in their blocks."""
 
     ask: AskId
@@ -88,10 +89,10 @@ class _Open:
             self.reason, self.detail = reason, detail
 
 
-class Shelf:
+class EngineStore:
     """Implements `ports.StorePort` for the node, and `lookup`, `get`, `take` for the engine."""
 
-    def __init__(self, ranks: Sequence[RankShelf], settings: ShelfSettings | None = None) -> None:
+    def __init__(self, ranks: Sequence[RankStoreInterface], settings: ShelfSettings | None = None) -> None:
         if not ranks:
             raise ValueError("ranks: none given; a shelf needs one for each rank of the engine")
         self.settings = settings or ShelfSettings()
@@ -101,7 +102,7 @@ class Shelf:
         self._waker: Callable[[], None] = lambda: None
         self._closed = False
         self._asked: deque[_Lookup | _Get | _Forget] = deque()  # engine to node
-        self._told: deque[Told] = deque()  # node to engine
+        self._told: deque[StoreTold] = deque()  # node to engine
         self._asks = 0  # ever; the engine's
         self._asks_taken = 0  # the engine's
         self._last = 0
@@ -121,7 +122,7 @@ class Shelf:
         return self._ask(hashes, lambda ask: _Lookup(ask, tuple(hashes[: self.settings.hashes_max])))
 
     def get(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> AskId | None:
-        """Have the longest prefix of these brought into the blocks, which are the shelf's until it is `Told`."""
+        """Have the longest prefix of these brought into the blocks, which are the shelf's until it is `StoreTold`."""
         if len(hashes) != len(blocks):
             raise ValueError(f"blocks: {len(blocks)} for {len(hashes)} hashes")
         most = self.settings.hashes_max
@@ -132,7 +133,7 @@ class Shelf:
         self._asked.append(_Forget(ask))
         self._waker()
 
-    def take(self) -> list[Told]:
+    def take(self) -> list[StoreTold]:
         """What was answered since the last call."""
         told = []
         while self._told:
@@ -268,7 +269,7 @@ class Shelf:
             self.counters["puts.stored"] += not failed
             self._ended.append(StoreEnded(PutId(opened.of), Reason.STORE_FAILED if failed else None))
             return
-        self._told.append(Told(AskId(opened.of), opened.count, opened.reason, opened.detail))
+        self._told.append(StoreTold(AskId(opened.of), opened.count, opened.reason, opened.detail))
         self.wake_engine()
 
     @contextlib.contextmanager

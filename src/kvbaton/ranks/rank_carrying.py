@@ -37,7 +37,7 @@ class Lines(Sleeper, Protocol):
     def close(self) -> None: ...
 
 
-class Line(Sleeper, Protocol):
+class RankLine(Sleeper, Protocol):
     """One rank's end of the line to its engine."""
 
     endpoint: str
@@ -56,7 +56,7 @@ class Line(Sleeper, Protocol):
     def close(self) -> None: ...
 
 
-class Loop(Protocol):
+class CarrierLoop(Protocol):
     """Turns of one end."""
 
     @property
@@ -90,7 +90,7 @@ class Carrier(Protocol):
 
     def dial(self, invitations: Sequence[RankInvitation], clock: Clock) -> Lines: ...
 
-    def listen(self, rank: int, host: str, clock: Clock) -> Line:
+    def listen(self, rank: int, host: str, clock: Clock) -> RankLine:
         """With keys minted for it. ValueError when `host` is nothing that the engine can dial."""
 
     def loop(
@@ -100,6 +100,6 @@ class Carrier(Protocol):
         turn: Callable[[float], float | None],
         finish: Callable[[], None],
         clock: Clock,
-    ) -> Loop: ...
+    ) -> CarrierLoop: ...
 
     def arrival(self) -> Arrival: ...

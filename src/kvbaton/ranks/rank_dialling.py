@@ -16,7 +16,7 @@ import zmq
 
 from kvbaton.control.dialler import Dialler
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.sockets import Context, Heard, Plane
+from kvbaton.control.sockets import Context, Heard, SocketPlane
 from kvbaton.control.waker import Waker
 from kvbaton.ranks.rank_messages import ENGINE, RankInvitation, rank_name
 from kvbaton.ranks.rank_stream import LIMITS
@@ -79,6 +79,6 @@ class RankDialler:
         rank = rank_name(invitation.rank)
         peers = {ENGINE: invitation.engine_public, rank: invitation.rank_public}
         keyring = Keyring(ENGINE, invitation.engine_public, invitation.engine_secret, peers, ())
-        line = Dialler(Plane(keyring, LIMITS, clock, self._context, self._poller, self.counters))
+        line = Dialler(SocketPlane(keyring, LIMITS, clock, self._context, self._poller, self.counters))
         line.set_directory({rank: (invitation.endpoint, invitation.rank_public)})
         return line

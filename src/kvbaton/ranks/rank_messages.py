@@ -78,12 +78,12 @@ class Mint(_Command, frozen=True):
     peer: PeerId
 
 
-class Connect(_Command, frozen=True):
+class RankConnect(_Command, frozen=True):
     peer: PeerId
     endpoint: Endpoint
 
 
-class Disconnect(_Command, frozen=True):
+class RankDisconnect(_Command, frozen=True):
     peer: PeerId
 
 
@@ -119,8 +119,8 @@ class LayOut(_Command, frozen=True):
     tables: Annotated[tuple[PageTable, ...], Meta(max_length=TABLES_MAX)]
 
 
-class Lend(_Command, frozen=True):
-    """Let a peer at some blocks; `Cancel` takes it back, and `Ended` says that nothing moves by it any more."""
+class RankLend(_Command, frozen=True):
+    """Let a peer at some blocks; `Cancel` takes it back, and `RankEnded` says that nothing moves by it any more."""
 
     job: JobId
     peer: PeerId
@@ -128,7 +128,7 @@ class Lend(_Command, frozen=True):
     blocks: Annotated[tuple[Annotated[bytes, Meta(max_length=LENT_BYTES_MAX)], ...], Meta(max_length=GROUPS_MAX)]
 
     @classmethod
-    def of(cls, transport: str, loan: Loan) -> Lend:
+    def of(cls, transport: str, loan: Loan) -> RankLend:
         packed = tuple(array("i", ids).tobytes() for ids in loan.blocks)
         return cls(transport, loan.job, loan.peer, loan.direction, packed)
 
@@ -146,7 +146,9 @@ class Close(_Command, frozen=True):
     pass
 
 
-PlaneCommand = Open | Mint | Connect | Disconnect | TablePart | Submit | Cancel | LayOut | Lend | Fence | Close
+PlaneCommand = (
+    Open | Mint | RankConnect | RankDisconnect | TablePart | Submit | Cancel | LayOut | RankLend | Fence | Close
+)
 Command = PlaneCommand | ShelfCommand
 
 
@@ -174,7 +176,7 @@ class ConnectFailed(_News, frozen=True):
     detail: Detail
 
 
-class Ended(_News, frozen=True):
+class RankEnded(_News, frozen=True):
     """`events.CopyEnded` of one data plane."""
 
     job: JobId
@@ -183,7 +185,7 @@ class Ended(_News, frozen=True):
     detail: Detail
 
     @classmethod
-    def of(cls, transport: str, event: CopyEnded) -> Ended:
+    def of(cls, transport: str, event: CopyEnded) -> RankEnded:
         return cls(transport, event.job, event.reason, event.at_rest, event.detail[:DETAIL_CHARS_MAX])
 
 
@@ -201,7 +203,7 @@ class Fenced(_News, frozen=True):
     peer: PeerId
 
 
-class Refusals(_News, frozen=True):
+class RankRefusals(_News, frozen=True):
     """Who was turned away at the rank's data port so far, by cause; only where that has changed."""
 
     counts: Annotated[dict[Name, Number], Meta(max_length=CAUSES_MAX)]
@@ -220,7 +222,7 @@ class Progressed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     progress: Progress
 
 
-PlaneNews = Minted | MintFailed | ConnectFailed | Ended | Rested | Fenced | Refusals | MappedBytes
+PlaneNews = Minted | MintFailed | ConnectFailed | RankEnded | Rested | Fenced | RankRefusals | MappedBytes
 News = PlaneNews | Progressed | ShelfNews
 
 _encoder = msgspec.msgpack.Encoder()

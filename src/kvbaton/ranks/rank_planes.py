@@ -25,21 +25,21 @@ from kvbaton.ranks.rank_messages import (
     Cancel,
     Close,
     Command,
-    Connect,
     ConnectFailed,
-    Disconnect,
-    Ended,
     Fence,
     Fenced,
     LayOut,
-    Lend,
     MappedBytes,
     Mint,
     Minted,
     MintFailed,
     News,
     Open,
-    Refusals,
+    RankConnect,
+    RankDisconnect,
+    RankEnded,
+    RankLend,
+    RankRefusals,
     Rested,
     Submit,
     TablePart,
@@ -74,7 +74,7 @@ class HostedPlane:
         self._refusals: dict[str, int] = {}  # as last told
         self._mapped_bytes = 0  # as last told
         self._closed = False
-        self._again: deque[Cancel | Disconnect | Fence] = deque(maxlen=AGAIN_MAX)
+        self._again: deque[Cancel | RankDisconnect | Fence] = deque(maxlen=AGAIN_MAX)
         self._again_at: float | None = None
         self._threw = False  # since the last turn
 
@@ -86,16 +86,16 @@ class HostedPlane:
         elif isinstance(command, Mint):
             self._do_owed(command.peer)
             self._mint(command)
-        elif isinstance(command, Connect):
+        elif isinstance(command, RankConnect):
             self._welcome(command.peer)
             self._connect(command)
-        elif isinstance(command, Cancel | Disconnect | Fence):
+        elif isinstance(command, Cancel | RankDisconnect | Fence):
             self._end_waiting_for(command)
             self._stop(command)
         elif isinstance(command, LayOut):
             tables = command.tables
             self._guarded(lambda: cast(LendingTransport, self.transport).lay_out(tables))
-        elif isinstance(command, Lend):
+        elif isinstance(command, RankLend):
             self._lend(command)
         elif isinstance(command, Open):
             self._open(command)
@@ -155,12 +155,12 @@ class HostedPlane:
         elif self._waiting or not self._started(copy):
             self._waiting.append(copy)
 
-    def _stop(self, command: Cancel | Disconnect | Fence) -> bool:
+    def _stop(self, command: Cancel | RankDisconnect | Fence) -> bool:
         """Whether the data plane took it; one that threw is asked again."""
         try:
             if isinstance(command, Cancel):
                 self.transport.cancel(command.job)
-            elif isinstance(command, Disconnect):
+            elif isinstance(command, RankDisconnect):
                 self.transport.disconnect(command.peer)
             else:
                 self.transport.fence(command.peer)
@@ -174,11 +174,11 @@ class HostedPlane:
     def _welcome(self, peer: PeerId) -> None:
         """Who is let go and is connected anew is not let go any more: the new connection takes the old one's place."""
         with contextlib.suppress(ValueError):
-            self._again.remove(Disconnect(self.name, peer))
+            self._again.remove(RankDisconnect(self.name, peer))
 
-    def _owed_to(self, peer: PeerId) -> Disconnect | Fence | None:
+    def _owed_to(self, peer: PeerId) -> RankDisconnect | Fence | None:
         """What threw, and would take away the endpoint that is minted now if it came later."""
-        owed = Disconnect(self.name, peer), Fence(self.name, peer)
+        owed = RankDisconnect(self.name, peer), Fence(self.name, peer)
         return next((command for command in owed if command in self._again), None)
 
     def _do_owed(self, peer: PeerId) -> None:
@@ -187,7 +187,7 @@ class HostedPlane:
             if not self._stop(owed):
                 return
 
-    def _lend(self, command: Lend) -> None:
+    def _lend(self, command: RankLend) -> None:
         try:
             cast(LendingTransport, self.transport).lend(command.loan)
         except Exception as error:  # noqa: BLE001 - an adapter may throw anything
@@ -228,7 +228,7 @@ class HostedPlane:
         else:
             self._news.append(Minted(self.name, command.ask, endpoint))
 
-    def _connect(self, command: Connect) -> None:
+    def _connect(self, command: RankConnect) -> None:
         try:
             self.transport.connect(command.peer, command.endpoint)
         except Exception as error:  # noqa: BLE001 - an adapter may throw anything
@@ -246,7 +246,7 @@ class HostedPlane:
     def _collect(self) -> None:
         for event in self.transport.drain():
             if isinstance(event, CopyEnded):
-                self._news.append(Ended.of(self.name, event))
+                self._news.append(RankEnded.of(self.name, event))
             elif isinstance(event, CopyRested):
                 self._news.append(Rested.of(self.name, event))
             elif isinstance(event, FenceEnded):
@@ -258,7 +258,7 @@ class HostedPlane:
         found = refusals_of(self.transport)
         if found != self._refusals:
             self._refusals = found
-            self._news.append(Refusals(self.name, found))
+            self._news.append(RankRefusals(self.name, found))
 
     def _count_mapped(self) -> None:
         found = mapped_bytes_of(self.transport)
@@ -267,12 +267,12 @@ class HostedPlane:
             self._news.append(MappedBytes(self.name, found))
 
     def _end(self, job: JobId, reason: Reason, detail: str) -> None:
-        self._news.append(Ended(self.name, job, reason, True, detail[:DETAIL_CHARS_MAX]))
+        self._news.append(RankEnded(self.name, job, reason, True, detail[:DETAIL_CHARS_MAX]))
 
-    def _end_waiting_for(self, command: Cancel | Disconnect | Fence) -> None:
+    def _end_waiting_for(self, command: Cancel | RankDisconnect | Fence) -> None:
         if isinstance(command, Cancel):
             self._end_waiting(lambda copy: copy.job == command.job, Reason.CANCELLED, "")
-        elif isinstance(command, Disconnect):
+        elif isinstance(command, RankDisconnect):
             self._end_waiting(lambda copy: copy.peer == command.peer, Reason.PEER_GONE, "disconnected")
         else:
             self._end_waiting(lambda copy: copy.peer == command.peer, Reason.TRANSFER_FAILED, "the peer was fenced")

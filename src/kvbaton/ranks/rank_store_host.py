@@ -30,13 +30,13 @@ from kvbaton.ranks.rank_store_messages import (
     ids_of,
     pack_ids,
 )
-from kvbaton.ranks.store_interface import RankShelf
+from kvbaton.ranks.store_interface import RankStoreInterface
 from kvbaton.store.interface import OrderEnded, OrderId
 
 log = logging.getLogger(__name__)
 
 DETAIL_CHARS_MAX = 512
-MakeShelf = Callable[[str], RankShelf]
+MakeShelf = Callable[[str], RankStoreInterface]
 """Makes the rank's shelf for the engine whose compatibility key has this digest."""
 
 
@@ -46,7 +46,7 @@ class HostedShelf:
     def __init__(self, make: MakeShelf) -> None:
         self.faults = 0
         self._make = make
-        self._shelf: RankShelf | None = None
+        self._shelf: RankStoreInterface | None = None
         self._waker: Callable[[], None] = lambda: None
         self._open: set[OrderId] = set()
         self._news: list[ShelfNews] = []
@@ -122,7 +122,7 @@ class HostedShelf:
             else:
                 self._end(order, Reason.BUSY, "the rank's store has no room for more orders")
 
-    def _submitted(self, shelf: RankShelf, command: ShelfOrder) -> bool:
+    def _submitted(self, shelf: RankStoreInterface, command: ShelfOrder) -> bool:
         order, hashes = OrderId(command.order), hashes_of(command.hashes)
         if isinstance(command, ShelfLookup):
             return shelf.lookup(order, hashes, command.timeout_s)

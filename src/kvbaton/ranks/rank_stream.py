@@ -18,7 +18,7 @@ from collections import Counter, deque
 
 import msgspec
 
-from kvbaton.control.addressing import Limits
+from kvbaton.control.addressing import ControlLimits
 from kvbaton.ranks.rank_messages import FRAME_BYTES_MAX
 
 WINDOW_FRAMES_MAX = 1024
@@ -28,7 +28,7 @@ ANSWER_BYTES = 8 << 20
 RESEND_S = 1.0
 ENVELOPE_BYTES = 64
 
-LIMITS = Limits(
+LIMITS = ControlLimits(
     frame_bytes_max=FRAME_BYTES_MAX + ENVELOPE_BYTES,
     frames_queued_max=QUEUED_MAX,
     frames_per_s_max=math.inf,  # both ends are this engine's own
@@ -36,7 +36,7 @@ LIMITS = Limits(
 )
 
 
-class Envelope(msgspec.Struct, frozen=True, array_like=True):
+class StreamEnvelope(msgspec.Struct, frozen=True, array_like=True):
     """One frame. Number 0 carries nothing but how far the sender is."""
 
     session: int
@@ -47,7 +47,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Envelope)
+_decoder = msgspec.msgpack.Decoder(StreamEnvelope)
 
 
 class Stream:
@@ -130,7 +130,7 @@ class Stream:
         return self._owes or self._asks or untold >= self.answer_frames or self._untold_bytes >= ANSWER_BYTES
 
     def _frame(self, number: int, body: bytes) -> bytes:
-        return _encoder.encode(Envelope(self.session, number, self._received, self._asks, body))
+        return _encoder.encode(StreamEnvelope(self.session, number, self._received, self._asks, body))
 
     def _note_answer(self, received: int, now: float) -> None:
         sent = len(self._flight) - self._unsent

@@ -29,26 +29,26 @@ from kvbaton.ranks.rank_messages import (
     Cancel,
     Close,
     Command,
-    Connect,
     ConnectFailed,
-    Disconnect,
-    Ended,
     Fence,
     Fenced,
     LayOut,
-    Lend,
     MappedBytes,
     Mint,
     Minted,
     MintFailed,
     News,
-    Refusals,
+    RankConnect,
+    RankDisconnect,
+    RankEnded,
+    RankLend,
+    RankRefusals,
     Rested,
     submit_commands,
     table_bytes,
 )
 from kvbaton.transports.catalogue import endpoint_type
-from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.transport import (
     Capabilities,
     Copy,
@@ -104,7 +104,7 @@ class RemoteTransport:
         self._link = link
         self._jobs = Jobs(COPIES_MAX)
         self._tables_bytes = 0
-        self._restless: Remembered[JobId, Job] = Remembered(RESTLESS_MAX)
+        self._restless: Remembered[JobId, CopyJob] = Remembered(RESTLESS_MAX)
         self._endpoints = Endpoints(f"rank {link.rank} ({name})", self._mint, came)
         self._loans: set[JobId] = set()  # that the rank has not said to have ended
         self._known: set[PeerId] = set()  # for whom the rank may hold an endpoint or a connection
@@ -121,13 +121,13 @@ class RemoteTransport:
         _check_endpoint(self.capabilities.name, peer, endpoint)
         self._check_room()
         self._known.add(peer)
-        self._link.post([Connect(self._name, peer, endpoint)])
+        self._link.post([RankConnect(self._name, peer, endpoint)])
 
     def disconnect(self, peer: PeerId) -> None:
         self._endpoints.forget(peer)
         if peer in self._known:
             self._known.discard(peer)
-            self._link.post([Disconnect(self._name, peer)])
+            self._link.post([RankDisconnect(self._name, peer)])
 
     def fence(self, peer: PeerId) -> None:
         """While the link is lost this does not end: nothing is known about the rank's memory.
@@ -163,7 +163,7 @@ class RemoteTransport:
         """While the link is lost nothing is known of the rank: what it has lent ends when it says so, or never."""
         with self._jobs:
             self._loans.add(loan.job)
-        self._link.post([Lend.of(self._name, loan)])
+        self._link.post([RankLend.of(self._name, loan)])
 
     def cancel(self, job: JobId) -> None:
         with self._jobs:
@@ -189,7 +189,7 @@ class RemoteTransport:
     # --- the link's thread
 
     def take(self, news: News) -> None:
-        if isinstance(news, Ended):
+        if isinstance(news, RankEnded):
             self._take_end(news)
         elif isinstance(news, Rested):
             job = self._restless.get(news.job)
@@ -199,7 +199,7 @@ class RemoteTransport:
             self._jobs.post(FenceEnded(news.peer))
         elif isinstance(news, Minted | MintFailed):
             self._endpoints.take(news)
-        elif isinstance(news, Refusals):
+        elif isinstance(news, RankRefusals):
             self.refusals = news.counts
         elif isinstance(news, MappedBytes):
             self.mapped_bytes = news.nbytes
@@ -216,7 +216,7 @@ class RemoteTransport:
                 self.cancel(job.copy.job)
                 self._abandon(job, Reason.TRANSFER_FAILED, detail)
 
-    def _take_end(self, news: Ended) -> None:
+    def _take_end(self, news: RankEnded) -> None:
         with self._jobs:
             if news.job in self._loans:
                 self._loans.discard(news.job)
@@ -233,7 +233,7 @@ class RemoteTransport:
             else:
                 self._abandon(job, news.reason or Reason.TRANSFER_FAILED, news.detail)
 
-    def _abandon(self, job: Job, reason: Reason, detail: str) -> None:
+    def _abandon(self, job: CopyJob, reason: Reason, detail: str) -> None:
         self._tables_bytes -= table_bytes(job.copy)
         self._jobs.abandon(job, reason, detail)
         job.copy = msgspec.structs.replace(job.copy, spans=job.copy.spans[:0], weave=None)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvbaton.protocol.geometry.layout import EngineLayout, Group, Kind, Share, cell_axes
+from kvbaton.protocol.geometry.layout import EngineLayout, Group, GroupKind, Share, cell_axes
 from kvbaton.store.content_keys import VALUE_BYTES_MAX, Space
 from kvbaton.store.interface import Pieces
 
@@ -21,9 +21,9 @@ CELLS_MAX = 1 << 20  # of one page: sorted once, when an engine starts
 PIECES_MAX = 4096  # of one value
 
 _WHY = {
-    Kind.SLIDING: "its blocks leave the window while the prompt goes on, so no prefix of them is whole",
-    Kind.CHUNKED: "its blocks leave the window while the prompt goes on, so no prefix of them is whole",
-    Kind.STATE: "a state is changed in place, so it stands for one position and not for a block of tokens",
+    GroupKind.SLIDING: "its blocks leave the window while the prompt goes on, so no prefix of them is whole",
+    GroupKind.CHUNKED: "its blocks leave the window while the prompt goes on, so no prefix of them is whole",
+    GroupKind.STATE: "a state is changed in place, so it stands for one position and not for a block of tokens",
 }
 
 

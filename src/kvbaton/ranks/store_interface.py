@@ -1,4 +1,5 @@
-"""How an engine reaches the shared store: one `RankShelf` for each of its ranks, since each has only its own memory.
+"""How an engine reaches the shared store: one `RankStoreInterface` for each of its ranks, since each has only its own
+memory.
 
 Blocks are named by id and values by the hash of their content (`store.keys.chain`): which bytes of the rank's memory
 belong to a block, and which key a hash gets in this rank's space, is the rank's own knowledge.
@@ -16,10 +17,10 @@ from typing import Protocol
 
 from kvbaton.store.interface import OrderEnded, OrderId
 
-__all__ = ["OrderEnded", "OrderId", "RankShelf"]
+__all__ = ["OrderEnded", "OrderId", "RankStoreInterface"]
 
 
-class RankShelf(Protocol):
+class RankStoreInterface(Protocol):
     """One rank's access to the store. Called by one thread of the engine at a time; wakes it from any."""
 
     @property

@@ -16,23 +16,23 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.api_errors import ApiError
-from kvbaton.api.bodies import Kind
+from kvbaton.api.bodies import BodyKind
 from kvbaton.api.gather import cancel
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router.client_quotas import Room
+from kvbaton.router.client_quotas import ClientQuotas
 from kvbaton.router.dialect_table import TicketMinter
 from kvbaton.router.http.http_types import Answer, Handler, Request
-from kvbaton.router.openai_api import Front
+from kvbaton.router.openai_api import OpenAiApi
 from kvbaton.router.operator_access import FlightsPage, Show, guarded
-from kvbaton.router.operator_api import Desk
+from kvbaton.router.operator_api import OperatorApi
 from kvbaton.router.request_flow import Discard, Flow
 from kvbaton.router.router_flights import LogBook
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.router_stats import RouterStats
 from kvbaton.router.worker_calls import LegError, Legs
-from kvbaton.router.workers.available import Roster
-from kvbaton.router.workers.directory import Worker, WorkerDirectory
+from kvbaton.router.workers.available import AvailableWorkers
+from kvbaton.router.workers.directory import ListedEngine, WorkerDirectory
 from kvbaton.router.workers.health import Health
 
 log = logging.getLogger(__name__)
@@ -63,8 +63,8 @@ class Router:
 
     def __init__(
         self,
-        front: Front,
-        desk: Desk,
+        front: OpenAiApi,
+        desk: OperatorApi,
         settings: RouterSettings,
         stats: RouterStats,
         minter: TicketMinter | None,
@@ -79,9 +79,9 @@ class Router:
         self.stats = stats
         self.draining = front.draining
         self._routes: dict[str, dict[str, Handler]] = {
-            Kind.COMPLETION.value: {"POST": front.completions},
-            Kind.CHAT.value: {"POST": front.chat},
-            Kind.RESPONSES.value: {"POST": front.responses},
+            BodyKind.COMPLETION.value: {"POST": front.completions},
+            BodyKind.CHAT.value: {"POST": front.chat},
+            BodyKind.RESPONSES.value: {"POST": front.responses},
             "/v1/models": {"GET": desk.models},
             "/health": {"GET": desk.health},
             "/workers": {"GET": desk.workers},
@@ -154,16 +154,16 @@ async def router_app(
     """
     gathering = Gathering() if gathering is None else gathering
     health = Health(settings.suspect_s, settings.breaker_failures, settings.probe_min_s, settings.probe_max_s)
-    roster = Roster(directory, health)
-    stats = RouterStats(room=Room(settings.held_bytes_max))
+    roster = AvailableWorkers(directory, health)
+    stats = RouterStats(room=ClientQuotas(settings.held_bytes_max))
     minter = None if ticket_key is None else TicketMinter(ticket_key, settings.ticket_ttl_s)
     draining = asyncio.Event()
     async with Legs.open(settings) as legs:
         if minter is not None:
             legs.token = minter.token
         flow = Flow(legs, roster, settings, stats, minter, discard, LogBook(gathering, name, settings.trace))
-        front = Front(flow, settings, stats, draining)
-        desk = Desk(roster, legs, flow, settings, stats, draining)
+        front = OpenAiApi(flow, settings, stats, draining)
+        desk = OperatorApi(roster, legs, flow, settings, stats, draining)
         board = Board(gathering, desk.shown, desk.numbers, settings)
         more = {"/flights": FlightsPage(gathering, show).answer, **({} if pages is None else pages(board))}
         caring = asyncio.create_task(_Care(roster, legs, settings, stats).run())
@@ -177,7 +177,7 @@ async def router_app(
 class _Care:
     """Probes workers that broke, and breaks off what is under way with those that left."""
 
-    def __init__(self, roster: Roster, legs: Legs, settings: RouterSettings, stats: RouterStats) -> None:
+    def __init__(self, roster: AvailableWorkers, legs: Legs, settings: RouterSettings, stats: RouterStats) -> None:
         self._roster = roster
         self._legs = legs
         self._settings = settings
@@ -215,7 +215,7 @@ class _Care:
     def _probed(self, peer: PeerId, _: asyncio.Task[None]) -> None:
         self._probes.pop(peer, None)
 
-    async def _probe(self, worker: Worker) -> None:
+    async def _probe(self, worker: ListedEngine) -> None:
         try:
             await self._legs.get(worker, "/health")
             answered = True

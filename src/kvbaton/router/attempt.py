@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.bodies import Kind
+from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import Mode
 from kvbaton.observe.tracing.trace_context import Traceparent
 from kvbaton.protocol.ids import PeerId
@@ -17,13 +17,13 @@ from kvbaton.router.http.http_types import Header
 from kvbaton.router.policy import NO_DOUBTS, Doubts
 from kvbaton.router.router_flights import Trip
 from kvbaton.router.worker_calls import LegError
-from kvbaton.router.workers.directory import Worker
+from kvbaton.router.workers.directory import ListedEngine
 
 
-class Call(msgspec.Struct, frozen=True):
+class RoutedCall(msgspec.Struct, frozen=True):
     """One prompt, one choice."""
 
-    kind: Kind
+    kind: BodyKind
     fields: Mapping[str, Any]
     headers: Sequence[Header]
     modes: tuple[Mode, ...]  # the first that some pair can serve is taken
@@ -44,12 +44,12 @@ class Call(msgspec.Struct, frozen=True):
         return [*self.headers, name, (b"traceparent", traceparent.encode())]
 
 
-class Route(msgspec.Struct, frozen=True):
+class ChosenRoute(msgspec.Struct, frozen=True):
     """Who was asked."""
 
     mode: Mode
-    decode: Worker
-    prefill: Worker | None  # None: D computed the prompt itself
+    decode: ListedEngine
+    prefill: ListedEngine | None  # None: D computed the prompt itself
 
     def __str__(self) -> str:
         return f"{'-' if self.prefill is None else self.prefill.name}/{self.decode.name}"
@@ -76,7 +76,7 @@ class Tries:
         """How many have come to nothing."""
         return self.prefill_failures + self.decode_failures + self.stale
 
-    def doubt(self, route: Route, error: LegError) -> None:
+    def doubt(self, route: ChosenRoute, error: LegError) -> None:
         """Do not ask the same again."""
         before = self.doubts
         if error.is_handoff and route.prefill is not None:

@@ -13,25 +13,25 @@ from collections.abc import Iterator, Sequence
 from kvbaton.api.api_errors import ApiError, unavailable
 from kvbaton.api.params import Mode
 from kvbaton.router import dialect_table, policy
-from kvbaton.router.attempt import Call, Route, Tries
+from kvbaton.router.attempt import ChosenRoute, RoutedCall, Tries
 from kvbaton.router.policy import Pair, Weights
 from kvbaton.router.router_settings import Fallback, RouterSettings
-from kvbaton.router.workers.available import Roster, View
-from kvbaton.router.workers.directory import State, Worker
+from kvbaton.router.workers.available import AvailableWorkers, View
+from kvbaton.router.workers.directory import ListedEngine, WorkerListState
 from kvbaton.router.workers.worker_load import Loads
 
 
 class Chooser:
     """Chooses for every try of every request. One per router."""
 
-    def __init__(self, roster: Roster, settings: RouterSettings, loads: Loads, *, can_sign: bool) -> None:
+    def __init__(self, roster: AvailableWorkers, settings: RouterSettings, loads: Loads, *, can_sign: bool) -> None:
         self._roster = roster
         self._settings = settings
         self._loads = loads
         self._can_sign = can_sign
         self._turns: dict[Mode | None, Iterator[int]] = defaultdict(itertools.count)
 
-    def route(self, call: Call, tries: Tries, now: float) -> Route:
+    def route(self, call: RoutedCall, tries: Tries, now: float) -> ChosenRoute:
         """The workers of the next try; `ApiError` where there are none."""
         view = self._roster.view(now)
         weights = self._weights(tries)
@@ -43,7 +43,7 @@ class Chooser:
                 if able:
                     pair = policy.choose(able, next(self._turns[mode]), weights, tries.doubts)
                     if pair is not None:
-                        return Route(mode, pair.decode, pair.prefill)
+                        return ChosenRoute(mode, pair.decode, pair.prefill)
                     # Pairs serve this mode, but this request has failed on all of them. Another mode would ask the same
                     # workers again under another name.
                     break
@@ -53,13 +53,15 @@ class Chooser:
         worker = policy.alone(view.workers, next(self._turns[None]), weights, tries.doubts)
         if worker is None:
             raise self._nobody(call, tries, view)
-        return Route(call.modes[0], worker, None)
+        return ChosenRoute(call.modes[0], worker, None)
 
-    def other_decoder(self, pair: Pair, mode: Mode, tries: Tries, now: float) -> Worker | None:
+    def other_decoder(self, pair: Pair, mode: Mode, tries: Tries, now: float) -> ListedEngine | None:
         """Another D for P's ticket, which names none, if the one that was chosen drains or left meanwhile."""
         # A prefill takes seconds, and P's KV is as good for any D: dropping it would compute the prompt twice.
         view = self._roster.view(now)
-        if any(worker.peer == pair.decode.peer and worker.state is not State.DRAINING for worker in view.workers):
+        if any(
+            worker.peer == pair.decode.peer and worker.state is not WorkerListState.DRAINING for worker in view.workers
+        ):
             return None
         able = [each for each in view.workers if each.decodes and policy.mismatch(pair.prefill, each, mode) is None]
         return policy.alone(able, next(self._turns[None]), self._weights(tries), tries.doubts)
@@ -82,7 +84,7 @@ class Chooser:
         if tries.tokens - known < self._settings.disagg_min_tokens:
             tries.alone = "cached"
 
-    def _nobody(self, call: Call, tries: Tries, view: View) -> ApiError:
+    def _nobody(self, call: RoutedCall, tries: Tries, view: View) -> ApiError:
         # The failure that led here says more than that no pair is left.
         if tries.last is not None:
             return tries.last.fault

@@ -52,7 +52,7 @@ def caller(peer: str) -> str:
     return str(ipaddress.IPv6Network((address, _IPV6_NET_BITS), strict=False))
 
 
-class Room:
+class ClientQuotas:
     """Bytes of requests and answers that are held, of all clients."""
 
     def __init__(self, bytes_max: int = BYTES_MAX) -> None:
@@ -92,7 +92,7 @@ class Tab:
 
     __slots__ = ("_bytes", "_who", "room")
 
-    def __init__(self, room: Room, who: str) -> None:
+    def __init__(self, room: ClientQuotas, who: str) -> None:
         self.room = room
         self._who = who
         self._bytes = 0
@@ -126,7 +126,7 @@ class Tab:
         self.hold(0)
 
 
-class Crowd(Generic[T]):
+class ClientCrowd(Generic[T]):
     """Who is connected. Whoever enters is idle until said otherwise."""
 
     def __init__(self, bound: int) -> None:

@@ -9,22 +9,22 @@ from collections.abc import Mapping, Sequence
 
 from kvbaton import __version__
 from kvbaton.observe.dashboard.page_files import STATE, Page, fixed_pages, json_page
-from kvbaton.observe.dashboard.sights import Listed
-from kvbaton.observe.dashboard.watch import Figures, Watch
+from kvbaton.observe.dashboard.sights import ListedWorker
+from kvbaton.observe.dashboard.watch import ClusterWatch, Figures
 from kvbaton.router.app import Board
 from kvbaton.router.http.http_types import Answer, Handler, Request
-from kvbaton.router.workers.directory import State
+from kvbaton.router.workers.directory import WorkerListState
 
 
 def live_page(board: Board) -> Mapping[str, Handler]:
     """Path to handler, for `router_app(pages=...)`."""
 
-    def listed() -> Sequence[Listed]:
+    def listed() -> Sequence[ListedWorker]:
         return [
-            Listed(
+            ListedWorker(
                 str(shown["name"]),
                 str(shown["role"]),
-                "ready" if shown["state"] == State.SERVING else str(shown["state"]),
+                "ready" if shown["state"] == WorkerListState.SERVING else str(shown["state"]),
                 str(shown["incarnation"]),
                 str(shown.get("unpaired", "")),
             )
@@ -35,7 +35,7 @@ def live_page(board: Board) -> Mapping[str, Handler]:
         numbers = board.stats()
         return Figures(int(numbers["in_flight"]), bool(numbers.get("draining")))
 
-    watch = Watch(board.gathering, listed, figures, version=__version__, mode=str(board.settings.mode))
+    watch = ClusterWatch(board.gathering, listed, figures, version=__version__, mode=str(board.settings.mode))
 
     async def state(_: Request) -> Answer:
         return _answer(json_page(watch.state()))

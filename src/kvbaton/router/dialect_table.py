@@ -26,7 +26,7 @@ from kvbaton.protocol.ids import HandoffId, TransferId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.router.http.http_types import Header
 from kvbaton.router.policy import Pair
-from kvbaton.router.workers.directory import OWN, Worker
+from kvbaton.router.workers.directory import OWN, ListedEngine
 
 _encode = msgspec.json.Encoder().encode
 _LEASE = _encode(LEASE_FOR_PULL)
@@ -58,7 +58,7 @@ class TicketMinter:
         self._wall = wall
         self._new_id = new_id
 
-    def token(self, worker: Worker) -> Header | None:
+    def token(self, worker: ListedEngine) -> Header | None:
         """Shows a worker of this cluster that the router asks; no other is shown anything."""
         if not worker.is_own:
             return None
@@ -123,7 +123,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "moriio": Dialect(_moriio, {Fleet.MORIIO_READ: Mode.PULL, Fleet.MORIIO_WRITE: Mode.PUSH}),
     "p2p_nccl": Dialect(_p2p_nccl, {Fleet.P2P_NCCL: Mode.PULL}),
 }
-"""By the name that a `Worker` has."""
+"""By the name that a `ListedEngine` has."""
 
 
 def ask(pair: Pair, mode: Mode, minter: TicketMinter | None) -> HandoffAsk:

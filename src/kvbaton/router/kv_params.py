@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 
 from kvbaton.api import shapes
-from kvbaton.api.bodies import Kind
+from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import FIELD
 from kvbaton.protocol.ids import is_handoff_id
 from kvbaton.protocol.numbers import Version
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, Ticket
-from kvbaton.router.workers.directory import Worker
+from kvbaton.router.workers.directory import ListedEngine
 
 _encode = msgspec.json.Encoder().encode
 _KEY = b',"kv_transfer_params":'
@@ -29,7 +29,7 @@ _MAC_BYTES = 16  # of a ticket, before what it says
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
-def prefill_body(kind: Kind, fields: Mapping[str, Any], params: bytes) -> bytes:
+def prefill_body(kind: BodyKind, fields: Mapping[str, Any], params: bytes) -> bytes:
     """Asks P for the prompt's KV and one token, which nobody reads."""
     body: dict[str, Any] = {**fields, "stream": False, FIELD: msgspec.Raw(params)}
     for name in ("stream_options", "stop", "stop_token_ids"):
@@ -37,7 +37,7 @@ def prefill_body(kind: Kind, fields: Mapping[str, Any], params: bytes) -> bytes:
     body["ignore_eos"] = True  # MoRI-IO hands over only what ended by its length, and a prompt may be answered with EOS
     if body.get("min_tokens"):
         body["min_tokens"] = 1
-    if kind is Kind.RESPONSES:
+    if kind is BodyKind.RESPONSES:
         return _encode(body | {"max_output_tokens": 1, "store": False})
     body["max_tokens"] = 1
     if body.get("max_completion_tokens") is not None:
@@ -106,7 +106,7 @@ def handoff_of(ticket: str | None) -> str:
     return handoff if is_handoff_id(handoff) else ""
 
 
-def traced(params: bytes, traceparent: str, worker: Worker) -> bytes:
+def traced(params: bytes, traceparent: str, worker: ListedEngine) -> bytes:
     """The parameters with the span that they belong to, for workers of ours; others' get the header alone."""
     if not traceparent or not worker.is_own:
         return params

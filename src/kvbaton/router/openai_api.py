@@ -17,13 +17,13 @@ import msgspec
 
 from kvbaton.api import request_ids, responses, screening, shapes, sse, tokens
 from kvbaton.api.api_errors import ApiError, bad_field, full, read_error, unavailable
-from kvbaton.api.bodies import Body, Kind, parse
+from kvbaton.api.bodies import Body, BodyKind, parse
 from kvbaton.api.gather import all_of, interleave
 from kvbaton.api.http import REQUEST_ID, checked_request_id
-from kvbaton.api.merge import Joiner, Part, join, read, split
+from kvbaton.api.merge import AnswerPart, Joiner, join, read, split
 from kvbaton.api.params import FIELD, Mode
 from kvbaton.router import router_flights
-from kvbaton.router.attempt import Call
+from kvbaton.router.attempt import RoutedCall
 from kvbaton.router.http.http_types import Answer, Events, Header, Request
 from kvbaton.router.reply import Reply
 from kvbaton.router.request_flow import Flow
@@ -76,7 +76,7 @@ def alone_reason(body: Body) -> str:
     return ""
 
 
-class Front:
+class OpenAiApi:
     """What clients call."""
 
     def __init__(self, flow: Flow, settings: RouterSettings, stats: RouterStats, draining: asyncio.Event) -> None:
@@ -88,15 +88,15 @@ class Front:
         self._modes_default = (settings.mode, *(mode for mode in settings.modes_allowed if mode is not settings.mode))
 
     async def completions(self, request: Request) -> Answer | Events:
-        return await self._answer(request, Kind.COMPLETION)
+        return await self._answer(request, BodyKind.COMPLETION)
 
     async def chat(self, request: Request) -> Answer | Events:
-        return await self._answer(request, Kind.CHAT)
+        return await self._answer(request, BodyKind.CHAT)
 
     async def responses(self, request: Request) -> Answer | Events:
-        return await self._answer(request, Kind.RESPONSES)
+        return await self._answer(request, BodyKind.RESPONSES)
 
-    async def _answer(self, request: Request, kind: Kind) -> Answer | Events:
+    async def _answer(self, request: Request, kind: BodyKind) -> Answer | Events:
         try:
             body, parts, calls = self._understood(request, kind)
         except ApiError as error:
@@ -108,10 +108,10 @@ class Front:
                 return Answer(await self._whole(parts, calls, headers), headers=headers)
         several = len(calls) > 1
         events = self._joined(body, parts, calls, headers) if several else self._events(calls[0], headers, 1)
-        tell = responses.error_event if kind is Kind.RESPONSES else sse.error_event
+        tell = responses.error_event if kind is BodyKind.RESPONSES else sse.error_event
         return Events(events, headers, calls[0].deadline, tell)
 
-    def _understood(self, request: Request, kind: Kind) -> tuple[Body, Sequence[Part], list[Call]]:
+    def _understood(self, request: Request, kind: BodyKind) -> tuple[Body, Sequence[AnswerPart], list[RoutedCall]]:
         if self.draining.is_set():
             raise unavailable("this router is stopping; ask another", "draining")
         if any(name in _SCREENED for name, _ in request.headers):
@@ -123,7 +123,7 @@ class Front:
         if body.fields.get("previous_response_id") is not None:
             raise bad_field("previous_response_id", "answers are not kept here; send the conversation as input")
         alone = alone_reason(body)
-        parts = (Part(0, 0, 0, body.fields),) if alone else split(body)
+        parts = (AnswerPart(0, 0, 0, body.fields),) if alone else split(body)
         if len(parts) > self._settings.in_flight_max:
             raise bad_field("n", f"{len(parts)} answers to one body, at most {self._settings.in_flight_max} at once")
         if body.n > 1 and body.n * len(request.body) > PARTS_BYTES_MAX:
@@ -134,7 +134,7 @@ class Front:
             raise request.tab.room.full("request")
         return body, parts, self._calls(request, body, parts, alone)
 
-    def _calls(self, request: Request, body: Body, parts: Sequence[Part], alone: str) -> list[Call]:
+    def _calls(self, request: Request, body: Body, parts: Sequence[AnswerPart], alone: str) -> list[RoutedCall]:
         name = request.header(b"x-request-id") or ""
         name = checked_request_id("" if _holds_addresses(name) else name)
         modes = self._modes(request.header(_MODE_HEADER))
@@ -144,11 +144,13 @@ class Front:
         if len(parts) == 1:
             fields, whole, tab = body.fields, request.body, request.tab
             return [
-                Call(body.kind, fields, headers, modes, body.stream, deadline, name, whole, alone, trace, begins, tab)
+                RoutedCall(
+                    body.kind, fields, headers, modes, body.stream, deadline, name, whole, alone, trace, begins, tab
+                )
             ]
         names = [f"{name}-{part.index}" for part in parts]
         return [
-            Call(
+            RoutedCall(
                 body.kind,
                 part.fields,
                 headers,
@@ -173,7 +175,7 @@ class Front:
             raise bad_field(MODE_HEADER, f"got {wanted[:40]!r}, expected one of {', '.join(allowed)}")
         return (Mode(wanted),)
 
-    async def _whole(self, parts: Sequence[Part], calls: Sequence[Call], headers: dict[str, str]) -> bytes:
+    async def _whole(self, parts: Sequence[AnswerPart], calls: Sequence[RoutedCall], headers: dict[str, str]) -> bytes:
         bodies = await all_of([self._body(call, headers) for call in calls])
         if len(bodies) == 1:
             return bodies[0]
@@ -182,7 +184,7 @@ class Front:
         except _ODD as error:
             raise _odd_answer(error) from None
 
-    async def _body(self, call: Call, headers: dict[str, str]) -> bytes:
+    async def _body(self, call: RoutedCall, headers: dict[str, str]) -> bytes:
         reply = await self._flow.serve(call)
         try:
             self._note(headers, reply)
@@ -190,7 +192,7 @@ class Front:
         finally:
             await reply.aclose()
 
-    async def _events(self, call: Call, headers: dict[str, str], counted: int = 0) -> AsyncGenerator[bytes, None]:
+    async def _events(self, call: RoutedCall, headers: dict[str, str], counted: int = 0) -> AsyncGenerator[bytes, None]:
         """One call's stream, untouched."""
         with self._under_way(counted):
             begun = call.deadline - self._settings.deadline_s
@@ -210,7 +212,7 @@ class Front:
                 await reply.aclose()
 
     async def _joined(
-        self, body: Body, parts: Sequence[Part], calls: Sequence[Call], headers: dict[str, str]
+        self, body: Body, parts: Sequence[AnswerPart], calls: Sequence[RoutedCall], headers: dict[str, str]
     ) -> AsyncGenerator[bytes, None]:
         """Several calls' streams as one."""
         with self._under_way(len(calls)):
@@ -225,7 +227,7 @@ class Front:
                 yield _usage_event(joiner)
             yield sse.DONE
 
-    def _rejoined(self, joiner: Joiner, part: Part, data: bytes) -> Iterator[bytes]:
+    def _rejoined(self, joiner: Joiner, part: AnswerPart, data: bytes) -> Iterator[bytes]:
         for payload in sse.payloads(data):
             if payload == b"[DONE]":
                 continue

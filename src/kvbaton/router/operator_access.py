@@ -16,7 +16,7 @@ import msgspec
 
 from kvbaton.api.api_errors import ApiError, bad_field
 from kvbaton.observe.flight.collector import LAST_MAX, Gathering
-from kvbaton.observe.flight.flight_records import Seat
+from kvbaton.observe.flight.flight_records import FlightSeat
 from kvbaton.observe.flight.joining import FIND_CHARS_MIN
 from kvbaton.observe.flight.journey import Journey
 from kvbaton.router.http.http_types import Answer, Events, Handler, Request, json_answer
@@ -81,7 +81,7 @@ def _is_plain_host(host: str) -> bool:
     return True
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class FlightsQuery(msgspec.Struct, frozen=True):
     """What was asked for."""
 
     last: int = LAST
@@ -89,7 +89,7 @@ class Wanted(msgspec.Struct, frozen=True):
     find: str = ""
 
     @classmethod
-    def parse(cls, query: str) -> Wanted:
+    def parse(cls, query: str) -> FlightsQuery:
         """`last=N&failed=1&id=X`; `ApiError` names the field that is wrong."""
         try:
             fields = parse_qsl(query, keep_blank_values=True, max_num_fields=FIELDS_MAX)
@@ -123,12 +123,12 @@ class FlightsPage:
         self._turn = asyncio.Lock()  # viewers one after the other: each takes time from requests
 
     async def answer(self, request: Request) -> Answer | Events:
-        wanted = Wanted.parse(request.query)
+        wanted = FlightsQuery.parse(request.query)
         found = await self.journeys(wanted)
         async with self._turn:
             return await asyncio.to_thread(json_answer, {"journeys": found}, headers={"Cache-Control": "no-store"})
 
-    async def journeys(self, wanted: Wanted) -> list[Journey]:
+    async def journeys(self, wanted: FlightsQuery) -> list[Journey]:
         """What is known, and what workers can still tell of it: they report twice a second, so the newest may lack."""
         found = await self._look(wanted)
         if self._show is None or _is_whole(found) or not (found or wanted.find):
@@ -148,7 +148,7 @@ class FlightsPage:
             await asyncio.sleep(LOOK_S)
         return await self._look(wanted)
 
-    async def _look(self, wanted: Wanted) -> list[Journey]:
+    async def _look(self, wanted: FlightsQuery) -> list[Journey]:
         """On a thread: of many journeys it takes tens of milliseconds, and requests must not wait for a viewer."""
         async with self._turn:
             return await asyncio.to_thread(self._gathering.journeys, wanted.last, wanted.failed, wanted.find)
@@ -175,5 +175,7 @@ def _is_whole(found: Sequence[Journey]) -> bool:
 
 def _unfinished(journey: Journey) -> list[str]:
     """Workers whose record of it is not here, or does not tell how it ended."""
-    lanes = (lane.worker for lane in journey.lanes if lane.seat is not Seat.ROUTER and not lane.end and not lane.gone)
+    lanes = (
+        lane.worker for lane in journey.lanes if lane.seat is not FlightSeat.ROUTER and not lane.end and not lane.gone
+    )
     return [*(missing.worker for missing in journey.missing if missing.worker), *lanes]

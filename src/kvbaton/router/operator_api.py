@@ -19,20 +19,20 @@ from kvbaton.router.request_flow import Flow
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.router_stats import RouterStats
 from kvbaton.router.worker_calls import LegError, Legs
-from kvbaton.router.workers.available import Roster, View
-from kvbaton.router.workers.directory import State, Worker
+from kvbaton.router.workers.available import AvailableWorkers, View
+from kvbaton.router.workers.directory import ListedEngine, WorkerListState
 
 _AUTH = b"authorization"
 MODELS_ASKED_MAX = 3
 """Workers that are asked, one after the other, which models there are."""
 
 
-class Desk:
+class OperatorApi:
     """What operators call."""
 
     def __init__(
         self,
-        roster: Roster,
+        roster: AvailableWorkers,
         legs: Legs,
         flow: Flow,
         settings: RouterSettings,
@@ -50,7 +50,7 @@ class Desk:
         """What a worker serves; the first that answers speaks for all, since pairs are made of equals."""
         headers = [header for header in request.headers if header[0] == _AUTH]
         refused: LegError | None = None
-        known = sorted(self._view().workers, key=lambda worker: worker.state is not State.SERVING)
+        known = sorted(self._view().workers, key=lambda worker: worker.state is not WorkerListState.SERVING)
         for worker in known[:MODELS_ASKED_MAX]:
             try:
                 data = await self._legs.get(worker, "/v1/models", headers, request.tab)
@@ -111,16 +111,16 @@ class Desk:
         draining = self._draining.is_set()
         return {**numbers, "breakers_opened_total": opened, "workers": states, "pairs": pairs, "draining": draining}
 
-    def _shown(self, worker: Worker, view: View, is_paired: bool) -> dict[str, Any]:
+    def _shown(self, worker: ListedEngine, view: View, is_paired: bool) -> dict[str, Any]:
         shown: dict[str, Any] = msgspec.to_builtins(worker)
         shown |= {"incarnation": f"{worker.incarnation:016x}", "tokens_under_way": self._flow.loads.get(worker.peer, 0)}
         if not is_paired:
             shown["unpaired"] = next(self._why_unpaired(worker, view))
         return shown
 
-    def _why_unpaired(self, worker: Worker, view: View) -> Iterator[str]:
+    def _why_unpaired(self, worker: ListedEngine, view: View) -> Iterator[str]:
         """Reasons why a worker serves nobody, the likeliest first."""
-        if worker.state in (State.BROKEN, State.DRAINING):
+        if worker.state in (WorkerListState.BROKEN, WorkerListState.DRAINING):
             yield f"{worker.name} is {worker.state}"
         others = [other for other in view.workers if other.peer != worker.peer]
         for other in others:

@@ -17,18 +17,18 @@ import msgspec
 
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router.workers.directory import State, Worker
+from kvbaton.router.workers.directory import ListedEngine, WorkerListState
 
 FAR_TOKENS = 1024
 """What a copy over the network is worth, in tokens: shared memory goes first until its workers are this much busier."""
 WEIGHED_MAX = 256
 """Pairs that are weighed for one request; of more, those of the least loaded workers."""
-_NEVER = (State.DRAINING, State.BROKEN)
+_NEVER = (WorkerListState.DRAINING, WorkerListState.BROKEN)
 
 
 class Pair(msgspec.Struct, frozen=True):
-    prefill: Worker
-    decode: Worker
+    prefill: ListedEngine
+    decode: ListedEngine
 
     def __str__(self) -> str:
         return f"{self.prefill.name}/{self.decode.name}"
@@ -103,7 +103,7 @@ NO_DOUBTS = Doubts()
 PLAIN = Weights()
 
 
-def mismatch(prefill: Worker, decode: Worker, mode: Mode) -> str | None:
+def mismatch(prefill: ListedEngine, decode: ListedEngine, mode: Mode) -> str | None:
     """Why the two cannot serve a request together in `mode`; None if they can."""
     if prefill.name == decode.name:
         return f"{prefill.name} cannot hand over to itself"
@@ -120,7 +120,7 @@ def mismatch(prefill: Worker, decode: Worker, mode: Mode) -> str | None:
     return None
 
 
-def pairs(workers: Sequence[Worker], mode: Mode) -> list[Pair]:
+def pairs(workers: Sequence[ListedEngine], mode: Mode) -> list[Pair]:
     """All pairs that can serve `mode`, ordered so that neighbours share as few workers as possible."""
     prefills = [worker for worker in workers if worker.prefills and worker.state not in _NEVER]
     decodes = [worker for worker in workers if worker.decodes and worker.state not in _NEVER]
@@ -157,7 +157,9 @@ def choose(able: Sequence[Pair], turn: int, weights: Weights = PLAIN, doubts: Do
     return best[turn % len(best)] if best else None
 
 
-def alone(workers: Sequence[Worker], turn: int, weights: Weights = PLAIN, doubts: Doubts = NO_DOUBTS) -> Worker | None:
+def alone(
+    workers: Sequence[ListedEngine], turn: int, weights: Weights = PLAIN, doubts: Doubts = NO_DOUBTS
+) -> ListedEngine | None:
     """A worker that answers by itself, prompt and all."""
     able = [
         worker
@@ -169,7 +171,7 @@ def alone(workers: Sequence[Worker], turn: int, weights: Weights = PLAIN, doubts
     by_load = POLICIES[weights.policy].by_load
     order = able[turn % len(able) :] + able[: turn % len(able)]
 
-    def cost(worker: Worker) -> tuple[int, float]:
+    def cost(worker: ListedEngine) -> tuple[int, float]:
         load = weights.loads.get(worker.peer, 0) if by_load else 0
         return _doubt(worker, doubts), load - weights.seen.get(worker.peer, 0.0)
 
@@ -183,8 +185,8 @@ def _is_out(pair: Pair, doubts: Doubts) -> bool:
     return p in doubts.avoid or d in doubts.avoid or (p, d) in doubts.tried
 
 
-def _doubt(worker: Worker, doubts: Doubts) -> int:
-    return (worker.state is State.SUSPECT) + (worker.peer in doubts.shun)
+def _doubt(worker: ListedEngine, doubts: Doubts) -> int:
+    return (worker.state is WorkerListState.SUSPECT) + (worker.peer in doubts.shun)
 
 
 def _far(pair: Pair) -> int:
@@ -213,14 +215,14 @@ def _least_loaded_part(able: Sequence[Pair], weights: Weights) -> list[Pair]:
     return part or list(able[:WEIGHED_MAX])
 
 
-def explain(workers: Sequence[Worker], mode: Mode) -> str:
+def explain(workers: Sequence[ListedEngine], mode: Mode) -> str:
     """Why no pair can serve `mode`, with the next step."""
     prefills = [worker for worker in workers if worker.prefills]
     decodes = [worker for worker in workers if worker.decodes]
     for role, candidates in (("prefill", prefills), ("decode", decodes)):
         if not candidates:
             return f"no {role} worker is registered; start one with: kvbaton worker --role {role} …"
-        if all(worker.state is State.DRAINING for worker in candidates):
+        if all(worker.state is WorkerListState.DRAINING for worker in candidates):
             return f"every {role} worker is draining; start one with: kvbaton worker --role {role} …"
         if all(worker.state in _NEVER for worker in candidates):
             return f"no {role} worker answers; the router probes them and asks again when one does"

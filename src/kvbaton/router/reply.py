@@ -13,14 +13,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from kvbaton.api.gather import cancel
-from kvbaton.router.attempt import Route
+from kvbaton.router.attempt import ChosenRoute
 from kvbaton.router.http.http_types import Header
 from kvbaton.router.router_flights import OK, Trip
 from kvbaton.router.router_stats import RouterStats, count
-from kvbaton.router.worker_calls import Answer, EventStream, LegError
-from kvbaton.router.workers.directory import Worker
+from kvbaton.router.worker_calls import EventStream, LegError, WorkerAnswer
+from kvbaton.router.workers.directory import ListedEngine
 from kvbaton.router.workers.health import Health
-from kvbaton.router.workers.worker_load import Load
+from kvbaton.router.workers.worker_load import WorkerLoad
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Replies:
         self._settle_s = settle_s
         self._settling: set[asyncio.Task[None]] = set()
 
-    def streamed(self, worker: Worker, stream: EventStream) -> None:
+    def streamed(self, worker: ListedEngine, stream: EventStream) -> None:
         """A stream is over: by its own end, by D's fault, or because the client stopped reading."""
         # A client that leaves, or the deadline, says nothing about D: neither `ended` nor `broke` is set then, and D's
         # standing stays as it was. An `ok` here would close the breaker of a D that clients flee from.
@@ -81,9 +81,9 @@ class Reply:
     def __init__(
         self,
         replies: Replies,
-        route: Route,
-        decoding: Answer | EventStream,
-        load: Load,
+        route: ChosenRoute,
+        decoding: WorkerAnswer | EventStream,
+        load: WorkerLoad,
         trip: Trip,
         source: asyncio.Task[Any] | None = None,
         unused: Callable[[], None] = lambda: None,
@@ -115,7 +115,7 @@ class Reply:
     @property
     def body(self) -> bytes:
         """A whole answer."""
-        assert isinstance(self._decoding, Answer), "a stream has no body"
+        assert isinstance(self._decoding, WorkerAnswer), "a stream has no body"
         return self._decoding.data
 
     def events(self) -> AsyncGenerator[bytes, None]:

@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.api_errors import ApiError, bare, out_of_time
-from kvbaton.api.bodies import Kind
+from kvbaton.api.bodies import BodyKind
 from kvbaton.api.gather import cancel
 from kvbaton.api.params import FIELD, Mode
 from kvbaton.observe.flight.collector import Gathering
@@ -39,7 +39,7 @@ from kvbaton.observe.flight.flight_records import WHOLE
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router import dialect_table, kv_params
-from kvbaton.router.attempt import Call, Route, Tries
+from kvbaton.router.attempt import ChosenRoute, RoutedCall, Tries
 from kvbaton.router.choosing import Chooser
 from kvbaton.router.dialect_table import TicketMinter
 from kvbaton.router.http.http_types import Header
@@ -48,15 +48,15 @@ from kvbaton.router.reply import Replies, Reply
 from kvbaton.router.router_flights import DECODE_SENT, FIRST_BYTE, PREFILL_ANSWERED, PREFILL_SENT, LogBook, Trip
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.router_stats import RouterStats, count
-from kvbaton.router.worker_calls import Answer, EventStream, Leg, LegError, Legs
-from kvbaton.router.workers.available import Roster
-from kvbaton.router.workers.directory import Worker
+from kvbaton.router.worker_calls import EventStream, Leg, LegError, Legs, WorkerAnswer
+from kvbaton.router.workers.available import AvailableWorkers
+from kvbaton.router.workers.directory import ListedEngine
 from kvbaton.router.workers.prefixes import Prefixes, pieces
-from kvbaton.router.workers.worker_load import Load, Loads, answer_tokens, prompt_tokens
+from kvbaton.router.workers.worker_load import Loads, WorkerLoad, answer_tokens, prompt_tokens
 
 log = logging.getLogger(__name__)
 
-Discard = Callable[[Worker, str], None]
+Discard = Callable[[ListedEngine, str], None]
 """Tells P that nobody will come with this ticket. Never blocks."""
 
 
@@ -70,7 +70,7 @@ class Flow:
     def __init__(
         self,
         legs: Legs,
-        roster: Roster,
+        roster: AvailableWorkers,
         settings: RouterSettings,
         stats: RouterStats,
         minter: TicketMinter | None,
@@ -93,7 +93,7 @@ class Flow:
     def loads(self) -> Mapping[PeerId, int]:
         return self._loads.tokens
 
-    async def serve(self, call: Call) -> Reply:
+    async def serve(self, call: RoutedCall) -> Reply:
         """D's answer once its first byte is there; `ApiError` if there will be none."""
         tries = self._begin(call)
         try:
@@ -102,14 +102,14 @@ class Flow:
             tries.trip.broke(error)
             raise
 
-    async def _in_time(self, call: Call, tries: Tries) -> Reply:
+    async def _in_time(self, call: RoutedCall, tries: Tries) -> Reply:
         try:
             async with asyncio.timeout_at(call.deadline):
                 return await self._serve(call, tries)
         except TimeoutError:
             raise out_of_time("the request's deadline passed before the first byte") from None
 
-    async def _serve(self, call: Call, tries: Tries) -> Reply:
+    async def _serve(self, call: RoutedCall, tries: Tries) -> Reply:
         # Ends, although it has no counter: every failure either raises in `_note`, or spends one of the bounded retries
         # there, or is one of `STALE_MAX`; and the deadline surrounds it all.
         while True:
@@ -129,7 +129,7 @@ class Flow:
                 self._worked(reply.route, tries, call.stream)
                 return reply
 
-    def _begin(self, call: Call) -> Tries:
+    def _begin(self, call: RoutedCall) -> Tries:
         settings = self._settings
         tokens = prompt_tokens(call.kind, call.fields, settings.chars_per_token)
         tries = Tries(tokens, self._trip(call, tokens), alone=call.alone)
@@ -140,17 +140,17 @@ class Flow:
             tries.alone = "short"
         return tries
 
-    def _trip(self, call: Call, tokens: int, attempt: int = 0) -> Trip:
+    def _trip(self, call: RoutedCall, tokens: int, attempt: int = 0) -> Trip:
         return self._log_book.begin(call.name, attempt, tokens, call.trace, call.begins_trace)
 
     # --- asking
 
-    async def _handed_over(self, call: Call, tries: Tries, route: Route, pair: Pair) -> Reply:
+    async def _handed_over(self, call: RoutedCall, tries: Tries, route: ChosenRoute, pair: Pair) -> Reply:
         ask = dialect_table.ask(pair, route.mode, self._minter)
         trip = tries.trip
         trip.handoff = ask.handoff
         headers = call.named(ask.request_id, trip.leg("decode"))
-        if ask.request_id is not None and call.kind is Kind.RESPONSES:  # vLLM reads it from the body there
+        if ask.request_id is not None and call.kind is BodyKind.RESPONSES:  # vLLM reads it from the body there
             call = msgspec.structs.replace(call, fields={**call.fields, "request_id": ask.request_id}, data=None)
         asked = kv_params.traced(ask.source, trip.leg("prefill"), pair.prefill)
         body = kv_params.prefill_body(call.kind, call.fields, asked)
@@ -176,7 +176,7 @@ class Flow:
                 if other is not None:
                     decoding.give()
                     decoding = self._loads.take(other.peer, tries.tokens + answer_tokens(call.fields))
-                    pair, route = Pair(pair.prefill, other), Route(route.mode, other, pair.prefill)
+                    pair, route = Pair(pair.prefill, other), ChosenRoute(route.mode, other, pair.prefill)
                     trip.chose(pair.prefill.name, other.name, route.mode)
                 answer = await self._redeemed(call, trip, headers, pair, found)
                 return Reply(self._replies, route, answer, decoding, trip, prefilled=times)
@@ -187,7 +187,7 @@ class Flow:
             decoding.give()
             raise
 
-    async def _by_itself(self, call: Call, tries: Tries, route: Route) -> Reply:
+    async def _by_itself(self, call: RoutedCall, tries: Tries, route: ChosenRoute) -> Reply:
         load = self._loads.take(route.decode.peer, tries.tokens + answer_tokens(call.fields))
         try:
             headers = call.named(None, tries.trip.leg("decode"))
@@ -213,8 +213,13 @@ class Flow:
         return None, None
 
     async def _redeemed(
-        self, call: Call, trip: Trip, headers: Sequence[Header], pair: Pair, found: tuple[bytes | None, str | None]
-    ) -> Answer | EventStream:
+        self,
+        call: RoutedCall,
+        trip: Trip,
+        headers: Sequence[Header],
+        pair: Pair,
+        found: tuple[bytes | None, str | None],
+    ) -> WorkerAnswer | EventStream:
         """D's answer; if there is none, P learns at once that its lease is for nobody."""
         params, ticket = found
         try:
@@ -230,14 +235,14 @@ class Flow:
 
     async def _both_at_once(
         self,
-        call: Call,
+        call: RoutedCall,
         trip: Trip,
         headers: Sequence[Header],
-        route: Route,
+        route: ChosenRoute,
         leg: Leg,
         params: bytes,
-        prefilling: Load,
-        decoding: Load,
+        prefilling: WorkerLoad,
+        decoding: WorkerLoad,
     ) -> Reply:
         # P's leg is a task, because it may end long after D's first byte, when this method has returned: whatever must
         # happen at its end is a callback of the task. D's is one, because either may fail first.
@@ -270,23 +275,23 @@ class Flow:
                 unused()  # P may have leased already, and D will not come for it
             raise
 
-    def _patience(self, call: Call) -> float:
+    def _patience(self, call: RoutedCall) -> float:
         """Ends a silent leg just before the deadline ends the request."""
         # If the deadline ended it, the request would be cancelled from outside and no leg would have failed: a worker
         # that hangs would never be suspected by clients whose deadline is shorter than `first_byte_s`.
         return min(self._settings.first_byte_s, max(0.9 * (call.deadline - _now()), 0.001))
 
-    def _give_back_of(self, worker: Worker, params: bytes) -> None:
+    def _give_back_of(self, worker: ListedEngine, params: bytes) -> None:
         self._give_back(worker, msgspec.json.decode(params, type=kv_params.Handover).ticket)
 
-    def _give_back(self, worker: Worker, ticket: str | None) -> None:
+    def _give_back(self, worker: ListedEngine, ticket: str | None) -> None:
         if ticket is not None and self._discard is not None:
             self._stats.discards += 1
             self._discard(worker, ticket)
 
     async def _decode(
-        self, call: Call, trip: Trip, headers: Sequence[Header], worker: Worker, params: bytes | None
-    ) -> Answer | EventStream:
+        self, call: RoutedCall, trip: Trip, headers: Sequence[Header], worker: ListedEngine, params: bytes | None
+    ) -> WorkerAnswer | EventStream:
         if params is not None:
             params = kv_params.traced(params, trip.leg("decode"), worker)
         body = kv_params.decode_body(call.data, call.fields, params)
@@ -296,13 +301,13 @@ class Flow:
             return await self._legs.stream(leg, call.deadline, self._patience(call))
         answer = await self._legs.whole(leg)
         try:
-            return Answer(kv_params.without_params(answer.data), answer.headers)
+            return WorkerAnswer(kv_params.without_params(answer.data), answer.headers)
         except (ValueError, RecursionError):
             raise leg.failed(502, "answered something that is not a JSON object", "bad_answer") from None
 
     # --- learning
 
-    def _worked(self, route: Route, tries: Tries, is_stream: bool) -> None:
+    def _worked(self, route: ChosenRoute, tries: Tries, is_stream: bool) -> None:
         # Refusals were held back until now: another worker could do what they refused, so it was not the request's
         # fault.
         for error in tries.refusals:
@@ -318,7 +323,7 @@ class Flow:
             if route.prefill is not None:
                 self._prefixes.note(route.prefill.peer, tries.names)
 
-    def _note(self, call: Call, route: Route, tries: Tries, error: LegError) -> None:
+    def _note(self, call: RoutedCall, route: ChosenRoute, tries: Tries, error: LegError) -> None:
         """Blame a failed leg, and raise its fault where no other worker may be asked."""
         if error.final and _is_of_the_handoff(route, error):
             error = _not_the_clients(error)
@@ -372,7 +377,7 @@ class Flow:
         await self._replies.close()
 
 
-def _is_of_the_handoff(route: Route, error: LegError) -> bool:
+def _is_of_the_handoff(route: ChosenRoute, error: LegError) -> bool:
     """Whether D refuses what P answered: clients cannot send that field, nor is a prompt too large that P took."""
     if (error.fault.param or "").startswith(FIELD):
         return True
@@ -393,12 +398,12 @@ def _answered(trip: Trip, source: asyncio.Task[Any]) -> None:
         trip.late(PREFILL_ANSWERED) if trip.end else trip.mark(PREFILL_ANSWERED)
 
 
-def _close(decoding: Answer | EventStream) -> None:
+def _close(decoding: WorkerAnswer | EventStream) -> None:
     if isinstance(decoding, EventStream):
         decoding.close()
 
 
-def _close_late(target: asyncio.Task[Answer | EventStream]) -> None:
+def _close_late(target: asyncio.Task[WorkerAnswer | EventStream]) -> None:
     if not target.cancelled() and target.exception() is None:
         _close(target.result())
 

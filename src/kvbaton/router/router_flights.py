@@ -16,7 +16,7 @@ from typing import Literal
 from kvbaton.api.api_errors import ApiError
 from kvbaton.observe.codes.api import CODES
 from kvbaton.observe.flight.collector import Gathering
-from kvbaton.observe.flight.flight_records import NAME_CHARS_MAX, QUIET, TEXT_CHARS_MAX, Flight, Moment, Seat
+from kvbaton.observe.flight.flight_records import NAME_CHARS_MAX, QUIET, TEXT_CHARS_MAX, Flight, FlightSeat, Moment
 from kvbaton.observe.flight.sanitize import printable
 from kvbaton.observe.tracing.trace_context import HEADER, Traceparent, new_span_id, new_trace, parse
 from kvbaton.protocol.errors import Reason
@@ -39,7 +39,7 @@ _MOMENTS_MAX = 16
 _TRACEPARENT = HEADER.encode()
 
 
-class Span:
+class FlightSpan:
     """Whose trace a request belongs to, and the spans of one try: its own, and one for each leg."""
 
     __slots__ = ("decode", "is_recorded", "own", "parent", "prefill")
@@ -79,7 +79,7 @@ class Trip:
         request: str,
         attempt: int,
         tokens: int,
-        span: Span | None,
+        span: FlightSpan | None,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.worker = worker  # who writes
@@ -156,7 +156,7 @@ class Trip:
     def flight(self) -> Flight:
         span = self.span
         return Flight(
-            seat=Seat.ROUTER,
+            seat=FlightSeat.ROUTER,
             worker=self.worker,
             handoff=self.handoff,
             request=self.request[:NAME_CHARS_MAX],
@@ -186,5 +186,5 @@ class LogBook:
     ) -> Trip:
         span = None
         if trace is not None:
-            span = Span(trace, is_recorded=self._traces, is_root=begins_trace and not attempt)
+            span = FlightSpan(trace, is_recorded=self._traces, is_root=begins_trace and not attempt)
         return Trip(self._gathering, self._name, request, attempt, tokens, span)

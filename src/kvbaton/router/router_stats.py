@@ -1,4 +1,5 @@
-"""What the router counts: `/stats` shows it as JSON, `/metrics` to Prometheus by the names of `observe/metrics/metric_names.py`.
+"""What the router counts: `/stats` shows it as JSON, `/metrics` to Prometheus by the names of
+`observe/metrics/metric_names.py`.
 
 Law: codes come from workers, so a label that is odd, or one too many, is counted as `other`: no series grows for ever.
 """
@@ -17,7 +18,7 @@ from kvbaton.observe.metrics.exposition import Family, family
 from kvbaton.observe.metrics.handoff_metrics import Histograms
 from kvbaton.observe.metrics.metric_names import BY_NAME, Metric, Where
 from kvbaton.observe.metrics.worker_metrics import process_families, samples
-from kvbaton.router.client_quotas import Room
+from kvbaton.router.client_quotas import ClientQuotas
 
 LABELS_MAX = 128
 _LABEL = re.compile(r"[A-Za-z0-9_.:-]{1,80}")
@@ -80,7 +81,7 @@ class RouterStats:
     discards: int = 0  # tickets given up, of which P was told
     dropped: int = 0  # legs broken off because their worker left the list
     waits: Waits = field(default_factory=Waits)
-    room: Room = field(default_factory=Room)  # what is held for clients
+    room: ClientQuotas = field(default_factory=ClientQuotas)  # what is held for clients
     elsewhere: Callable[[], Mapping[str, Any]] = dict  # figures of what stands beside it, such as the registry's door
 
     def ended(self, outcome: str, status: int) -> None:

@@ -24,7 +24,7 @@ from kvbaton.router.http.answer_reader import BYTES_FREE
 from kvbaton.router.http.http_client import Exchange, Pool
 from kvbaton.router.http.http_types import Header
 from kvbaton.router.router_settings import RouterSettings
-from kvbaton.router.workers.directory import Worker
+from kvbaton.router.workers.directory import ListedEngine
 
 Side = Literal["prefill", "decode"]
 RETRY_AFTER_S_MAX = 3600
@@ -48,7 +48,7 @@ class LegError(Exception):
     def __init__(
         self,
         side: Side,
-        worker: Worker,
+        worker: ListedEngine,
         fault: ApiError,
         *,
         final: bool = False,
@@ -75,7 +75,7 @@ class Leg(msgspec.Struct, frozen=True):
     """One request to be sent."""
 
     side: Side
-    worker: Worker
+    worker: ListedEngine
     path: str
     headers: Sequence[Header]
     body: bytes | None
@@ -93,7 +93,7 @@ class Leg(msgspec.Struct, frozen=True):
         return LegError(self.side, self.worker, fault, lost=lost, stale=stale)
 
 
-class Answer(msgspec.Struct, frozen=True):
+class WorkerAnswer(msgspec.Struct, frozen=True):
     """A whole answer of status 200."""
 
     data: bytes
@@ -107,7 +107,7 @@ class Legs:
         self._pool = pool
         self._settings = settings
         self._open: dict[PeerId, set[Exchange]] = {}
-        self.token: Callable[[Worker], Header | None] = lambda _: None  # shows a worker who asks
+        self.token: Callable[[ListedEngine], Header | None] = lambda _: None  # shows a worker who asks
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -118,7 +118,7 @@ class Legs:
         finally:
             pool.close()
 
-    async def whole(self, leg: Leg, timeout_s: float | None = None) -> Answer:
+    async def whole(self, leg: Leg, timeout_s: float | None = None) -> WorkerAnswer:
         """A 200 answer, read to its end."""
         try:
             exchange = await self._send(leg, timeout_s)
@@ -131,7 +131,7 @@ class Legs:
                     raise _refusal(leg, exchange.status, data, http_client.header(exchange.headers, b"retry-after"))
                 if leg.tab is not None and tab is not None and leg.side == "decode":
                     leg.tab.absorb(tab)  # until it has gone to the client
-                return Answer(data, exchange.headers)
+                return WorkerAnswer(data, exchange.headers)
             finally:
                 self._close(leg, exchange)
         except wire_errors.WireError as error:
@@ -157,7 +157,9 @@ class Legs:
         except wire_errors.WireError as error:
             raise _told(leg, error, timeout_s) from None
 
-    async def get(self, worker: Worker, path: str, headers: Sequence[Header] = (), tab: Tab | None = None) -> bytes:
+    async def get(
+        self, worker: ListedEngine, path: str, headers: Sequence[Header] = (), tab: Tab | None = None
+    ) -> bytes:
         """What a worker says under `path`; for questions that cost nothing."""
         answer = await self.whole(Leg("decode", worker, path, headers, None, tab), self._settings.probe_s)
         return answer.data

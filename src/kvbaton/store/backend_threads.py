@@ -14,30 +14,30 @@ from queue import SimpleQueue
 from typing import TypeAlias, TypeVar
 
 from kvbaton.store.interface import Backend
-from kvbaton.store.order_scripts import Answer, Call, Kind
+from kvbaton.store.order_scripts import BackendCall, CallAnswer, OrderKind
 from kvbaton.store.value_header import FRAME_BYTES, holds, seal
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Returned: TypeAlias = Callable[[Call, "Answer | Exception"], None]
+Returned: TypeAlias = Callable[[BackendCall, "CallAnswer | Exception"], None]
 
 
-def perform(backend: Backend, call: Call) -> Answer:
+def perform(backend: Backend, call: BackendCall) -> CallAnswer:
     """Do it; raises whatever the back end raises."""
     match call.kind:
-        case Kind.EXISTS:
-            return Answer([bool(each) for each in _matched(call, backend.exists(call.keys))])
-        case Kind.PUT:
+        case OrderKind.EXISTS:
+            return CallAnswer([bool(each) for each in _matched(call, backend.exists(call.keys))])
+        case OrderKind.PUT:
             for key, frame in zip(call.keys, call.frames, strict=True):
                 seal(frame, key, frame.nbytes - FRAME_BYTES)
             wrong = _matched(call, backend.put(call.keys, call.frames))
-            return Answer([not each for each in wrong], next((each for each in wrong if each), ""))
-        case Kind.GET:
+            return CallAnswer([not each for each in wrong], next((each for each in wrong if each), ""))
+        case OrderKind.GET:
             return _got(backend, call)
 
 
-def _got(backend: Backend, call: Call) -> Answer:
+def _got(backend: Backend, call: BackendCall) -> CallAnswer:
     for frame in call.frames:
         frame[:FRAME_BYTES] = bytes(FRAME_BYTES)  # what a call before left there must not look like an answer
     sizes = _matched(call, backend.get(call.keys, call.frames))
@@ -51,10 +51,10 @@ def _got(backend: Backend, call: Call) -> Answer:
             damaged.append(key)
     if damaged:
         backend.discard(damaged)
-    return Answer(good, f"damaged: {damaged[0]}" if damaged else "", len(damaged), frames)
+    return CallAnswer(good, f"damaged: {damaged[0]}" if damaged else "", len(damaged), frames)
 
 
-def _matched(call: Call, answers: Sequence[T]) -> list[T]:
+def _matched(call: BackendCall, answers: Sequence[T]) -> list[T]:
     if len(answers) != len(call.keys):
         raise ValueError(f"{call.kind.value}: {len(answers)} answers for {len(call.keys)} keys")
     return list(answers)
@@ -66,13 +66,13 @@ class Workers:
     def __init__(self, backend: Backend, returned: Returned) -> None:
         self._backend = backend
         self._returned = returned
-        self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[BackendCall | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads = 0
         self._idle = 0
         self._stopped = False
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: BackendCall) -> None:
         """RuntimeError when no thread can take it, as after `stop`: the back end may be closed by then."""
         with self._lock:
             if self._stopped:
@@ -94,7 +94,7 @@ class Workers:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             try:
-                outcome: Answer | Exception = perform(self._backend, call)
+                outcome: CallAnswer | Exception = perform(self._backend, call)
             except Exception as error:  # noqa: BLE001 - a library's, of whatever kind: the keeper counts and tells it
                 outcome = error
             with self._lock:

@@ -16,7 +16,7 @@ from functools import partial
 from kvbaton.protocol.errors import Reason
 from kvbaton.store.breaker import Breaker
 from kvbaton.store.interface import Get, Lookup, Order, OrderEnded, OrderId, Put, StoreSettings
-from kvbaton.store.order_scripts import Answer, Call, Refused, Task
+from kvbaton.store.order_scripts import BackendCall, CallAnswer, RefusedCall, Task
 from kvbaton.store.staging import Staging
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class _Lane:
     name: str
     slot: int | None = None
     tasks: deque[Task] = field(default_factory=deque)  # the first has its turn
-    call: Call | None = None  # under way
+    call: BackendCall | None = None  # under way
     waiting: Task | None = None  # whose call it is, unless that order has ended
 
 
@@ -46,9 +46,9 @@ class Keeper:
         self.staging = {"get": Staging(*size), "put": Staging(*size)}  # apart: what lands late must not be put
         self._breaker = Breaker(settings.retry_s_min, settings.retry_s_max)
         self._lanes = {name: _Lane(name) for name in LANES.values()}
-        self._stuck: dict[Call, tuple[str, int | None]] = {}  # the lane that it was on, and its slot
+        self._stuck: dict[BackendCall, tuple[str, int | None]] = {}  # the lane that it was on, and its slot
         self._closed = False
-        self._calls: list[Call] = []
+        self._calls: list[BackendCall] = []
         self._ends: list[OrderEnded] = []
         self._find_slots()
 
@@ -72,15 +72,15 @@ class Keeper:
     def cancel(self, order: OrderId, now: float) -> None:
         for lane in self._lanes.values():
             for task in [task for task in lane.tasks if task.order.order == order]:
-                self._fail(lane, task, Refused(Reason.CANCELLED, "cancelled"), now)
+                self._fail(lane, task, RefusedCall(Reason.CANCELLED, "cancelled"), now)
 
-    def returned(self, call: Call, outcome: Answer | Exception, now: float) -> None:
+    def returned(self, call: BackendCall, outcome: CallAnswer | Exception, now: float) -> None:
         """A call has come back, in time or not."""
         if isinstance(outcome, Exception):
             self._breaker.failed(now)
             self.counters[f"errors.{call.kind.value}"] += 1
             told = f"{call.kind.value}: {type(outcome).__name__}: {outcome}"
-            answer: Answer | Refused = Refused(Reason.STORE_FAILED, told[:DETAIL_CHARS_MAX])
+            answer: CallAnswer | RefusedCall = RefusedCall(Reason.STORE_FAILED, told[:DETAIL_CHARS_MAX])
         else:
             self._breaker.succeeded()
             self.counters["damaged"] += outcome.damaged
@@ -98,7 +98,7 @@ class Keeper:
             if lane.call is not None and lane.call.deadline <= now:
                 self._abandon(lane, lane.call, now)
             for task in [task for task in lane.tasks if task.deadline <= now]:
-                self._fail(lane, task, Refused(Reason.TRANSFER_TIMEOUT, TOO_LATE), now)
+                self._fail(lane, task, RefusedCall(Reason.TRANSFER_TIMEOUT, TOO_LATE), now)
 
     def next_deadline(self) -> float | None:
         due = [lane.call.deadline for lane in self._lanes.values() if lane.call is not None]
@@ -110,14 +110,14 @@ class Keeper:
         self._closed = True
         for lane in self._lanes.values():
             for task in list(lane.tasks):
-                self._fail(lane, task, Refused(Reason.CANCELLED, "the store was closed"), now)
+                self._fail(lane, task, RefusedCall(Reason.CANCELLED, "the store was closed"), now)
             if lane.call in self._calls:  # never begun
                 lane.call = None
         self._calls.clear()
 
     # --- outputs
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[BackendCall]:
         """Calls to begin now, each on a thread of its own."""
         calls, self._calls = self._calls, []
         return calls
@@ -128,7 +128,7 @@ class Keeper:
 
     # --- a lane's life
 
-    def _pump(self, lane: _Lane, now: float, answer: Answer | Refused | None = None) -> None:
+    def _pump(self, lane: _Lane, now: float, answer: CallAnswer | RefusedCall | None = None) -> None:
         """Go on with the first task, and the next, until a call is under way or none is left."""
         while lane.tasks and lane.call is None:
             task = lane.tasks[0]
@@ -142,19 +142,19 @@ class Keeper:
                 lane.call, lane.waiting = call, task
                 self._calls.append(call)
 
-    def _step(self, lane: _Lane, task: Task, answer: Answer | Refused | None) -> Call | None:
+    def _step(self, lane: _Lane, task: Task, answer: CallAnswer | RefusedCall | None) -> BackendCall | None:
         """Let a script go on; its next call, or None once its order has ended."""
         slot = lane.slot
         task.frame = None if slot is None else partial(self.staging[lane.name].frame, slot)
         try:
-            if isinstance(answer, Refused):
+            if isinstance(answer, RefusedCall):
                 return task.script.throw(answer)
             if answer is not None:
                 return task.script.send(answer)
             return task.first or next(task.script)
         except StopIteration:
             pass
-        except Refused as refused:
+        except RefusedCall as refused:
             task.reason, task.detail = refused.reason, refused.detail
         except Exception as error:  # an engine's memory or pins: it costs this order alone
             self.counters["faults"] += 1
@@ -163,7 +163,7 @@ class Keeper:
         self._end(lane, task)
         return None
 
-    def _fail(self, lane: _Lane, task: Task, refused: Refused, now: float) -> None:
+    def _fail(self, lane: _Lane, task: Task, refused: RefusedCall, now: float) -> None:
         """The one way to fail. A call that is under way goes on, and keeps the lane until it is back or stuck."""
         if lane.waiting is task:
             lane.waiting = None
@@ -177,21 +177,21 @@ class Keeper:
         self.counters[f"{lane.name}.keys"] += task.count
         self._ends.append(OrderEnded(task.order.order, task.count, task.reason, task.detail))
 
-    def _refusal(self, now: float) -> Refused | None:
+    def _refusal(self, now: float) -> RefusedCall | None:
         """Why no call may begin now."""
         if self._closed:
-            return Refused(Reason.CANCELLED, "the store was closed")
+            return RefusedCall(Reason.CANCELLED, "the store was closed")
         if len(self._stuck) >= self.settings.stuck_max:
             self.counters["skipped"] += 1
-            return Refused(Reason.BUSY, f"{len(self._stuck)} calls to the store have not come back")
+            return RefusedCall(Reason.BUSY, f"{len(self._stuck)} calls to the store have not come back")
         if not self._breaker.may_ask(now):
             self.counters["skipped"] += 1
-            return Refused(Reason.STORE_FAILED, "the store has failed and is left alone for a while")
+            return RefusedCall(Reason.STORE_FAILED, "the store has failed and is left alone for a while")
         return None
 
     # --- calls that do not come back
 
-    def _abandon(self, lane: _Lane, call: Call, now: float) -> None:
+    def _abandon(self, lane: _Lane, call: BackendCall, now: float) -> None:
         self.counters["stuck"] += 1
         self._breaker.failed(now)
         self._stuck[call] = lane.name, lane.slot if call.frames else None
@@ -200,11 +200,11 @@ class Keeper:
             self._find_slots()
         task, lane.call = lane.waiting, None
         if task is not None:
-            self._fail(lane, task, Refused(Reason.TRANSFER_TIMEOUT, TOO_LATE), now)
+            self._fail(lane, task, RefusedCall(Reason.TRANSFER_TIMEOUT, TOO_LATE), now)
         else:
             self._pump(lane, now)
 
-    def _rescue(self, call: Call) -> None:
+    def _rescue(self, call: BackendCall) -> None:
         """What was stuck has come back: its slot can be used again."""
         name, slot = self._stuck.pop(call)
         if slot is not None:

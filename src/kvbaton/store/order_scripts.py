@@ -17,23 +17,23 @@ from kvbaton.store.interface import Get, Lookup, Order, Pieces, Pins, Put
 from kvbaton.store.staging import gather, scatter, size_of
 
 
-class Kind(enum.Enum):
+class OrderKind(enum.Enum):
     EXISTS = "exists"
     GET = "get"
     PUT = "put"
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class BackendCall:
     """One thing for the back end to do, on a thread that may block. `frames` lie in the caller's slot."""
 
-    kind: Kind
+    kind: OrderKind
     keys: tuple[str, ...]
     frames: tuple[memoryview, ...] = ()
     deadline: float = 0.0  # set when it begins
 
 
-class Answer:
+class CallAnswer:
     """What a call brought: per key whether it is good (there, whole, kept), and the first thing that was wrong.
 
     `frames` hold what a get brought: in memory that nothing but this answer can change.
@@ -55,7 +55,7 @@ class Answer:
         return next((index for index, is_so in enumerate(self.good) if not is_so), len(self.good))
 
 
-class Refused(Exception):
+class RefusedCall(Exception):
     """Thrown into a script: why its order ends now."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
@@ -64,7 +64,7 @@ class Refused(Exception):
         self.detail = detail
 
 
-Script: TypeAlias = Generator[Call, Answer, None]
+Script: TypeAlias = Generator[BackendCall, CallAnswer, None]
 FrameOf: TypeAlias = Callable[[int, int], memoryview]
 """(index, value bytes) to a frame of the slot that the order has."""
 
@@ -80,7 +80,7 @@ class Task:
     reason: Reason | None = None
     detail: str = ""
     frame: FrameOf | None = None
-    first: Call | None = None  # of a put, which is under way from the moment it is accepted
+    first: BackendCall | None = None  # of a put, which is under way from the moment it is accepted
     script: Script = field(init=False)
 
     def begin(self, pins: Pins) -> None:
@@ -97,24 +97,24 @@ class Task:
     def frames(self, values: Sequence[Pieces], *, writes: bool) -> tuple[memoryview, ...]:
         """A frame for each value."""
         if self.frame is None:
-            raise Refused(Reason.BUSY, "all staging memory is held by calls that have not come back")
+            raise RefusedCall(Reason.BUSY, "all staging memory is held by calls that have not come back")
         try:
             if writes and any(piece.readonly for pieces in values for piece in pieces):
                 raise ValueError("a piece cannot be written to")
             return tuple(self.frame(index, size_of(pieces)) for index, pieces in enumerate(values))
         except ValueError as error:
-            raise Refused(Reason.BAD_SPAN, f"{'into' if writes else 'values'}: {error}") from None
+            raise RefusedCall(Reason.BAD_SPAN, f"{'into' if writes else 'values'}: {error}") from None
 
 
 def _lookup(task: Task, order: Lookup) -> Script:
-    answer = yield Call(Kind.EXISTS, order.keys)
+    answer = yield BackendCall(OrderKind.EXISTS, order.keys)
     task.count = answer.lead
 
 
 def _get(task: Task, order: Get) -> Script:
     for start, stop in _batches(len(order.keys), task.batch):
         frames = task.frames(order.into[start:stop], writes=True)
-        answer = yield Call(Kind.GET, order.keys[start:stop], frames)
+        answer = yield BackendCall(OrderKind.GET, order.keys[start:stop], frames)
         for index in range(answer.lead):
             scatter(answer.frames[index], order.into[start + index])
             task.count += 1
@@ -126,10 +126,10 @@ def _get(task: Task, order: Get) -> Script:
 def _put(task: Task, order: Put, pins: Pins) -> Script:
     pins.pin(order.order, order.blocks)
     try:
-        answer = yield Call(Kind.EXISTS, order.keys)
+        answer = yield BackendCall(OrderKind.EXISTS, order.keys)
         wanted = [index for index, is_there in enumerate(answer.good) if not is_there]
         task.count = len(order.keys) - len(wanted)
-        last: Call | None = None
+        last: BackendCall | None = None
         for start, stop in _batches(len(wanted), task.batch):
             if last is not None and not (yield from _kept(task, last)):
                 return
@@ -140,14 +140,14 @@ def _put(task: Task, order: Put, pins: Pins) -> Script:
         yield from _kept(task, last)
 
 
-def _staged(task: Task, order: Put, indexes: Sequence[int]) -> Call:
+def _staged(task: Task, order: Put, indexes: Sequence[int]) -> BackendCall:
     frames = task.frames([order.values[index] for index in indexes], writes=False)
     for frame, index in zip(frames, indexes, strict=True):
         gather(order.values[index], frame)
-    return Call(Kind.PUT, tuple(order.keys[index] for index in indexes), frames)
+    return BackendCall(OrderKind.PUT, tuple(order.keys[index] for index in indexes), frames)
 
 
-def _kept(task: Task, call: Call) -> Generator[Call, Answer, bool]:
+def _kept(task: Task, call: BackendCall) -> Generator[BackendCall, CallAnswer, bool]:
     """Put one batch; whether to go on. After a hole nobody would find the rest."""
     answer = yield call
     task.count += sum(answer.good)

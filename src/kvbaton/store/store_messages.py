@@ -15,15 +15,15 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.numbers import Number, Port
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class _StoreMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: Number  # of a question; its answer has the same
 
 
-class Dial(_Message, frozen=True):
+class Dial(_StoreMessage, frozen=True):
     """Invite me to a line. (client)"""
 
 
-class Invited(_Message, frozen=True):
+class Invited(_StoreMessage, frozen=True):
     """Where lines are answered, and what to greet with. (server)"""
 
     port: Port

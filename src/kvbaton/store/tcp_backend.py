@@ -17,7 +17,7 @@ from typing import TypeVar
 from kvbaton.security import sealing
 from kvbaton.security.sealing import Encrypt
 from kvbaton.store.store_client import InvitationClient, ServerSilent
-from kvbaton.store.tcp_connection import SIZE, Item, Line, LineError, Op, greet
+from kvbaton.store.tcp_connection import SIZE, Item, LineError, Op, StoreConnection, greet
 
 LINES_IDLE_MAX = 16
 
@@ -38,14 +38,14 @@ class LinedBackend:
         self._host = host
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._idle: list[Line] = []
+        self._idle: list[StoreConnection] = []
         self._closed = False
 
     def register(self, memory: memoryview) -> None:
         pass
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        def talk(line: Line) -> list[bool]:
+        def talk(line: StoreConnection) -> list[bool]:
             line.ask(Op.EXISTS, [(key, 0) for key in keys])
             return [each == 1 for each in line.read(len(keys))]
 
@@ -54,7 +54,7 @@ class LinedBackend:
     def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> list[str]:
         items: list[Item] = [(key, value.nbytes) for key, value in zip(keys, values, strict=True)]
 
-        def talk(line: Line) -> list[str]:
+        def talk(line: StoreConnection) -> list[str]:
             line.ask(Op.PUT, items)
             line.send(*values)
             return list(line.told())
@@ -64,7 +64,7 @@ class LinedBackend:
     def get(self, keys: Sequence[str], into: Sequence[memoryview]) -> list[int]:
         items: list[Item] = [(key, to.nbytes) for key, to in zip(keys, into, strict=True)]
 
-        def talk(line: Line) -> list[int]:
+        def talk(line: StoreConnection) -> list[int]:
             line.ask(Op.GET, items)
             sizes = []
             for to in into:
@@ -78,7 +78,7 @@ class LinedBackend:
         return self._call(talk)
 
     def discard(self, keys: Sequence[str]) -> None:
-        def talk(line: Line) -> bytes:
+        def talk(line: StoreConnection) -> bytes:
             line.ask(Op.DISCARD, [(key, 0) for key in keys])
             return line.read(1)
 
@@ -91,7 +91,7 @@ class LinedBackend:
             line.close()
         self._control.close()
 
-    def _call(self, talk: Callable[[Line], T]) -> T:
+    def _call(self, talk: Callable[[StoreConnection], T]) -> T:
         until = time.monotonic() + self._timeout_s
         with self._lock:
             line = self._idle.pop() if self._idle else None
@@ -106,7 +106,7 @@ class LinedBackend:
             self.counters["silent"] += 1
             raise ServerSilent(f"store at {self._host}: {error}; is it running?") from None
 
-    def _talk(self, line: Line, until: float, talk: Callable[[Line], T]) -> T:
+    def _talk(self, line: StoreConnection, until: float, talk: Callable[[StoreConnection], T]) -> T:
         line.until = until
         try:
             said = talk(line)
@@ -121,9 +121,11 @@ class LinedBackend:
             line.close()
         return said
 
-    def _dial(self, until: float) -> Line:
+    def _dial(self, until: float) -> StoreConnection:
         invited = self._control.invitation(until - time.monotonic())
-        line = Line(socket.create_connection((self._host, invited.port), max(0.001, until - time.monotonic())))
+        line = StoreConnection(
+            socket.create_connection((self._host, invited.port), max(0.001, until - time.monotonic()))
+        )
         line.until = until
         try:
             sealed = sealing.is_required_on(self._encrypt, line.socket)

@@ -1,8 +1,8 @@
 """Lines: TCP connections that carry values between a store's server and its clients.
 
 Laws: an invitation (number and secret) travels over the encrypted control plane and is for one line, which begins with
-the handshake over it (`kvbaton.security.handshake` has its laws). Every wait has a deadline, and a line on which anything
-was odd, short or late is closed, never used again. Values have checksums of their own (`frames`).
+the handshake over it (`kvbaton.security.handshake` has its laws). Every wait has a deadline, and a line on which
+anything was odd, short or late is closed, never used again. Values have checksums of their own (`frames`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LineError(Exception):
     """The line is of no use any more."""
 
 
-class Line:
+class StoreConnection:
     """One connection, used by one thread at a time. Every call raises `LineError` or `OSError`, by `until`."""
 
     _seals: Seals | None = None
@@ -181,7 +181,7 @@ class Line:
         return left
 
 
-def greet(line: Line, number: int, secret: bytes, sealed: bool = False) -> None:
+def greet(line: StoreConnection, number: int, secret: bytes, sealed: bool = False) -> None:
     """The client's half; LineError when the server cannot prove itself."""
     version = SEALED if sealed else PLAIN
     theirs, challenge = line.read(NONCE_BYTES), nonce()
@@ -197,7 +197,7 @@ def greet(line: Line, number: int, secret: bytes, sealed: bool = False) -> None:
 
 
 def admit(
-    line: Line,
+    line: StoreConnection,
     secret_of: Callable[[int], bytes | None],
     take: Callable[[int], bytes | None],
     must_seal: bool = False,
@@ -223,7 +223,7 @@ def admit(
     _go_on(line, seals)
 
 
-def _go_on(line: Line, seals: Seals | None) -> None:
+def _go_on(line: StoreConnection, seals: Seals | None) -> None:
     if seals is not None:
         line.seal(seals)
 

@@ -21,7 +21,7 @@ from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.security.sealing import Encrypt
 from kvbaton.store.interface import Backend
 from kvbaton.store.memory_backend import MemoryBackend, room
-from kvbaton.store.tcp_connection import SIZE, Item, Line, LineError, Op, admit
+from kvbaton.store.tcp_connection import SIZE, Item, LineError, Op, StoreConnection, admit
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,10 @@ class LineServer:
         self._invitations: OrderedDict[int, bytes] = OrderedDict()
         self._lock = threading.Lock()
         self._threads = threading.BoundedSemaphore(THREADS_MAX)
-        self._lines: set[Line] = set()
-        self._greeting: OrderedDict[Line, None] = OrderedDict()  # not among the lines: strangers take nobody's place
+        self._lines: set[StoreConnection] = set()
+        self._greeting: OrderedDict[StoreConnection, None] = (
+            OrderedDict()
+        )  # not among the lines: strangers take nobody's place
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -88,9 +90,9 @@ class LineServer:
                 time.sleep(0.05)  # out of descriptors: some line will end
                 continue
             self._threads.acquire()  # one is always about to end: a greeting has a deadline
-            self._begin(Line(connection))
+            self._begin(StoreConnection(connection))
 
-    def _begin(self, line: Line) -> None:
+    def _begin(self, line: StoreConnection) -> None:
         with self._lock:
             self._greeting[line] = None
             oldest = self._greeting.popitem(last=False)[0] if len(self._greeting) > GREETING_MAX else None
@@ -104,7 +106,7 @@ class LineServer:
             self._leave(line)
             self._threads.release()
 
-    def _serve(self, line: Line) -> None:
+    def _serve(self, line: StoreConnection) -> None:
         try:
             line.until = time.monotonic() + GREETING_S
             must_seal = sealing.is_required_on(self._encrypt, line.socket)
@@ -123,7 +125,7 @@ class LineServer:
             self._leave(line)
             self._threads.release()
 
-    def _enter(self, line: Line) -> Callable[[int], bytes | None]:
+    def _enter(self, line: StoreConnection) -> Callable[[int], bytes | None]:
         """Takes an invitation, and with it a place among the lines."""
 
         def take(number: int) -> bytes | None:
@@ -137,13 +139,13 @@ class LineServer:
 
         return take
 
-    def _leave(self, line: Line) -> None:
+    def _leave(self, line: StoreConnection) -> None:
         line.close()
         with self._lock:
             self._lines.discard(line)
             self._greeting.pop(line, None)
 
-    def _answer(self, line: Line, buffer: bytearray) -> bytearray:
+    def _answer(self, line: StoreConnection, buffer: bytearray) -> bytearray:
         op, items = line.asked()
         line.until = time.monotonic() + QUESTION_S
         names = [key for key, _ in items]
@@ -159,7 +161,7 @@ class LineServer:
                 return self._get(line, items, buffer)
         return buffer
 
-    def _put(self, line: Line, items: tuple[Item, ...], buffer: bytearray) -> bytearray:
+    def _put(self, line: StoreConnection, items: tuple[Item, ...], buffer: bytearray) -> bytearray:
         wrong = []
         for key, size in items:
             if not 0 < size <= self._value_bytes_max:
@@ -178,7 +180,7 @@ class LineServer:
         line.tell(wrong)
         return buffer
 
-    def _get(self, line: Line, items: tuple[Item, ...], buffer: bytearray) -> bytearray:
+    def _get(self, line: StoreConnection, items: tuple[Item, ...], buffer: bytearray) -> bytearray:
         for key, bytes_max in items:
             room_bytes = min(bytes_max, self._value_bytes_max)
             if self._direct is not None:
@@ -205,6 +207,6 @@ def _grown(buffer: bytearray, size: int) -> bytearray:
     return buffer if len(buffer) >= size else bytearray(size)
 
 
-def _drop(line: Line, size: int) -> None:
+def _drop(line: StoreConnection, size: int) -> None:
     while size > 0:
         size -= len(line.read(min(size, DROP_BYTES)))

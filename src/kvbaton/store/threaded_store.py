@@ -18,13 +18,13 @@ from kvbaton.store.backend_threads import Workers
 from kvbaton.store.content_keys import is_key
 from kvbaton.store.interface import Backend, Get, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
 from kvbaton.store.order_scheduler import Keeper
-from kvbaton.store.order_scripts import Answer, Call, Task
+from kvbaton.store.order_scripts import BackendCall, CallAnswer, Task
 
 log = logging.getLogger(__name__)
 
 PAUSE_S = 0.05
 
-_Input: TypeAlias = Task | OrderId | tuple[Call, Answer | Exception]
+_Input: TypeAlias = Task | OrderId | tuple[BackendCall, CallAnswer | Exception]
 
 
 class KeptStore:

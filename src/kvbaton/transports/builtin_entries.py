@@ -16,7 +16,7 @@ from importlib import import_module as the
 from pathlib import Path
 from typing import Any
 
-from kvbaton.transports.catalogue_entry import Plane
+from kvbaton.transports.catalogue_entry import CatalogueEntry
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
@@ -45,13 +45,13 @@ def _shm_problem() -> str:
 _HAS_GPU = loads(lambda: the("kvbaton.transports.cuda.cuda_driver").load())
 
 
-def _staged(carrier: str, way: str) -> Plane:
+def _staged(carrier: str, way: str) -> CatalogueEntry:
     def make(me: Any, told: Any, device: int) -> Any:
         staged, common = the("kvbaton.transports.staged.staged_transport"), {"host": told.host, "encrypt": told.encrypt}
         config = staged.StagedConfig(carrier=carrier, device=device, share=told.copy_share, **common)
         return staged.StagedTransport(me, config)
 
-    return Plane(
+    return CatalogueEntry(
         name=f"staged-{carrier}",
         what=f"device memory through pinned memory of the host, over {way}",
         needs="an NVIDIA GPU and its driver",
@@ -94,7 +94,7 @@ def _tcp_endpoints() -> Any:
 
 
 _ENTRIES = (
-    Plane(
+    CatalogueEntry(
         name="cuda",
         what="device memory of another process of this host, by CUDA IPC and one kernel launch",
         needs="an NVIDIA GPU and its driver",
@@ -104,7 +104,7 @@ _ENTRIES = (
         capabilities=lambda: the("kvbaton.transports.cuda.cuda_transport").CAPABILITIES,
         make_device=_cuda,
     ),
-    Plane(
+    CatalogueEntry(
         name="shm",
         what="host memory of another process of this host",
         needs="Linux",
@@ -116,7 +116,7 @@ _ENTRIES = (
         endpoint=lambda: the("kvbaton.transports.local.region_listener").ShmEndpoint,
     ),
     _staged("shm", "shared memory"),
-    Plane(
+    CatalogueEntry(
         name="mori",
         what="RDMA by MoRI (ROCm)",
         needs="amd_mori",
@@ -126,7 +126,7 @@ _ENTRIES = (
         make=_mori,
         make_device=_mori,
     ),
-    Plane(
+    CatalogueEntry(
         name="nixl",
         what="host or device memory by RDMA, and what else UCX has, by NIXL",
         needs="pip install nixl",
@@ -136,7 +136,7 @@ _ENTRIES = (
         make=lambda me, _told: the("kvbaton.transports.nixl.nixl_transport").NixlTransport(me),
         make_device=_nixl_of_device,
     ),
-    Plane(
+    CatalogueEntry(
         name="mooncake",
         what="TCP by Mooncake's transfer engine",
         needs="pip install mooncake-transfer-engine-non-cuda (or -cuda), and libibverbs",
@@ -145,7 +145,7 @@ _ENTRIES = (
         capabilities=lambda: the("kvbaton.transports.mooncake.mooncake_transport").CAPABILITIES,
         make=_mooncake,
     ),
-    Plane(
+    CatalogueEntry(
         name="tcp",
         what="kvbaton's own over TCP",
         in_auto=lambda: True,
@@ -156,4 +156,4 @@ _ENTRIES = (
     ),
     _staged("tcp", "TCP"),
 )
-PLANES: dict[str, Plane] = {plane.name: plane for plane in _ENTRIES}
+PLANES: dict[str, CatalogueEntry] = {plane.name: plane for plane in _ENTRIES}

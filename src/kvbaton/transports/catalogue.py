@@ -1,7 +1,8 @@
 """Which data planes are offered to a peer, in which order, and how one is made: the catalogue's reader.
 
 Both sides of a pair list what they have, best first (`builtin`, or an operator's own order), P takes the first that D
-has too, D opens it before anything depends on it, and where that fails the pair takes the next (`protocol/machines/pairing_target.py`).
+has too, D opens it before anything depends on it, and where that fails the pair takes the next
+(`protocol/machines/pairing_target.py`).
 Any transport is offered when it is named, and moves this kind of memory; those of other packages (`external`) only so.
 
 With checksums a plane is another plane (`tcp+sums`): both sides need the service that answers for the bytes, so a side
@@ -21,7 +22,7 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt, is_loopback
 from kvbaton.transports import external_entries
 from kvbaton.transports.builtin_entries import PLANES, rdma_devices
-from kvbaton.transports.catalogue_entry import ChecksumChoice, ChecksumMode, Plane, PlaneError, PlaneSettings
+from kvbaton.transports.catalogue_entry import CatalogueEntry, ChecksumChoice, ChecksumMode, PlaneError, PlaneSettings
 from kvbaton.transports.checksum.checksum_portions import Checksum
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport, summed
 from kvbaton.transports.core.device_memory import DeviceMemory
@@ -29,9 +30,31 @@ from kvbaton.transports.core.transport import DeviceTransport, HostTransport
 from kvbaton.transports.external_entries import conflict
 
 __all__ = [
-    "AUTO", "BETWEEN_HOSTS", "CHECKSUMS", "ORDER", "PLANES", "SUMS", "ChecksumChoice", "ChecksumMode", "Plane",
-    "PlaneError", "PlaneSettings", "capabilities", "check_host", "checksum_of", "conflict", "endpoint_type", "exposed",
-    "make", "make_device", "names", "of_kind", "offered", "parse", "plane_of", "rdma_devices",
+    "AUTO",
+    "BETWEEN_HOSTS",
+    "CHECKSUMS",
+    "ORDER",
+    "PLANES",
+    "SUMS",
+    "CatalogueEntry",
+    "ChecksumChoice",
+    "ChecksumMode",
+    "PlaneError",
+    "PlaneSettings",
+    "capabilities",
+    "check_host",
+    "checksum_of",
+    "conflict",
+    "endpoint_type",
+    "exposed",
+    "make",
+    "make_device",
+    "names",
+    "of_kind",
+    "offered",
+    "parse",
+    "plane_of",
+    "rdma_devices",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -54,7 +77,7 @@ def names() -> tuple[str, ...]:
     return (*ORDER, *external_entries.names())
 
 
-def plane_of(name: str) -> Plane:
+def plane_of(name: str) -> CatalogueEntry:
     """The entry of a transport, with checksums or without. KeyError for an unknown one; PlaneError for one of another
     package that is none."""
     plain = name.removesuffix(SUMS)

@@ -35,7 +35,7 @@ class PlaneSettings(msgspec.Struct, frozen=True):
     copy_share: float = SHARE  # of a device's multiprocessors, for copies and digests together
 
 
-class Plane(msgspec.Struct, frozen=True, kw_only=True):
+class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One entry. `make` is for memory of the host, `make_device` for that of one device, which it is told."""
 
     name: str

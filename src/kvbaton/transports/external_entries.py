@@ -1,4 +1,4 @@
-"""Transports of other packages: entry points of the group `kvbaton.transports`, each naming a `Plane`.
+"""Transports of other packages: entry points of the group `kvbaton.transports`, each naming a `CatalogueEntry`.
 
 Laws: a package's code is imported only when an operator has named its transport (or asks `kvbaton doctor`); its name is
 known from the metadata alone. `auto` never offers one. A name that this package has, or that two packages claim, is
@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 import msgspec
 
 from kvbaton.transports.builtin_entries import PLANES
-from kvbaton.transports.catalogue_entry import Plane, PlaneError
+from kvbaton.transports.catalogue_entry import CatalogueEntry, PlaneError
 
 GROUP = "kvbaton.transports"
 NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
@@ -57,12 +57,12 @@ def conflict(name: str) -> str:
 
 
 @functools.cache
-def load(name: str) -> Plane:
+def load(name: str) -> CatalogueEntry:
     """The entry of another package. PlaneError names the package, and what to do."""
     (point,) = claims()[name]
     package = package_of(point)
     try:
-        plane: Plane = point.load()
+        plane: CatalogueEntry = point.load()
     except Exception as error:  # somebody else's module: it may raise anything
         raise PlaneError(
             f"transport {name} of package {package} cannot be loaded ({point.value}): {type(error).__name__}: {error}; "
@@ -78,8 +78,8 @@ def load(name: str) -> Plane:
 
 def problem_of(plane: object, name: str) -> str:
     """Why what a package calls its entry is none; "" when it is."""
-    if not isinstance(plane, Plane):
-        return f"expected a kvbaton.transports.catalogue_entry.Plane, got a {type(plane).__name__}"
+    if not isinstance(plane, CatalogueEntry):
+        return f"expected a kvbaton.transports.catalogue_entry.CatalogueEntry, got a {type(plane).__name__}"
     if plane.name != name:
         return f"its entry is named {plane.name!r}"
     try:

@@ -27,7 +27,7 @@ def peer(worker: str, incarnation: int = 1) -> PeerId:
 def directory(
     version: int, *entries: DirectoryEntry, complete: bool = True, registry: int = 9, gone: tuple[PeerId, ...] = ()
 ) -> m.Directory:
-    return m.Directory(m.Seen(registry, version), complete, entries, gone)
+    return m.Directory(m.SeenWorkers(registry, version), complete, entries, gone)
 
 
 @pytest.fixture
@@ -38,21 +38,21 @@ def member() -> Member:
 @pytest.fixture
 def listed(member: Member) -> Member:
     member.on_time(0.0)
-    member.on_message(m.Registered(ME.incarnation), 0.0)
+    member.on_message(m.RegisteredReply(ME.incarnation), 0.0)
     return member
 
 
 def test_it_registers_until_it_is_answered_and_pings_from_then_on(member: Member) -> None:
     assert [member.on_time(t) for t in (0.0, 0.5, 1.0)] == [m.Register(ME), None, m.Register(ME)]
-    member.on_message(m.Registered(ME.incarnation), 1.2)
+    member.on_message(m.RegisteredReply(ME.incarnation), 1.2)
     assert member.state is MemberState.LISTED
     assert member.on_time(1.9) is None and member.next_deadline() == 2.0
-    assert member.on_time(2.0) == m.Ping(ME.incarnation, m.Seen())
+    assert member.on_time(2.0) == m.Ping(ME.incarnation, m.SeenWorkers())
 
 
 def test_a_ping_tells_which_directory_it_has(listed: Member) -> None:
     listed.on_message(directory(4, entry("p0")), 0.5)
-    assert listed.on_time(1.0) == m.Ping(ME.incarnation, m.Seen(9, 4))
+    assert listed.on_time(1.0) == m.Ping(ME.incarnation, m.SeenWorkers(9, 4))
 
 
 def test_a_registry_that_does_not_know_it_is_told_at_once(listed: Member) -> None:
@@ -63,7 +63,7 @@ def test_a_registry_that_does_not_know_it_is_told_at_once(listed: Member) -> Non
 
 
 def test_answers_to_an_earlier_life_mean_nothing(listed: Member) -> None:
-    for answer in (m.Unknown(Incarnation(5)), m.Superseded(Incarnation(5)), m.Registered(Incarnation(5))):
+    for answer in (m.Unknown(Incarnation(5)), m.Superseded(Incarnation(5)), m.RegisteredReply(Incarnation(5))):
         listed.on_message(answer, 0.3)
         assert listed.state is MemberState.LISTED
 
@@ -78,7 +78,7 @@ def test_one_that_was_superseded_does_not_fight_but_returns_when_the_other_is_go
 
 def test_one_that_was_refused_knows_why_and_tries_again(member: Member) -> None:
     member.on_time(0.0)
-    member.on_message(m.Refused("role: no"), 0.1)
+    member.on_message(m.RegistryRefused("role: no"), 0.1)
     assert (member.state, member.detail) == (MemberState.REFUSED, "role: no")
     assert member.on_time(0.5) is None and member.on_time(1.0) == m.Register(ME)
 
@@ -87,7 +87,7 @@ def test_a_new_life_is_presented_at_once(listed: Member) -> None:
     reborn = msgspec.structs.replace(ME, incarnation=Incarnation(2))
     listed.present(reborn, 0.3)
     assert listed.on_time(0.3) == m.Register(reborn)
-    listed.on_message(m.Registered(Incarnation(1)), 0.4)
+    listed.on_message(m.RegisteredReply(Incarnation(1)), 0.4)
     assert listed.state is MemberState.JOINING
 
 

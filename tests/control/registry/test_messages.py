@@ -34,10 +34,10 @@ def _changed(**fields: object) -> bytes:
     [
         m.Register(GOOD),
         m.Register(msgspec.structs.replace(GOOD, host="a host", draining=True)),
-        m.Ping(LIFE, m.Seen(3, 4)),
-        m.Ping(LIFE, m.Seen(3, 4), "2 leases"),
+        m.Ping(LIFE, m.SeenWorkers(3, 4)),
+        m.Ping(LIFE, m.SeenWorkers(3, 4), "2 leases"),
         m.Deregister(LIFE),
-        m.Drain(WorkerId("p0"), LIFE >> 1),
+        m.DrainWorker(WorkerId("p0"), LIFE >> 1),
     ],
 )
 def test_what_a_worker_or_an_operator_says_arrives_as_it_was(message: m.ToRegistry) -> None:
@@ -47,15 +47,15 @@ def test_what_a_worker_or_an_operator_says_arrives_as_it_was(message: m.ToRegist
 @pytest.mark.parametrize(
     "message",
     [
-        m.Registered(Incarnation(1)),
-        m.Registered(Incarnation(1), draining=True),
-        m.Drain(WorkerId("p0"), 7),
-        m.Discard(Incarnation(1), ("ticket", "x" * 1024)),
+        m.RegisteredReply(Incarnation(1)),
+        m.RegisteredReply(Incarnation(1), draining=True),
+        m.DrainWorker(WorkerId("p0"), 7),
+        m.DiscardTickets(Incarnation(1), ("ticket", "x" * 1024)),
         m.Unknown(Incarnation(1)),
         m.Superseded(Incarnation(1)),
-        m.Refused("why"),
+        m.RegistryRefused("why"),
         m.Deregistered(Incarnation(1)),
-        m.Directory(m.Seen(1, 2), False, (ENTRY,), (PeerId(WorkerId("d0"), Incarnation(3)),)),
+        m.Directory(m.SeenWorkers(1, 2), False, (ENTRY,), (PeerId(WorkerId("d0"), Incarnation(3)),)),
     ],
 )
 def test_what_the_registry_says_arrives_as_it_was(message: m.FromRegistry) -> None:
@@ -107,7 +107,7 @@ def test_a_release_that_knows_nothing_of_draining_is_understood_and_understands(
         del body["registration"][field]
     assert m.decode_to_registry(msgspec.msgpack.encode((m.VERSION, body))) == m.Register(GOOD)
     answer = {"type": "registered", "incarnation": 1}
-    assert m.decode_from_registry(msgspec.msgpack.encode((m.VERSION, answer))) == m.Registered(Incarnation(1))
+    assert m.decode_from_registry(msgspec.msgpack.encode((m.VERSION, answer))) == m.RegisteredReply(Incarnation(1))
 
 
 @pytest.mark.parametrize(
@@ -125,17 +125,17 @@ def test_an_order_out_of_bounds_is_refused_by_name(frame: dict[str, object], fie
 
 
 def test_discards_are_bounded_in_number_and_length() -> None:
-    m.decode_from_registry(m.encode(m.Discard(Incarnation(1), ("x",) * m.TICKETS_MAX)))
+    m.decode_from_registry(m.encode(m.DiscardTickets(Incarnation(1), ("x",) * m.TICKETS_MAX)))
     for tickets in (("x",) * (m.TICKETS_MAX + 1), ("x" * 1025,)):
         with pytest.raises(m.RegistryFault, match="tickets"):
-            m.decode_from_registry(m.encode(m.Discard(Incarnation(1), tickets)))
+            m.decode_from_registry(m.encode(m.DiscardTickets(Incarnation(1), tickets)))
 
 
 def test_what_the_registry_tells_an_operator_arrives_as_it_was() -> None:
-    for message in (m.DrainState(WorkerId("p0"), "unknown", workers=("d0",)), m.Refused("why")):
+    for message in (m.DrainState(WorkerId("p0"), "unknown", workers=("d0",)), m.RegistryRefused("why")):
         assert m.decode_to_operator(m.encode(message)) == message
     with pytest.raises(m.RegistryFault):
-        m.decode_to_operator(m.encode(m.Registered(Incarnation(1))))
+        m.decode_to_operator(m.encode(m.RegisteredReply(Incarnation(1))))
 
 
 def test_another_version_is_refused_by_name() -> None:
@@ -145,7 +145,7 @@ def test_another_version_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("field", ["worker", "incarnation", "control_endpoint", "public_key"])
 def test_a_worker_checks_what_the_registry_says_too(field: str) -> None:
-    body = msgspec.to_builtins(m.Directory(m.Seen(1, 2), True, (ENTRY,)))
+    body = msgspec.to_builtins(m.Directory(m.SeenWorkers(1, 2), True, (ENTRY,)))
     body["entries"][0][field] = 0 if field == "incarnation" else "no good"
     with pytest.raises(m.RegistryFault, match=field):
         m.decode_from_registry(msgspec.msgpack.encode((m.VERSION, body)))
@@ -178,6 +178,6 @@ def test_a_directory_becomes_addresses_to_dial() -> None:
 
 
 def test_what_ends_on_an_operators_screen_is_printable() -> None:
-    ping = m.Ping(Incarnation(1), m.Seen(), "2 requests\x1b[2J")
+    ping = m.Ping(Incarnation(1), m.SeenWorkers(), "2 requests\x1b[2J")
     with pytest.raises(m.RegistryFault, match="held"):
         m.decode_to_registry(m.encode(ping))

@@ -110,7 +110,9 @@ def test_a_member_cannot_have_the_router_or_others_dial_elsewhere() -> None:
         answers = [m.decode_from_registry(frame) for _, frame in liar.inbox]
         assert town.server.workers() == () and not town.changes
     for (field, value), answer in zip(tried, answers, strict=True):
-        assert isinstance(answer, m.Refused) and answer.detail.startswith(f"{field}: '{value.removeprefix('tcp://')}'")
+        assert isinstance(answer, m.RegistryRefused) and answer.detail.startswith(
+            f"{field}: '{value.removeprefix('tcp://')}'"
+        )
         assert "--worker-networks" in answer.detail or "link-local" in answer.detail
 
 

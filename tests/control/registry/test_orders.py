@@ -74,8 +74,8 @@ class TestDrain:
             line(town).drain(P0, 0, DEADLINE_S)
             for _ in range(2):
                 p0.inbox.clear()
-                p0.control.send(ROUTER, m.encode(m.Ping(Incarnation(11), m.Seen())))
-                order = m.encode(m.Drain(P0, 11))
+                p0.control.send(ROUTER, m.encode(m.Ping(Incarnation(11), m.SeenWorkers())))
+                order = m.encode(m.DrainWorker(P0, 11))
                 until(lambda order=order: (ROUTER, order) in p0.inbox, p0)  # type: ignore[misc]
 
     def test_an_unknown_worker_is_named_with_those_that_are_known(self) -> None:
@@ -91,10 +91,10 @@ class TestDrain:
         listed(town)
         with posted(rogue := Post(RINGS["d1"], bind=None)):
             rogue.control.set_directory({ROUTER: (town.server.endpoint, RINGS["router"].public)})
-            rogue.control.send(ROUTER, m.encode(m.Drain(P0)))
+            rogue.control.send(ROUTER, m.encode(m.DrainWorker(P0)))
             until(lambda: rogue.inbox, rogue)
             answer = m.decode_from_registry(rogue.inbox[0][1])
-        assert isinstance(answer, m.Refused) and answer.detail.startswith("drain: the key of d1 is for both")
+        assert isinstance(answer, m.RegistryRefused) and answer.detail.startswith("drain: the key of d1 is for both")
         assert draining(town) == {"p0": False} and town.server.counters["bad_messages"] == 1
         with pytest.raises(ControlError, match="d1 is no operator"):
             OperatorLine(RINGS["d1"], (ROUTER, town.server.endpoint))
@@ -105,7 +105,7 @@ class TestDrain:
             odd.control.send(ROUTER, m.encode(m.Register(reg("operator", 5))))
             until(lambda: odd.inbox, odd)
             answer = m.decode_from_registry(odd.inbox[0][1])
-        assert isinstance(answer, m.Refused) and answer.detail.startswith(
+        assert isinstance(answer, m.RegistryRefused) and answer.detail.startswith(
             "register: the key of operator is for operator"
         )
         assert draining(town) == {}
@@ -150,8 +150,8 @@ class TestDiscard:
             town.stack.callback(lonely.client.close)
             until(lambda: fake.inbox, fake)
             for life in (21, 22):
-                fake.control.send(WorkerId("d0"), m.encode(m.Discard(Incarnation(life), (f"of {life}",))))
-                fake.control.send(WorkerId("d0"), m.encode(m.Drain(WorkerId("d0"), life)))
+                fake.control.send(WorkerId("d0"), m.encode(m.DiscardTickets(Incarnation(life), (f"of {life}",))))
+                fake.control.send(WorkerId("d0"), m.encode(m.DrainWorker(WorkerId("d0"), life)))
             until(lambda: lonely.drains, fake)
             assert lonely.discards == ["of 22"] and lonely.drains == 1
             assert lonely.client.counters["orders_late"] == 2

@@ -17,10 +17,10 @@ from .town import reg
 ME = WorkerId("p0")
 SAID: dict[m.ToRegistry, Act] = {
     m.Register(reg("p0", 1)): Act.REGISTER,
-    m.Ping(Incarnation(1), m.Seen()): Act.REGISTER,
+    m.Ping(Incarnation(1), m.SeenWorkers()): Act.REGISTER,
     m.Deregister(Incarnation(1)): Act.REGISTER,
-    m.Report(Incarnation(1), b"{}"): Act.REPORT,
-    m.Drain(WorkerId("d0")): Act.DRAIN,
+    m.WorkerReport(Incarnation(1), b"{}"): Act.REPORT,
+    m.DrainWorker(WorkerId("d0")): Act.DRAIN,
 }
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvbaton.control.registry import Registration, RegistrySettings, WorkerState
-from kvbaton.control.registry.registry_roster import Roster, Standing
+from kvbaton.control.registry.registry_roster import RegistryRoster, Standing
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 
 SETTINGS = RegistrySettings(ping_s=1.0, suspect_s=3.0, evict_s=8.0, settle_s=8.0)
@@ -22,7 +22,7 @@ class Desk:
 
     def __init__(self, settings: RegistrySettings = SETTINGS) -> None:
         self.now = 100.0
-        self.roster = Roster(settings, 1, self.now)
+        self.roster = RegistryRoster(settings, 1, self.now)
         self.pinging: dict[str, int] = {}
 
     def register(self, worker: str, incarnation: int = 1, *, pings: bool = False) -> Standing:

@@ -43,7 +43,7 @@ def test_a_worker_cannot_register_under_another_name(town: Town) -> None:
         spoofer.control.set_directory({ROUTER: (town.server.endpoint, RINGS["router"].public)})
         spoofer.control.send(ROUTER, m.encode(m.Register(reg("p0", 66))))
         until(lambda: spoofer.inbox, spoofer)
-        assert m.decode_from_registry(spoofer.inbox[0][1]) == m.Refused("worker: d1 registers as p0")
+        assert m.decode_from_registry(spoofer.inbox[0][1]) == m.RegistryRefused("worker: d1 registers as p0")
         spoofer.control.send(ROUTER, m.encode(m.Deregister(d0.registration.incarnation)))
         until(lambda: len(spoofer.inbox) == 2, spoofer)
     assert set(town.listed()) == {"d0"} and town.server.counters["bad_messages"] == 1
@@ -53,7 +53,7 @@ def test_bad_messages_are_counted_answered_with_the_field_and_skipped(town: Town
     bad = [
         b"\xc1",
         b"GET / HTTP/1.1",
-        m.encode(m.Registered(Incarnation(1))),
+        m.encode(m.RegisteredReply(Incarnation(1))),
         m.encode(m.Register(msgspec.structs.replace(reg("d1"), control_endpoint="tcp://*:1"))),
         m.encode(m.Register(msgspec.structs.replace(reg("d1"), http_address="http://x:1"))),
     ]
@@ -63,7 +63,7 @@ def test_bad_messages_are_counted_answered_with_the_field_and_skipped(town: Town
             clumsy.control.send(ROUTER, frame)
         until(lambda: len(clumsy.inbox) == len(bad), clumsy)
         answers = [m.decode_from_registry(frame) for _, frame in clumsy.inbox]
-    details = [answer.detail for answer in answers if isinstance(answer, m.Refused)]
+    details = [answer.detail for answer in answers if isinstance(answer, m.RegistryRefused)]
     assert len(details) == len(bad) == town.server.counters["bad_messages"]
     assert details[3].startswith("control_endpoint:") and details[4].startswith("http_address:")
     p0 = town.worker(reg("p0"))
@@ -93,10 +93,10 @@ def test_a_directory_that_was_lost_comes_with_the_answer_to_a_ping() -> None:
         p0.control.send(ROUTER, m.encode(m.Register(reg("p0", 11))))
         until(lambda: len(p0.inbox) == 2, p0)
         answer, directory = (m.decode_from_registry(frame) for _, frame in p0.inbox)
-        assert answer == m.Registered(Incarnation(11)) and isinstance(directory, m.Directory)
+        assert answer == m.RegisteredReply(Incarnation(11)) and isinstance(directory, m.Directory)
         p0.inbox.clear()
         p0.control.send(ROUTER, m.encode(m.Ping(Incarnation(11), directory.seen)))
-        p0.control.send(ROUTER, m.encode(m.Ping(Incarnation(11), m.Seen(1, 1))))
+        p0.control.send(ROUTER, m.encode(m.Ping(Incarnation(11), m.SeenWorkers(1, 1))))
         until(lambda: len(p0.inbox) == 3, p0)
         assert [m.decode_from_registry(frame) for _, frame in p0.inbox] == [answer, answer, directory]
 

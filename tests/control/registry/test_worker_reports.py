@@ -12,7 +12,7 @@ from kvbaton.control.registry import MemberState, RegistryClient, RegistryServer
 from kvbaton.control.registry import registry_client as client_module
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.member import Member
-from kvbaton.control.registry.registry_roster import Roster
+from kvbaton.control.registry.registry_roster import RegistryRoster
 from kvbaton.control.registry.reports import QUESTIONS_MAX, REPORTS_BURST_MAX, REPORTS_PER_S_MAX, Reports
 from kvbaton.observe.flight.report import REPORT_BYTES_MAX
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
@@ -112,21 +112,21 @@ class TestOverSockets:
             p0.control.set_directory({ROUTER: (town.server.endpoint, RINGS["router"].public)})
             p0.control.send(ROUTER, m.encode(m.Register(reg("p0", 47))))
             for _ in range(200):
-                p0.control.send(ROUTER, m.encode(m.Report(Incarnation(47), b"again")))
-            p0.control.send(ROUTER, m.encode(m.Ping(Incarnation(47), m.Seen())))
+                p0.control.send(ROUTER, m.encode(m.WorkerReport(Incarnation(47), b"again")))
+            p0.control.send(ROUTER, m.encode(m.Ping(Incarnation(47), m.SeenWorkers())))
             count = town.server.counters
             until(lambda: count["reports"] + count["reports_over_rate"] == 200, p0)
             assert count["reports"] < 200
-            until(lambda: sum(m.decode_from_registry(f).__class__ is m.Registered for _, f in p0.inbox) == 2, p0)
+            until(lambda: sum(m.decode_from_registry(f).__class__ is m.RegisteredReply for _, f in p0.inbox) == 2, p0)
 
     def test_an_operator_and_a_worker_that_is_not_listed_report_nothing(self, town: ReportTown) -> None:
         with posted(odd := Post(RINGS["operator"], bind=None), d0 := Post(RINGS["d0"], bind=None)):
             for each in (odd, d0):
                 each.control.set_directory({ROUTER: (town.server.endpoint, RINGS["router"].public)})
-                each.control.send(ROUTER, m.encode(m.Report(Incarnation(1), b"hello")))
+                each.control.send(ROUTER, m.encode(m.WorkerReport(Incarnation(1), b"hello")))
             until(lambda: odd.inbox, odd, d0)
             until(lambda: town.server.counters["reports_late"], odd, d0)
-            assert isinstance(m.decode_from_registry(odd.inbox[0][1]), m.Refused)
+            assert isinstance(m.decode_from_registry(odd.inbox[0][1]), m.RegistryRefused)
             assert not d0.inbox, "an unlisted worker's report is no question"
             assert town.heard == []
 
@@ -146,7 +146,7 @@ class TestMixedReleases:
             p0.control.send(ROUTER, msgspec.msgpack.encode((1, body)))
             until(lambda: p0.inbox, p0)
             assert not town.server.show(P0, Incarnation(51), ["one"])
-            p0.control.send(ROUTER, m.encode(m.Ping(Incarnation(51), m.Seen())))
+            p0.control.send(ROUTER, m.encode(m.Ping(Incarnation(51), m.SeenWorkers())))
             until(lambda: len(p0.inbox) >= 2, p0)
             assert old.decode(p0.inbox[0][1]) == (1, OldRegistered(51))
             tags = {msgspec.msgpack.decode(frame)[1]["type"] for _, frame in p0.inbox}
@@ -182,11 +182,11 @@ class TestMember:
         member = Member(reg("p0", 61), RegistrySettings(), 0.0)
         life = Incarnation(61)
         assert not member.may_report
-        member.on_message(m.Registered(life, reports=True), 0.0)
+        member.on_message(m.RegisteredReply(life, reports=True), 0.0)
         assert member.may_report
-        member.on_message(m.Registered(life), 0.0)  # another registry came to its place
+        member.on_message(m.RegisteredReply(life), 0.0)  # another registry came to its place
         assert not member.may_report
-        member.on_message(m.Registered(life, reports=True), 0.0)
+        member.on_message(m.RegisteredReply(life, reports=True), 0.0)
         member.on_message(m.Superseded(life), 0.0)
         assert not member.may_report
 
@@ -194,18 +194,18 @@ class TestMember:
         """What is told to nobody is lost; it is told when the registry is there again."""
         member = Member(reg("p0", 62), RegistrySettings(), 0.0)
         life = Incarnation(62)
-        member.on_message(m.Registered(life, reports=True), 0.0)
+        member.on_message(m.RegisteredReply(life, reports=True), 0.0)
         assert isinstance(member.on_time(100.0), m.Ping)
         assert not member.may_report, "until that is answered"
-        member.on_message(m.Registered(life, reports=True), 100.1)
+        member.on_message(m.RegisteredReply(life, reports=True), 100.1)
         assert member.may_report
 
 
 class TestReports:
     """On virtual time."""
 
-    def listed(self) -> tuple[Roster, Reports, Counter[str], list[bytes]]:
-        roster = Roster(RegistrySettings(), 1, 0.0)
+    def listed(self) -> tuple[RegistryRoster, Reports, Counter[str], list[bytes]]:
+        roster = RegistryRoster(RegistrySettings(), 1, 0.0)
         roster.register(reg("p0", 71), "key", 0.0)
         heard: list[bytes] = []
         counters: Counter[str] = Counter()
@@ -217,7 +217,7 @@ class TestReports:
         while roster.is_listed(P0):
             now += 0.5
             assert now < 60
-            reports.take(P0, m.Report(Incarnation(71), b"x"), now)
+            reports.take(P0, m.WorkerReport(Incarnation(71), b"x"), now)
             roster.on_time(now)
         assert now == pytest.approx(RegistrySettings().evict_s)
         assert heard
@@ -225,25 +225,25 @@ class TestReports:
     def test_a_worker_has_so_many_at_once_and_so_many_a_second(self) -> None:
         _, reports, counters, heard = self.listed()
         for _ in range(100):
-            reports.take(P0, m.Report(Incarnation(71), b"x"), 0.0)
+            reports.take(P0, m.WorkerReport(Incarnation(71), b"x"), 0.0)
         assert len(heard) == REPORTS_BURST_MAX
         for tick in range(1, 11):
             for _ in range(100):
-                reports.take(P0, m.Report(Incarnation(71), b"x"), tick * 0.1)
+                reports.take(P0, m.WorkerReport(Incarnation(71), b"x"), tick * 0.1)
         assert len(heard) == REPORTS_BURST_MAX + REPORTS_PER_S_MAX
         assert counters["reports_over_rate"] == 1100 - len(heard)
 
     def test_a_life_that_is_not_listed_is_not_heard(self) -> None:
         _, reports, counters, heard = self.listed()
-        reports.take(P0, m.Report(Incarnation(72), b"x"), 0.0)
-        reports.take(WorkerId("d0"), m.Report(Incarnation(71), b"x"), 0.0)
+        reports.take(P0, m.WorkerReport(Incarnation(72), b"x"), 0.0)
+        reports.take(WorkerId("d0"), m.WorkerReport(Incarnation(71), b"x"), 0.0)
         assert (heard, counters["reports_late"]) == ([], 2)
 
     def test_questions_are_bounded_and_go_to_whoever_is_still_there(self) -> None:
         roster, reports, _, _ = self.listed()
         peer = PeerId(P0, Incarnation(71))
         assert not reports.ask(peer, ["early"]), "it has not reported"
-        reports.take(P0, m.Report(Incarnation(71), b"x"), 0.0)
+        reports.take(P0, m.WorkerReport(Incarnation(71), b"x"), 0.0)
         assert reports.ask(peer, [str(number) for number in range(500)])
         ((worker, shown),) = reports.questions()
         assert (worker, len(shown.ids)) == ("p0", m.SHOWN_MAX)
@@ -256,7 +256,7 @@ class TestReports:
         roster, _, counters, _ = self.listed()
         deaf = Reports(roster, None, counters)
         assert not deaf.taken
-        deaf.take(P0, m.Report(Incarnation(71), b"x"), 0.0)
+        deaf.take(P0, m.WorkerReport(Incarnation(71), b"x"), 0.0)
         assert counters["reports_late"] == 1
 
 
@@ -264,8 +264,8 @@ def test_a_report_fits_into_a_frame_and_both_sides_mean_the_same_bound() -> None
     assert m.REPORT_BYTES_MAX == REPORT_BYTES_MAX < FRAME_BYTES_MAX
 
 
-@pytest.mark.parametrize("message", [m.Report(Incarnation(1), b"\x00\xff"), m.Report(Incarnation(1), b"")])
-def test_a_report_arrives_as_it_was(message: m.Report) -> None:
+@pytest.mark.parametrize("message", [m.WorkerReport(Incarnation(1), b"\x00\xff"), m.WorkerReport(Incarnation(1), b"")])
+def test_a_report_arrives_as_it_was(message: m.WorkerReport) -> None:
     assert m.decode_to_registry(m.encode(message)) == message
 
 

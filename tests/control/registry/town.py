@@ -7,11 +7,11 @@ from contextlib import ExitStack
 
 from kvbaton.control.registry import (
     DirectoryEntry,
-    Entry,
     Registration,
     RegistryClient,
     RegistryServer,
     RegistrySettings,
+    RosterEntry,
 )
 from kvbaton.protocol.ids import Incarnation, WorkerId
 
@@ -62,7 +62,7 @@ class Town:
 
     def __init__(self, settings: RegistrySettings = CALM) -> None:
         self.stack = ExitStack()
-        self.changes: list[tuple[Entry, ...]] = []
+        self.changes: list[tuple[RosterEntry, ...]] = []
         self.settings = settings
         self.server = self.open_server()
 

@@ -12,7 +12,7 @@ from kvbaton.engines.vllm.vllm_block_tables import Grouping
 from kvbaton.node.doorway import Match, MatchState
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind
 
 FOR_D = {"do_remote_prefill": True, "mode": "pull", "ticket": "t"}
 
@@ -47,7 +47,9 @@ class FakeDoor:
 
 
 def grouping() -> Grouping:
-    return Grouping(EngineLayout((Group("0.full", Kind.FULL, 16, ("a",), 1, (Cell("kv", 8),), "float32"),), ()), (0,))
+    return Grouping(
+        EngineLayout((Group("0.full", GroupKind.FULL, 16, ("a",), 1, (Cell("kv", 8),), "float32"),), ()), (0,)
+    )
 
 
 @pytest.fixture(name="decode")

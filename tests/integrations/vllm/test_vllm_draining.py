@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from kvbaton.control.registry.registry_messages import NOTHING, Held
+from kvbaton.control.registry.registry_messages import NOTHING, HeldReport
 from kvbaton.engines.vllm import server_draining
 from kvbaton.engines.vllm.server_draining import QUIET_S, DrainWatch, requests_in
 
@@ -67,8 +67,8 @@ def address(server: Server) -> str:
     return f"127.0.0.1:{server.server_port}"
 
 
-def watching(server: Server, client: Client, *held: Held) -> DrainWatch:
-    left = list(held) or [Held()]
+def watching(server: Server, client: Client, *held: HeldReport) -> DrainWatch:
+    left = list(held) or [HeldReport()]
     take = lambda: left.pop(0) if len(left) > 1 else left[0]  # noqa: E731
     return DrainWatch(client, address(server), take, threading.Event())  # type: ignore[arg-type]
 
@@ -81,7 +81,7 @@ def test_requests_are_counted_over_all_engines_once() -> None:
 
 def test_nothing_is_said_only_after_a_quiet_while(server: Server) -> None:
     server.text = METRICS.format(running="1.0", waiting="0.0")
-    watch = watching(server, Client(), Held(leases=2), Held(leases=2), Held())
+    watch = watching(server, Client(), HeldReport(leases=2), HeldReport(leases=2), HeldReport())
     assert watch.told(1000.0) == "1 request, 2 leases"
     server.text = METRICS.format(running="0.0", waiting="0.0")
     assert watch.told(1001.0) == "2 leases"
@@ -111,7 +111,7 @@ def test_the_registry_is_told_until_the_engine_closes(server: Server, monkeypatc
     monkeypatch.setattr(server_draining, "POLL_S", 0.01)
     server.text = METRICS.format(running="1.0", waiting="0.0")
     client, closing = Client(), threading.Event()
-    watch = DrainWatch(client, address(server), Held, closing)  # type: ignore[arg-type]
+    watch = DrainWatch(client, address(server), HeldReport, closing)  # type: ignore[arg-type]
     watch.start()
     assert client.heard.wait(10) and client.told[0] == "1 request"
     closing.set()
@@ -122,7 +122,7 @@ def test_the_registry_is_told_until_the_engine_closes(server: Server, monkeypatc
 def test_where_a_router_hears_announcements_it_is_not_idle_before_that_one_forgets(server: Server) -> None:
     server.text = METRICS.format(running="0.0", waiting="0.0")
     before = time.monotonic()
-    watch = DrainWatch(Client(), f"127.0.0.1:{server.server_port}", Held, threading.Event(), 60.0)  # type: ignore[arg-type]
+    watch = DrainWatch(Client(), f"127.0.0.1:{server.server_port}", HeldReport, threading.Event(), 60.0)  # type: ignore[arg-type]
     made = time.monotonic()
     assert watch.told(before + 30) != NOTHING
     assert watch.told(before + 59) != NOTHING

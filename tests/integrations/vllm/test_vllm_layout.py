@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvbaton.engines.vllm.vllm_layout import Parallel, engine_layout, rank_facts, vllm_groups
-from kvbaton.protocol.geometry.layout import Kind, Per, Plane
+from kvbaton.protocol.geometry.layout import GroupKind, Per, Plane
 
 
 @dataclass
@@ -99,7 +99,7 @@ def test_mla_moves_by_rows_on_cpu_too_and_every_rank_has_all_of_it() -> None:
     config = Config([Group(["layers.0"], spec("MLAAttentionSpec", 16))])
     ranks = [rank_facts(tensors, config, Parallel(0, tp, 2, 1), opaque_pages=True) for tp in (0, 1)]
     layout = engine_layout(ranks)
-    assert layout.groups[0].kind is Kind.LATENT and layout.groups[0].splits_tokens
+    assert layout.groups[0].kind is GroupKind.LATENT and layout.groups[0].splits_tokens
     assert [rank.shares[0].head_start for rank in layout.ranks] == [0, 0]
 
 
@@ -126,7 +126,7 @@ def test_windows_and_full_attention_are_groups_that_share_memory() -> None:
     config = Config([Group(["layers.0"], spec()), Group(["layers.1"], spec("SlidingWindowSpec", sliding_window=16))])
     facts = rank_facts(tensors, config, ONE, opaque_pages=True)
     layout = engine_layout([facts])
-    assert [(group.kind, group.window) for group in layout.groups] == [(Kind.FULL, 0), (Kind.SLIDING, 16)]
+    assert [(group.kind, group.window) for group in layout.groups] == [(GroupKind.FULL, 0), (GroupKind.SLIDING, 16)]
     assert vllm_groups([facts]) == (0, 1) and facts.region_bytes == (tensors["layers.0"].storage.size,)
 
 

@@ -16,7 +16,7 @@ import prometheus_client
 import pytest
 
 from kvbaton.engines.vllm.metrics_outbox import FLIGHTS_MAX, Tray
-from kvbaton.observe.flight.flight_records import Flight, Moment, Seat
+from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.metric_names import Where
 
@@ -47,7 +47,7 @@ def stats_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     sys.modules.pop(name, None)
 
 
-def flight(end: str = "delivered", seat: Seat = Seat.DECODE) -> Flight:
+def flight(end: str = "delivered", seat: FlightSeat = FlightSeat.DECODE) -> Flight:
     moments = (Moment("asked", 1.0), Moment("granted", 1.5), Moment("allocated", 2.0), Moment("copied", 3.0))
     return Flight(
         seat=seat, worker="d0", handoff="h", mode="pull", transport="shm", bytes=64, end=end,
@@ -57,7 +57,13 @@ def flight(end: str = "delivered", seat: Seat = Seat.DECODE) -> Flight:
 
 def test_flights_are_told_once_and_as_plain_data() -> None:
     tray = Tray()
-    for each in (flight(), flight("stale"), flight(seat=Seat.PREFILL), flight(seat=Seat.ROUTER), flight("")):
+    for each in (
+        flight(),
+        flight("stale"),
+        flight(seat=FlightSeat.PREFILL),
+        flight(seat=FlightSeat.ROUTER),
+        flight(""),
+    ):
         tray.add(each)
     rows = tray.take()
     assert rows == msgspec.msgpack.decode(msgspec.msgpack.encode(rows)) and tray.take() == []

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.api.params import Mode
-from kvbaton.engines.vllm.transfer_params import Lookup, Source, Target, ask_of
+from kvbaton.engines.vllm.transfer_params import ForeignLookup, ParamsSource, Target, ask_of
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.wire.ticket import unseal
@@ -23,8 +23,8 @@ BOOK = {("10.0.0.1", 7100): WorkerId("p0"), ("10.0.0.2", 7200): WorkerId("d0")}
 PLAIN_ID = "cmpl-abc-0-12345678"
 
 
-def lookup(me: str = "d0", mode: Mode = Mode.PULL, modes: tuple[Mode, ...] = tuple(Mode)) -> Lookup:
-    return Lookup(mode, modes, WorkerId(me), KEY, 60.0, lambda host, port: BOOK.get((host, port)))
+def lookup(me: str = "d0", mode: Mode = Mode.PULL, modes: tuple[Mode, ...] = tuple(Mode)) -> ForeignLookup:
+    return ForeignLookup(mode, modes, WorkerId(me), KEY, 60.0, lambda host, port: BOOK.get((host, port)))
 
 
 def request(params: object, request_id: str = PLAIN_ID) -> Any:
@@ -37,9 +37,9 @@ def test_nothing_is_asked(params: object) -> None:
 
 
 def test_both_sides_of_both_ways_of_asking() -> None:
-    assert ask_of(request({"do_remote_decode": True}), lookup()) == Source(Mode.PULL)
+    assert ask_of(request({"do_remote_decode": True}), lookup()) == ParamsSource(Mode.PULL)
     assert ask_of(request({"do_remote_prefill": True, "ticket": "t"}), lookup()) == Target(Mode.PULL, "t")
-    assert ask_of(request({"do_remote_decode": True, "mode": "push", "ticket": "t"}), lookup()) == Source(
+    assert ask_of(request({"do_remote_decode": True, "mode": "push", "ticket": "t"}), lookup()) == ParamsSource(
         Mode.PUSH, "t"
     )
     asked = {"do_remote_prefill": True, "mode": "stream", "ticket": "t", "remote_block_ids": [[1]], "remote_host": "x"}
@@ -80,7 +80,7 @@ class TestMoriio:
     def test_p_and_d_come_to_the_same_handoff(self) -> None:
         source = ask_of(request({**self.PARAMS, "do_remote_decode": True}, self.ID), lookup("p0", Mode.PUSH))
         target = ask_of(request({**self.PARAMS, "do_remote_prefill": True}, self.ID), lookup("d0", Mode.PUSH))
-        assert isinstance(source, Source) and isinstance(target, Target) and source.ticket is not None
+        assert isinstance(source, ParamsSource) and isinstance(target, Target) and source.ticket is not None
         tickets = [unseal(text, [KEY], time.time()) for text in (source.ticket, target.ticket)]
         assert {(ticket.handoff, ticket.source, ticket.target) for ticket in tickets} == {(f"{HEX}.3", "p0", "d0")}
 
@@ -89,12 +89,14 @@ class TestMoriio:
             ask_of(request({**self.PARAMS, "do_remote_decode": True}, f"{n}_{self.ID}"), lookup("p0", Mode.PUSH))
             for n in (0, 1)
         ]
-        handoffs = {unseal(ask.ticket or "", [KEY], time.time()).handoff for ask in asked if isinstance(ask, Source)}
+        handoffs = {
+            unseal(ask.ticket or "", [KEY], time.time()).handoff for ask in asked if isinstance(ask, ParamsSource)
+        }
         assert handoffs == {f"{HEX}.3", f"{HEX}.259"}
 
     def test_in_read_mode_p_gives_the_ticket_itself(self) -> None:
         found = ask_of(request({**self.PARAMS, "do_remote_decode": True}, self.ID), lookup("p0", Mode.PULL))
-        assert found == Source(Mode.PULL)
+        assert found == ParamsSource(Mode.PULL)
 
     def test_an_address_that_nobody_has_costs_that_request(self) -> None:
         strange = self.ID.replace("10.0.0.1", "169.254.169.254")
@@ -129,4 +131,4 @@ def test_nothing_but_a_protocol_error_is_ever_raised(params: dict[str, Any], req
         found = ask_of(request(params, request_id), lookup(mode=mode))
     except ProtocolError:
         return
-    assert found is None or isinstance(found, Source | Target)
+    assert found is None or isinstance(found, ParamsSource | Target)

@@ -19,10 +19,10 @@ from kvbaton.engines.vllm.second_loads import SecondLoads
 from kvbaton.engines.vllm.store_setup import keyring_of, rank_identity, rank_shelf
 from kvbaton.engines.vllm.vllm_layout import GroupFacts, RankFacts
 from kvbaton.proof.contracts.transport_harness import poll
-from kvbaton.protocol.geometry.layout import Cell, Kind, Place, Plane
+from kvbaton.protocol.geometry.layout import Cell, GroupKind, Place, Plane
 from kvbaton.ranks import device_store
-from kvbaton.ranks.device_store import DeviceShelf
-from kvbaton.ranks.store_interface import RankShelf
+from kvbaton.ranks.device_store import DeviceRankStore
+from kvbaton.ranks.store_interface import RankStoreInterface
 from kvbaton.store.interface import OrderEnded, OrderId
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.store_server import StoreServer
@@ -104,7 +104,7 @@ def store(key_directory: Path) -> Iterator[tuple[str, MemoryBackend]]:
     server.close()
 
 
-def facts(kind: Kind = Kind.FULL, **more: Any) -> RankFacts:
+def facts(kind: GroupKind = GroupKind.FULL, **more: Any) -> RankFacts:
     layers = ("model.layers.0.attn", "model.layers.1.attn")
     places = tuple(Place(index, index * BLOCKS * BLOCK_BYTES, BLOCK_BYTES, 0) for index in range(2))
     group = GroupFacts(
@@ -153,7 +153,7 @@ def test_caches_of_a_device_and_of_the_host_share_a_store(
     assert make is not None
     putting, getting = make(COMPAT), made(settings_for(key_directory, url), memoryview(theirs), rank=1)
     try:
-        assert isinstance(putting, DeviceShelf)
+        assert isinstance(putting, DeviceRankStore)
         assert putting.put(OrderId(1), HASHES[:2], (5, 2), 20.0)
         assert ended(putting) == OrderEnded(OrderId(1), 2)
         assert getting.get(OrderId(1), HASHES[:2], (0, 1), 20.0)
@@ -174,13 +174,13 @@ def test_a_block_that_no_slot_holds_is_refused_at_start(key_directory: Path, mon
         rank_shelf(settings, facts(), 0, 1, [DeviceMemory(4096, 1024)])
 
 
-def made(settings: ConnectorSettings, memory: memoryview, rank: int) -> RankShelf:
+def made(settings: ConnectorSettings, memory: memoryview, rank: int) -> RankStoreInterface:
     make = rank_shelf(settings, facts(), rank, 2, [memory])
     assert make is not None
     return make(COMPAT)
 
 
-def ended(shelf: RankShelf) -> OrderEnded:
+def ended(shelf: RankStoreInterface) -> OrderEnded:
     found: list[OrderEnded] = []
 
     def came() -> bool:
@@ -199,7 +199,7 @@ def test_without_a_store_there_is_no_shelf(key_directory: Path) -> None:
 def test_a_cache_that_cannot_be_stored_is_refused_by_its_group(key_directory: Path) -> None:
     settings = settings_for(key_directory, "tcp://127.0.0.1:9")
     with pytest.raises(ValueError, match=r"extra_config\.store: group .*window"):
-        rank_shelf(settings, facts(Kind.SLIDING, window=16), 0, 1, [])
+        rank_shelf(settings, facts(GroupKind.SLIDING, window=16), 0, 1, [])
 
 
 def test_an_identity_that_is_missing_is_named_at_start(key_directory: Path) -> None:

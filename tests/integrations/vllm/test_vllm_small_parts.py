@@ -19,7 +19,7 @@ from kvbaton.engines.vllm.request_content import handed_position
 from kvbaton.engines.vllm.vllm_block_tables import Grouping, real
 from kvbaton.engines.vllm.vllm_compat import config_digest, weights_digest
 from kvbaton.node.epochs import UNTOLD, EpochTable
-from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind
 
 
 class FakePool:
@@ -125,8 +125,8 @@ class TestPool:
 
 def grouping() -> Grouping:
     groups = (
-        Group("0.full", Kind.FULL, 16, ("a",), 1, (Cell("kv", 8),), "float32"),
-        Group("1.sliding", Kind.SLIDING, 8, ("b",), 1, (Cell("kv", 8),), "float32", window=16),
+        Group("0.full", GroupKind.FULL, 16, ("a",), 1, (Cell("kv", 8),), "float32"),
+        Group("1.sliding", GroupKind.SLIDING, 8, ("b",), 1, (Cell("kv", 8),), "float32", window=16),
     )
     return Grouping(EngineLayout(groups, ()), (0, 1))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.engines.vllm.stored_puts import Prompt, StoredPuts
+from kvbaton.engines.vllm.stored_puts import StoredPrompt, StoredPuts
 
 HASHES = tuple(bytes([each]) * 32 for each in range(3))
 TABLE = [[11, 12, 13, 14]]
@@ -27,7 +27,7 @@ class Engine:
         )
         self.counts: Counter[str] = Counter()
         self.puts = StoredPuts(self, self, grouping, 40, self.counts)  # type: ignore[arg-type]
-        self.prompts: dict[str, Prompt] = {}
+        self.prompts: dict[str, StoredPrompt] = {}
 
     def put(self, blocks: Any, hashes: Any) -> None:
         if self.broken:
@@ -40,9 +40,9 @@ class Engine:
     def unpin(self, ids: Any) -> None:
         self.held.subtract(ids)
 
-    def prompt(self, name: str = "a", computed: int = 0, known: int = 0) -> Prompt:
+    def prompt(self, name: str = "a", computed: int = 0, known: int = 0) -> StoredPrompt:
         request = SimpleNamespace(request_id=name, num_computed_tokens=computed)
-        self.prompts[name] = Prompt(request, HASHES, 3, known=known)
+        self.prompts[name] = StoredPrompt(request, HASHES, 3, known=known)
         return self.prompts[name]
 
     def step(self, number: int, **chunks: int) -> bool:

@@ -42,7 +42,7 @@ class PlainSettings(msgspec.Struct, frozen=True, kw_only=True):
         return min(TICK_S_MAX, self.suspect_s / 4)
 
 
-class Listed(msgspec.Struct, frozen=True):
+class AnnouncedWorker(msgspec.Struct, frozen=True):
     """A worker in one of its lives. The number of a life is ours: announcements have none."""
 
     announcement: Announcement
@@ -52,7 +52,7 @@ class Listed(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Heard:
-    listed: Listed
+    listed: AnnouncedWorker
     at: float
 
 
@@ -84,11 +84,11 @@ class PlainRoster:
         if current is not None:
             self._remove(announcement.key)
         self._admit(announcement)
-        self._heard[announcement.key] = _Heard(Listed(announcement, self._draw()), now)
+        self._heard[announcement.key] = _Heard(AnnouncedWorker(announcement, self._draw()), now)
         self.revision += 1
         return True
 
-    def on_time(self, now: float) -> tuple[Listed, ...]:
+    def on_time(self, now: float) -> tuple[AnnouncedWorker, ...]:
         """Let silence have its consequences: who is gone. What we slept through ourselves is nobody's silence."""
         slept_s = max(0.0, now - self._looked_at - self.settings.tick_s)
         self._looked_at = now
@@ -107,7 +107,7 @@ class PlainRoster:
         """At the latest in half a tick, or sleeping could not be told from waiting; None while nobody is listed."""
         return self._looked_at + self.settings.tick_s / 2 if self._heard else None
 
-    def entries(self) -> tuple[Listed, ...]:
+    def entries(self) -> tuple[AnnouncedWorker, ...]:
         """Everybody, ordered by role and address."""
         return tuple(heard.listed for _, heard in sorted(self._heard.items()))
 
@@ -128,6 +128,6 @@ class PlainRoster:
         self.revision += 1
 
 
-def _fleet(listed: Iterable[Listed]) -> Fleet | None:
+def _fleet(listed: Iterable[AnnouncedWorker]) -> Fleet | None:
     """That of any of them: all have the same."""
     return next((entry.announcement.fleet for entry in listed), None)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import zmq
 
 from kvbaton.control.addressing import ControlError, check_bind, is_ipv6
-from kvbaton.control.plain.announced_roster import Listed, PlainRoster, PlainSettings
+from kvbaton.control.plain.announced_roster import AnnouncedWorker, PlainRoster, PlainSettings
 from kvbaton.control.plain.announcements import MESSAGE_BYTES_MAX, PlainFault, decode, payload_of
 from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.sockets import Context, Socket
@@ -35,7 +35,7 @@ QUEUED_MAX = 8  # messages per connection; each worker sends one in three second
 HANDSHAKE_S = 10.0
 CLOSE_S = 2.0
 
-Workers = tuple[Listed, ...]
+Workers = tuple[AnnouncedWorker, ...]
 
 
 class PlainListener:

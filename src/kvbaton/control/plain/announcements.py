@@ -75,7 +75,7 @@ class Announcement(msgspec.Struct, frozen=True):
         return f"{self.role} {self.http_address}"
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _Announced(msgspec.Struct, frozen=True):
     """The fields as they came; a Raw without bytes is one that did not come."""
 
     type: Raw = Raw()
@@ -86,7 +86,7 @@ class _Told(msgspec.Struct, frozen=True):
     transfer_mode: Raw = Raw()
 
 
-_told = msgspec.msgpack.Decoder(_Told)
+_told = msgspec.msgpack.Decoder(_Announced)
 _text = msgspec.msgpack.Decoder(str)
 _count = msgspec.msgpack.Decoder(int)
 

@@ -8,15 +8,21 @@ from kvbaton.control.registry.allowed_networks import Networks
 from kvbaton.control.registry.member import MemberState
 from kvbaton.control.registry.operator import OperatorLine
 from kvbaton.control.registry.registry_client import RegistryClient
-from kvbaton.control.registry.registry_messages import DirectoryEntry, DrainState, Held, Registration, Role, addresses
-from kvbaton.control.registry.registry_roster import Entry, RegistrySettings, WorkerState
+from kvbaton.control.registry.registry_messages import (
+    DirectoryEntry,
+    DrainState,
+    HeldReport,
+    Registration,
+    Role,
+    addresses,
+)
+from kvbaton.control.registry.registry_roster import RegistrySettings, RosterEntry, WorkerState
 from kvbaton.control.registry.registry_server import RegistryServer
 
 __all__ = [
     "DirectoryEntry",
     "DrainState",
-    "Entry",
-    "Held",
+    "HeldReport",
     "MemberState",
     "Networks",
     "OperatorLine",
@@ -25,6 +31,7 @@ __all__ = [
     "RegistryServer",
     "RegistrySettings",
     "Role",
+    "RosterEntry",
     "WorkerState",
     "addresses",
 ]

@@ -43,7 +43,7 @@ class Member:
         self._is_answered = False  # what was said last
         self._ping_s = settings.ping_s
         self._speak_at = now
-        self._seen = m.Seen()
+        self._seen = m.SeenWorkers()
         self._known: dict[WorkerId, m.DirectoryEntry] = {}
 
     def on_time(self, now: float) -> m.FromWorker | None:
@@ -80,10 +80,10 @@ class Member:
         """Take an answer; returns what has changed among the peers."""
         if isinstance(message, m.Directory):
             return self._on_directory(message)
-        if isinstance(message, m.Refused):
+        if isinstance(message, m.RegistryRefused):
             self.state, self.detail = MemberState.REFUSED, message.detail
         elif message.incarnation == self.registration.incarnation:
-            if isinstance(message, m.Registered):
+            if isinstance(message, m.RegisteredReply):
                 self._on_registered(message)
             elif isinstance(message, m.Superseded):
                 self.state = MemberState.SUPERSEDED
@@ -92,7 +92,7 @@ class Member:
                 self._speak_at = now
         return None
 
-    def _on_registered(self, message: m.Registered) -> None:
+    def _on_registered(self, message: m.RegisteredReply) -> None:
         self._takes_reports, self._is_answered = message.reports, True
         if self.registration.draining and not message.draining:
             return  # the answer to what was said before

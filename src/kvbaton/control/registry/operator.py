@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from kvbaton.control.addressing import ControlError, Limits, check_endpoint
+from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoint
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.zmq import ZmqControl
@@ -17,7 +17,7 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.privileges import Act, may
 
 REPEAT_S = 1.0  # a question may be lost, and asking twice is asking once
-LIMITS = Limits(frames_queued_max=16)
+LIMITS = ControlLimits(frames_queued_max=16)
 
 
 class OperatorLine:
@@ -55,7 +55,7 @@ class OperatorLine:
         while (now := self._clock()) < until:
             if now >= asked_at + REPEAT_S:
                 asked_at = now
-                self._control.send(self._registry, m.encode(m.Drain(worker, incarnation)))
+                self._control.send(self._registry, m.encode(m.DrainWorker(worker, incarnation)))
             for _, frame in self._control.receive():
                 said = self._answer(frame)
                 if said is not None and said.worker == worker and incarnation in (0, said.incarnation):
@@ -68,6 +68,6 @@ class OperatorLine:
             said = m.decode_to_operator(frame)
         except m.RegistryFault:
             return None
-        if isinstance(said, m.Refused):
+        if isinstance(said, m.RegistryRefused):
             raise ControlError(f"the registry refused: {said.detail}")
         return said

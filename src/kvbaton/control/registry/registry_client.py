@@ -16,7 +16,7 @@ from functools import partial
 
 import msgspec
 
-from kvbaton.control.addressing import ControlError, Limits, check_endpoint
+from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoint
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.registry import registry_messages as m
@@ -36,7 +36,7 @@ REPORT_S = 0.5
 """Reports are at least this far apart, unless one is asked for."""
 SHOW_S = 0.05
 """Also when one is asked for."""
-LIMITS = Limits(frames_queued_max=64)  # pings to a registry that is away are worth nothing later
+LIMITS = ControlLimits(frames_queued_max=64)  # pings to a registry that is away are worth nothing later
 
 OnDirectory = Callable[[tuple[m.DirectoryEntry, ...]], None]
 OnDeparted = Callable[[WorkerId, Incarnation], None]
@@ -176,7 +176,7 @@ class RegistryClient:
             self.counters["reports_too_long"] += 1
             return
         self.counters["reports"] += 1
-        self._say(m.Report(self._member.registration.incarnation, data))
+        self._say(m.WorkerReport(self._member.registration.incarnation, data))
 
     def _messages(self) -> list[m.FromRegistry]:
         found: list[m.FromRegistry] = []
@@ -190,7 +190,7 @@ class RegistryClient:
         return found
 
     def _take(self, message: m.FromRegistry, now: float) -> None:
-        if isinstance(message, m.Drain | m.Discard | m.Show):
+        if isinstance(message, m.DrainWorker | m.DiscardTickets | m.Show):
             self._obey(message, now)
             return
         before = self._member.state
@@ -203,11 +203,11 @@ class RegistryClient:
         if news is not None:
             self._pass_on(news)
 
-    def _obey(self, message: m.Drain | m.Discard | m.Show, now: float) -> None:
+    def _obey(self, message: m.DrainWorker | m.DiscardTickets | m.Show, now: float) -> None:
         """The registry's key was proven with the connection; an order for another life is nobody's."""
         if message.incarnation != self._member.registration.incarnation:
             self.counters["orders_late"] += 1
-        elif isinstance(message, m.Discard):
+        elif isinstance(message, m.DiscardTickets):
             self._guard(partial(self._callbacks.on_discard, message.tickets))
         elif isinstance(message, m.Show):
             self._guard(partial(self._callbacks.on_show, message.ids))

@@ -84,7 +84,7 @@ class DirectoryEntry(msgspec.Struct, frozen=True):
         return PeerId(self.worker, self.incarnation)
 
 
-class Held(msgspec.Struct, frozen=True):
+class HeldReport(msgspec.Struct, frozen=True):
     """What a worker still does or keeps for others."""
 
     requests: int = 0
@@ -101,7 +101,7 @@ class Held(msgspec.Struct, frozen=True):
         return ", ".join(f"{n} {name if n > 1 else name[:-1]}" for name, n in counts if n) or NOTHING
 
 
-class Seen(msgspec.Struct, frozen=True):
+class SeenWorkers(msgspec.Struct, frozen=True):
     """Which directory a worker has: of which life of the registry, and how new."""
 
     registry: Count = 0
@@ -117,7 +117,7 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     incarnation: Incarnation
-    seen: Seen
+    seen: SeenWorkers
     held: Text = ""  # in words: what a draining worker still waits for
 
 
@@ -125,7 +125,7 @@ class Deregister(msgspec.Struct, frozen=True, tag="deregister"):
     incarnation: Incarnation
 
 
-class Report(msgspec.Struct, frozen=True, tag="report"):
+class WorkerReport(msgspec.Struct, frozen=True, tag="report"):
     """What a worker tells of itself, for those who look on. Only to a registry that takes reports."""
 
     incarnation: Incarnation
@@ -135,7 +135,7 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
 # --- operator to registry, and on from there to the worker
 
 
-class Drain(msgspec.Struct, frozen=True, tag="drain"):
+class DrainWorker(msgspec.Struct, frozen=True, tag="drain"):
     """Finish and go. From an operator 0 means: whichever life is listed; asked again, it is the life of the answer."""
 
     worker: Worker
@@ -161,7 +161,7 @@ class DrainState(msgspec.Struct, frozen=True, tag="drain_state"):
 # --- registry to worker
 
 
-class Registered(msgspec.Struct, frozen=True, tag="registered"):
+class RegisteredReply(msgspec.Struct, frozen=True, tag="registered"):
     """You are listed, in this life; also the answer to a ping that needs nothing more."""
 
     incarnation: Incarnation
@@ -181,7 +181,7 @@ class Superseded(msgspec.Struct, frozen=True, tag="superseded"):
     incarnation: Incarnation
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class RegistryRefused(msgspec.Struct, frozen=True, tag="refused"):
     detail: Annotated[str, Meta(max_length=DETAIL_CHARS_MAX)]
 
 
@@ -192,13 +192,13 @@ class Deregistered(msgspec.Struct, frozen=True, tag="deregistered"):
 class Directory(msgspec.Struct, frozen=True, tag="directory"):
     """Everybody who is listed. Until it is `complete` absence means nothing: the registry is young; see `gone`."""
 
-    seen: Seen
+    seen: SeenWorkers
     complete: bool
     entries: Annotated[tuple[DirectoryEntry, ...], Meta(max_length=WORKERS_MAX)]
     gone: Annotated[tuple[PeerId, ...], Meta(max_length=WORKERS_MAX)] = ()
 
 
-class Discard(msgspec.Struct, frozen=True, tag="discard"):
+class DiscardTickets(msgspec.Struct, frozen=True, tag="discard"):
     """Nobody will use these tickets of yours, unless somebody has begun to."""
 
     incarnation: Incarnation
@@ -213,11 +213,21 @@ class Show(msgspec.Struct, frozen=True, tag="show"):
 
 
 AboutStanding = Register | Ping | Deregister
-FromWorker = AboutStanding | Report
-FromOperator = Drain
+FromWorker = AboutStanding | WorkerReport
+FromOperator = DrainWorker
 ToRegistry = FromWorker | FromOperator
-FromRegistry = Registered | Unknown | Superseded | Refused | Deregistered | Directory | Drain | Discard | Show
-ToOperator = DrainState | Refused
+FromRegistry = (
+    RegisteredReply
+    | Unknown
+    | Superseded
+    | RegistryRefused
+    | Deregistered
+    | Directory
+    | DrainWorker
+    | DiscardTickets
+    | Show
+)
+ToOperator = DrainState | RegistryRefused
 
 _encoder = msgspec.msgpack.Encoder()
 _frames = msgspec.msgpack.Decoder(tuple[Version, msgspec.Raw])
@@ -235,7 +245,7 @@ def decode_to_registry(frame: bytes) -> ToRegistry:
     message: ToRegistry = _decode(frame, _to_registry)
     if isinstance(message, Register):
         validate(message.registration)
-    elif isinstance(message, Drain):
+    elif isinstance(message, DrainWorker):
         _check_worker(message.worker)
     else:
         _check_incarnation(message.incarnation)

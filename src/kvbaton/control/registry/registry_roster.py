@@ -19,10 +19,10 @@ from kvbaton.control.registry.registry_messages import (
     WORKERS_MAX,
     Directory,
     DirectoryEntry,
-    Drain,
     DrainState,
+    DrainWorker,
     Registration,
-    Seen,
+    SeenWorkers,
 )
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
@@ -51,7 +51,7 @@ class WorkerState(enum.StrEnum):
     SUSPECT = "suspect"
 
 
-class Entry(msgspec.Struct, frozen=True):
+class RosterEntry(msgspec.Struct, frozen=True):
     """A listed worker."""
 
     registration: Registration
@@ -83,13 +83,13 @@ class _Listed:
         return self.ordered or self.registration.draining
 
 
-class Roster:
+class RegistryRoster:
     """Who is here. `revision` rises with every change, `version` with those that the workers must hear of."""
 
     def __init__(self, settings: RegistrySettings, registry: int, now: float) -> None:
         self.settings = settings
         self.revision = 0
-        self._seen = Seen(registry, 1)
+        self._seen = SeenWorkers(registry, 1)
         self._settles_at = now + settings.settle_s
         self._looked_at = now
         self._listed: dict[WorkerId, _Listed] = {}
@@ -97,7 +97,7 @@ class Roster:
         self._gone: deque[PeerId] = deque(maxlen=WORKERS_MAX)
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> SeenWorkers:
         """Which directory is the newest."""
         return self._seen
 
@@ -153,12 +153,12 @@ class Roster:
         """Whether a worker is listed in that life."""
         return worker in self._listed and self._listed[worker].registration.incarnation == incarnation
 
-    def order(self, worker: WorkerId) -> Drain | None:
+    def order(self, worker: WorkerId) -> DrainWorker | None:
         """What a worker must be told, until it says the same of itself."""
         current = self._listed.get(worker)
         if current is None or not current.ordered or current.registration.draining:
             return None
-        return Drain(worker, current.registration.incarnation)
+        return DrainWorker(worker, current.registration.incarnation)
 
     def deregister(self, worker: WorkerId, incarnation: Incarnation) -> None:
         """A worker leaves; a life that is not listed has left already."""
@@ -186,9 +186,9 @@ class Roster:
         """At the latest in half an interval of pings, or sleeping could not be told from waiting."""
         return self._looked_at + self.settings.ping_s / 2
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[RosterEntry, ...]:
         return tuple(
-            Entry(listed.registration, listed.public_key, listed.state, listed.draining)
+            RosterEntry(listed.registration, listed.public_key, listed.state, listed.draining)
             for _, listed in sorted(self._listed.items())
         )
 
@@ -229,7 +229,7 @@ class Roster:
 
     def _changed(self) -> None:
         self.revision += 1
-        self._seen = Seen(self._seen.registry, self._seen.version + 1)
+        self._seen = SeenWorkers(self._seen.registry, self._seen.version + 1)
 
 
 def _told(listed: _Listed) -> DirectoryEntry:

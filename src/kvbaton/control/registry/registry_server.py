@@ -16,12 +16,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvbaton.control.addressing import Limits
+from kvbaton.control.addressing import ControlLimits
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.allowed_networks import Networks
-from kvbaton.control.registry.registry_roster import Entry, RegistrySettings, Roster, Standing
+from kvbaton.control.registry.registry_roster import RegistryRoster, RegistrySettings, RosterEntry, Standing
 from kvbaton.control.registry.reports import OnReport, Reports
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
 from kvbaton.observe.codes.saying import worth_saying
@@ -36,7 +36,7 @@ CLOSE_S = 2.0
 DISCARDS_MAX = 4096
 """Tickets that wait for the next turn; beyond it they are not told, and their leases run out by themselves."""
 
-Workers = tuple[Entry, ...]
+Workers = tuple[RosterEntry, ...]
 Answer = m.FromRegistry | m.ToOperator
 
 
@@ -56,13 +56,13 @@ class RegistryServer:
         on_change: Callable[[Workers], None] = _ignore,
         on_report: OnReport | None = None,
         networks: Networks | None = None,
-        limits: Limits | None = None,
+        limits: ControlLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._control = ZmqControl(keyring, bind, limits, clock)
         self._role_of = keyring.role_of
-        self._roster = Roster(settings or RegistrySettings(), 1 + secrets.randbits(62), clock())
+        self._roster = RegistryRoster(settings or RegistrySettings(), 1 + secrets.randbits(62), clock())
         self._networks = networks or Networks()
         self._discards: deque[tuple[PeerId, str]] = deque()
         self._control.on_keys = self._take_keys
@@ -142,11 +142,11 @@ class RegistryServer:
             self.counters["bad_messages"] += 1
             if worth_saying(self.counters["bad_messages"]):
                 log.warning("[member-message] a message of %s was skipped: %s", sender, fault)
-            return [(sender, m.Refused(str(fault)[: m.DETAIL_CHARS_MAX]))]
+            return [(sender, m.RegistryRefused(str(fault)[: m.DETAIL_CHARS_MAX]))]
         self.counters["messages"] += 1
-        if isinstance(message, m.Drain):
+        if isinstance(message, m.DrainWorker):
             return self._on_drain(sender, message)
-        if isinstance(message, m.Report):
+        if isinstance(message, m.WorkerReport):
             self._reports.take(sender, message, now)
             return []
         answers: list[tuple[WorkerId, Answer]] = [
@@ -155,7 +155,7 @@ class RegistryServer:
         order = self._roster.order(sender)  # with every ping, until the worker has heard it
         return answers if order is None else [*answers, (sender, order)]
 
-    def _on_drain(self, operator: WorkerId, message: m.Drain) -> list[tuple[WorkerId, Answer]]:
+    def _on_drain(self, operator: WorkerId, message: m.DrainWorker) -> list[tuple[WorkerId, Answer]]:
         said = self._roster.drain(message.worker, message.incarnation)
         if not message.incarnation:
             log.info("%s wants %s to drain: %s", operator, message.worker, said.state)
@@ -179,8 +179,10 @@ class RegistryServer:
             case Standing.SUPERSEDED:
                 return [m.Superseded(incarnation)]
             case Standing.FULL:
-                return [m.Refused(f"workers: {self._roster.settings.workers_max} are listed, the most there can be")]
-        listed = m.Registered(incarnation, self._roster.is_draining(worker), self._reports.taken)
+                return [
+                    m.RegistryRefused(f"workers: {self._roster.settings.workers_max} are listed, the most there can be")
+                ]
+        listed = m.RegisteredReply(incarnation, self._roster.is_draining(worker), self._reports.taken)
         if isinstance(message, m.Ping) and message.seen != self._roster.seen:
             return [listed, self._roster.directory()]
         return [listed]
@@ -207,7 +209,7 @@ class RegistryServer:
             found.setdefault(peer, []).append(ticket)
         for peer, tickets in found.items():
             for first in range(0, len(tickets) if peer in here else 0, m.TICKETS_MAX):
-                yield peer.worker, m.Discard(peer.incarnation, tuple(tickets[first : first + m.TICKETS_MAX]))
+                yield peer.worker, m.DiscardTickets(peer.incarnation, tuple(tickets[first : first + m.TICKETS_MAX]))
 
     def _publish(self) -> None:
         """Tell the router what has changed since the last time."""
@@ -239,8 +241,8 @@ _NEEDS: Mapping[type[m.ToRegistry], Act] = {
     m.Register: Act.REGISTER,
     m.Ping: Act.REGISTER,
     m.Deregister: Act.REGISTER,
-    m.Report: Act.REPORT,
-    m.Drain: Act.DRAIN,
+    m.WorkerReport: Act.REPORT,
+    m.DrainWorker: Act.DRAIN,
 }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvbaton.control.registry import registry_messages as m
-from kvbaton.control.registry.registry_roster import Roster
+from kvbaton.control.registry.registry_roster import RegistryRoster
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 
@@ -37,7 +37,7 @@ class _Reporter:
 class Reports:
     """One registry's. `ask` may be called from any thread, all else on the registry's."""
 
-    def __init__(self, roster: Roster, on_report: OnReport | None, counters: Counter[str]) -> None:
+    def __init__(self, roster: RegistryRoster, on_report: OnReport | None, counters: Counter[str]) -> None:
         self.taken = on_report is not None
         self._on_report = on_report
         self._roster = roster
@@ -45,7 +45,7 @@ class Reports:
         self._reporters: dict[WorkerId, _Reporter] = {}  # of those that are listed, and for a turn or so of others
         self._questions: deque[tuple[PeerId, tuple[str, ...]]] = deque()
 
-    def take(self, worker: WorkerId, message: m.Report, now: float) -> None:
+    def take(self, worker: WorkerId, message: m.WorkerReport, now: float) -> None:
         if self._on_report is None or not self._roster.lists(worker, message.incarnation):
             self._counters["reports_late"] += 1
             return

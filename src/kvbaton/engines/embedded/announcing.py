@@ -12,14 +12,20 @@ from collections.abc import Callable
 from typing import Literal
 
 from kvbaton.control.address_book import moriio_address, p2p_nccl_address
-from kvbaton.control.moriio import MoriioAnnouncer, Registration, TransferMode, p2p_nccl_registration, registration
+from kvbaton.control.moriio import (
+    MoriioAnnouncer,
+    MoriioRegistration,
+    TransferMode,
+    p2p_nccl_registration,
+    registration,
+)
 from kvbaton.engines.embedded.worker_options import WorkerOptions
 
 LISTED_POLL_S = 0.05
 INTERVAL_S = 1.0  # vllm-router forgets after 4 to 5 s: at vLLM's 3 s one that comes late costs a worker its place
 
 
-def announcement(options: WorkerOptions, http_address: str, control_endpoint: str) -> Registration:
+def announcement(options: WorkerOptions, http_address: str, control_endpoint: str) -> MoriioRegistration:
     """What is said to the router at `options.announce_to`; `ControlError` names a field that cannot be said."""
     side: Literal["P", "D"] = "P" if options.role == "prefill" else "D"
     if options.announce_as == "p2p-nccl":
@@ -32,7 +38,7 @@ def announcement(options: WorkerOptions, http_address: str, control_endpoint: st
 class Herald:
     """Keeps one worker announced."""
 
-    def __init__(self, router: str, said: Registration) -> None:
+    def __init__(self, router: str, said: MoriioRegistration) -> None:
         self._announcer = MoriioAnnouncer(f"tcp://{router}", said, interval_s=INTERVAL_S)
         self._stopped = False
         self._lock = threading.Lock()  # never started after it was stopped, whoever stops it

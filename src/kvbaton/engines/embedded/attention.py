@@ -29,7 +29,7 @@ TILES_MAX = 48
 _UNSEEN = np.float32(-np.inf)
 
 
-class Piece(msgspec.Struct, frozen=True):
+class AttentionPiece(msgspec.Struct, frozen=True):
     """What one request computes in one step: tokens at `start`, `start + 1`, ... and its block table per group."""
 
     tokens: list[int]
@@ -37,7 +37,7 @@ class Piece(msgspec.Struct, frozen=True):
     tables: tuple[list[int], ...]
 
 
-class Plan(msgspec.Struct, frozen=True):
+class AttentionPlan(msgspec.Struct, frozen=True):
     """Queries that meet their keys in the same calls: `[sequences, queries]`; tiles come first, as they are summed."""
 
     rows: Ints  # [sequences, queries] rows of the batch
@@ -46,7 +46,9 @@ class Plan(msgspec.Struct, frozen=True):
     stale: tuple[Ints, ...]  # (tile, sequence, token) beyond the last query, where a block holds what was there before
 
 
-def plan(pieces: Sequence[Piece], group: int, window_tokens: int | None, block_tokens: int, bias: Floats) -> list[Plan]:
+def plan(
+    pieces: Sequence[AttentionPiece], group: int, window_tokens: int | None, block_tokens: int, bias: Floats
+) -> list[AttentionPlan]:
     """Sort the queries of a step into calls; how changes the time taken and nothing else. `bias` is by age of a key."""
     parts: list[_Part] = []
     row = 0
@@ -62,7 +64,7 @@ def plan(pieces: Sequence[Piece], group: int, window_tokens: int | None, block_t
     return [_join(alike, bias, block_tokens) for alike in _alike(parts)]
 
 
-def attend(queries: Floats, pages: Floats, call: Plan) -> Floats:
+def attend(queries: Floats, pages: Floats, call: AttentionPlan) -> Floats:
     """Values that `queries` `[rows, heads, head_dim]` (scaled) see in one layer's pages of one rank."""
     kv_heads, head_dim = pages.shape[2], pages.shape[4]
     both = _gather(pages, call.blocks)
@@ -109,7 +111,7 @@ def _alike(parts: list[_Part]) -> Iterator[list[_Part]]:
         yield alike
 
 
-def _join(parts: list[_Part], bias: Floats, block_tokens: int) -> Plan:
+def _join(parts: list[_Part], bias: Floats, block_tokens: int) -> AttentionPlan:
     per_tile = TILE_TOKENS // block_tokens
     tiles, count = max(part.tiles for part in parts), parts[0].count
     blocks = np.zeros((len(parts), tiles * per_tile), dtype=np.int64)
@@ -125,7 +127,7 @@ def _join(parts: list[_Part], bias: Floats, block_tokens: int) -> Plan:
     biases = biases.reshape(len(parts), count, tiles, TILE_TOKENS).transpose(2, 0, 1, 3)
     beyond = (keys >= first + count).reshape(len(parts), tiles, TILE_TOKENS).swapaxes(0, 1)
     stale = np.nonzero(beyond & np.repeat(blocks != 0, block_tokens, axis=-1))
-    return Plan(rows, blocks, np.ascontiguousarray(biases)[:, :, :, None, None, None, :], stale)
+    return AttentionPlan(rows, blocks, np.ascontiguousarray(biases)[:, :, :, None, None, None, :], stale)
 
 
 def _gather(pages: Floats, blocks: Ints) -> Floats:

@@ -16,7 +16,14 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from kvbaton.engines.embedded.embedded_engine import Engine
-from kvbaton.engines.embedded.engine_request import EngineRequest, FullError, Output, RejectedError, Sampling, Status
+from kvbaton.engines.embedded.engine_request import (
+    EngineRequest,
+    FullError,
+    Output,
+    RejectedError,
+    RequestStatus,
+    Sampling,
+)
 from kvbaton.engines.embedded.http_worker import Finished, RefusedError, Token
 from kvbaton.engines.embedded.server_plan import GenerateRequest, ModelCard
 from kvbaton.node.doorway import Doorway
@@ -204,9 +211,9 @@ def _engine_request(request: GenerateRequest) -> EngineRequest:
 
 
 def _finished(output: Output) -> Finished:
-    if output.status is Status.ERROR:
+    if output.status is RequestStatus.ERROR:
         raise RefusedError("handoff", output.reason, output.reason.partition(":")[0])
-    if output.status is Status.ABORTED:
+    if output.status is RequestStatus.ABORTED:
         raise RefusedError("stopping", "the request was aborted")
-    reason = "stop" if output.status is Status.STOPPED else "length"
+    reason = "stop" if output.status is RequestStatus.STOPPED else "length"
     return Finished(reason, output.cached_tokens, output.handoff)  # type: ignore[arg-type]

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from kvbaton.api.params import Mode, TransferParams, target_params
 from kvbaton.engines.embedded.block_cache import NULL_BLOCK, BlockPool
-from kvbaton.engines.embedded.embedded_storing import Fetched, Storing
+from kvbaton.engines.embedded.embedded_storing import EmbeddedStoring, Fetched
 from kvbaton.engines.embedded.engine_config import FailurePolicy, KvGroup
-from kvbaton.engines.embedded.engine_request import EngineRequest, Status
-from kvbaton.engines.embedded.hooks import BlockIds, Chunk, Load, LoadReport, Match, Nothing, NotYet
+from kvbaton.engines.embedded.engine_request import EngineRequest, RequestStatus
+from kvbaton.engines.embedded.hooks import BlockIds, Chunk, LoadOrder, LoadOutcome, Match, Nothing, NotYet
 from kvbaton.engines.embedded.kv_layout import content_digest
 from kvbaton.node.doorway import Doorway, DropBlocks, MatchState, UnpinBlocks
 from kvbaton.node.doorway import LoadReport as RankReport
@@ -36,7 +36,7 @@ class Outgoing:
     announced: int = 0
 
 
-class BatonConnector:
+class EmbeddedConnector:
     """Hands KV over for one engine, in both roles."""
 
     def __init__(
@@ -47,7 +47,7 @@ class BatonConnector:
         policy: FailurePolicy,
         *,
         layerwise: bool = True,
-        storing: Storing | None = None,
+        storing: EmbeddedStoring | None = None,
     ) -> None:
         self.wants_layers = layerwise
         self._door = doorway
@@ -62,7 +62,7 @@ class BatonConnector:
         self._from_store: set[RequestId] = set()  # the last answer was a load from there
         self._known: dict[RequestId, int] = {}  # tokens that need not be computed, of requests that have not ended
         self._ranks_told: dict[RequestId, set[int]] = {}
-        self._reports: list[LoadReport] = []
+        self._reports: list[LoadOutcome] = []
 
     # --- both roles
 
@@ -101,7 +101,7 @@ class BatonConnector:
 
     def match(self, request: EngineRequest, local_tokens: int) -> Match:
         answer = self._match(request, local_tokens)
-        self._known[request.request_id] = local_tokens + (answer.tokens if isinstance(answer, Load) else 0)
+        self._known[request.request_id] = local_tokens + (answer.tokens if isinstance(answer, LoadOrder) else 0)
         return answer
 
     def _match(self, request: EngineRequest, local_tokens: int) -> Match:
@@ -111,7 +111,7 @@ class BatonConnector:
         if found.state is MatchState.NOT_YET:
             return NotYet()
         if found.state is MatchState.FOUND and missing > 0:
-            return Load(missing)
+            return LoadOrder(missing)
         if found.state is MatchState.FAILED:
             assert found.end is not None
             self._lost[name] = found.end
@@ -124,8 +124,8 @@ class BatonConnector:
                 return NotYet()
             if tokens and (not strict or local_tokens + tokens == self._storing.most(request)):
                 self._from_store.add(name)
-                return Load(tokens)
-        return Load(missing) if strict and missing > 0 else Nothing()
+                return LoadOrder(tokens)
+        return LoadOrder(missing) if strict and missing > 0 else Nothing()
 
     def allocated(self, request: EngineRequest, blocks: BlockIds, external_tokens: int) -> None:
         if external_tokens == 0:
@@ -147,7 +147,7 @@ class BatonConnector:
         self.pool.touch(self._door.allocated(request.request_id, wanted, first_token))
         self._ranks_told[request.request_id] = set()
 
-    def take_reports(self) -> Sequence[LoadReport]:
+    def take_reports(self) -> Sequence[LoadOutcome]:
         reports, self._reports = self._reports, []
         return reports
 
@@ -164,7 +164,7 @@ class BatonConnector:
     def _report(self, request: RequestId, end: End, *, final: bool = True) -> None:
         reason = f"{end.reason}: {end.detail}" if end.reason is not None else ""
         good = None if end.delivered else end.good_tokens
-        self._reports.append(LoadReport(request, end.delivered, good, reason, final))
+        self._reports.append(LoadOutcome(request, end.delivered, good, reason, final))
 
     def _fetched(self, fetched: Fetched) -> None:
         """The store's part is over. What it lacks is computed, unless this was the last hope of a strict handoff."""
@@ -176,7 +176,7 @@ class BatonConnector:
         if lost is not None and fetched.blocks:
             self._storing.counters["second_source"] += 1
         good = None if fetched.is_whole else fetched.good_tokens
-        self._reports.append(LoadReport(fetched.request, fetched.is_whole, good, fetched.reason, final=False))
+        self._reports.append(LoadOutcome(fetched.request, fetched.is_whole, good, fetched.reason, final=False))
 
     # --- P
 
@@ -239,7 +239,9 @@ class BatonConnector:
     def preempted(self, request: EngineRequest) -> None:
         self._end_outgoing(request.request_id, Reason.SOURCE_PREEMPTED)
 
-    def request_finished(self, request: EngineRequest, blocks: BlockIds, status: Status) -> Mapping[str, object] | None:
+    def request_finished(
+        self, request: EngineRequest, blocks: BlockIds, status: RequestStatus
+    ) -> Mapping[str, object] | None:
         self._end_outgoing(request.request_id, Reason.SOURCE_ABORTED)
         self._begun.discard(request.request_id)
         self._lost.pop(request.request_id, None)
@@ -249,7 +251,7 @@ class BatonConnector:
         if self._storing is not None:
             self._storing.forget(request.request_id)
         params = _params(request)
-        if params is None or not params.do_remote_decode or status not in (Status.LENGTH, Status.STOPPED):
+        if params is None or not params.do_remote_decode or status not in (RequestStatus.LENGTH, RequestStatus.STOPPED):
             return None
         if params.mode is not Mode.PULL:
             return target_params(params.mode, params.ticket)

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from kvbaton.engines.embedded import tokenizer
-from kvbaton.engines.embedded.attention import Piece
+from kvbaton.engines.embedded.attention import AttentionPiece
 from kvbaton.engines.embedded.block_cache import BlockPool
 from kvbaton.engines.embedded.block_tables import KvCache
 from kvbaton.engines.embedded.engine_config import EngineConfig
-from kvbaton.engines.embedded.engine_request import EngineRequest, Output, Sequence, State, Status
+from kvbaton.engines.embedded.engine_request import EngineRequest, Output, RequestState, RequestStatus, Sequence
 from kvbaton.engines.embedded.hooks import Chunk, Connector, NullConnector
 from kvbaton.engines.embedded.kv_memory import Floats, KvGeometry, KvMemory, allocate_regions
 from kvbaton.engines.embedded.model import Model
 from kvbaton.engines.embedded.sampling import choose
-from kvbaton.engines.embedded.scheduler import Scheduler, Work
+from kvbaton.engines.embedded.scheduler import Scheduler, StepWork
 from kvbaton.protocol.ids import RequestId
 
 
@@ -83,7 +83,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         states = [sequence.state for sequence in list(self.scheduler.sequences.values())]
-        loading = states.count(State.LOADING) + states.count(State.LEAVING)
+        loading = states.count(RequestState.LOADING) + states.count(RequestState.LEAVING)
         running = len(self.scheduler.running)
         waiting = len(states) - running - loading
         return EngineStats(running, waiting, loading, self.pool.free_count, self.config.cache.blocks - 1)
@@ -96,7 +96,7 @@ class Engine:
         """Let go of the KV memory; the engine must not be used afterwards."""
         self.memory.close()
 
-    def _compute(self, work: list[Work]) -> list[Output]:
+    def _compute(self, work: list[StepWork]) -> list[Output]:
         pieces = [_piece(each.sequence, each.tokens) for each in work]
         batch = self.model.batch(pieces, self.config.cache.block_tokens)
         complete = [_completes(each) for each in work]
@@ -106,13 +106,13 @@ class Engine:
         asked = [each.sequence for each, done in zip(work, complete, strict=True) if done]
         return [self._sample(sequence, row) for sequence, row in zip(asked, logits, strict=True)]
 
-    def _layer_hook(self, work: list[Work]) -> Callable[[int], None] | None:
+    def _layer_hook(self, work: list[StepWork]) -> Callable[[int], None] | None:
         if not self.connector.wants_layers:
             return None
         chunks = [_chunk(each) for each in work if each.sequence.in_prefill]
         return (lambda layer: self.connector.layer_done(layer, chunks)) if chunks else None
 
-    def _advance(self, work: Work) -> None:
+    def _advance(self, work: StepWork) -> None:
         sequence, in_prefill = work.sequence, work.sequence.in_prefill
         self.scheduler.advance(sequence, work.tokens)
         if in_prefill:
@@ -126,25 +126,25 @@ class Engine:
         text = tokenizer.decode([choice.token])
         told = Output(sequence.request_id, choice.token, text, choice.logprobs, cached_tokens=sequence.cached_tokens)
         if choice.token == tokenizer.EOS:
-            status = Status.STOPPED
+            status = RequestStatus.STOPPED
         elif sequence.answer_tokens >= sampling.max_tokens:
-            status = Status.LENGTH
+            status = RequestStatus.LENGTH
         else:
             return told
         return msgspec.structs.replace(told, status=status, handoff=self.scheduler.end(sequence, status).handoff)
 
 
-def _piece(sequence: Sequence, tokens: int) -> Piece:
+def _piece(sequence: Sequence, tokens: int) -> AttentionPiece:
     start = sequence.computed
-    return Piece(sequence.tokens[start : start + tokens], start, tuple(sequence.tables))
+    return AttentionPiece(sequence.tokens[start : start + tokens], start, tuple(sequence.tables))
 
 
-def _completes(work: Work) -> bool:
+def _completes(work: StepWork) -> bool:
     """Will all tokens of the request have their KV, so that the next one can be sampled?"""
     return work.sequence.computed + work.tokens == len(work.sequence.tokens)
 
 
-def _chunk(work: Work) -> Chunk:
+def _chunk(work: StepWork) -> Chunk:
     sequence = work.sequence
     end = min(sequence.computed + work.tokens, len(sequence.request.prompt))
     return Chunk(sequence.request, sequence.blocks, sequence.computed, end)

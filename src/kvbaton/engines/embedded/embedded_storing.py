@@ -19,7 +19,7 @@ from kvbaton.engines.embedded.engine_request import EngineRequest
 from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.content import Content
 from kvbaton.protocol.ids import RequestId
-from kvbaton.ranks.engine_store import AskId, Shelf
+from kvbaton.ranks.engine_store import AskId, EngineStore
 from kvbaton.store.content_keys import chain
 
 LATE_S = 1.0
@@ -37,7 +37,7 @@ class _Look:
     until: float
 
 
-class _Get(msgspec.Struct, frozen=True):
+class _PrefixGet(msgspec.Struct, frozen=True):
     request: RequestId
     first: int
     blocks: tuple[int, ...]
@@ -53,11 +53,11 @@ class Fetched(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Storing:
+class EmbeddedStoring:
     """One engine's look-ups, gets and puts."""
 
     def __init__(
-        self, shelf: Shelf, doorway: Doorway, block_tokens: int, clock: Callable[[], float] = time.monotonic
+        self, shelf: EngineStore, doorway: Doorway, block_tokens: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._shelf = shelf
@@ -67,7 +67,7 @@ class Storing:
         self._hashes: dict[RequestId, list[bytes]] = {}
         self._looks: dict[RequestId, _Look] = {}
         self._asks: dict[AskId, RequestId] = {}
-        self._gets: dict[AskId, _Get] = {}
+        self._gets: dict[AskId, _PrefixGet] = {}
         self._refused: list[Fetched] = []
 
     @property
@@ -102,7 +102,7 @@ class Storing:
         look = self._looks[request.request_id]
         stop, first = look.stop, look.stop - tokens // self._block_tokens
         look.stop = 0  # a request is loaded once
-        get = _Get(request.request_id, first, tuple(blocks[first:stop]))
+        get = _PrefixGet(request.request_id, first, tuple(blocks[first:stop]))
         ask = self._shelf.get(self._hashes_of(request)[first:stop], get.blocks)
         if ask is None:
             self._refused.append(self._fetched(get, 0, "busy: too much is asked of the store"))
@@ -145,7 +145,7 @@ class Storing:
         if look is not None and look.ask == ask:
             look.ask, look.stop = None, look.first + count
 
-    def _fetched(self, get: _Get, count: int, reason: str) -> Fetched:
+    def _fetched(self, get: _PrefixGet, count: int, reason: str) -> Fetched:
         good = (get.first + count) * self._block_tokens
         return Fetched(get.request, count, good, count == len(get.blocks), f"store_failed: {reason}")
 

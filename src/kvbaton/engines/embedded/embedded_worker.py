@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 import kvbaton
-from kvbaton.api.foreign import Lookup
+from kvbaton.api.foreign import ForeignLookup
 from kvbaton.api.http import run, serving
 from kvbaton.api.params import Mode
 from kvbaton.api.tokens import guard
@@ -24,11 +24,11 @@ from kvbaton.control.keyring import Keyring, load
 from kvbaton.control.moriio import FORGET_S
 from kvbaton.control.registry.member import MemberState
 from kvbaton.control.registry.registry_client import RegistryClient
-from kvbaton.control.registry.registry_messages import Held
+from kvbaton.control.registry.registry_messages import HeldReport
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.announcing import Herald, announcement
 from kvbaton.engines.embedded.backend import MODEL_NAME, EngineBackend, EngineThread
-from kvbaton.engines.embedded.embedded_connector import BatonConnector
+from kvbaton.engines.embedded.embedded_connector import EmbeddedConnector
 from kvbaton.engines.embedded.embedded_engine import Engine
 from kvbaton.engines.embedded.embedded_storing import NO_STATS
 from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig, ModelConfig
@@ -37,7 +37,7 @@ from kvbaton.engines.embedded.http_worker import worker_app
 from kvbaton.engines.embedded.kv_layout import compat_key, engine_layout
 from kvbaton.engines.embedded.kv_memory import KvGeometry
 from kvbaton.engines.embedded.store_access import open_store
-from kvbaton.engines.embedded.worker_draining import Door, DrainSettings, Stopping, drain
+from kvbaton.engines.embedded.worker_draining import DrainingDoor, DrainSettings, Stopping, drain
 from kvbaton.engines.embedded.worker_options import DIALECTS, WorkerOptions
 from kvbaton.node.cluster_node import (
     TICKET_TTL_S,
@@ -66,7 +66,7 @@ def engine_config(options: WorkerOptions) -> EngineConfig:
     )
 
 
-class Worker:
+class EmbeddedWorker:
     """An embedded engine and its node in the cluster: everything of one worker but its HTTP door."""
 
     def __init__(self, options: WorkerOptions, keyring: Keyring, config: EngineConfig | None = None) -> None:
@@ -90,7 +90,9 @@ class Worker:
         views = [region.view for region in self.regions]
         self.store = open_store(options, keyring, facts, views, doorway) if options.store else None
         storing = self.store.storing if self.store is not None else None
-        connector = BatonConnector(doorway, config.model.groups, options.block_tokens, options.policy, storing=storing)
+        connector = EmbeddedConnector(
+            doorway, config.model.groups, options.block_tokens, options.policy, storing=storing
+        )
         self.engine = Engine(config, connector, views)
         self.thread = EngineThread(self.engine, doorway)
         self.node = ClusterNode(
@@ -105,7 +107,7 @@ class Worker:
         self.lookup = self._make_lookup(keyring)
         self.node.on_keys = lambda keyring: setattr(self.lookup, "ticket_key", keyring.ticket_keys[0])
         self.backend = EngineBackend(self.thread, doorway, self.stats)
-        self.door = Door(self.backend)
+        self.door = DrainingDoor(self.backend)
 
     def start(self) -> None:
         self.node.start()
@@ -123,7 +125,7 @@ class Worker:
         for region in self.regions:
             region.close()
 
-    def held(self) -> Held:
+    def held(self) -> HeldReport:
         """What must end before this worker can go without costing anybody anything."""
         engine = self.engine.stats()
         requests = max(self.door.inside, engine.running + engine.waiting + engine.loading)
@@ -170,9 +172,9 @@ class Worker:
             **({"store_pins": self.store.storing.stats()["store_pins"]} if self.store is not None else {}),
         }
 
-    def _make_lookup(self, keyring: Keyring) -> Lookup:
+    def _make_lookup(self, keyring: Keyring) -> ForeignLookup:
         options = self.options
-        return Lookup(
+        return ForeignLookup(
             mode=Mode(DIALECTS[options.announce_as]),
             modes=tuple(Mode(mode) for mode in options.modes),
             me=self.node.peer.worker,
@@ -208,7 +210,7 @@ def main(options: WorkerOptions) -> int:
 
 
 async def _serve(options: WorkerOptions) -> int:
-    worker = Worker(options, load(options.keys, options.name))
+    worker = EmbeddedWorker(options, load(options.keys, options.name))
     stop = Stopping()
     worker.thread.on_death = stop.now  # a worker that cannot answer must not stay on the list
     handoffs, disown = worker.node.watch.handoffs, worker.node.doorway.disown
@@ -225,7 +227,7 @@ async def _serve(options: WorkerOptions) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _running(worker: Worker) -> AsyncIterator[None]:
+async def _running(worker: EmbeddedWorker) -> AsyncIterator[None]:
     worker.start()
     try:
         yield
@@ -234,7 +236,7 @@ async def _running(worker: Worker) -> AsyncIterator[None]:
 
 
 @contextlib.contextmanager
-def _dumping(worker: Worker) -> Iterator[None]:
+def _dumping(worker: EmbeddedWorker) -> Iterator[None]:
     """SIGUSR2 has the records of handoffs written down."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR2, worker.node.watch.dumps.ask)
@@ -245,7 +247,7 @@ def _dumping(worker: Worker) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _registered(worker: Worker, url: str, stop: Stopping) -> Iterator[RegistryClient]:
+def _registered(worker: EmbeddedWorker, url: str, stop: Stopping) -> Iterator[RegistryClient]:
     options, node = worker.options, worker.node
     registration = node.registration(url.removeprefix("http://"), options.modes)
     try:
@@ -255,7 +257,7 @@ def _registered(worker: Worker, url: str, stop: Stopping) -> Iterator[RegistryCl
 
 
 @contextlib.asynccontextmanager
-async def _announced(worker: Worker, url: str, client: RegistryClient) -> AsyncIterator[Herald | None]:
+async def _announced(worker: EmbeddedWorker, url: str, client: RegistryClient) -> AsyncIterator[Herald | None]:
     """Known to another system's router too, where one was named, from when the registry lists this worker."""
     options = worker.options
     if not options.announce_to:
@@ -271,7 +273,7 @@ async def _announced(worker: Worker, url: str, client: RegistryClient) -> AsyncI
         await asyncio.to_thread(herald.stop)
 
 
-async def _drained(worker: Worker, client: RegistryClient, herald: Herald | None, stop: Stopping) -> None:
+async def _drained(worker: EmbeddedWorker, client: RegistryClient, herald: Herald | None, stop: Stopping) -> None:
     """Finish what is under way; a router that is only told by pings has to forget this worker first."""
     if herald is not None:
         await asyncio.to_thread(herald.stop)

@@ -16,7 +16,7 @@ from kvbaton.engines.embedded.block_tables import Tables
 from kvbaton.protocol.ids import RequestId
 
 
-class Status(enum.Enum):
+class RequestStatus(enum.Enum):
     """How a request ended."""
 
     STOPPED = "stop"  # the model said EOS
@@ -25,7 +25,7 @@ class Status(enum.Enum):
     ERROR = "error"
 
 
-class State(enum.Enum):
+class RequestState(enum.Enum):
     """Where a request is."""
 
     WAITING = "waiting"  # holds nothing
@@ -36,16 +36,18 @@ class State(enum.Enum):
     ENDED = "ended"
 
 
-NEXT: Mapping[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.LOADING, State.RUNNING, State.ENDED}),
-    State.LOADING: frozenset({State.LOADED, State.WAITING, State.LEAVING, State.ENDED}),
-    State.LOADED: frozenset({State.RUNNING, State.WAITING, State.ENDED}),
-    State.RUNNING: frozenset({State.WAITING, State.ENDED}),
-    State.LEAVING: frozenset({State.ENDED}),
-    State.ENDED: frozenset(),
+NEXT: Mapping[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.LOADING, RequestState.RUNNING, RequestState.ENDED}),
+    RequestState.LOADING: frozenset(
+        {RequestState.LOADED, RequestState.WAITING, RequestState.LEAVING, RequestState.ENDED}
+    ),
+    RequestState.LOADED: frozenset({RequestState.RUNNING, RequestState.WAITING, RequestState.ENDED}),
+    RequestState.RUNNING: frozenset({RequestState.WAITING, RequestState.ENDED}),
+    RequestState.LEAVING: frozenset({RequestState.ENDED}),
+    RequestState.ENDED: frozenset(),
 }
 
-HOLDING = frozenset({State.LOADING, State.LOADED, State.RUNNING, State.LEAVING})
+HOLDING = frozenset({RequestState.LOADING, RequestState.LOADED, RequestState.RUNNING, RequestState.LEAVING})
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -76,7 +78,7 @@ class Output(msgspec.Struct, frozen=True):
     token: int | None = None
     text: str = ""
     logprobs: tuple[tuple[int, float], ...] = ()  # the chosen token first, then the likeliest
-    status: Status | None = None  # set once, on the last output
+    status: RequestStatus | None = None  # set once, on the last output
     reason: str = ""  # why, where the status is ERROR
     handoff: Mapping[str, object] | None = None  # what the connector answered at the end
     cached_tokens: int = 0  # prompt tokens that were not computed here
@@ -98,7 +100,7 @@ class Sequence:
     tokens: list[int]
     chain: HashChain
     tables: Tables
-    state: State = State.WAITING
+    state: RequestState = RequestState.WAITING
     computed: int = 0
     promised: int = 0  # while LOADING: how many tokens will have their KV when the load is reported
     cached_tokens: int = 0
@@ -120,7 +122,7 @@ class Sequence:
         """Its block table per KV group, copied: null (0) where a window has moved on."""
         return tuple(tuple(table) for table in self.tables)
 
-    def enter(self, state: State) -> None:
+    def enter(self, state: RequestState) -> None:
         assert state in NEXT[self.state], f"{self.request_id}: {self.state} -> {state} is illegal"
         self.state = state
         assert state in HOLDING or not any(any(table) for table in self.tables), f"{self.request_id} keeps blocks"

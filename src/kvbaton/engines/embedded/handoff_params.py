@@ -10,12 +10,12 @@ from typing import Any
 
 from kvbaton.api.api_errors import ApiError, bad_field
 from kvbaton.api.bodies import Body
-from kvbaton.api.foreign import Lookup, one_of, translated
+from kvbaton.api.foreign import ForeignLookup, one_of, translated
 from kvbaton.api.params import FIELD, TransferParams
 from kvbaton.protocol.errors import ProtocolError
 
 
-def handoffs_of(body: Body, name: str, lookup: Lookup | None) -> list[TransferParams | None]:
+def handoffs_of(body: Body, name: str, lookup: ForeignLookup | None) -> list[TransferParams | None]:
     """One for each part of `body`, in order, None where nothing is handed over; `ApiError` names what is wrong.
 
     `name` is the request's id as it came; without `lookup` it is not read.
@@ -34,7 +34,7 @@ def handoffs_of(body: Body, name: str, lookup: Lookup | None) -> list[TransferPa
     return found
 
 
-def _one(raw: Any, name: str, lookup: Lookup | None, index: int, count: int) -> TransferParams | None:
+def _one(raw: Any, name: str, lookup: ForeignLookup | None, index: int, count: int) -> TransferParams | None:
     if not isinstance(raw, Mapping):
         return TransferParams.parse(raw)
     params = None if lookup is None else translated(name, raw, lookup, index)

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from kvbaton.engines.embedded.block_cache import BlockPool
-from kvbaton.engines.embedded.engine_request import EngineRequest, Status
+from kvbaton.engines.embedded.engine_request import EngineRequest, RequestStatus
 from kvbaton.protocol.ids import RequestId
 
 BlockIds = tuple[tuple[int, ...], ...]
@@ -29,16 +29,16 @@ class Nothing(msgspec.Struct, frozen=True):
     """Compute it here."""
 
 
-class Load(msgspec.Struct, frozen=True):
-    """`tokens` more, after the local ones, will be written into the request's blocks; one `LoadReport` follows."""
+class LoadOrder(msgspec.Struct, frozen=True):
+    """`tokens` more, after the local ones, will be written into the request's blocks; one `LoadOutcome` follows."""
 
     tokens: int
 
 
-Match = NotYet | Nothing | Load
+Match = NotYet | Nothing | LoadOrder
 
 
-class LoadReport(msgspec.Struct, frozen=True):
+class LoadOutcome(msgspec.Struct, frozen=True):
     """The one end of a load. After it no byte lands in a block that the connector does not hold itself (`touch`).
 
     On failure the engine's policy decides: `recompute` gives the blocks back (the good prefix may be found again in the
@@ -97,11 +97,13 @@ class Connector(Protocol):
     def preempted(self, request: EngineRequest) -> None:
         """The request is about to lose its blocks and will be computed anew; `match` will be asked again."""
 
-    def request_finished(self, request: EngineRequest, blocks: BlockIds, status: Status) -> Mapping[str, object] | None:
+    def request_finished(
+        self, request: EngineRequest, blocks: BlockIds, status: RequestStatus
+    ) -> Mapping[str, object] | None:
         """Once per accepted request, before its blocks are freed: `touch` those to keep. The client gets the result."""
 
-    def take_reports(self) -> Sequence[LoadReport]:
-        """Loads that have ended: exactly one report per `Load` that got its blocks, also after an abort."""
+    def take_reports(self) -> Sequence[LoadOutcome]:
+        """Loads that have ended: exactly one report per `LoadOrder` that got its blocks, also after an abort."""
 
     def has_pending_work(self) -> bool:
         """True keeps the engine's loop stepping, though it has no requests."""
@@ -136,10 +138,12 @@ class NullConnector:
     def preempted(self, request: EngineRequest) -> None:
         pass
 
-    def request_finished(self, request: EngineRequest, blocks: BlockIds, status: Status) -> Mapping[str, object] | None:
+    def request_finished(
+        self, request: EngineRequest, blocks: BlockIds, status: RequestStatus
+    ) -> Mapping[str, object] | None:
         return None
 
-    def take_reports(self) -> Sequence[LoadReport]:
+    def take_reports(self) -> Sequence[LoadOutcome]:
         return ()
 
     def has_pending_work(self) -> bool:

@@ -1,6 +1,7 @@
 """One worker's HTTP door: OpenAI's endpoints over any backend that can turn a prompt into tokens.
 
-Law: closing the iterator that `Backend.generate` gave is the one way to abort, and it happens for every end that the
+Law: closing the iterator that `TokenBackend.generate` gave is the one way to abort, and it happens for every end that
+the
 client or the router brings about. A refusal before the first token is an HTTP status, one after it an event. Whoever
 leased KV for a request that is refused is told (`disown`), so that it keeps nothing for nobody.
 """
@@ -15,24 +16,31 @@ import msgspec
 from aiohttp import web
 
 from kvbaton.api import answers, responses, sse
-from kvbaton.api.answers import Shape, Token
+from kvbaton.api.answers import AnswerShape, Token
 from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError
-from kvbaton.api.bodies import Body, Kind, parse
-from kvbaton.api.foreign import Lookup, tickets_in, together
+from kvbaton.api.bodies import Body, BodyKind, parse
+from kvbaton.api.foreign import ForeignLookup, tickets_in, together
 from kvbaton.api.gather import all_of, interleave
 from kvbaton.api.http import MISHEARD, REQUEST_ID, json_response, new_app, read_body, request_id, send_events
 from kvbaton.api.merge import Joiner, join
 from kvbaton.api.params import FIELD, TransferParams
 from kvbaton.api.responses import ResponseShape
 from kvbaton.api.stops import StopFilter
-from kvbaton.engines.embedded.server_plan import GenerateRequest, Job, ModelCard, plan
+from kvbaton.engines.embedded.server_plan import GenerateRequest, ModelCard, PlannedJob, plan
 from kvbaton.observe.metrics import exposition
 from kvbaton.observe.metrics.handoff_metrics import HandoffMetrics
 from kvbaton.observe.metrics.worker_metrics import render_worker
 from kvbaton.protocol.errors import MEANING, Blame, Reason
 
 __all__ = [
-    "Backend", "Finished", "GenerateRequest", "ModelCard", "RefusedError", "Token", "TransferParams", "worker_app",
+    "Finished",
+    "GenerateRequest",
+    "ModelCard",
+    "RefusedError",
+    "Token",
+    "TokenBackend",
+    "TransferParams",
+    "worker_app",
 ]  # fmt: skip
 
 BODY_BYTES_MAX = 4 << 20
@@ -70,7 +78,7 @@ class RefusedError(Exception):
         self.param = param
 
 
-class Backend(Protocol):
+class TokenBackend(Protocol):
     """An engine, seen from the event loop. No method blocks."""
 
     def models(self) -> Sequence[ModelCard]:
@@ -90,9 +98,9 @@ Disown = Callable[[str, Reason], None]
 
 
 def worker_app(
-    backend: Backend,
+    backend: TokenBackend,
     body_bytes_max: int = BODY_BYTES_MAX,
-    lookup: Lookup | None = None,
+    lookup: ForeignLookup | None = None,
     handoffs: HandoffMetrics | None = None,
     disown: Disown = lambda ticket, reason: None,
 ) -> web.Application:
@@ -105,9 +113,9 @@ def worker_app(
     app = new_app(body_bytes_max)
     app.add_routes(
         [
-            web.post(Kind.COMPLETION.value, server.completions),
-            web.post(Kind.CHAT.value, server.chat),
-            web.post(Kind.RESPONSES.value, server.responses),
+            web.post(BodyKind.COMPLETION.value, server.completions),
+            web.post(BodyKind.CHAT.value, server.chat),
+            web.post(BodyKind.RESPONSES.value, server.responses),
             web.get("/v1/models", server.models),
             web.get("/health", server.health),
             web.get("/metrics", server.metrics),
@@ -119,7 +127,7 @@ def worker_app(
 
 class _Server:
     def __init__(
-        self, backend: Backend, lookup: Lookup | None, handoffs: HandoffMetrics | None, disown: Disown
+        self, backend: TokenBackend, lookup: ForeignLookup | None, handoffs: HandoffMetrics | None, disown: Disown
     ) -> None:
         self._backend = backend
         self._lookup = lookup
@@ -127,13 +135,13 @@ class _Server:
         self._disown = disown
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, Kind.COMPLETION)
+        return await self._answer(request, BodyKind.COMPLETION)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, Kind.CHAT)
+        return await self._answer(request, BodyKind.CHAT)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, Kind.RESPONSES)
+        return await self._answer(request, BodyKind.RESPONSES)
 
     async def models(self, _: web.Request) -> web.Response:
         cards = [
@@ -157,7 +165,7 @@ class _Server:
     def _figures(self, request: web.Request) -> Mapping[str, Any]:
         return {**self._backend.stats(), "http_malformed_total": request.app[MISHEARD].count}
 
-    async def _answer(self, request: web.Request, kind: Kind) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, kind: BodyKind) -> web.StreamResponse:
         data = await read_body(request)
         try:
             return await self._answered(request, kind, data)
@@ -166,7 +174,7 @@ class _Server:
                 self._disown(ticket, _TURNED_AWAY.get(error.status, Reason.BAD_MESSAGE))
             raise
 
-    async def _answered(self, request: web.Request, kind: Kind, data: bytes) -> web.StreamResponse:
+    async def _answered(self, request: web.Request, kind: BodyKind, data: bytes) -> web.StreamResponse:
         body = parse(kind, data)
         name = request_id(request)
         jobs = plan(body, name, self._backend.models(), self._lookup)
@@ -181,7 +189,7 @@ class _Server:
             answer[FIELD] = params
         return json_response(answer, headers=headers)
 
-    async def _events(self, body: Body, jobs: Sequence[Job]) -> AsyncGenerator[bytes, None]:
+    async def _events(self, body: Body, jobs: Sequence[PlannedJob]) -> AsyncGenerator[bytes, None]:
         joiner = Joiner()
         async with contextlib.aclosing(interleave([self._chunks(job) for job in jobs])) as chunks:
             async for number, chunk in chunks:
@@ -192,9 +200,9 @@ class _Server:
             yield sse.event(joiner.usage_chunk())
         yield sse.DONE
 
-    async def _chunks(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
+    async def _chunks(self, job: PlannedJob) -> AsyncGenerator[dict[str, Any], None]:
         shape = job.shape
-        assert isinstance(shape, Shape), "a response is not told in chunks"
+        assert isinstance(shape, AnswerShape), "a response is not told in chunks"
         opening = shape.opening()
         count = 0
         async with contextlib.aclosing(self._told(job)) as told:
@@ -210,7 +218,7 @@ class _Server:
                     yield shape.ending(rest, finished.reason)
                     yield shape.usage_chunk(_usage(job, count, finished))
 
-    async def _response_events(self, job: Job, shape: ResponseShape) -> AsyncGenerator[bytes, None]:
+    async def _response_events(self, job: PlannedJob, shape: ResponseShape) -> AsyncGenerator[bytes, None]:
         events = shape.opening()  # told with the first token, so that a refusal before it is still a status
         count = 0
         async with contextlib.aclosing(self._told(job)) as told:
@@ -225,7 +233,7 @@ class _Server:
                     yield b"".join(map(sse.typed_event, events))
                     events = []
 
-    async def _whole(self, job: Job) -> dict[str, Any]:
+    async def _whole(self, job: PlannedJob) -> dict[str, Any]:
         tokens: list[Token] = []
         rest, finished = "", Finished("stop")
         async with contextlib.aclosing(self._told(job)) as told:
@@ -240,7 +248,7 @@ class _Server:
             answer["kv_transfer_params"] = dict(finished.kv_transfer_params)
         return answer
 
-    async def _told(self, job: Job) -> AsyncGenerator[Token | tuple[str, Finished], None]:
+    async def _told(self, job: PlannedJob) -> AsyncGenerator[Token | tuple[str, Finished], None]:
         """Tokens with the text that may be told, then (text held back, how it ended)."""
         stops = StopFilter(job.stops)
         try:
@@ -274,6 +282,6 @@ def _api_error(error: RefusedError) -> ApiError:
     return ApiError(status, str(error), type=kind, code=error.code, param=error.param, retry_after_s=retry_after_s)
 
 
-def _usage(job: Job, count: int, finished: Finished) -> dict[str, Any]:
+def _usage(job: PlannedJob, count: int, finished: Finished) -> dict[str, Any]:
     tell = responses.usage if isinstance(job.shape, ResponseShape) else answers.usage
     return tell(len(job.request.prompt), count, finished.cached_tokens)

@@ -10,7 +10,7 @@ from kvbaton.engines.embedded.engine_config import ModelConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest
 from kvbaton.engines.embedded.kv_memory import ITEM_BYTES, KvGeometry
 from kvbaton.protocol.content import Content, digest
-from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Place, Rank, Share, planes
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Place, Rank, Share, planes
 
 
 def engine_layout(geometry: KvGeometry) -> EngineLayout:
@@ -20,7 +20,7 @@ def engine_layout(geometry: KvGeometry) -> EngineLayout:
     groups = tuple(
         Group(
             name="full" if group.window_tokens is None else "sliding",
-            kind=Kind.FULL if group.window_tokens is None else Kind.SLIDING,
+            kind=GroupKind.FULL if group.window_tokens is None else GroupKind.SLIDING,
             block_tokens=cache.block_tokens,
             layers=tuple(f"layer.{layer}" for layer in group.layers),
             heads=model.kv_heads,

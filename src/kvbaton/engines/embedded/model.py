@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from kvbaton.engines.embedded import tokenizer
-from kvbaton.engines.embedded.attention import Piece, Plan, attend, plan
+from kvbaton.engines.embedded.attention import AttentionPiece, AttentionPlan, attend, plan
 from kvbaton.engines.embedded.engine_config import ModelConfig
 from kvbaton.engines.embedded.kv_memory import Floats, Ints, KvMemory
 
@@ -36,7 +36,7 @@ LAYER_GROWTH = 4.0  # each layer outweighs all before it
 _EPSILON = np.float32(1e-6)
 
 
-class Layer(msgspec.Struct, frozen=True):
+class ModelLayer(msgspec.Struct, frozen=True):
     qkv: Floats
     out: Floats
     gate_up: Floats
@@ -49,7 +49,7 @@ class Batch(msgspec.Struct, frozen=True):
     tokens: Ints
     positions: Ints
     slots: tuple[tuple[Ints, Ints], ...]  # per group: (block, token within it) of each row
-    plans: tuple[list[Plan], ...]
+    plans: tuple[list[AttentionPlan], ...]
     last_rows: Ints  # of each piece
 
 
@@ -67,7 +67,7 @@ class Model:
         self.turns = _turns(config)
         self.bias = _normal(rng, 1, config.context_tokens_max, BIAS)[0]
 
-    def batch(self, pieces: Sequence[Piece], block_tokens: int) -> Batch:
+    def batch(self, pieces: Sequence[AttentionPiece], block_tokens: int) -> Batch:
         """Lay the pieces of a step out as rows, in order."""
         spans = [range(piece.start, piece.start + len(piece.tokens)) for piece in pieces]
         positions = np.array([position for span in spans for position in span])
@@ -112,7 +112,7 @@ class Model:
             memory.pages(rank)[layer][block, :, :, token] = kv[:, :, mine.start : mine.stop]
         return queries * np.float32(config.head_dim**-0.5)
 
-    def _attend(self, layer: int, queries: Floats, plans: list[Plan], memory: KvMemory) -> Floats:
+    def _attend(self, layer: int, queries: Floats, plans: list[AttentionPlan], memory: KvMemory) -> Floats:
         seen = np.empty_like(queries)
         for rank in range(memory.geometry.cache.tp):
             mine = memory.geometry.query_heads(rank)
@@ -159,12 +159,12 @@ def _turns(config: ModelConfig) -> Floats:
     return np.stack((np.hstack((cos, cos)), np.hstack((-sin, sin)))).astype(np.float32)
 
 
-def _layer(rng: np.random.Generator, config: ModelConfig, gain: float) -> Layer:
+def _layer(rng: np.random.Generator, config: ModelConfig, gain: float) -> ModelLayer:
     d, hidden = config.d_model, config.d_hidden
     heads_d, kv_d = config.heads * config.head_dim, config.kv_heads * config.head_dim
     gate_up = _normal(rng, d, 2 * hidden, d**-0.5)
     gate_up[:, :hidden] *= GATE_STEEPNESS
-    return Layer(
+    return ModelLayer(
         qkv=_normal(rng, d, heads_d + 2 * kv_d, d**-0.5),
         out=_normal(rng, heads_d, d, gain * ATTENTION_GAIN * heads_d**-0.5),
         gate_up=gate_up,

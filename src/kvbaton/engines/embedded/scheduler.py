@@ -25,15 +25,15 @@ from kvbaton.engines.embedded.engine_request import (
     FullError,
     Output,
     RejectedError,
+    RequestState,
+    RequestStatus,
     Sequence,
-    State,
-    Status,
 )
-from kvbaton.engines.embedded.hooks import Connector, Load, LoadReport, NotYet
+from kvbaton.engines.embedded.hooks import Connector, LoadOrder, LoadOutcome, NotYet
 from kvbaton.protocol.ids import RequestId
 
 
-class Work(msgspec.Struct, frozen=True):
+class StepWork(msgspec.Struct, frozen=True):
     """Tokens of one request to compute in this step."""
 
     sequence: Sequence
@@ -71,34 +71,34 @@ class Scheduler:
     def abort(self, request_id: RequestId) -> Output | None:
         """End a request wherever it is; None if it is unknown or has ended already."""
         sequence = self.sequences.get(request_id)
-        if sequence is None or sequence.state is State.LEAVING:
+        if sequence is None or sequence.state is RequestState.LEAVING:
             return None
-        return self.end(sequence, Status.ABORTED)
+        return self.end(sequence, RequestStatus.ABORTED)
 
-    def end(self, sequence: Sequence, status: Status) -> Output:
+    def end(self, sequence: Sequence, status: RequestStatus) -> Output:
         """A request is over, its last token told separately."""
-        if sequence.state is State.LOADING:
-            return self._end(sequence, status, "", State.LEAVING)
-        return self._end(sequence, status, "", State.ENDED)
+        if sequence.state is RequestState.LOADING:
+            return self._end(sequence, status, "", RequestState.LEAVING)
+        return self._end(sequence, status, "", RequestState.ENDED)
 
     def take_reports(self) -> list[Output]:
         """Apply what the connector says of loads; a report that is not due raises AssertionError, as in vLLM."""
         outputs = []
         for report in self.connector.take_reports():
             sequence = self.sequences.get(report.request_id)
-            due = sequence is not None and sequence.state in (State.LOADING, State.LEAVING)
+            due = sequence is not None and sequence.state in (RequestState.LOADING, RequestState.LEAVING)
             assert sequence is not None and due, f"report for {report.request_id}, which is not loading"
             outputs += self._apply(report, sequence)
         return outputs
 
-    def schedule(self) -> list[Work]:
+    def schedule(self) -> list[StepWork]:
         """Give out the step's token budget: running requests first, then as many waiting ones as fit."""
         work, budget = [], self.config.step_tokens_max
         running_before = len(self.running)
         for sequence in list(self.running):
             tokens = min(len(sequence.tokens) - sequence.computed, budget)
-            if tokens and sequence.state is State.RUNNING and self._make_room(sequence, tokens):
-                work.append(Work(sequence, tokens))
+            if tokens and sequence.state is RequestState.RUNNING and self._make_room(sequence, tokens):
+                work.append(StepWork(sequence, tokens))
                 budget -= tokens
         if len(self.running) == running_before:  # nobody was preempted: there is room for more
             work += self._admit(budget)
@@ -120,9 +120,9 @@ class Scheduler:
                 held.update(block for block in table if block)
         self.cache.pool.validate(held)
         queued = sorted(id(each) for each in (*self.waiting, *self.running))
-        live = (each for each in self.sequences.values() if each.state is not State.LEAVING)
+        live = (each for each in self.sequences.values() if each.state is not RequestState.LEAVING)
         assert queued == sorted(id(each) for each in live), "a live request is in no queue, or in two"
-        assert all(each.state is State.RUNNING for each in self.running), "a running request is not RUNNING"
+        assert all(each.state is RequestState.RUNNING for each in self.running), "a running request is not RUNNING"
 
     def _check(self, request: EngineRequest) -> None:
         tokens = len(request.prompt) + request.sampling.max_tokens
@@ -154,33 +154,33 @@ class Scheduler:
     def _give_back(self, sequence: Sequence) -> None:
         self.connector.preempted(sequence.request)
         self._release(sequence)
-        sequence.enter(State.WAITING)
+        sequence.enter(RequestState.WAITING)
 
-    def _admit(self, budget: int) -> list[Work]:
-        work: list[Work] = []
+    def _admit(self, budget: int) -> list[StepWork]:
+        work: list[StepWork] = []
         no_room = False
         for sequence in list(self.waiting):
             if not budget or len(self.running) >= self.config.seqs_max:
                 break
-            if no_room and sequence.state is not State.LOADED:
+            if no_room and sequence.state is not RequestState.LOADED:
                 continue
             turn = self._start(sequence, budget)
             no_room = no_room or turn is _Turn.NO_ROOM
             if turn is _Turn.RUN:
                 self.waiting.remove(sequence)
                 self.running.append(sequence)
-                sequence.enter(State.RUNNING)
+                sequence.enter(RequestState.RUNNING)
                 self.connector.allocated(sequence.request, sequence.blocks, 0)
                 tokens = min(len(sequence.tokens) - sequence.computed, budget)
-                work.append(Work(sequence, tokens))
+                work.append(StepWork(sequence, tokens))
                 budget -= tokens
         return work
 
     def _start(self, sequence: Sequence, budget: int) -> _Turn:
         """Get a waiting request the blocks for its next tokens, from here or from the connector."""
-        if sequence.state is State.LOADING:
+        if sequence.state is RequestState.LOADING:
             return _Turn.LATER
-        if sequence.state is State.WAITING:
+        if sequence.state is RequestState.WAITING:
             turn = self._find_kv(sequence)
             if turn is not _Turn.RUN:
                 return turn
@@ -197,12 +197,12 @@ class Scheduler:
         answer = self.connector.match(sequence.request, hit.tokens)
         if isinstance(answer, NotYet):
             return _Turn.LATER
-        if not isinstance(answer, Load):
+        if not isinstance(answer, LoadOrder):
             return _Turn.RUN if self._take(sequence, hit, 0) else _Turn.NO_ROOM
         assert answer.tokens > 0, f"a load of {answer.tokens} tokens was offered for {sequence.request_id}"
         if not self._take(sequence, hit, answer.tokens):
             return _Turn.NO_ROOM
-        sequence.enter(State.LOADING)
+        sequence.enter(RequestState.LOADING)
         self.connector.allocated(sequence.request, sequence.blocks, answer.tokens)
         return _Turn.LATER
 
@@ -226,34 +226,34 @@ class Scheduler:
         sequence.computed = computed if not external else 0
         return True
 
-    def _apply(self, report: LoadReport, sequence: Sequence) -> list[Output]:
-        if sequence.state is State.LEAVING:
-            self._forget(sequence, State.ENDED)
+    def _apply(self, report: LoadOutcome, sequence: Sequence) -> list[Output]:
+        if sequence.state is RequestState.LEAVING:
+            self._forget(sequence, RequestState.ENDED)
             return []
         good = sequence.promised if report.ok else min(report.good_prefix_tokens or 0, sequence.promised)
         if self.config.prefix_caching:
             self.cache.publish(sequence.tables, sequence.chain.extend(sequence.tokens, good))
         if report.ok:
             sequence.computed = min(good, len(sequence.tokens) - 1)
-            sequence.enter(State.LOADED)
+            sequence.enter(RequestState.LOADED)
         elif self.config.on_load_failure == "recompute" or not report.final:
             self._release(sequence)
-            sequence.enter(State.WAITING)
+            sequence.enter(RequestState.WAITING)
         else:
-            return [self._end(sequence, Status.ERROR, report.reason, State.ENDED)]
+            return [self._end(sequence, RequestStatus.ERROR, report.reason, RequestState.ENDED)]
         return []
 
-    def _end(self, sequence: Sequence, status: Status, reason: str, state: State) -> Output:
+    def _end(self, sequence: Sequence, status: RequestStatus, reason: str, state: RequestState) -> Output:
         answer = self.connector.request_finished(sequence.request, sequence.blocks, status)
-        queue = self.running if sequence.state is State.RUNNING else self.waiting
+        queue = self.running if sequence.state is RequestState.RUNNING else self.waiting
         queue.remove(sequence)
-        if state is State.LEAVING:
+        if state is RequestState.LEAVING:
             sequence.enter(state)
         else:
             self._forget(sequence, state)
         return Output(sequence.request_id, status=status, reason=reason, handoff=answer)
 
-    def _forget(self, sequence: Sequence, state: State) -> None:
+    def _forget(self, sequence: Sequence, state: RequestState) -> None:
         self._release(sequence)
         sequence.enter(state)
         del self.sequences[sequence.request_id]

@@ -12,20 +12,20 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.answers import Shape
+from kvbaton.api.answers import AnswerShape
 from kvbaton.api.api_errors import bad_field, unknown_model
-from kvbaton.api.bodies import Body, Kind
-from kvbaton.api.foreign import Lookup
-from kvbaton.api.merge import Part, split
+from kvbaton.api.bodies import Body, BodyKind
+from kvbaton.api.foreign import ForeignLookup
+from kvbaton.api.merge import AnswerPart, split
 from kvbaton.api.params import TransferParams
 from kvbaton.api.responses import Asked, ResponseShape
 from kvbaton.engines.embedded import responses_plan, tokenizer
 from kvbaton.engines.embedded.handoff_params import handoffs_of
 
 LOGPROBS_MAX = 20
-MAX_TOKENS_DEFAULT = {Kind.COMPLETION: 16, Kind.CHAT: 128, Kind.RESPONSES: 128}
-_PROMPT_FIELD = {Kind.COMPLETION: "prompt", Kind.CHAT: "messages", Kind.RESPONSES: "input"}
-_LIMIT_FIELD = {Kind.COMPLETION: "max_tokens", Kind.CHAT: "max_tokens", Kind.RESPONSES: "max_output_tokens"}
+MAX_TOKENS_DEFAULT = {BodyKind.COMPLETION: 16, BodyKind.CHAT: 128, BodyKind.RESPONSES: 128}
+_PROMPT_FIELD = {BodyKind.COMPLETION: "prompt", BodyKind.CHAT: "messages", BodyKind.RESPONSES: "input"}
+_LIMIT_FIELD = {BodyKind.COMPLETION: "max_tokens", BodyKind.CHAT: "max_tokens", BodyKind.RESPONSES: "max_output_tokens"}
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,),
@@ -58,12 +58,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     handoff: TransferParams | None = None
 
 
-class Job(msgspec.Struct, frozen=True):
+class PlannedJob(msgspec.Struct, frozen=True):
     """One request to the backend and how its answer is told."""
 
-    part: Part
+    part: AnswerPart
     request: GenerateRequest
-    shape: Shape | ResponseShape
+    shape: AnswerShape | ResponseShape
     stops: tuple[str, ...]
 
 
@@ -75,10 +75,10 @@ def _card(body: Body, cards: Sequence[ModelCard]) -> ModelCard:
     raise unknown_model(str(wanted), [card.id for card in cards])
 
 
-def plan(body: Body, name: str, cards: Sequence[ModelCard], lookup: Lookup | None = None) -> list[Job]:
+def plan(body: Body, name: str, cards: Sequence[ModelCard], lookup: ForeignLookup | None = None) -> list[PlannedJob]:
     """The jobs that `body` stands for; `ApiError` names what cannot be done. `lookup` is for requests of others."""
     card = _card(body, cards)
-    cannot = {**_NEUTRAL, **responses_plan.NEUTRAL} if body.kind is Kind.RESPONSES else _NEUTRAL
+    cannot = {**_NEUTRAL, **responses_plan.NEUTRAL} if body.kind is BodyKind.RESPONSES else _NEUTRAL
     for field, neutral in cannot.items():
         value = body.fields.get(field)
         if value is not None and value not in neutral and not (field == "best_of" and value == body.n):
@@ -95,13 +95,13 @@ def plan(body: Body, name: str, cards: Sequence[ModelCard], lookup: Lookup | Non
         if is_source and request.max_tokens > 1:
             limit = _LIMIT_FIELD[body.kind]
             raise bad_field(limit, "a prompt computed for another worker is computed for one token; give 1")
-        jobs.append(Job(part, request, shape, () if is_source else _stops(part.fields)))
+        jobs.append(PlannedJob(part, request, shape, () if is_source else _stops(part.fields)))
     return jobs
 
 
-def _shape(body: Body, model: str, name: str, created_unix_s: int, top: int | None) -> Shape | ResponseShape:
-    if body.kind is not Kind.RESPONSES:
-        return Shape(
+def _shape(body: Body, model: str, name: str, created_unix_s: int, top: int | None) -> AnswerShape | ResponseShape:
+    if body.kind is not BodyKind.RESPONSES:
+        return AnswerShape(
             body.kind, model=model, request_id=name, created_unix_s=created_unix_s, token_text=token_text, top=top
         )
     asked = Asked.of(body.fields)
@@ -111,7 +111,7 @@ def _shape(body: Body, model: str, name: str, created_unix_s: int, top: int | No
 
 
 def _request(
-    fields: Mapping[str, Any], kind: Kind, name: str, card: ModelCard, handoff: TransferParams | None
+    fields: Mapping[str, Any], kind: BodyKind, name: str, card: ModelCard, handoff: TransferParams | None
 ) -> GenerateRequest:
     prompt = _tokens(fields, kind)
     max_tokens = fields.get("max_completion_tokens") or fields.get(_LIMIT_FIELD[kind])
@@ -139,15 +139,15 @@ def _request(
     )
 
 
-def _logprobs(fields: Mapping[str, Any], kind: Kind) -> int | None:
+def _logprobs(fields: Mapping[str, Any], kind: BodyKind) -> int | None:
     for name in ("logprobs", "top_logprobs"):
         wanted = fields.get(name)
         if type(wanted) is int and not 0 <= wanted <= LOGPROBS_MAX:
             raise bad_field(name, f"got {wanted}, the embedded engine gives 0 to {LOGPROBS_MAX}")
-    if kind is Kind.RESPONSES:
+    if kind is BodyKind.RESPONSES:
         return responses_plan.logprobs(fields)
     wanted = fields.get("logprobs")
-    if kind is Kind.COMPLETION:
+    if kind is BodyKind.COMPLETION:
         return wanted
     return (fields.get("top_logprobs") or 0) if wanted else None
 
@@ -157,10 +157,10 @@ def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
     return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def _tokens(fields: Mapping[str, Any], kind: Kind) -> tuple[int, ...]:
-    if kind is Kind.COMPLETION:
+def _tokens(fields: Mapping[str, Any], kind: BodyKind) -> tuple[int, ...]:
+    if kind is BodyKind.COMPLETION:
         return _prompt_tokens(fields["prompt"])
-    return _chat_tokens(responses_plan.messages(fields) if kind is Kind.RESPONSES else fields["messages"])
+    return _chat_tokens(responses_plan.messages(fields) if kind is BodyKind.RESPONSES else fields["messages"])
 
 
 def _prompt_tokens(prompt: Any) -> tuple[int, ...]:

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.keyring import Keyring
-from kvbaton.engines.embedded.embedded_storing import Storing
+from kvbaton.engines.embedded.embedded_storing import EmbeddedStoring
 from kvbaton.engines.embedded.hooks import Connector
 from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.node.cluster_node import EngineFacts
 from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.compat import digest as compat_digest
-from kvbaton.ranks.engine_store import Shelf, ShelfSettings
+from kvbaton.ranks.engine_store import EngineStore, ShelfSettings
 from kvbaton.ranks.rank_store import LocalShelf
 from kvbaton.ranks.rank_values import NotStorable, rank_values
 from kvbaton.ranks.store_address import opener, store_place
@@ -33,7 +33,9 @@ POLL_S = 0.005
 class StoreAccess:
     """What one worker has of the store."""
 
-    def __init__(self, shelf: Shelf, storing: Storing, doorway: Doorway, shared: Sequence[Backend]) -> None:
+    def __init__(
+        self, shelf: EngineStore, storing: EmbeddedStoring, doorway: Doorway, shared: Sequence[Backend]
+    ) -> None:
         self.shelf = shelf
         self.storing = storing
         self._doorway = doorway
@@ -77,11 +79,11 @@ def open_store(
         get_timeout_s=GET_PER_LOOKUP * options.store_timeout,
         put_timeout_s=min(20.0, options.transfer_timeout),
     )
-    shelf = Shelf(ranks, settings)
+    shelf = EngineStore(ranks, settings)
 
     def wake() -> None:
         doorway.wake_engine()  # looked up when it is needed: the engine's thread sets it later
 
     shelf.wake_engine = wake
-    storing = Storing(shelf, doorway, options.block_tokens)
+    storing = EmbeddedStoring(shelf, doorway, options.block_tokens)
     return StoreAccess(shelf, storing, doorway, () if owned else backends[:1])

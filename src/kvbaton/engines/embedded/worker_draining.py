@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvbaton.control.registry.registry_messages import Held
-from kvbaton.engines.embedded.http_worker import Backend, Finished, RefusedError, Token
+from kvbaton.control.registry.registry_messages import HeldReport
+from kvbaton.engines.embedded.http_worker import Finished, RefusedError, Token, TokenBackend
 from kvbaton.engines.embedded.server_plan import GenerateRequest, ModelCard
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class DrainSettings(msgspec.Struct, frozen=True, kw_only=True):
     forget_s: float = 0.0  # serve at least this long: until routers that get no word have forgotten this worker
 
 
-class Step(enum.Enum):
+class DrainStep(enum.Enum):
     SERVE = "serve"  # new requests too
     FINISH = "finish"  # new ones are refused
     LEAVE = "leave"
@@ -53,22 +53,22 @@ class Drain:
     known_at: float = math.inf
     busy_at: float = -math.inf  # when something was last held, or asked for
 
-    def step(self, held: Held, now: float) -> Step:
+    def step(self, held: HeldReport, now: float) -> DrainStep:
         """What to do now."""
         settings = self.settings
         if now >= self.begun_at + settings.drain_s:
-            return Step.LEAVE
+            return DrainStep.LEAVE
         told_at = min(self.known_at, self.begun_at + settings.confirm_s)
         quiet_at = max(told_at, self.busy_at) + settings.quiet_s
         if held.nothing and now >= max(quiet_at, self.begun_at + settings.forget_s):
-            return Step.LEAVE
-        return Step.SERVE if now < self.begun_at + settings.drain_s / 2 else Step.FINISH
+            return DrainStep.LEAVE
+        return DrainStep.SERVE if now < self.begun_at + settings.drain_s / 2 else DrainStep.FINISH
 
 
-class Door:
+class DrainingDoor:
     """A backend that can be shut. Implements `server.Backend`; of one event loop."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: TokenBackend) -> None:
         self.inside = 0  # requests under way
         self.came = 0  # requests ever
         self.is_draining = False
@@ -147,13 +147,13 @@ class Stopping:
 
 
 async def drain(
-    door: Door,
+    door: DrainingDoor,
     listing: Listing,
-    held: Callable[[], Held],
+    held: Callable[[], HeldReport],
     settings: DrainSettings,
     at_once: asyncio.Event,
     on_shut: Callable[[], object] = lambda: None,
-) -> Held:
+) -> HeldReport:
     """Drain until there is nothing left to wait for, or `at_once`; returns what is left. The door is shut then."""
     clock = asyncio.get_running_loop().time
     state = Drain(clock(), settings)
@@ -169,10 +169,10 @@ async def drain(
             came, state.busy_at = door.came, now
         listing.tell_held(str(left))
         step = state.step(left, now)
-        if step is not Step.SERVE and not door.is_shut:
+        if step is not DrainStep.SERVE and not door.is_shut:
             door.is_shut = True
             on_shut()
-        if step is Step.LEAVE:
+        if step is DrainStep.LEAVE:
             break
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(at_once.wait(), POLL_S)

@@ -19,9 +19,9 @@ from kvbaton.api.foreign import tickets_in
 from kvbaton.api.params import Mode
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.guard import note
-from kvbaton.engines.vllm.load_admission import Room
+from kvbaton.engines.vllm.load_admission import LoadAdmission
 from kvbaton.engines.vllm.request_content import content_digest, handed_position
-from kvbaton.engines.vllm.step_metadata import Verdict
+from kvbaton.engines.vllm.step_metadata import LoadVerdict
 from kvbaton.engines.vllm.transfer_params import Target
 from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables, real
 from kvbaton.node.doorway import Doorway, LoadReport, MatchState
@@ -57,13 +57,13 @@ class Decode:
     recomputes: bool  # else a failed handoff fails its request
     keeps_prefix: bool  # vLLM can keep the good blocks of a failed load: only with one group
     count_end: Callable[[End], None]
-    room: Room | None = None
+    room: LoadAdmission | None = None
     blocks_total: int = 0
     _early: dict[str, int] = field(default_factory=dict)  # blocks of loads that began before P's answer
     _positions: dict[str, int] = field(default_factory=dict)
     _doomed: dict[str, End] = field(default_factory=dict)
     _loads: dict[str, _Load] = field(default_factory=dict)
-    _verdicts: list[Verdict] = field(default_factory=list)
+    _verdicts: list[LoadVerdict] = field(default_factory=list)
     _said: Counter[str] = field(default_factory=Counter)
 
     def accepted(self, request: Any, target: Target) -> None:
@@ -178,9 +178,9 @@ class Decode:
         """Whatever the ledger said of this load, it counts as failed: vLLM would wait for its report for ever."""
         self._loads.pop(request_id, None)
         self._early.pop(request_id, None)
-        self._verdicts.append(Verdict(request_id, failed=True))
+        self._verdicts.append(LoadVerdict(request_id, failed=True))
 
-    def take_verdicts(self) -> tuple[Verdict, ...]:
+    def take_verdicts(self) -> tuple[LoadVerdict, ...]:
         verdicts, self._verdicts = self._verdicts, []
         return tuple(verdicts)
 
@@ -195,7 +195,7 @@ class Decode:
             return
         self._say(request_id, end)
         bad = self._bad_blocks(load, end)
-        self._verdicts.append(Verdict(request_id, failed=not end.delivered and not bad, bad_blocks=tuple(bad)))
+        self._verdicts.append(LoadVerdict(request_id, failed=not end.delivered and not bad, bad_blocks=tuple(bad)))
 
     def _say(self, request_id: str, end: End) -> None:
         """Log a failure, of each reason the first few and then ever fewer."""

@@ -18,7 +18,7 @@ from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables
 from kvbaton.protocol.geometry.layout import needed_blocks
 
 
-class Room:
+class LoadAdmission:
     """What loads under way could come to need beyond what they hold. One group without a window needs nothing more."""
 
     def __init__(self, grouping: Grouping, pool: PinnedPool, tokens_per_step: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvbaton.engines.vllm.decode import NOTHING
-from kvbaton.engines.vllm.step_metadata import Verdict
+from kvbaton.engines.vllm.step_metadata import LoadVerdict
 from kvbaton.engines.vllm.vllm_block_tables import Tables
 
 
@@ -36,7 +36,7 @@ class NoStore:
     def take(self) -> None:
         pass
 
-    def take_verdicts(self) -> tuple[Verdict, ...]:
+    def take_verdicts(self) -> tuple[LoadVerdict, ...]:
         return ()
 
     def ends_prompts(self, step: int, scheduled: Any, tables_of: Callable[[str], Tables]) -> bool:

@@ -15,7 +15,7 @@ from kvbaton.api.params import Mode, target_params
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.request_content import content_digest, handed_position
 from kvbaton.engines.vllm.step_metadata import Leaving
-from kvbaton.engines.vllm.transfer_params import Source
+from kvbaton.engines.vllm.transfer_params import ParamsSource
 from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables, real
 from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -25,11 +25,11 @@ from kvbaton.protocol.ids import LeaseId, RequestId
 
 
 @dataclass(slots=True)
-class Prompt:
+class PrefillPrompt:
     """A request whose KV somebody will read, while it is computed."""
 
     request: Any
-    source: Source
+    source: ParamsSource
     position: int
     lease: LeaseId | None = None  # streaming and push: from its first chunk on
     pinned: tuple[int, ...] = ()  # blocks of each group in the lease
@@ -52,13 +52,13 @@ class Prefill:
     door: Doorway
     pool: PinnedPool
     grouping: Grouping
-    prompts: dict[str, Prompt] = field(default_factory=dict)
+    prompts: dict[str, PrefillPrompt] = field(default_factory=dict)
     _announced: deque[_Announcement] = field(default_factory=deque)
 
-    def accepted(self, request: Any, source: Source) -> None:
+    def accepted(self, request: Any, source: ParamsSource) -> None:
         """A request came whose KV is wanted elsewhere."""
         position = handed_position(request.num_prompt_tokens, self.grouping.slides)
-        self.prompts[request.request_id] = Prompt(request, source, position)
+        self.prompts[request.request_id] = PrefillPrompt(request, source, position)
 
     def begun(self, request: Any) -> None:
         """A request got its first blocks: whoever reads behind it may claim from now on."""
@@ -133,7 +133,7 @@ class Prefill:
 
     # --- helpers
 
-    def _pin(self, prompt: Prompt, after: int, final: bool, tables: Tables) -> tuple[int, ...]:
+    def _pin(self, prompt: PrefillPrompt, after: int, final: bool, tables: Tables) -> tuple[int, ...]:
         """Pin what the chunk adds; a window's blocks all go with the last chunk, when it is known which are needed."""
         assert prompt.lease is not None
         grouping = self.grouping
@@ -157,7 +157,7 @@ class Prefill:
         if not taken:
             self.pool.unpin(ids)
 
-    def _keep(self, prompt: Prompt, tables: Tables) -> None:
+    def _keep(self, prompt: PrefillPrompt, tables: Tables) -> None:
         """Hold the blocks that the last token still needs and that vLLM drops before the request is over."""
         if prompt.kept:
             return
@@ -165,7 +165,7 @@ class Prefill:
         self.pool.touch(real(kept))
         prompt.kept = kept
 
-    def _granted(self, prompt: Prompt, tables: Tables) -> dict[str, Any]:
+    def _granted(self, prompt: PrefillPrompt, tables: Tables) -> dict[str, Any]:
         first = (0,) * self.grouping.count
         blocks = prompt.kept or self.grouping.cut(tables, first, self.grouping.needed(prompt.position))
         digest = content_digest(prompt.request, prompt.position)
@@ -178,19 +178,19 @@ class Prefill:
             raise
         return {**target_params(Mode.PULL, ticket), "remote_engine_id": str(self.door.config.me.worker)}
 
-    def _end_of(self, prompt: Prompt, tables: Tables) -> None:
+    def _end_of(self, prompt: PrefillPrompt, tables: Tables) -> None:
         """The last chunk was computed with this step, whose announcement has not come yet."""
         assert prompt.lease is not None
         counts = self._pin(prompt, prompt.position, True, tables)
         self.door.progressed(prompt.lease, whole(counts))
         self._complete(prompt)
 
-    def _complete(self, prompt: Prompt) -> None:
+    def _complete(self, prompt: PrefillPrompt) -> None:
         if prompt.lease is not None:
             self.door.completed(prompt.lease)
         prompt.lease, prompt.spoilt = None, True  # nothing more can be added to it, and it is leased no second time
 
-    def _spoil(self, prompt: Prompt, reason: Reason) -> None:
+    def _spoil(self, prompt: PrefillPrompt, reason: Reason) -> None:
         """The prompt's blocks are about to go: end what is being read behind it."""
         if prompt.lease is not None:
             self.door.source_ended(prompt.lease, reason)

@@ -26,7 +26,7 @@ from kvbaton.node.cluster_node import ClusterNode, ClusterSettings, EngineFacts,
 from kvbaton.node.observation import dump_on_signal
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.ranks.engine_store import Shelf
+from kvbaton.ranks.engine_store import EngineStore
 from kvbaton.ranks.rank_link import RankLinks
 from kvbaton.ranks.rank_messages import RankInvitation
 
@@ -153,11 +153,11 @@ def _cluster_settings(settings: ConnectorSettings) -> ClusterSettings:
     )
 
 
-def _make_shelf(links: RankLinks, facts: EngineFacts, settings: ConnectorSettings) -> Shelf:
+def _make_shelf(links: RankLinks, facts: EngineFacts, settings: ConnectorSettings) -> EngineStore:
     """The store as all ranks together reach it; each is told in whose name."""
     shelves = [shelf for rank in range(len(links)) if (shelf := links.shelf(rank)) is not None]
     if len(shelves) < len(links):
         raise RuntimeError("kvbaton: a worker of this engine was started without its store; restart the engine")
     for shelf in shelves:
         shelf.open(compat_digest(facts.compat))
-    return Shelf(shelves, settings.shelf())
+    return EngineStore(shelves, settings.shelf())

@@ -17,14 +17,14 @@ from kvbaton.engines.vllm.background_lookup import Looker
 from kvbaton.protocol.content import Content, digest
 
 
-class Parts(msgspec.Struct, frozen=True):
+class PromptParts(msgspec.Struct, frozen=True):
     """Of a request, what takes long to look at."""
 
     lora: str = ""
     embeddings: bytes = b""
 
 
-UNKNOWN = Parts(ONLY_HERE, ONLY_HERE.encode())
+UNKNOWN = PromptParts(ONLY_HERE, ONLY_HERE.encode())
 """Of a request whose parts are not known in time."""
 
 
@@ -56,7 +56,7 @@ def content_of(request: Any, position: int) -> Content:
     )
 
 
-looker: Looker[Parts] = Looker("kvbaton-content")
+looker: Looker[PromptParts] = Looker("kvbaton-content")
 """One for the scheduler's process."""
 
 
@@ -74,16 +74,16 @@ def forget(request: Any) -> None:
     looker.forget(request.request_id)
 
 
-def parts_of(request: Any) -> Parts:
+def parts_of(request: Any) -> PromptParts:
     """Reads files and hashes tensors: for a thread of its own."""
     lora = getattr(request, "lora_request", None)
     text = "" if lora is None else f"{lora.lora_name}:{adapter_text(lora.lora_int_id, lora.lora_path)}"
-    return Parts(text, _embeddings(getattr(request, "prompt_embeds", None)))
+    return PromptParts(text, _embeddings(getattr(request, "prompt_embeds", None)))
 
 
-def _parts(request: Any) -> Parts:
+def _parts(request: Any) -> PromptParts:
     if not takes_long(request):
-        return Parts()
+        return PromptParts()
     found = looker.found(request.request_id)
     return UNKNOWN if found is None else found
 

@@ -27,14 +27,14 @@ from kvbaton.engines.vllm.block_pool import PinnedPool, is_exact
 from kvbaton.engines.vllm.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.decode import NOT_YET, NOTHING, Decode
 from kvbaton.engines.vllm.guard import guarded, makes, note, returns
-from kvbaton.engines.vllm.load_admission import Room
+from kvbaton.engines.vllm.load_admission import LoadAdmission
 from kvbaton.engines.vllm.no_store import NoStore
 from kvbaton.engines.vllm.pacing import LOAD_NAP_S, NAP_S, Pace
 from kvbaton.engines.vllm.prefill import Prefill
 from kvbaton.engines.vllm.presence import Presence
-from kvbaton.engines.vllm.step_metadata import BatonStep, Leaving, RankCard, StepDone, Verdict
+from kvbaton.engines.vllm.step_metadata import BatonStep, Leaving, LoadVerdict, RankCard, StepDone
 from kvbaton.engines.vllm.store_side import Storing
-from kvbaton.engines.vllm.transfer_params import Ask, Lookup, Source, Target, ask_of
+from kvbaton.engines.vllm.transfer_params import Ask, ForeignLookup, ParamsSource, Target, ask_of
 from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables
 from kvbaton.engines.vllm.vllm_compat import compat_key
 from kvbaton.engines.vllm.vllm_layout import RankFacts, engine_layout, vllm_groups
@@ -115,7 +115,7 @@ class SchedulerSide:
         pool = PinnedPool(self._block_pool, door.epochs)
         recomputes = self._config.kv_transfer_config.kv_load_failure_policy == "recompute"
         one_group = len(self._cache.kv_cache_groups) == 1
-        lookup = Lookup(
+        lookup = ForeignLookup(
             self._settings.mode,
             self._settings.modes,
             node.peer.worker,
@@ -124,7 +124,9 @@ class SchedulerSide:
             node.book.at,
         )
         node.on_keys = lambda keyring: setattr(lookup, "ticket_key", keyring.ticket_keys[0])
-        room = Room(grouping, pool, self._config.scheduler_config.max_num_batched_tokens) if recomputes else None
+        room = (
+            LoadAdmission(grouping, pool, self._config.scheduler_config.max_num_batched_tokens) if recomputes else None
+        )
         total = self._cache.num_blocks
         decode = Decode(door, pool, grouping, recomputes, one_group, self._count_end, room, total)
         stored = NoStore()
@@ -185,7 +187,7 @@ class SchedulerSide:
             self._live.decode.refused(request, end)
 
     def _accept(self, live: _Live, request: Any, ask: Ask | None) -> None:
-        if isinstance(ask, Source) and self._prefills:
+        if isinstance(ask, ParamsSource) and self._prefills:
             live.prefill.accepted(request, ask)
         elif isinstance(ask, Target) and self._decodes:
             live.stored.promised(request.request_id)
@@ -246,7 +248,7 @@ class SchedulerSide:
         return BatonStep(step, self._failures(live), leaving, ends_prompts, live.is_awaited)
 
     @guarded(makes(tuple))
-    def _failures(self, live: _Live) -> tuple[Verdict, ...]:
+    def _failures(self, live: _Live) -> tuple[LoadVerdict, ...]:
         live.sort()
         failures, live.failures = tuple(live.failures), []
         return failures
@@ -389,7 +391,7 @@ class _Live:
         pool: PinnedPool,
         prefill: Prefill,
         decode: Decode,
-        lookup: Lookup,
+        lookup: ForeignLookup,
         stored: NoStore,
     ) -> None:
         self.door = door
@@ -401,7 +403,7 @@ class _Live:
         self.held: dict[str, Ask | None] = {}  # requests that came, by what they ask, until their content is known
         self.waiting = Waiting(decode.blocked, status_aside())
         self.arrived: list[str] = []  # loads of which vLLM is to be told
-        self.failures: list[Verdict] = []  # and those of which the workers are
+        self.failures: list[LoadVerdict] = []  # and those of which the workers are
 
     @property
     def is_awaited(self) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvbaton.control.registry.registry_client import RegistryClient
-from kvbaton.control.registry.registry_messages import Held
+from kvbaton.control.registry.registry_messages import HeldReport
 
 POLL_S = 0.5
 QUIET_S = 2.0
@@ -39,7 +39,7 @@ class DrainWatch:
         self,
         client: RegistryClient,
         http_address: str,
-        holds: Callable[[], Held],
+        holds: Callable[[], HeldReport],
         closing: threading.Event,
         forget_s: float = 0.0,
     ) -> None:

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class LoadVerdict:
     """How one load ended. One that ended badly is reported by every rank, once; of others vLLM hears without them."""
 
     request_id: str
@@ -41,7 +41,7 @@ class BatonStep(KVConnectorMetadata):  # type: ignore[misc]
     """Scheduler to workers, every step."""
 
     number: int = 0
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[LoadVerdict, ...] = ()
     leaving: tuple[Leaving, ...] = ()
     ends_prompts: bool = False  # of a prompt that goes to the store the last chunk is in this step: say when it is done
     is_awaited: bool = False  # requests wait for something else than this step: say when it is done, so that they hear

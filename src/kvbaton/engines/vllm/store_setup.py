@@ -16,12 +16,12 @@ from kvbaton.control.keyring import TICKET_KEY_BYTES, Keyring, load
 from kvbaton.engines.vllm.connector_settings import FIELD, ConnectorSettings
 from kvbaton.engines.vllm.vllm_layout import RankFacts, engine_layout
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.ranks.device_store import DeviceShelf, Shape
+from kvbaton.ranks.device_store import DeviceRankStore, StagingShape
 from kvbaton.ranks.rank_store import LocalShelf
 from kvbaton.ranks.rank_store_host import MakeShelf
 from kvbaton.ranks.rank_values import NotStorable, rank_values
 from kvbaton.ranks.store_address import Served, opener, store_place
-from kvbaton.ranks.store_interface import RankShelf
+from kvbaton.ranks.store_interface import RankStoreInterface
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
 
@@ -63,16 +63,16 @@ def rank_shelf(
     try:
         values = rank_values(layout, 0, _NOBODY)
         if on_device:
-            Shape(values, on_device)
+            StagingShape(values, on_device)
     except NotStorable as error:
         raise ValueError(f"{FIELD}.store: {error}") from None
     keyring = keyring_of(settings, rank if isinstance(place, Served) else 0)
     make, _ = opener(place, keyring, ranks=ranks, server=settings.store_name)
 
-    def made(compat: str) -> RankShelf:
+    def made(compat: str) -> RankStoreInterface:
         values = rank_values(layout, 0, compat)
         if on_device:
-            return DeviceShelf(make(), values, on_device, gpu(on_device[0].device))
+            return DeviceRankStore(make(), values, on_device, gpu(on_device[0].device))
         return LocalShelf(make(), values, views, owned=True)
 
     return made

@@ -24,12 +24,12 @@ from kvbaton.engines.vllm.guard import guarded, makes, note, returns
 from kvbaton.engines.vllm.no_store import NoStore
 from kvbaton.engines.vllm.request_content import content_of
 from kvbaton.engines.vllm.second_loads import SecondLoads
-from kvbaton.engines.vllm.step_metadata import Verdict
+from kvbaton.engines.vllm.step_metadata import LoadVerdict
 from kvbaton.engines.vllm.stored_loads import GRACE_S, StoredLoads
-from kvbaton.engines.vllm.stored_puts import Phase, Prompt, StoredPuts
+from kvbaton.engines.vllm.stored_puts import Phase, StoredPrompt, StoredPuts
 from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables
 from kvbaton.node.doorway import Doorway
-from kvbaton.ranks.engine_store import AskId, Shelf, Told
+from kvbaton.ranks.engine_store import AskId, EngineStore, StoreTold
 from kvbaton.store.content_keys import chain
 
 LOOKUPS_MAX = 64
@@ -40,7 +40,7 @@ LOOKUPS_MAX = 64
 class Storing(NoStore):
     """One engine's prompts, as the shared store knows them. One group of blocks (`rank_values` refuses others)."""
 
-    shelf: Shelf
+    shelf: EngineStore
     door: Doorway
     pool: PinnedPool
     grouping: Grouping
@@ -50,7 +50,7 @@ class Storing(NoStore):
     loads: StoredLoads = field(init=False)
     puts: StoredPuts = field(init=False)
     second: SecondLoads = field(init=False)
-    _prompts: dict[str, Prompt] = field(default_factory=dict)
+    _prompts: dict[str, StoredPrompt] = field(default_factory=dict)
     _asks: dict[AskId, str] = field(default_factory=dict)  # look-ups
     _promised: set[str] = field(default_factory=set)  # requests whose first source is a handoff
     _generation: str = ""  # of the engine's weights, beyond its compatibility key
@@ -124,7 +124,7 @@ class Storing(NoStore):
         self.loads.on_time(self.clock())
 
     @guarded(makes(tuple))
-    def take_verdicts(self) -> tuple[Verdict, ...]:
+    def take_verdicts(self) -> tuple[LoadVerdict, ...]:
         return self.loads.take_verdicts()
 
     # --- puts
@@ -187,12 +187,12 @@ class Storing(NoStore):
 
     # --- helpers
 
-    def _look_up(self, request: Any, local_tokens: int) -> Prompt:
+    def _look_up(self, request: Any, local_tokens: int) -> StoredPrompt:
         """Ask the store, unless vLLM itself has all that could be loaded."""
         size = self.grouping.block_tokens[0]
         hashes = () if getattr(request, "resumable", False) else self._hashes(request, size)
         usable = min(len(hashes), (request.num_tokens - 1) // size)
-        prompt = Prompt(request, hashes, usable, known=local_tokens // size)
+        prompt = StoredPrompt(request, hashes, usable, known=local_tokens // size)
         self._prompts[request.request_id] = prompt
         if prompt.usable * size <= local_tokens:
             return prompt  # what is here was put, or came from there, when it was computed
@@ -200,7 +200,7 @@ class Storing(NoStore):
         prompt.until = self.clock() + self.shelf.settings.lookup_timeout_s + GRACE_S
         return prompt
 
-    def _ask(self, prompt: Prompt) -> None:
+    def _ask(self, prompt: StoredPrompt) -> None:
         """Begin its look-up, unless that was done or there is no room for it yet."""
         if prompt.is_asked or len(self._asks) >= LOOKUPS_MAX:
             return
@@ -216,7 +216,7 @@ class Storing(NoStore):
             content = msgspec.structs.replace(content, salt=f"{self._generation} {content.salt}")
         return tuple(islice(chain(content, size), self.shelf.settings.hashes_max))
 
-    def _told(self, told: Told) -> None:
+    def _told(self, told: StoreTold) -> None:
         if told.ask in self.loads:
             self._landed(self.loads.told(told))
             return
@@ -236,6 +236,6 @@ class Storing(NoStore):
             del self._asks[ask]
             self.shelf.forget(ask)
 
-    def _upto(self, prompt: Prompt) -> int:
+    def _upto(self, prompt: StoredPrompt) -> int:
         """Tokens that the store has of it, as far as they are of use."""
         return min(prompt.known, prompt.usable) * self.grouping.block_tokens[0]

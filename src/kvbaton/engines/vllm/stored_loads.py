@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvbaton.engines.vllm.block_pool import PinnedPool
-from kvbaton.engines.vllm.step_metadata import Verdict
-from kvbaton.ranks.engine_store import AskId, Shelf, Told
+from kvbaton.engines.vllm.step_metadata import LoadVerdict
+from kvbaton.ranks.engine_store import AskId, EngineStore, StoreTold
 
 GRACE_S = 1.0
 """Beyond the store's own time-out, for the way there and back."""
 
 
 @dataclass(slots=True)
-class _Load:
+class _StoredLoad:
     request_id: str
     first: int  # of the prompt's blocks, the first of these
     blocks: tuple[int, ...]
@@ -33,11 +33,11 @@ class _Load:
 class StoredLoads:
     """All loads from the store."""
 
-    shelf: Shelf
+    shelf: EngineStore
     pool: PinnedPool
     counts: Counter[str]
-    _loads: dict[AskId, _Load] = field(default_factory=dict)
-    _verdicts: list[Verdict] = field(default_factory=list)
+    _loads: dict[AskId, _StoredLoad] = field(default_factory=dict)
+    _verdicts: list[LoadVerdict] = field(default_factory=list)
 
     def begin(self, request_id: str, first: int, hashes: Sequence[bytes], ids: tuple[int, ...], now: float) -> bool:
         """vLLM has blocks for a load. False: the store takes no more, and nothing is held or reported."""
@@ -50,18 +50,18 @@ class StoredLoads:
                 self.pool.unpin(ids)
         if ask is None:
             return False
-        self._loads[ask] = _Load(request_id, first, ids, now + self.shelf.settings.get_timeout_s + GRACE_S)
+        self._loads[ask] = _StoredLoad(request_id, first, ids, now + self.shelf.settings.get_timeout_s + GRACE_S)
         self.counts["loads"] += 1
         return True
 
     def refuse(self, request_id: str) -> None:
         """A load that vLLM waits for and that was not begun."""
-        self._verdicts.append(Verdict(request_id, failed=True))
+        self._verdicts.append(LoadVerdict(request_id, failed=True))
 
     def __contains__(self, ask: AskId) -> bool:
         return ask in self._loads
 
-    def told(self, told: Told) -> tuple[str, int] | None:
+    def told(self, told: StoreTold) -> tuple[str, int] | None:
         """The store has ended a load. If it did not bring all of it: whose, and how many blocks of it there are."""
         load = self._loads[told.ask]
         count = 0 if load.is_void else min(told.count, len(load.blocks))
@@ -76,7 +76,7 @@ class StoredLoads:
         if load is not None:
             self.pool.unpin(load.blocks)
             if not load.is_reported:
-                self._verdicts.append(Verdict(load.request_id, failed=True))
+                self._verdicts.append(LoadVerdict(load.request_id, failed=True))
 
     def on_time(self, now: float) -> None:
         """vLLM waits no longer for a load that is overdue; its blocks stay held."""
@@ -101,7 +101,7 @@ class StoredLoads:
         """Whether a load of this request is still to be reported."""
         return any(not self._loads[ask].is_reported for ask in self._of(request_id))
 
-    def take_verdicts(self) -> tuple[Verdict, ...]:
+    def take_verdicts(self) -> tuple[LoadVerdict, ...]:
         verdicts, self._verdicts = self._verdicts, []
         return tuple(verdicts)
 
@@ -116,8 +116,8 @@ class StoredLoads:
     def _of(self, request_id: str) -> list[AskId]:
         return [ask for ask, load in self._loads.items() if load.request_id == request_id]
 
-    def _report(self, load: _Load, count: int) -> None:
+    def _report(self, load: _StoredLoad, count: int) -> None:
         self.counts["loaded_blocks"] += count
         bad = load.blocks[count:] if count else ()
-        self._verdicts.append(Verdict(load.request_id, failed=not count, bad_blocks=bad))
+        self._verdicts.append(LoadVerdict(load.request_id, failed=not count, bad_blocks=bad))
         load.is_reported = True

@@ -30,7 +30,7 @@ class Phase(enum.Enum):
 
 
 @dataclass(slots=True)
-class Prompt:
+class StoredPrompt:
     """A prompt as the store knows it."""
 
     request: Any
@@ -64,7 +64,11 @@ class StoredPuts:
     _due: deque[_Due] = field(default_factory=deque)
 
     def scheduled(
-        self, step: int, chunks: Mapping[str, int], prompts: Mapping[str, Prompt], tables_of: Callable[[str], Tables]
+        self,
+        step: int,
+        chunks: Mapping[str, int],
+        prompts: Mapping[str, StoredPrompt],
+        tables_of: Callable[[str], Tables],
     ) -> bool:
         """Chunks of so many tokens are about to be computed. True: with some of them a prompt ends."""
         count = len(self._due)
@@ -76,7 +80,7 @@ class StoredPuts:
                 self._due.append(_Due(step, request_id, self._blocks(prompt, tables_of(request_id))))
         return len(self._due) > count
 
-    def computed(self, step: int, prompts: Mapping[str, Prompt]) -> None:
+    def computed(self, step: int, prompts: Mapping[str, StoredPrompt]) -> None:
         """Every rank is done with this step, and so with those before it."""
         while self._due and self._due[0].step <= step:
             due = self._due.popleft()
@@ -84,7 +88,7 @@ class StoredPuts:
             if prompt is not None:
                 self._put(prompt, due.blocks)
 
-    def finished(self, prompt: Prompt, tables: Tables) -> None:
+    def finished(self, prompt: StoredPrompt, tables: Tables) -> None:
         """Its request has ended well: the last chance."""
         if not prompt.is_put and self._is_whole(prompt, prompt.request.num_computed_tokens):
             self._put(prompt, self._blocks(prompt, tables))
@@ -96,15 +100,15 @@ class StoredPuts:
     def drop_all(self) -> None:
         self._due.clear()
 
-    def _is_whole(self, prompt: Prompt, computed_tokens: int) -> bool:
+    def _is_whole(self, prompt: StoredPrompt, computed_tokens: int) -> bool:
         whole = len(prompt.hashes)
         return prompt.known < whole and computed_tokens >= whole * self.grouping.block_tokens[0]
 
-    def _blocks(self, prompt: Prompt, tables: Tables) -> tuple[int, ...]:
+    def _blocks(self, prompt: StoredPrompt, tables: Tables) -> tuple[int, ...]:
         [blocks] = self.grouping.cut(tables, (0,), (len(prompt.hashes),))
         return blocks
 
-    def _put(self, prompt: Prompt, blocks: tuple[int, ...]) -> None:
+    def _put(self, prompt: StoredPrompt, blocks: tuple[int, ...]) -> None:
         """Keep what the store lacks of a prompt that is in these blocks now."""
         prompt.is_put = True
         ids, hashes = blocks[prompt.known :], prompt.hashes[prompt.known :]

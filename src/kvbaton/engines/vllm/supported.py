@@ -27,7 +27,7 @@ SCATTERED = ("ray", "external_launcher")
 SPLIT = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class AskedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What of a launch decides whether its caches can be handed over at all: of a running vLLM, or of a command."""
 
     device: str = "cpu"  # cpu, cuda, rocm, xpu, tpu, …
@@ -40,7 +40,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 1
 
 
-def refusals(asked: Asked) -> Iterator[tuple[str, str]]:
+def refusals(asked: AskedConfig) -> Iterator[tuple[str, str]]:
     """(what was found and why it cannot work, what to change): also for `kvbaton doctor`, which asks before vLLM."""
     if asked.nodes > 1:
         yield (
@@ -63,7 +63,7 @@ def refusals(asked: Asked) -> Iterator[tuple[str, str]]:
         yield from _of_allocators(asked)
 
 
-def _of_allocators(asked: Asked) -> Iterator[tuple[str, str]]:
+def _of_allocators(asked: AskedConfig) -> Iterator[tuple[str, str]]:
     """A cache on a GPU must stay where it is for as long as the engine lives, and what is shared needs a handle."""
     chosen = catalogue.parse(asked.transport)
     by_ipc = chosen == (catalogue.AUTO,) or any(catalogue.plane_of(name).shares for name in chosen)
@@ -84,13 +84,13 @@ def _of_allocators(asked: Asked) -> Iterator[tuple[str, str]]:
         )
 
 
-def asked_of(vllm_config: Any, transport: str, environment: Mapping[str, str] = os.environ) -> Asked:
+def asked_of(vllm_config: Any, transport: str, environment: Mapping[str, str] = os.environ) -> AskedConfig:
     """As vLLM has understood it."""
     model, parallel = getattr(vllm_config, "model_config", None), vllm_config.parallel_config
     executor = getattr(parallel, "distributed_executor_backend", None)
     if not isinstance(executor, str):
         executor = "ray" if getattr(executor, "uses_ray", False) else ""
-    return Asked(
+    return AskedConfig(
         device=_device(getattr(vllm_config, "device_config", None)),
         transport=transport,
         sleeps=bool(getattr(model, "enable_sleep_mode", False)),

@@ -11,16 +11,16 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.api_errors import ApiError
-from kvbaton.api.foreign import SHOWN_CHARS, Lookup, translated
+from kvbaton.api.foreign import SHOWN_CHARS, ForeignLookup, translated
 from kvbaton.api.params import FIELD, Mode, TransferParams
 from kvbaton.observe.tracing.trace_context import HEADER as TRACE_HEADER
 from kvbaton.observe.tracing.trace_context import parse as parse_trace
 from kvbaton.protocol.errors import ProtocolError, Reason
 
-__all__ = ["Ask", "Lookup", "Source", "Target", "ask_of"]
+__all__ = ["Ask", "ForeignLookup", "ParamsSource", "Target", "ask_of"]
 
 
-class Source(msgspec.Struct, frozen=True):
+class ParamsSource(msgspec.Struct, frozen=True):
     """Compute the prompt here and let somebody have its KV."""
 
     mode: Mode
@@ -36,10 +36,10 @@ class Target(msgspec.Struct, frozen=True):
     trace: str = ""
 
 
-Ask = Source | Target
+Ask = ParamsSource | Target
 
 
-def ask_of(request: Any, lookup: Lookup) -> Ask | None:
+def ask_of(request: Any, lookup: ForeignLookup) -> Ask | None:
     """What a request asks for; None when nothing is handed over. ProtocolError names the field that is wrong."""
     raw = request.kv_transfer_params
     if raw is None:
@@ -53,7 +53,7 @@ def ask_of(request: Any, lookup: Lookup) -> Ask | None:
         raise ProtocolError(Reason.BAD_MESSAGE, f"{FIELD}.mode: this engine does not serve {params.mode}")
     trace = params.trace or _trace_of(request)
     if params.do_remote_decode:
-        return Source(params.mode, params.ticket, trace)
+        return ParamsSource(params.mode, params.ticket, trace)
     return Target(params.mode, params.ticket or "", trace)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvbaton.engines.vllm.block_pool import NULL_BLOCK_ID
 from kvbaton.protocol.events import NO_BLOCK, Groups
-from kvbaton.protocol.geometry.layout import EngineLayout, Kind, needed_blocks
+from kvbaton.protocol.geometry.layout import EngineLayout, GroupKind, needed_blocks
 
 Tables = Sequence[Sequence[int]]
 """Per vLLM group the block ids of a request, in the order of its tokens."""
@@ -24,7 +24,7 @@ class Grouping:
         self.vllm_groups = vllm_groups
         self.count = len(vllm_groups)
         self.block_tokens = tuple(group.block_tokens for group in layout.groups)
-        self.windowed = tuple(group.kind in (Kind.SLIDING, Kind.CHUNKED) for group in layout.groups)
+        self.windowed = tuple(group.kind in (GroupKind.SLIDING, GroupKind.CHUNKED) for group in layout.groups)
         """Groups whose blocks vLLM drops while a request goes on."""
         self.slides = any(self.windowed)
 

@@ -15,13 +15,24 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share, validate
+from kvbaton.protocol.geometry.layout import (
+    Cell,
+    EngineLayout,
+    Group,
+    GroupKind,
+    Per,
+    Place,
+    Plane,
+    Rank,
+    Share,
+    validate,
+)
 
-KINDS: Mapping[str, Kind] = {
-    "MLAAttentionSpec": Kind.LATENT,
-    "SlidingWindowSpec": Kind.SLIDING,
-    "ChunkedLocalAttentionSpec": Kind.CHUNKED,
-    "FullAttentionSpec": Kind.FULL,
+KINDS: Mapping[str, GroupKind] = {
+    "MLAAttentionSpec": GroupKind.LATENT,
+    "SlidingWindowSpec": GroupKind.SLIDING,
+    "ChunkedLocalAttentionSpec": GroupKind.CHUNKED,
+    "FullAttentionSpec": GroupKind.FULL,
 }
 """By the class of vLLM's spec. Subclasses that are not listed keep other things in their pages, and are refused."""
 
@@ -30,7 +41,7 @@ class GroupFacts(msgspec.Struct, frozen=True):
     """Layers of one vLLM group, all of one shape, as one rank has them."""
 
     vllm_group: int
-    kind: Kind
+    kind: GroupKind
     block_tokens: int
     window: int
     heads: int  # of all ranks together
@@ -64,7 +75,7 @@ class Parallel(msgspec.Struct, frozen=True):
     total_kv_heads: int
 
 
-class Layer(msgspec.Struct, frozen=True):
+class VllmLayer(msgspec.Struct, frozen=True):
     """One layer's tensor."""
 
     name: str
@@ -138,10 +149,10 @@ def _by_spec(group: Any) -> Iterable[tuple[Any, list[str]]]:
     return found
 
 
-def _layer(name: str, tensor: Any, starts: Sequence[int]) -> Layer:
+def _layer(name: str, tensor: Any, starts: Sequence[int]) -> VllmLayer:
     item = tensor.element_size()
     storage = tensor.untyped_storage()
-    return Layer(
+    return VllmLayer(
         name,
         starts.index(storage.data_ptr()),
         tensor.data_ptr() - storage.data_ptr(),
@@ -153,16 +164,16 @@ def _layer(name: str, tensor: Any, starts: Sequence[int]) -> Layer:
 
 
 def _group(
-    number: int, group: Any, spec: Any, layers: list[Layer], blocks: int, parallel: Parallel, opaque: bool
+    number: int, group: Any, spec: Any, layers: list[VllmLayer], blocks: int, parallel: Parallel, opaque: bool
 ) -> GroupFacts:
     kind = KINDS.get(type(spec).__name__)
     if kind is None:
         raise ValueError(f"layer {layers[0].name}: caches of kind {type(spec).__name__} are not handed over yet")
     shape = layers[0]
-    opaque = opaque and kind is not Kind.LATENT
+    opaque = opaque and kind is not GroupKind.LATENT
     interior = _opaque_page(shape, blocks) if opaque else _rows(shape, blocks, spec.block_size)
-    heads, start = _heads(interior.heads, parallel, latent=kind is Kind.LATENT)
-    window = {Kind.SLIDING: "sliding_window", Kind.CHUNKED: "attention_chunk_size"}.get(kind)
+    heads, start = _heads(interior.heads, parallel, latent=kind is GroupKind.LATENT)
+    window = {GroupKind.SLIDING: "sliding_window", GroupKind.CHUNKED: "attention_chunk_size"}.get(kind)
     return GroupFacts(
         vllm_group=number,
         kind=kind,
@@ -188,7 +199,7 @@ class _Interior(msgspec.Struct, frozen=True):
     planes: tuple[Plane, ...]
 
 
-def _opaque_page(layer: Layer, blocks: int) -> _Interior:
+def _opaque_page(layer: VllmLayer, blocks: int) -> _Interior:
     """CPU attention: [block, head, token, K and V], in which each head has all its K first and all its V after it."""
     shape, strides = layer.shape, layer.strides
     size = shape[-2] * shape[-1] * layer.item // 2
@@ -198,7 +209,7 @@ def _opaque_page(layer: Layer, blocks: int) -> _Interior:
     return _Interior(shape[1], strides[0], cells, (Plane(0, strides[1], 0), Plane(size, strides[1], 0)))
 
 
-def _rows(layer: Layer, blocks: int, block_tokens: int) -> _Interior:
+def _rows(layer: VllmLayer, blocks: int, block_tokens: int) -> _Interior:
     """[block, head, token, bytes]: rows of tokens. A block may consist of several blocks of the kernel."""
     shape, strides = layer.shape, layer.strides
     ratio, rest = divmod(shape[0], blocks)
@@ -210,7 +221,7 @@ def _rows(layer: Layer, blocks: int, block_tokens: int) -> _Interior:
     return _Interior(shape[1], strides[0] * ratio, (cell,), (Plane(0, strides[1], strides[2]),))
 
 
-def _odd(layer: Layer, expected: str) -> ValueError:
+def _odd(layer: VllmLayer, expected: str) -> ValueError:
     got = f"a cache of shape {layer.shape} with strides {layer.strides}"
     return ValueError(f"layer {layer.name}: {got}, expected {expected}; see docs/vllm.md for supported versions")
 
@@ -224,7 +235,7 @@ def _heads(mine: int, parallel: Parallel, *, latent: bool) -> tuple[int, int]:
     return parallel.total_kv_heads, parallel.tp * parallel.total_kv_heads // parallel.tp_size
 
 
-def _place(index: int, layer: Layer, first: Layer, block_stride: int) -> Place:
+def _place(index: int, layer: VllmLayer, first: VllmLayer, block_stride: int) -> Place:
     if (layer.shape, layer.strides) != (first.shape, first.strides):
         raise ValueError(f"layer {layer.name}: its cache has another shape than that of {first.name} in its group")
     return Place(index, layer.offset, block_stride, layer.region)

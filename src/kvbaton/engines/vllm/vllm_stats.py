@@ -24,7 +24,7 @@ from kvbaton.engines.vllm.metrics_outbox import Tray
 from kvbaton.observe.flight.flight_records import DELIVERED
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics import node_metrics as node_figures
-from kvbaton.observe.metrics.metric_names import BY_NAME, Kind, Metric, Where
+from kvbaton.observe.metrics.metric_names import BY_NAME, Metric, MetricKind, Where
 
 if TYPE_CHECKING:
     from kvbaton.engines.vllm.scheduler_side import SchedulerSide
@@ -181,9 +181,9 @@ class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def _make(self, metric: Metric, labelnames: list[str]) -> Any:
         labels = [*labelnames, *metric.label_names]
-        if metric.kind is Kind.COUNTER:
+        if metric.kind is MetricKind.COUNTER:
             return self._counter_cls(metric.name, metric.help, labelnames=labels)
-        if metric.kind is Kind.HISTOGRAM:
+        if metric.kind is MetricKind.HISTOGRAM:
             return self._histogram_cls(metric.name, metric.help, buckets=metric.buckets, labelnames=labels)
         return self._gauge_cls(metric.name, metric.help, labelnames=labels, multiprocess_mode="mostrecent")
 
@@ -216,7 +216,7 @@ class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         name, own, value = row
         metric = BY_NAME[name]
         series = self._made[metric.name].labels(*labels, *own)
-        if metric.kind is Kind.COUNTER:
+        if metric.kind is MetricKind.COUNTER:
             series.inc(value)
             return
         series.observe(value)
@@ -237,5 +237,5 @@ class NoMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 def _from_start() -> Iterator[tuple[Metric, tuple[str, ...]]]:
     """Series that are there before anything happened."""
     for metric in metric_names.of(Where.VLLM):
-        if metric.kind in (Kind.COUNTER, Kind.GAUGE) and (not metric.labels or metric.from_zero):
+        if metric.kind in (MetricKind.COUNTER, MetricKind.GAUGE) and (not metric.labels or metric.from_zero):
             yield from ((metric, own) for own in itertools.product(*(label.values for label in metric.labels)))

@@ -5,13 +5,13 @@ Law: `tests/cli/test_explain.py` finds every code that the sources can answer; n
 
 from __future__ import annotations
 
-from kvbaton.observe.codes.entry import Entry, Who, api
+from kvbaton.observe.codes.entry import CodeEntry, Who, api
 
 CALLER, OPERATOR, MAKERS = Who.CALLER, Who.OPERATOR, Who.MAKERS
 WORKERS = ("curl ROUTER/workers: who is listed, and in which state",)
 INSPECT = ("kvbaton inspect REQUEST, with the id in the answer's x-request-id",)
 
-CODES: tuple[Entry, ...] = (
+CODES: tuple[CodeEntry, ...] = (
     api("bad_answer", 502, OPERATOR, "A worker answered something that cannot be used.",
         "read its log at that time", "see that it serves the OpenAI API and has a KV connector",
         causes=("the worker is no OpenAI server", "P has no BatonConnector, so it answers without kv_transfer_params",

@@ -9,28 +9,28 @@ import difflib
 from collections.abc import Iterator
 
 from kvbaton.observe.codes import api, findings, logs, reasons
-from kvbaton.observe.codes.entry import Entry, Kind
+from kvbaton.observe.codes.entry import CodeEntry, CodeKind
 
-CATALOGUE: dict[Kind, tuple[Entry, ...]] = {
-    Kind.REASON: reasons.entries(),
-    Kind.API: api.CODES,
-    Kind.LOG: tuple(sorted(logs.CODES, key=lambda entry: entry.code)),
-    Kind.FINDING: tuple(sorted(findings.CODES, key=lambda entry: entry.code)),
+CATALOGUE: dict[CodeKind, tuple[CodeEntry, ...]] = {
+    CodeKind.REASON: reasons.entries(),
+    CodeKind.API: api.CODES,
+    CodeKind.LOG: tuple(sorted(logs.CODES, key=lambda entry: entry.code)),
+    CodeKind.FINDING: tuple(sorted(findings.CODES, key=lambda entry: entry.code)),
 }
-TITLES: dict[Kind, str] = {
-    Kind.REASON: "Failure reasons",
-    Kind.API: "API error codes",
-    Kind.LOG: "Log codes",
-    Kind.FINDING: "Findings of kvbaton doctor",
+TITLES: dict[CodeKind, str] = {
+    CodeKind.REASON: "Failure reasons",
+    CodeKind.API: "API error codes",
+    CodeKind.LOG: "Log codes",
+    CodeKind.FINDING: "Findings of kvbaton doctor",
 }
 CLOSE_ENOUGH = 0.6
 
 
-def every() -> Iterator[Entry]:
+def every() -> Iterator[CodeEntry]:
     return (entry for entries in CATALOGUE.values() for entry in entries)
 
 
-def find(word: str) -> list[Entry]:
+def find(word: str) -> list[CodeEntry]:
     """What is known of a word; a reason and an error code may share one."""
     wanted = _plain(word)
     return [entry for entry in every() if _plain(entry.code) == wanted]

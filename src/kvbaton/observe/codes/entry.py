@@ -10,7 +10,7 @@ import enum
 import msgspec
 
 
-class Kind(enum.StrEnum):
+class CodeKind(enum.StrEnum):
     """Where a word is met."""
 
     REASON = "reason"  # why a handoff failed
@@ -37,11 +37,11 @@ class Severity(enum.StrEnum):
     NOTE = "note"  # worth knowing
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class CodeEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One word of the catalogue."""
 
     code: str
-    kind: Kind
+    kind: CodeKind
     who: Who
     means: str
     causes: tuple[str, ...] = ()
@@ -51,19 +51,21 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     severity: Severity | None = None  # of a finding
 
 
-def log(code: str, who: Who, means: str, *do: str, causes: tuple[str, ...] = (), look: tuple[str, ...] = ()) -> Entry:
+def log(
+    code: str, who: Who, means: str, *do: str, causes: tuple[str, ...] = (), look: tuple[str, ...] = ()
+) -> CodeEntry:
     if who is Who.MAKERS:
         look = (*look, "metric kvbaton_faults_total")
-    return Entry(code=code, kind=Kind.LOG, who=who, means=means, causes=causes, do=do, look=look)
+    return CodeEntry(code=code, kind=CodeKind.LOG, who=who, means=means, causes=causes, do=do, look=look)
 
 
-def finding(code: str, severity: Severity, means: str, *do: str, causes: tuple[str, ...] = ()) -> Entry:
+def finding(code: str, severity: Severity, means: str, *do: str, causes: tuple[str, ...] = ()) -> CodeEntry:
     who = Who.NOBODY if severity is Severity.NOTE else Who.OPERATOR
-    return Entry(code=code, kind=Kind.FINDING, who=who, means=means, causes=causes, do=do, severity=severity)
+    return CodeEntry(code=code, kind=CodeKind.FINDING, who=who, means=means, causes=causes, do=do, severity=severity)
 
 
 def api(
     code: str, status: int, who: Who, means: str, *do: str, causes: tuple[str, ...] = (), look: tuple[str, ...] = ()
-) -> Entry:
+) -> CodeEntry:
     look = (*look, f'metric kvbaton_router_requests_total{{outcome="{code}"}}')
-    return Entry(code=code, kind=Kind.API, who=who, means=means, causes=causes, do=do, look=look, status=status)
+    return CodeEntry(code=code, kind=CodeKind.API, who=who, means=means, causes=causes, do=do, look=look, status=status)

@@ -5,11 +5,11 @@ Law: the severity of a finding is here and nowhere else. A finding itself names 
 
 from __future__ import annotations
 
-from kvbaton.observe.codes.entry import Entry, Severity, finding
+from kvbaton.observe.codes.entry import CodeEntry, Severity, finding
 
 ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
 
-CODES: tuple[Entry, ...] = (
+CODES: tuple[CodeEntry, ...] = (
     # --- this machine
     finding("clock-off", WARNING, "This machine's clock and the cluster's are apart: tickets may be refused.",
             "let both follow one time source: timedatectl set-ntp true"),

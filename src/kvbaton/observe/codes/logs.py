@@ -6,14 +6,14 @@ is used. Lines of the same cause share a code, wherever they are written.
 
 from __future__ import annotations
 
-from kvbaton.observe.codes.entry import Entry, Who, log
+from kvbaton.observe.codes.entry import CodeEntry, Who, log
 
 NOBODY, OPERATOR, PEER, MAKERS = Who.NOBODY, Who.OPERATOR, Who.PEER, Who.MAKERS
 REPORT = "report it with the trace; the process goes on"
 FILES = "raise the limit of open files: ulimit -n 65536, or LimitNOFILE= of the unit"
 SHOW = "kvbaton keys show DIR on both hosts shows names and fingerprints"
 
-CODES: tuple[Entry, ...] = (
+CODES: tuple[CodeEntry, ...] = (
     # --- control plane and keys
     log("dial-failed", OPERATOR, "A connection to a peer cannot be opened from this side.",
         "read the error in the line; if it is about descriptors, raise the limit of open files (ulimit -n)",

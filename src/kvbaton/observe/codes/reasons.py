@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvbaton.observe.codes.entry import Entry, Kind, Who
+from kvbaton.observe.codes.entry import CodeEntry, CodeKind, Who
 from kvbaton.protocol.errors import MEANING, Reason
 
 FAILED = "kvbaton inspect --failed"
@@ -201,16 +201,16 @@ ADVICE: dict[Reason, Advice] = {
 }  # fmt: skip
 
 
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[CodeEntry, ...]:
     """One per reason, in the order of their names."""
     return tuple(_entry(reason) for reason in sorted(Reason))
 
 
-def _entry(reason: Reason) -> Entry:
+def _entry(reason: Reason) -> CodeEntry:
     blame, means = MEANING[reason]
     advice = ADVICE[reason]
     look = (FAILED, f'metric kvbaton_ends_total{{end="{reason}"}} of D', *advice.look)
     who = Who(blame.value)
-    return Entry(
-        code=str(reason), kind=Kind.REASON, who=who, means=means, causes=advice.causes, do=advice.do, look=look
+    return CodeEntry(
+        code=str(reason), kind=CodeKind.REASON, who=who, means=means, causes=advice.causes, do=advice.do, look=look
     )

@@ -12,7 +12,7 @@ from importlib import resources
 import msgspec
 
 from kvbaton.observe.codes.code_catalogue import CATALOGUE
-from kvbaton.observe.codes.entry import Kind
+from kvbaton.observe.codes.entry import CodeKind
 
 ROOT = "/dashboard"
 STATE = f"{ROOT}/state"
@@ -70,6 +70,6 @@ def fixed_pages() -> dict[str, Page]:
     found = {}
     for path, name in FILES.items():
         found[path] = Page((folder / name).read_bytes(), _TYPES[name.rpartition(".")[2]], HEADERS)
-    known = {kind: {entry.code: entry for entry in CATALOGUE[kind]} for kind in (Kind.REASON, Kind.API)}
+    known = {kind: {entry.code: entry for entry in CATALOGUE[kind]} for kind in (CodeKind.REASON, CodeKind.API)}
     found[REASONS] = Page(msgspec.json.encode(known), _TYPES["json"], HEADERS)
     return found

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from kvbaton.observe.dashboard import state
 from kvbaton.observe.dashboard.pulse import Pulse
-from kvbaton.observe.dashboard.scene import Failure, Moving
+from kvbaton.observe.dashboard.scene import Failure, MovingHandoff
 from kvbaton.observe.dashboard.sights import failure_of, key_of
-from kvbaton.observe.flight.flight_records import WHOLE, Flight, Seat
+from kvbaton.observe.flight.flight_records import WHOLE, Flight, FlightSeat
 from kvbaton.observe.flight.journey import Journey
-from kvbaton.observe.flight.worker_reports import Told
+from kvbaton.observe.flight.worker_reports import WorkerGauges
 
 ENDED_S = 2.5
 """A handoff that ended is told of for this long."""
@@ -45,14 +45,14 @@ class RecentHandoffs:
     """Handoffs that have just ended, and who handed to whom in the last seconds."""
 
     def __init__(self) -> None:
-        self._moving: deque[tuple[float, Moving]] = deque(maxlen=state.DOTS_MAX)
+        self._moving: deque[tuple[float, MovingHandoff]] = deque(maxlen=state.DOTS_MAX)
         self._count = 0
         self._seconds: deque[_Second] = deque(maxlen=PAIRS_S + 1)
 
     def note(self, now: float, flight: Flight, pair: tuple[str, str], weight: int) -> None:
         self._count += 1
         end, failed, tokens = flight.end, flight.failed, flight.tokens
-        moving = Moving(self._count, *pair, end=end, failed=failed, tokens=tokens, key=key_of(flight))
+        moving = MovingHandoff(self._count, *pair, end=end, failed=failed, tokens=tokens, key=key_of(flight))
         self._moving.append((now, moving))
         if not self._seconds or self._seconds[-1].number != int(now):
             self._seconds.append(_Second(int(now)))
@@ -61,7 +61,7 @@ class RecentHandoffs:
             count, sum_tokens = pairs.get(pair, (0, 0))
             pairs[pair] = (count + weight, sum_tokens + weight * max(tokens, 1))
 
-    def moving(self, now: float) -> list[Moving]:
+    def moving(self, now: float) -> list[MovingHandoff]:
         return [moving for at, moving in self._moving if now - at < ENDED_S]
 
     def pairs(self, now: float) -> Pairs:
@@ -114,7 +114,7 @@ class WorkerCounts:
     def __contains__(self, worker: str) -> bool:
         return worker in self._before
 
-    def note(self, workers: Iterable[Told], now: float) -> None:
+    def note(self, workers: Iterable[WorkerGauges], now: float) -> None:
         """What workers have counted since."""
         found: dict[str, _Counts] = {}
         for told in workers:
@@ -154,10 +154,10 @@ class RecentJourneys:
 
     def _stage(self, now: float) -> None:
         for journey in self._journeys(STAGED, False):
-            lane = journey.lane(Seat.DECODE)
+            lane = journey.lane(FlightSeat.DECODE)
             if lane is None or not lane.end or journey.handoff in self._staged or now - journey.began > STAGED_S:
                 continue
-            times = {stage.name: stage.seconds for stage in journey.stages if stage.seat is Seat.DECODE}
+            times = {stage.name: stage.seconds for stage in journey.stages if stage.seat is FlightSeat.DECODE}
             self._pulse.staged(min(journey.began + journey.seconds, now), times)
             self._staged[journey.handoff] = None
         while len(self._staged) > STAGED_KEPT:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 
-class Seen(msgspec.Struct, frozen=True):
+class SeenHandoff(msgspec.Struct, frozen=True):
     """A worker: what the list says of it, and what it told itself."""
 
     name: str
@@ -24,7 +24,7 @@ class Seen(msgspec.Struct, frozen=True):
     note: str = ""  # why it serves nobody, where that is known
 
 
-class Moving(msgspec.Struct, frozen=True):
+class MovingHandoff(msgspec.Struct, frozen=True):
     """A handoff on its way, or one that has just come to its end."""
 
     number: int  # rises; of one that is under way 0
@@ -62,9 +62,9 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float = 0.0
     draining: bool = False
     in_flight: int = 0
-    workers: Sequence[Seen] = ()
-    under_way: Sequence[Moving] = ()
-    ended: Sequence[Moving] = ()
+    workers: Sequence[SeenHandoff] = ()
+    under_way: Sequence[MovingHandoff] = ()
+    ended: Sequence[MovingHandoff] = ()
     failures: Sequence[Failure] = ()
     pairs: Mapping[tuple[str, str], tuple[int, int]] = {}  # P and D: handoffs and tokens in `pairs_s`
     pairs_s: float = 10.0

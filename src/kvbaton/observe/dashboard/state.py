@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.observe.dashboard.pulse import BUCKET_S, Pulse, percentile
-from kvbaton.observe.dashboard.scene import Failure, Moving, Scene, Seen
+from kvbaton.observe.dashboard.scene import Failure, MovingHandoff, Scene, SeenHandoff
 from kvbaton.observe.flight.flight_records import STAGES
 
 STATE_BYTES_MAX = 100_000
@@ -91,7 +91,7 @@ def encode(state: dict[str, Any]) -> bytes:
     return data
 
 
-def _drawn(workers: Sequence[Seen]) -> list[Seen]:
+def _drawn(workers: Sequence[SeenHandoff]) -> list[SeenHandoff]:
     """Half of the room for each role, more where the other needs less; troubled ones go before others."""
     ordered = sorted(workers, key=lambda worker: (_ROLES.get(worker.role, 1), _natural(worker.name)))
     if len(ordered) <= WORKERS_MAX:
@@ -112,7 +112,7 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
     return [(True, int(part), "") if part[0] in "0123456789" else (False, 0, part) for part in parts]
 
 
-def _worker(worker: Seen) -> dict[str, Any]:
+def _worker(worker: SeenHandoff) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "name": worker.name[:NAME_CHARS_MAX],
         "role": worker.role[:NAME_CHARS_MAX],
@@ -132,11 +132,11 @@ def _worker(worker: Seen) -> dict[str, Any]:
     return shown
 
 
-def _is_silent(worker: Seen) -> bool:
+def _is_silent(worker: SeenHandoff) -> bool:
     return worker.heard_s is not None and worker.heard_s >= SILENT_S
 
 
-def _rate(worker: Seen, name: str) -> float:
+def _rate(worker: SeenHandoff, name: str) -> float:
     """What it does now; of one that is silent nobody knows, and what it did last is not it."""
     return 0.0 if _is_silent(worker) else worker.rates.get(name, 0.0)
 
@@ -204,7 +204,7 @@ def _stages(pulse: Pulse, now: float) -> list[dict[str, Any]]:
     return found
 
 
-def _dots(moving: Sequence[Moving], index: Mapping[str, int]) -> list[dict[str, Any]]:
+def _dots(moving: Sequence[MovingHandoff], index: Mapping[str, int]) -> list[dict[str, Any]]:
     found = []
     for each in moving:
         if each.source not in index or each.target not in index:
@@ -237,7 +237,7 @@ def _failure(failure: Failure, now: float) -> dict[str, Any]:
     }
 
 
-def _states(workers: Sequence[Seen]) -> dict[str, int]:
+def _states(workers: Sequence[SeenHandoff]) -> dict[str, int]:
     found: dict[str, int] = {}
     for worker in workers:
         found[worker.state] = found.get(worker.state, 0) + 1

@@ -17,10 +17,10 @@ from kvbaton.observe.dashboard import state
 from kvbaton.observe.dashboard.pulse import Pulse
 from kvbaton.observe.dashboard.recent import PAIRS_S, FirstByteWaits, RecentHandoffs, RecentJourneys, WorkerCounts
 from kvbaton.observe.dashboard.scene import Scene
-from kvbaton.observe.dashboard.sights import Listed, moving_of, pair_of, seen
+from kvbaton.observe.dashboard.sights import ListedWorker, moving_of, pair_of, seen
 from kvbaton.observe.flight.flight_records import Flight
 from kvbaton.observe.flight.journey import Journey
-from kvbaton.observe.flight.worker_reports import Told
+from kvbaton.observe.flight.worker_reports import WorkerGauges
 
 FRESH_S = 0.5
 FRESH_S_MAX = 5.0
@@ -39,7 +39,7 @@ class Gathered(Protocol):
 
     def journeys(self, last: int = 20, failed: bool = False, find: str = "") -> list[Journey]: ...
     def under_way(self, limit: int = 200) -> list[Flight]: ...
-    def workers(self, now: float | None = None) -> list[Told]: ...
+    def workers(self, now: float | None = None) -> list[WorkerGauges]: ...
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -49,13 +49,13 @@ class Figures(msgspec.Struct, frozen=True):
     draining: bool = False
 
 
-class Watch:
+class ClusterWatch:
     """One router's page."""
 
     def __init__(
         self,
         gathered: Gathered,
-        listed: Callable[[], Sequence[Listed]],
+        listed: Callable[[], Sequence[ListedWorker]],
         figures: Callable[[], Figures],
         *,
         version: str = "",
@@ -108,7 +108,7 @@ class Watch:
             self._pulse.lost(now)
         self._ended.note(now, flight, pair, weight)
 
-    def _tick(self, now: float) -> list[Told]:
+    def _tick(self, now: float) -> list[WorkerGauges]:
         # what was counted since then is of then, where nobody looked for long: reports come within a second
         at = now if now - self._ticked_at <= LATE_S else self._ticked_at + TICK_S
         self._ticked_at = now
@@ -118,7 +118,7 @@ class Watch:
 
     # --- what is seen
 
-    def _scene(self, now: float, workers: Sequence[Told]) -> Scene:
+    def _scene(self, now: float, workers: Sequence[WorkerGauges]) -> Scene:
         figures = self._figures()
         self._pulse.in_flight(now, figures.in_flight)
         return msgspec.structs.replace(

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from kvbaton.observe.flight.flight_records import DELIVERED, Flight, Seat
+from kvbaton.observe.flight.flight_records import DELIVERED, Flight, FlightSeat
 
 SLACK_S = 0.002
 """Threads write their marks down a little late; within this no clock is called wrong."""
 
-_R, _P, _D = Seat.ROUTER, Seat.PREFILL, Seat.DECODE
+_R, _P, _D = FlightSeat.ROUTER, FlightSeat.PREFILL, FlightSeat.DECODE
 
-BEFORE: tuple[tuple[Seat, str, Seat, str], ...] = (
+BEFORE: tuple[tuple[FlightSeat, str, FlightSeat, str], ...] = (
     (_R, "prefill_sent", _P, "begun"),
     (_P, "begun", _R, "prefill_answered"),
     (_P, "complete", _R, "prefill_answered"),
@@ -33,7 +33,7 @@ BEFORE: tuple[tuple[Seat, str, Seat, str], ...] = (
     (_D, "copied", _P, "committed"),
 )
 """A step of one side, and one of another that it must have come before."""
-BEFORE_IF_DELIVERED: tuple[tuple[Seat, str, Seat, str], ...] = (
+BEFORE_IF_DELIVERED: tuple[tuple[FlightSeat, str, FlightSeat, str], ...] = (
     (_D, "ended", _R, "first_byte"),
     (_P, "committed", _D, "ended"),
     (_P, "written", _D, "ended"),
@@ -82,7 +82,7 @@ def _limits(flights: Sequence[Flight]) -> dict[tuple[int, int], float]:
     return limits
 
 
-def _pairs(first: Flight, second: Flight) -> Sequence[tuple[Seat, str, Seat, str]]:
+def _pairs(first: Flight, second: Flight) -> Sequence[tuple[FlightSeat, str, FlightSeat, str]]:
     decoding = first if first.seat is _D else second if second.seat is _D else None
     delivered = decoding is not None and decoding.end == DELIVERED
     return (*BEFORE, *BEFORE_IF_DELIVERED) if delivered else BEFORE

@@ -25,14 +25,14 @@ from typing import Protocol
 import msgspec
 
 from kvbaton.observe.flight import journey as j
-from kvbaton.observe.flight.flight_records import Flight, Seat
+from kvbaton.observe.flight.flight_records import Flight, FlightSeat
 from kvbaton.observe.flight.joining import began, key_of, matches, side_of, tries_of
 from kvbaton.observe.flight.journey import Journey
-from kvbaton.observe.flight.journey_store import ROUTER, Shelf, Story
+from kvbaton.observe.flight.journey_store import ROUTER, JourneyStore, Story
 from kvbaton.observe.flight.recorder import LEVEL_MAX, is_shared
-from kvbaton.observe.flight.report import Report
+from kvbaton.observe.flight.report import FlightReport
 from kvbaton.observe.flight.sanitize import clean, size_of
-from kvbaton.observe.flight.worker_reports import Telling, Told
+from kvbaton.observe.flight.worker_reports import WorkerGauges, WorkerReports
 
 log = logging.getLogger(__name__)
 
@@ -75,12 +75,12 @@ class Gathering:
         self.level = 0  # of those that ended well one in 2**level is kept, the same as at the workers
         self._clock = clock
         self._bounds = (journeys_max, failures_max, bytes_max)
-        self._fine = Shelf()
-        self._failed = Shelf()
+        self._fine = JourneyStore()
+        self._failed = JourneyStore()
         self._bytes = 0
         self._live: dict[Live, None] = {}  # oldest first
         self._asked_for: dict[str, None] = {}
-        self._telling = Telling()
+        self._telling = WorkerReports()
         self._rate = _Rate(flights_per_s)
         self._lock = threading.Lock()
 
@@ -134,7 +134,7 @@ class Gathering:
             if self._knows(key):
                 self._put(key, flight)
 
-    def heard(self, worker: str, incarnation: int, report: Report, now: float | None = None) -> None:
+    def heard(self, worker: str, incarnation: int, report: FlightReport, now: float | None = None) -> None:
         """A worker's report, decoded; `now` is Unix time here."""
         now = self._clock() if now is None else now
         kept = tuple(flight for flight in report.flights if self._keeps(flight))
@@ -191,10 +191,10 @@ class Gathering:
         """The router's own that are kept, oldest first, and those under way: what is dumped on request."""
         with self._lock:
             stories = [*self._fine, *self._failed]
-            own = [flight for story in stories for flight in story.sides.values() if flight.seat is Seat.ROUTER]
+            own = [flight for story in stories for flight in story.sides.values() if flight.seat is FlightSeat.ROUTER]
             return [*sorted(own, key=lambda flight: flight.began), *(live.flight() for live in list(self._live))]
 
-    def workers(self, now: float | None = None) -> list[Told]:
+    def workers(self, now: float | None = None) -> list[WorkerGauges]:
         """What each worker told last, by name; also of those that are gone, for a while."""
         with self._lock:
             return self._telling.told(self._clock() if now is None else now)
@@ -210,12 +210,12 @@ class Gathering:
             return self._telling.reports_of(worker)
 
     def _joined(self, flights: Sequence[Flight], tries: Mapping[str, int]) -> Journey:
-        router = next((flight for flight in flights if flight.seat is Seat.ROUTER), None)
+        router = next((flight for flight in flights if flight.seat is FlightSeat.ROUTER), None)
         key = flights[0].handoff
         count = 1 if router is None else tries[router.request]
 
-        def why(seat: Seat, worker: str) -> str:
-            if seat is Seat.ROUTER:
+        def why(seat: FlightSeat, worker: str) -> str:
+            if seat is FlightSeat.ROUTER:
                 return j.NOT_SEEN if is_shared(key, self.level) else j.SAMPLED_OUT
             if not worker:  # nobody came for it
                 return j.NOT_SEEN
@@ -236,7 +236,7 @@ class Gathering:
 
     def _put(self, key: str, flight: Flight) -> None:
         shelf = self._failed if key in self._failed else self._fine
-        teller = ROUTER if flight.seat is Seat.ROUTER else flight.worker
+        teller = ROUTER if flight.seat is FlightSeat.ROUTER else flight.worker
         story = shelf.get(key)
         if story is None:
             story = Story(key, teller)
@@ -306,7 +306,7 @@ def _with_live(stories: Iterable[Story], live: Iterable[Flight]) -> list[list[Fl
 
 def _has_room(story: Story, flight: Flight) -> bool:
     """No worker takes the places of the others; the router's own word always has one."""
-    if flight.seat is Seat.ROUTER:
+    if flight.seat is FlightSeat.ROUTER:
         return True
     of_it = sum(1 for seat, worker, _, _ in story.sides if (seat, worker) == (flight.seat, flight.worker))
     return of_it < SIDES_OF_ONE_MAX and len(story.sides) < SIDES_MAX

@@ -28,7 +28,7 @@ Text = Annotated[str, Meta(max_length=TEXT_CHARS_MAX)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class Seat(enum.StrEnum):
+class FlightSeat(enum.StrEnum):
     """From where a handoff was seen."""
 
     ROUTER = "router"
@@ -51,7 +51,7 @@ Moments = Annotated[tuple[Moment, ...], Meta(max_length=MOMENTS_MAX)]
 class Flight(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One handoff as one process saw it. At the router: one try of a request."""
 
-    seat: Seat
+    seat: FlightSeat
     worker: Name  # who wrote it
     incarnation: Name = ""  # hex
     handoff: Name = ""  # "" where none came about

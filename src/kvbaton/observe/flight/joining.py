@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvbaton.observe.flight.flight_records import Flight, Seat
+from kvbaton.observe.flight.flight_records import Flight, FlightSeat
 from kvbaton.observe.flight.journey import Journey, join
 
 FIND_CHARS_MIN = 6
@@ -20,7 +20,7 @@ def key_of(flight: Flight) -> str:
     return flight.handoff or f"{flight.request}#{flight.retries}@{flight.began!r}"
 
 
-def side_of(flight: Flight) -> tuple[Seat, str, str, str]:
+def side_of(flight: Flight) -> tuple[FlightSeat, str, str, str]:
     """Who wrote it, and of which of its requests; a later record of the same replaces it."""
     return flight.seat, flight.worker, flight.incarnation, flight.request
 
@@ -35,7 +35,7 @@ def matches(flight: Flight, text: str) -> bool:
 def began(flights: Iterable[Flight]) -> float:
     """When the router saw it first, or else anybody."""
     known = list(flights)
-    router = [flight.began for flight in known if flight.seat is Seat.ROUTER]
+    router = [flight.began for flight in known if flight.seat is FlightSeat.ROUTER]
     return min(router or [flight.began for flight in known])
 
 
@@ -44,14 +44,14 @@ def tries_of(groups: Iterable[Sequence[Flight]]) -> dict[str, int]:
     tries: dict[str, int] = {}
     for group in groups:
         for flight in group:
-            if flight.seat is Seat.ROUTER:
+            if flight.seat is FlightSeat.ROUTER:
                 tries[flight.request] = max(tries.get(flight.request, 1), flight.retries + 1)
     return tries
 
 
 def joined(flights: Iterable[Flight], *, last: int, failed: bool = False, find: str = "") -> list[Journey]:
     """Newest first."""
-    stories: dict[str, dict[tuple[Seat, str, str, str], Flight]] = {}
+    stories: dict[str, dict[tuple[FlightSeat, str, str, str], Flight]] = {}
     for flight in flights:
         sides = stories.setdefault(key_of(flight), {})
         before = sides.get(side_of(flight))

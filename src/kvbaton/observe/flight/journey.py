@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from kvbaton.observe.flight.clocks import offsets
-from kvbaton.observe.flight.flight_records import DELIVERED, Flight, Moment, Seat
+from kvbaton.observe.flight.flight_records import DELIVERED, Flight, FlightSeat, Moment
 
 NOT_YET = "not told yet"
 GONE = "gone"
@@ -39,13 +39,13 @@ DECODE_STAGES = {
     "deliver": ("ended", "taken"),
 }
 """As `records.stages`, which a test compares; the first part of a claim is to have a link to P at all."""
-STAGES: Mapping[Seat, Mapping[str, tuple[str, str]]] = {
-    Seat.ROUTER: ROUTER_STAGES,
-    Seat.PREFILL: PREFILL_STAGES,
-    Seat.DECODE: DECODE_STAGES,
+STAGES: Mapping[FlightSeat, Mapping[str, tuple[str, str]]] = {
+    FlightSeat.ROUTER: ROUTER_STAGES,
+    FlightSeat.PREFILL: PREFILL_STAGES,
+    FlightSeat.DECODE: DECODE_STAGES,
 }
-_ORDER = list(Seat)
-Why = Callable[[Seat, str], str]
+_ORDER = list(FlightSeat)
+Why = Callable[[FlightSeat, str], str]
 """Says why a side's record is not here, given the worker's name."""
 
 
@@ -53,7 +53,7 @@ class Stage(msgspec.Struct, frozen=True):
     """A stretch of one side's time; one that was never finished is not listed."""
 
     name: str
-    seat: Seat
+    seat: FlightSeat
     worker: str
     begin_s: float
     end_s: float
@@ -63,10 +63,10 @@ class Stage(msgspec.Struct, frozen=True):
         return self.end_s - self.begin_s
 
 
-class Lane(msgspec.Struct, frozen=True, omit_defaults=True):
+class JourneyLane(msgspec.Struct, frozen=True, omit_defaults=True):
     """One side's part. Its own clock's time of a moment is `journey.began + moment.at - clock_offset_s`."""
 
-    seat: Seat
+    seat: FlightSeat
     worker: str
     incarnation: str = ""
     request: str = ""  # its own id of the request
@@ -83,7 +83,7 @@ class Lane(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Missing(msgspec.Struct, frozen=True):
-    seat: Seat
+    seat: FlightSeat
     worker: str  # "" where nobody knows who it was
     why: str
 
@@ -105,7 +105,7 @@ class Journey(msgspec.Struct, frozen=True, omit_defaults=True):
     end: str = ""  # "" under way; ok or delivered; else why not
     failed: bool = False  # on any side: a request may be answered although its handoff failed
     detail: str = ""
-    lanes: tuple[Lane, ...] = ()  # router, P, D, as far as they told
+    lanes: tuple[JourneyLane, ...] = ()  # router, P, D, as far as they told
     stages: tuple[Stage, ...] = ()
     missing: tuple[Missing, ...] = ()
     ttft_s: float | None = None  # at the router: from the request to the first byte of its answer
@@ -118,7 +118,7 @@ class Journey(msgspec.Struct, frozen=True, omit_defaults=True):
     def is_over(self) -> bool:
         return bool(self.end)
 
-    def lane(self, seat: Seat) -> Lane | None:
+    def lane(self, seat: FlightSeat) -> JourneyLane | None:
         return next((lane for lane in self.lanes if lane.seat is seat), None)
 
 
@@ -138,11 +138,11 @@ def join(
     began = min(starts, default=0.0)
     lanes = tuple(_lane(flight, shifts[id(flight)], began, gone(flight)) for flight in known)
     stages = tuple(stage for lane in lanes for stage in _stages(lane))
-    router = next((flight for flight in known if flight.seat is Seat.ROUTER), None)
-    decode = next((flight for flight in known if flight.seat is Seat.DECODE), None)
+    router = next((flight for flight in known if flight.seat is FlightSeat.ROUTER), None)
+    decode = next((flight for flight in known if flight.seat is FlightSeat.DECODE), None)
     head = router or decode or known[0]
     end, detail = _end(known, router)
-    ttft_s = _between(lanes, Seat.ROUTER, "received", "first_byte")
+    ttft_s = _between(lanes, FlightSeat.ROUTER, "received", "first_byte")
     transfer_s = _transfer_s(lanes)
     copied = max((flight.bytes for flight in known), default=0)
     copy_s = next((stage.seconds for stage in stages if stage.name == "copy"), 0.0)
@@ -154,7 +154,7 @@ def join(
         number=0 if router is None else router.retries,
         tries=tries,
         mode=_first(known, "mode"),
-        transport=_first((flight for flight in known if flight.seat is not Seat.ROUTER), "transport"),
+        transport=_first((flight for flight in known if flight.seat is not FlightSeat.ROUTER), "transport"),
         tokens=next((flight.tokens for flight in reversed(known) if flight.tokens), 0),
         blocks=max((flight.blocks for flight in known), default=0),
         bytes=copied,
@@ -172,11 +172,11 @@ def join(
     )
 
 
-def _lane(flight: Flight, shift: float, began: float, gone: bool) -> Lane:
+def _lane(flight: Flight, shift: float, began: float, gone: bool) -> JourneyLane:
     moments = tuple(
         Moment(moment.step, round(moment.at + shift - began, 6), moment.detail) for moment in flight.moments
     )
-    return Lane(
+    return JourneyLane(
         flight.seat,
         flight.worker,
         flight.incarnation,
@@ -194,22 +194,22 @@ def _lane(flight: Flight, shift: float, began: float, gone: bool) -> Lane:
     )
 
 
-def _stages(lane: Lane) -> Iterable[Stage]:
+def _stages(lane: JourneyLane) -> Iterable[Stage]:
     when = _when(lane)
     for name, (first, last) in STAGES[lane.seat].items():
         begin, end = when.get(first), when.get(last)
-        if name == "handover" and lane.seat is Seat.ROUTER and when.get(last, 0.0) < when.get(first, 0.0):
+        if name == "handover" and lane.seat is FlightSeat.ROUTER and when.get(last, 0.0) < when.get(first, 0.0):
             continue  # both were asked at once
         if begin is not None and end is not None:
             yield Stage(name, lane.seat, lane.worker, begin, max(end, begin))
 
 
-def _when(lane: Lane) -> dict[str, float]:
+def _when(lane: JourneyLane) -> dict[str, float]:
     """Each step's first moment."""
     return {moment.step: moment.at for moment in reversed(lane.moments)}
 
 
-def _between(lanes: Sequence[Lane], seat: Seat, first: str, last: str) -> float | None:
+def _between(lanes: Sequence[JourneyLane], seat: FlightSeat, first: str, last: str) -> float | None:
     for lane in lanes:
         if lane.seat is seat:
             when = _when(lane)
@@ -218,15 +218,15 @@ def _between(lanes: Sequence[Lane], seat: Seat, first: str, last: str) -> float 
     return None
 
 
-def _transfer_s(lanes: Sequence[Lane]) -> float | None:
-    decode = next((lane for lane in lanes if lane.seat is Seat.DECODE and lane.end == DELIVERED), None)
+def _transfer_s(lanes: Sequence[JourneyLane]) -> float | None:
+    decode = next((lane for lane in lanes if lane.seat is FlightSeat.DECODE and lane.end == DELIVERED), None)
     if decode is None:
         return None
     when = _when(decode)
     until = when.get("taken", when.get("ended"))
     if until is None or "asked" not in when:
         return None
-    ready = [_when(lane).get("complete", 0.0) for lane in lanes if lane.seat is Seat.PREFILL]
+    ready = [_when(lane).get("complete", 0.0) for lane in lanes if lane.seat is FlightSeat.PREFILL]
     return round(max(until - max([when["asked"], *ready]), 0.0), 6)
 
 
@@ -238,7 +238,7 @@ def _end(known: Sequence[Flight], router: Flight | None) -> tuple[str, str]:
         if flight.failed:
             return flight.end, flight.detail
     ended = [flight for flight in known if flight.is_over]
-    decode = [flight for flight in ended if flight.seat is Seat.DECODE]
+    decode = [flight for flight in ended if flight.seat is FlightSeat.DECODE]
     return (decode or ended)[0].end if ended else "", ""
 
 
@@ -246,10 +246,10 @@ def _missing(known: Sequence[Flight], router: Flight | None, why: Why) -> tuple[
     here = {flight.seat for flight in known}
     found = []
     if router is None:
-        found.append(Missing(Seat.ROUTER, "", why(Seat.ROUTER, "")))
+        found.append(Missing(FlightSeat.ROUTER, "", why(FlightSeat.ROUTER, "")))
     elif router.mode == "alone" or not router.peers:
         return ()
-    for index, seat in enumerate((Seat.PREFILL, Seat.DECODE)):
+    for index, seat in enumerate((FlightSeat.PREFILL, FlightSeat.DECODE)):
         if seat in here:
             continue
         if router is not None and router.at(f"{seat}_sent") is None:
@@ -259,10 +259,10 @@ def _missing(known: Sequence[Flight], router: Flight | None, why: Why) -> tuple[
     return tuple(found)
 
 
-def _named(known: Sequence[Flight], router: Flight | None, seat: Seat, index: int) -> str:
+def _named(known: Sequence[Flight], router: Flight | None, seat: FlightSeat, index: int) -> str:
     if router is not None:
         return router.peers[index] if index < len(router.peers) else ""
-    other = Seat.DECODE if seat is Seat.PREFILL else Seat.PREFILL
+    other = FlightSeat.DECODE if seat is FlightSeat.PREFILL else FlightSeat.PREFILL
     return next((flight.peers[0] for flight in known if flight.seat is other and flight.peers), "")
 
 

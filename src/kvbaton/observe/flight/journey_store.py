@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvbaton.observe.flight.flight_records import Flight, Seat
+from kvbaton.observe.flight.flight_records import Flight, FlightSeat
 
 ROUTER = ""
 """The teller of what the router saw; no worker has this name."""
@@ -21,7 +21,7 @@ class Story:
 
     key: str
     teller: str
-    sides: dict[tuple[Seat, str, str, str], Flight] = field(default_factory=dict)
+    sides: dict[tuple[FlightSeat, str, str, str], Flight] = field(default_factory=dict)
     bytes: int = 0
     failed: bool = False
 
@@ -32,7 +32,7 @@ class _Bill:
     bytes: int = 0
 
 
-class Shelf:
+class JourneyStore:
     """Stories by key. Not safe from several threads; whoever holds it has a lock."""
 
     def __init__(self) -> None:

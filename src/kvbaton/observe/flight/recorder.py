@@ -22,10 +22,10 @@ from kvbaton.observe.flight.flight_records import (
     NAME_CHARS_MAX,
     TEXT_CHARS_MAX,
     Flight,
+    FlightSeat,
     Moment,
-    Seat,
 )
-from kvbaton.observe.flight.report import FLIGHTS_MAX, REPORT_BYTES_MAX, Report, encode
+from kvbaton.observe.flight.report import FLIGHTS_MAX, REPORT_BYTES_MAX, FlightReport, encode
 from kvbaton.protocol.ids import PeerId, RequestId
 from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 
@@ -41,7 +41,7 @@ TOLD_PER_REPORT = 100
 """Beyond it a share is told. Failures always are, as far as they fit."""
 LEVEL_MAX = 10
 PEERS_MAX = 8
-_SEATS = {Side.PREFILL: Seat.PREFILL, Side.DECODE: Seat.DECODE}
+_SEATS = {Side.PREFILL: FlightSeat.PREFILL, Side.DECODE: FlightSeat.DECODE}
 
 OnFlight = Callable[[Flight], None]
 
@@ -52,7 +52,7 @@ def is_shared(handoff: str, level: int) -> bool:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenFlight:
     """A handoff under way on this side."""
 
     side: Side
@@ -73,8 +73,8 @@ class Recorder:
         self.counters: Counter[str] = Counter()
         self._me = me
         self._lock = threading.Lock()
-        self._open: OrderedDict[tuple[Side, int], _Open] = OrderedDict()
-        self._closing: dict[tuple[Side, int], _Open] = {}  # those that are over, or only wait to be taken
+        self._open: OrderedDict[tuple[Side, int], _OpenFlight] = OrderedDict()
+        self._closing: dict[tuple[Side, int], _OpenFlight] = {}  # those that are over, or only wait to be taken
         self._ready: list[tuple[Side, int]] = []  # of those, which wait for nothing more
         self._looked_at = 0.0
         self._untaken: dict[RequestId, tuple[Side, int]] = {}
@@ -162,7 +162,7 @@ class Recorder:
         kept = told[:FLIGHTS_MAX]
         missed = len(told) - len(kept)
         while True:
-            data = encode(Report(at, dict(gauges), dict(links), tuple(kept), 2.0**-level, missed))
+            data = encode(FlightReport(at, dict(gauges), dict(links), tuple(kept), 2.0**-level, missed))
             if len(data) <= REPORT_BYTES_MAX or not kept:
                 return data
             missed += len(kept) - len(kept) // 2
@@ -173,7 +173,7 @@ class Recorder:
     def _note(self, mark: Mark, wall_offset_s: float) -> None:
         key = (mark.side, mark.key)
         if isinstance(mark.what, Begun):
-            opened = self._open[key] = _Open(mark.side, mark.what, taken=mark.side is Side.PREFILL)
+            opened = self._open[key] = _OpenFlight(mark.side, mark.what, taken=mark.side is Side.PREFILL)
             if mark.what.peer:
                 opened.peers.append(mark.what.peer)
             if len(self._open) > OPEN_MAX:
@@ -234,7 +234,7 @@ class Recorder:
         if self._untaken.get(each.begun.request) == key:
             del self._untaken[each.begun.request]
 
-    def _flight(self, key: tuple[Side, int], each: _Open) -> Flight:
+    def _flight(self, key: tuple[Side, int], each: _OpenFlight) -> Flight:
         begun, ended = each.begun, each.ended
         end = ""
         if ended is not None:
@@ -264,7 +264,7 @@ def _at(moment: Moment) -> float:
     return moment.at
 
 
-def _waits(each: _Open, wall: float) -> bool:
+def _waits(each: _OpenFlight, wall: float) -> bool:
     """Whether its engine may still take it. A little before its end is the jitter of two clocks; more: one was set."""
     return not each.taken and -TAKEN_S < wall - each.ended_at < TAKEN_S
 

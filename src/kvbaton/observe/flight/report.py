@@ -22,7 +22,7 @@ class ReportError(Exception):
     """Bytes that are no report; the text names the field."""
 
 
-class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+class FlightReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """From one worker, in one of its lives."""
 
     at: float  # Unix time at the worker
@@ -34,14 +34,14 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Report)
+_decoder = msgspec.msgpack.Decoder(FlightReport)
 
 
-def encode(report: Report) -> bytes:
+def encode(report: FlightReport) -> bytes:
     return _encoder.encode(report)
 
 
-def decode(data: bytes) -> Report:
+def decode(data: bytes) -> FlightReport:
     if len(data) > REPORT_BYTES_MAX:
         raise ReportError(f"report: {len(data)} bytes, at most {REPORT_BYTES_MAX}")
     try:

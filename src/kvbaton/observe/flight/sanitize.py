@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.observe.flight.flight_records import NAME_CHARS_MAX, TEXT_CHARS_MAX, Flight, Moment, Seat
-from kvbaton.observe.flight.report import Report
+from kvbaton.observe.flight.flight_records import NAME_CHARS_MAX, TEXT_CHARS_MAX, Flight, FlightSeat, Moment
+from kvbaton.observe.flight.report import FlightReport
 from kvbaton.protocol.ids import is_handoff_id
 
 YEAR_9999 = 253_402_300_800.0
@@ -21,10 +21,10 @@ _MOMENT_BYTES = 160
 _FLIGHT_BYTES = 700
 
 
-def clean(report: Report, worker: str, incarnation: str) -> tuple[Report, int]:
+def clean(report: FlightReport, worker: str, incarnation: str) -> tuple[FlightReport, int]:
     """The report as that worker may have meant it, and how many flights were left out."""
     flights = [found for flight in report.flights if (found := clean_flight(flight, worker, incarnation)) is not None]
-    tidy = Report(
+    tidy = FlightReport(
         at=_instant(report.at),
         gauges={printable(name): value for name, value in report.gauges.items() if abs(value) <= GAUGE_MAX},
         links={printable(name): printable(value) for name, value in report.links.items()},
@@ -37,7 +37,7 @@ def clean(report: Report, worker: str, incarnation: str) -> tuple[Report, int]:
 
 def clean_flight(flight: Flight, worker: str, incarnation: str) -> Flight | None:
     """The flight under the name that was proven; None if it is not one that a worker can tell of."""
-    if flight.seat is Seat.ROUTER or not flight.moments:
+    if flight.seat is FlightSeat.ROUTER or not flight.moments:
         return None
     if not is_handoff_id(flight.handoff) and (flight.handoff or not flight.failed):  # "": refused at D's door
         return None

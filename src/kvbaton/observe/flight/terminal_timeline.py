@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from kvbaton.observe.flight.flight_records import DELIVERED, QUIET, Seat
-from kvbaton.observe.flight.journey import STAGES, Journey, Lane, Missing, Stage
+from kvbaton.observe.flight.flight_records import DELIVERED, QUIET, FlightSeat
+from kvbaton.observe.flight.journey import STAGES, Journey, JourneyLane, Missing, Stage
 
 WIDTH_MIN = 60
 WIDTH_MAX = 160
 DETAIL_CHARS_MAX = 400
-_NAMES = {Seat.ROUTER: "router", Seat.PREFILL: "P", Seat.DECODE: "D"}
+_NAMES = {FlightSeat.ROUTER: "router", FlightSeat.PREFILL: "P", FlightSeat.DECODE: "D"}
 _BARS = {
-    Seat.ROUTER: ("choose", "prefill", "handover", "first_token", "answer"),
-    Seat.PREFILL: ("compute", "hold"),
-    Seat.DECODE: ("connect", "claim", "queue", "copy", "commit", "deliver"),
+    FlightSeat.ROUTER: ("choose", "prefill", "handover", "first_token", "answer"),
+    FlightSeat.PREFILL: ("compute", "hold"),
+    FlightSeat.DECODE: ("connect", "claim", "queue", "copy", "commit", "deliver"),
 }
 """Each on a line of its own, in the order of a journey; `first_byte` lies within `copy` and is a figure only."""
 _INNER = ("handover", "hold")
@@ -75,8 +75,8 @@ def draw(journey: Journey, width: int = 100, ink: Ink | None = None) -> list[str
 
 def brief(journey: Journey) -> list[str]:
     """One row for a list: when, what, who, how long, how it ended."""
-    router = journey.lane(Seat.ROUTER)
-    workers = [_worker(journey, seat) or "-" for seat in (Seat.PREFILL, Seat.DECODE)]
+    router = journey.lane(FlightSeat.ROUTER)
+    workers = [_worker(journey, seat) or "-" for seat in (FlightSeat.PREFILL, FlightSeat.DECODE)]
     took = journey.ttft_s if journey.ttft_s is not None else journey.seconds
     share = "" if journey.transfer_share is None else f"{journey.transfer_share:.0%}"
     return [
@@ -125,7 +125,7 @@ def _head(journey: Journey, width: int, ink: Ink) -> list[str]:
     name = journey.request or "?"
     which = f", try {journey.number + 1} of {journey.tries}" if journey.tries > 1 else ""
     lines = [ink.style(f"request {name}{which}", "bold")]
-    pair = " → ".join(_worker(journey, seat) or "?" for seat in (Seat.PREFILL, Seat.DECODE))
+    pair = " → ".join(_worker(journey, seat) or "?" for seat in (FlightSeat.PREFILL, FlightSeat.DECODE))
     what = [f"mode {journey.mode}" if journey.mode else "", "" if journey.mode == "alone" else f"from {pair}"]
     what += [f"{journey.tokens} tokens" if journey.tokens else "", journey.transport and f"over {journey.transport}"]
     if journey.bytes:
@@ -171,7 +171,7 @@ def _bar(stage: Stage, label: int, room: int, span: float, ink: Ink, *, is_open:
     return f"  {said:<{label - 2}}{drawn} {duration(stage.seconds):>9}"
 
 
-def _opened(lane: Lane, name: str) -> Stage | None:
+def _opened(lane: JourneyLane, name: str) -> Stage | None:
     """A stage that was begun and never finished, up to the last that its lane tells; none of one that ended well."""
     if lane.end in (DELIVERED, *QUIET) or not lane.moments:
         return None
@@ -206,27 +206,27 @@ def _foot(journey: Journey, ink: Ink) -> list[str]:
 
 def journey_reason(journey: Journey) -> str:
     """What to explain: what D or P says went wrong, else the router's word."""
-    for seat in (Seat.DECODE, Seat.PREFILL, Seat.ROUTER):
+    for seat in (FlightSeat.DECODE, FlightSeat.PREFILL, FlightSeat.ROUTER):
         for lane in journey.lanes:
             if lane.seat is seat and lane.end not in ("", DELIVERED, *QUIET):
                 return lane.end
     return journey.end
 
 
-def _ending(lane: Lane, ink: Ink) -> str:
+def _ending(lane: JourneyLane, ink: Ink) -> str:
     name = f"{_NAMES[lane.seat]} {lane.worker}".strip()
     if not lane.end:
         said = "gone; this is what it told last" if lane.gone else "under way"
         return f"{name}: {ink.style(said, 'warn' if lane.gone else 'dim')}"
     good = lane.end in (DELIVERED, *QUIET)
     detail = f": {lane.detail[:DETAIL_CHARS_MAX]}" if lane.detail else ""
-    more = f" (said {lane.retries} times again)" if lane.retries and lane.seat is not Seat.ROUTER else ""
+    more = f" (said {lane.retries} times again)" if lane.retries and lane.seat is not FlightSeat.ROUTER else ""
     return f"{name}: {ink.style(lane.end, 'good' if good else 'bad')}{detail}{more}{' (gone)' if lane.gone else ''}"
 
 
-def _lane_name(lane: Lane) -> str:
+def _lane_name(lane: JourneyLane) -> str:
     life = f"@{lane.incarnation[:8]}" if lane.incarnation else ""
-    own = f"  {lane.request}" if lane.seat is not Seat.ROUTER and lane.request else ""
+    own = f"  {lane.request}" if lane.seat is not FlightSeat.ROUTER and lane.request else ""
     return f"{_NAMES[lane.seat]} {lane.worker}{life}{own}"
 
 
@@ -234,14 +234,14 @@ def _absent(missing: Missing) -> str:
     return f"{_NAMES[missing.seat]} {missing.worker}".rstrip() + f": no record: {missing.why}"
 
 
-def _worker(journey: Journey, seat: Seat) -> str:
+def _worker(journey: Journey, seat: FlightSeat) -> str:
     lane = journey.lane(seat)
     if lane is not None:
         return lane.worker
     return next((missing.worker for missing in journey.missing if missing.seat is seat), "")
 
 
-def _stage(journey: Journey, lane: Lane, name: str) -> Stage | None:
+def _stage(journey: Journey, lane: JourneyLane, name: str) -> Stage | None:
     found: Sequence[Stage] = [
         stage for stage in journey.stages if (stage.seat, stage.worker, stage.name) == (lane.seat, lane.worker, name)
     ]

@@ -15,7 +15,7 @@ import msgspec
 from kvbaton.observe.flight import journey as j
 from kvbaton.observe.flight.flight_records import Flight
 from kvbaton.observe.flight.recorder import LEVEL_MAX, is_shared
-from kvbaton.observe.flight.report import Report
+from kvbaton.observe.flight.report import FlightReport
 
 WORKERS_MAX = 1024
 GONE_S = 300.0
@@ -26,7 +26,7 @@ LATE_S = 3.0
 """After its end a flight is told within this, or it is not told."""
 
 
-class Told(msgspec.Struct, frozen=True):
+class WorkerGauges(msgspec.Struct, frozen=True):
     """One worker, as it told last."""
 
     name: str
@@ -49,17 +49,17 @@ class _Worker:
     left_at: float = 0.0
     heard_at: float = 0.0
     reports: int = 0
-    report: Report = field(default_factory=lambda: Report(0.0))
+    report: FlightReport = field(default_factory=lambda: FlightReport(0.0))
     rates: dict[str, float] = field(default_factory=dict)
 
 
-class Telling:
+class WorkerReports:
     """All workers of one router."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
 
-    def heard(self, name: str, incarnation: int, tidy: Report, now: float) -> None:
+    def heard(self, name: str, incarnation: int, tidy: FlightReport, now: float) -> None:
         """Take a report that was cleaned."""
         worker = self._workers.get(name)
         if worker is None:
@@ -68,7 +68,7 @@ class Telling:
         if worker.incarnation != incarnation:
             if worker.here:  # the life before this one, telling late: its flights count, its gauges do not
                 return
-            worker.incarnation, worker.report, worker.rates = incarnation, Report(0.0), {}
+            worker.incarnation, worker.report, worker.rates = incarnation, FlightReport(0.0), {}
             worker.reports = 0
         before = worker.report
         span_s = tidy.at - before.at
@@ -91,7 +91,7 @@ class Telling:
             if worker.here and name not in workers:
                 worker.here, worker.left_at = False, now
 
-    def told(self, now: float) -> list[Told]:
+    def told(self, now: float) -> list[WorkerGauges]:
         self._drop_old(now)
         return [_told(name, worker, now) for name, worker in sorted(self._workers.items())]
 
@@ -151,9 +151,9 @@ def _rates(before: Mapping[str, float], after: Mapping[str, float], span_s: floa
     return {name: round(max(after[name] - before[name], 0.0) / span_s, 6) for name in totals}
 
 
-def _told(name: str, worker: _Worker, now: float) -> Told:
+def _told(name: str, worker: _Worker, now: float) -> WorkerGauges:
     report = worker.report
-    return Told(
+    return WorkerGauges(
         name,
         f"{worker.incarnation:016x}",
         worker.seat,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvbaton.observe.metrics.histogram import Exemplar, Histogram
-from kvbaton.observe.metrics.metric_names import BY_NAME, Kind, Metric, MetricError
+from kvbaton.observe.metrics.metric_names import BY_NAME, Metric, MetricError, MetricKind
 
 CLASSIC = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -39,7 +39,7 @@ class Family:
         for labels, value in self.samples.items():
             if labels != metric.labelled(labels):
                 raise MetricError(f"{metric.name}: {labels} is not within {metric.label_names}")
-            if isinstance(value, Histogram) is not (metric.kind is Kind.HISTOGRAM):
+            if isinstance(value, Histogram) is not (metric.kind is MetricKind.HISTOGRAM):
                 raise MetricError(f"{metric.name}: a {metric.kind} cannot be {value!r}")
 
 
@@ -92,8 +92,8 @@ def render(families: Iterable[Family], *, openmetrics: bool) -> str:
 def _heading(metric: Metric, openmetrics: bool) -> Iterator[str]:
     name, kind = metric.name, metric.kind.value
     if openmetrics:
-        name = name.removesuffix("_total" if metric.kind is Kind.COUNTER else "_info")
-    elif metric.kind is Kind.INFO:
+        name = name.removesuffix("_total" if metric.kind is MetricKind.COUNTER else "_info")
+    elif metric.kind is MetricKind.INFO:
         kind = "gauge"
     yield f"# HELP {name} {_escape(metric.help)}" if openmetrics else f"# HELP {name} {_plain(metric.help)}"
     yield f"# TYPE {name} {kind}"

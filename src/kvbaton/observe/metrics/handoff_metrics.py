@@ -11,15 +11,15 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvbaton.observe.flight.flight_records import DELIVERED, Flight, Seat, stages
+from kvbaton.observe.flight.flight_records import DELIVERED, Flight, FlightSeat, stages
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.exposition import Family, Labels
 from kvbaton.observe.metrics.histogram import Exemplar, Histogram
-from kvbaton.observe.metrics.metric_names import Kind, Metric
+from kvbaton.observe.metrics.metric_names import Metric, MetricKind
 
 OBSERVED = (
-    metric_names.HANDOFFS, metric_names.STAGE_SECONDS, metric_names.HANDOFF_SECONDS, metric_names.HANDOFF_BYTES, metric_names.LEASE_ENDS,
-    metric_names.LEASE_HELD_SECONDS, metric_names.REPEATED,
+    metric_names.HANDOFFS, metric_names.STAGE_SECONDS, metric_names.HANDOFF_SECONDS, metric_names.HANDOFF_BYTES,
+    metric_names.LEASE_ENDS, metric_names.LEASE_HELD_SECONDS, metric_names.REPEATED,
 )  # fmt: skip
 """What comes of flights and of nothing else."""
 
@@ -34,10 +34,10 @@ class Observation(msgspec.Struct, frozen=True):
 
 def observations(flight: Flight) -> Iterator[Observation]:
     """What a flight that is over adds. The router's have metrics of their own."""
-    if flight.seat is Seat.ROUTER or not flight.is_over:
+    if flight.seat is FlightSeat.ROUTER or not flight.is_over:
         return
     mode, transport = flight.mode, flight.transport
-    if flight.seat is Seat.DECODE:
+    if flight.seat is FlightSeat.DECODE:
         yield _one(metric_names.HANDOFFS, (mode, transport, flight.end), 1)
         if flight.end == DELIVERED:
             yield from _times(flight)
@@ -89,9 +89,9 @@ class HandoffMetrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._histograms = {each.name: Histograms(each) for each in OBSERVED if each.kind is Kind.HISTOGRAM}
+        self._histograms = {each.name: Histograms(each) for each in OBSERVED if each.kind is MetricKind.HISTOGRAM}
         self._counts: dict[str, dict[Labels, float]] = {
-            each.name: {} if each.labels else {(): 0} for each in OBSERVED if each.kind is Kind.COUNTER
+            each.name: {} if each.labels else {(): 0} for each in OBSERVED if each.kind is MetricKind.COUNTER
         }
         self._exemplars: dict[str, dict[Labels, Exemplar]] = {name: {} for name in self._counts}
 

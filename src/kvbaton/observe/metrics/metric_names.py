@@ -26,7 +26,7 @@ class MetricError(Exception):
     """Something was to be exported that is not on the list, or not as the list says. A bug."""
 
 
-class Kind(enum.StrEnum):
+class MetricKind(enum.StrEnum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -49,7 +49,7 @@ class Label(msgspec.Struct, frozen=True):
 
 class Metric(msgspec.Struct, frozen=True):
     name: str
-    kind: Kind
+    kind: MetricKind
     help: str
     where: tuple[Where, ...]
     labels: tuple[Label, ...] = ()
@@ -68,7 +68,7 @@ class Metric(msgspec.Struct, frozen=True):
     @property
     def series(self) -> tuple[str, ...]:
         """The names that a scrape shows."""
-        if self.kind is Kind.HISTOGRAM:
+        if self.kind is MetricKind.HISTOGRAM:
             return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
         return (self.name,)
 
@@ -102,15 +102,15 @@ _ENGINES, _ALL, _OWN = (_W, _V), (_R, _W, _V), (_R, _W)
 
 
 def _counter(name: str, text: str, where: tuple[Where, ...], *labels: Label, from_zero: bool = False) -> Metric:
-    return Metric(f"kvbaton_{name}_total", Kind.COUNTER, text, where, labels, from_zero=from_zero)
+    return Metric(f"kvbaton_{name}_total", MetricKind.COUNTER, text, where, labels, from_zero=from_zero)
 
 
 def _gauge(name: str, text: str, where: tuple[Where, ...], *labels: Label) -> Metric:
-    return Metric(f"kvbaton_{name}", Kind.GAUGE, text, where, labels)
+    return Metric(f"kvbaton_{name}", MetricKind.GAUGE, text, where, labels)
 
 
 def _seconds(name: str, text: str, where: tuple[Where, ...], *labels: Label) -> Metric:
-    return Metric(f"kvbaton_{name}_seconds", Kind.HISTOGRAM, text, where, labels, SECONDS)
+    return Metric(f"kvbaton_{name}_seconds", MetricKind.HISTOGRAM, text, where, labels, SECONDS)
 
 
 # --- handoffs, as D sees them; exemplars name the transfer
@@ -126,7 +126,7 @@ HANDOFF_SECONDS = _seconds(
     "handoff", "Of delivered ones: from asking P to the engine's taking it.", _ENGINES, MODE, TRANSPORT
 )
 HANDOFF_BYTES = Metric(
-    "kvbaton_handoff_bytes", Kind.HISTOGRAM, "Bytes of a handoff, told by the side that copied: D, in push P.",
+    "kvbaton_handoff_bytes", MetricKind.HISTOGRAM, "Bytes of a handoff, told by the side that copied: D, in push P.",
     _ENGINES, (MODE, TRANSPORT), SIZES,
 )  # fmt: skip
 BYTES = _counter("bytes", "Bytes that arrived whole.", _ENGINES)
@@ -272,11 +272,11 @@ ROUTER_TURNED_AWAY = _counter(
 # --- every process
 FAULTS = _counter("faults", "Exceptions caught in hooks, loops and ports; each is a bug.", _ENGINES)
 BUILD = Metric(
-    "kvbaton_build_info", Kind.INFO, "Which kvbaton this is, and who.", _ALL,
+    "kvbaton_build_info", MetricKind.INFO, "Which kvbaton this is, and who.", _ALL,
     (Label("version"), Label("component", tuple(Where)), Label("worker", (), "its name; `none` at the router")),
 )  # fmt: skip
 STARTED = Metric(
-    "process_start_time_seconds", Kind.GAUGE, "Unix time at which this process began to count.", _OWN
+    "process_start_time_seconds", MetricKind.GAUGE, "Unix time at which this process began to count.", _OWN
 )  # in vLLM the Prometheus client tells it
 
 METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

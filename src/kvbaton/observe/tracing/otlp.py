@@ -18,12 +18,16 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from kvbaton.observe.tracing.trace_spans import Kind, Span
+from kvbaton.observe.tracing.trace_spans import Span, SpanKind
 
 SCOPE = "kvbaton"
 _SAMPLED = otel.TraceFlags(otel.TraceFlags.SAMPLED)
 _WELL = otel.Status(otel.StatusCode.UNSET)
-_KINDS = {Kind.INTERNAL: otel.SpanKind.INTERNAL, Kind.SERVER: otel.SpanKind.SERVER, Kind.CLIENT: otel.SpanKind.CLIENT}
+_KINDS = {
+    SpanKind.INTERNAL: otel.SpanKind.INTERNAL,
+    SpanKind.SERVER: otel.SpanKind.SERVER,
+    SpanKind.CLIENT: otel.SpanKind.CLIENT,
+}
 
 
 class Otlp:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from kvbaton.observe.flight.flight_records import QUIET, Flight, Moment, Seat
+from kvbaton.observe.flight.flight_records import QUIET, Flight, FlightSeat, Moment
 from kvbaton.observe.tracing import trace_context
 from kvbaton.observe.tracing.trace_context import Traceparent
 from kvbaton.protocol.ids import is_handoff_id
@@ -31,7 +31,7 @@ LEGS = (("prefill", "prefill_sent", "prefill_answered"), ("decode", "decode_sent
 READER_GONE = ("committed", "stale", "left")
 
 
-class Kind(enum.StrEnum):
+class SpanKind(enum.StrEnum):
     """What OpenTelemetry calls a span's kind."""
 
     INTERNAL = "internal"
@@ -51,7 +51,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a trace. Times are Unix nanoseconds by the clock of the process that wrote the record."""
 
     name: str
-    kind: Kind
+    kind: SpanKind
     trace_id: str
     span_id: str
     parent_id: str = ""  # "" where the trace begins here
@@ -68,10 +68,10 @@ def spans_of(flight: Flight, new_id: NewId = trace_context.new_span_id) -> list[
     trace = trace_context.parse(flight.trace)
     if trace is None or not trace.sampled or not flight.is_over or not flight.moments:
         return []
-    if flight.seat is Seat.ROUTER:
+    if flight.seat is FlightSeat.ROUTER:
         return _at_router(flight, trace, new_id)
     entry = _entry(flight, trace.child(new_id()), trace.span_id)
-    children = _at_decode if flight.seat is Seat.DECODE else _at_prefill
+    children = _at_decode if flight.seat is FlightSeat.DECODE else _at_prefill
     return [entry, *children(flight, entry, new_id)]
 
 
@@ -92,7 +92,7 @@ def _at_router(flight: Flight, trace: Traceparent, new_id: NewId) -> list[Span]:
         )  # fmt: skip
         told = flight.legs[index] if index < len(flight.legs) else ""
         span_id = told if trace_context.is_span_id(told) else leg.span_id
-        found.append(msgspec.structs.replace(leg, kind=Kind.CLIENT, span_id=span_id))
+        found.append(msgspec.structs.replace(leg, kind=SpanKind.CLIENT, span_id=span_id))
     return found
 
 
@@ -142,11 +142,11 @@ def _readers(flight: Flight, entry: Span, new_id: NewId) -> Iterable[Span]:
 
 
 def _entry(flight: Flight, trace: Traceparent, parent_id: str) -> Span:
-    name = {Seat.ROUTER: "request", Seat.PREFILL: "lease", Seat.DECODE: "handoff"}[flight.seat]
+    name = {FlightSeat.ROUTER: "request", FlightSeat.PREFILL: "lease", FlightSeat.DECODE: "handoff"}[flight.seat]
     times = [moment.at for moment in flight.moments]
     return Span(
         name=f"kvbaton.{name}",
-        kind=Kind.SERVER,
+        kind=SpanKind.SERVER,
         trace_id=trace.trace_id,
         span_id=trace.span_id,
         parent_id=parent_id,
@@ -173,7 +173,7 @@ def _child(
     begin_ns = _ns(begin)
     return Span(
         name=f"kvbaton.{name}",
-        kind=Kind.INTERNAL,
+        kind=SpanKind.INTERNAL,
         trace_id=entry.trace_id,
         span_id=new_id(),
         parent_id=entry.span_id,
@@ -187,7 +187,7 @@ def _child(
 
 def _attributes(flight: Flight) -> Mapping[str, Value]:
     """What a search finds a trace by; nothing that is empty."""
-    handoff, retries = flight.handoff, "try" if flight.seat is Seat.ROUTER else "retries"
+    handoff, retries = flight.handoff, "try" if flight.seat is FlightSeat.ROUTER else "retries"
     return _present(
         {
             "kvbaton.handoff": handoff,

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.api import sse
-from kvbaton.api.bodies import Kind
+from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import FIELD, LEASE_FOR_PULL, Mode
 from kvbaton.proof.chaos.board import Ended, Verdict
 from kvbaton.proof.chaos.chaos_load import LATE_S
@@ -60,7 +60,7 @@ async def abort(scene: Scene, _: Step) -> str:
         with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
             async with asyncio.timeout(wait_s), aiohttp.ClientSession() as session:
                 headers = {"x-kvbaton-mode": str(way.mode)}
-                url = way.url + Kind.COMPLETION.value
+                url = way.url + BodyKind.COMPLETION.value
                 async with session.post(url, json=body_of(prompt, way), headers=headers) as response:
                     await response.read()
 
@@ -165,7 +165,7 @@ async def _trickle(scene: Scene, prompt: Prompt, way: Way, seconds: float, read:
     spec = scene.fleet.specs[ROUTER]
     loop = asyncio.get_running_loop()
     body = msgspec.json.encode(body_of(prompt, way))
-    head = f"POST {Kind.COMPLETION.value} HTTP/1.1\r\nhost: {spec.host}\r\ncontent-type: application/json\r\n"
+    head = f"POST {BodyKind.COMPLETION.value} HTTP/1.1\r\nhost: {spec.host}\r\ncontent-type: application/json\r\n"
     head += f"x-kvbaton-mode: {way.mode}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
@@ -231,7 +231,7 @@ async def _poisoned(scene: Scene, door: str, name: str, prompt: Prompt) -> str:
 
 async def _send(scene: Scene, door: str, body: bytes) -> tuple[int, bytes]:
     headers = {"content-type": "application/json", **scene.fleet.pass_for(door)}
-    url = scene.fleet.specs[door].url + Kind.COMPLETION.value
+    url = scene.fleet.specs[door].url + BodyKind.COMPLETION.value
     async with scene.session.post(url, data=body, headers=headers) as response:
         return response.status, await response.read()
 

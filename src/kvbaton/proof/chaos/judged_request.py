@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.api import sse
-from kvbaton.api.bodies import Kind
+from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import Mode
 from kvbaton.proof.chaos.board import Board, Ended, Verdict
 from kvbaton.router.openai_api import MODE_HEADER, PAIR_HEADER
@@ -81,7 +81,7 @@ async def _ask(session: aiohttp.ClientSession, prompt: Prompt, way: Way) -> Foun
     parts: list[str] = []
     try:
         async with session.post(
-            way.url + Kind.COMPLETION.value, json=body_of(prompt, way), headers=headers
+            way.url + BodyKind.COMPLETION.value, json=body_of(prompt, way), headers=headers
         ) as response:
             pair = response.headers.get(PAIR_HEADER, "")
             if way.stream and response.status == 200:

@@ -1,7 +1,7 @@
 """`kvbaton worker` in a process that can be held at named moments, and whose wall clock can be put off.
 
-`python -m kvbaton.proof.chaos.worker_main SOCKET OPTIONS`, the options as JSON. What is held is what the product does at its
-ports: a message that is about to be sent, a copy of which half has been made, a token that is about to be told.
+`python -m kvbaton.proof.chaos.worker_main SOCKET OPTIONS`, the options as JSON. What is held is what the product does
+at its ports: a message that is about to be sent, a copy of which half has been made, a token that is about to be told.
 
 Law: nothing but the time changes: every message is sent, every copy made and every token told, a second late at most.
 """

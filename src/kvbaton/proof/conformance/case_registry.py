@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.proof.conformance.conformance_oracle import WrongKvError
-from kvbaton.proof.conformance.lab import BrokenError, Lab
+from kvbaton.proof.conformance.lab import BrokenLabError, Lab
 
 CaseFunction = Callable[..., None]
 CASE_MODULES = (
@@ -42,7 +42,7 @@ class Case(msgspec.Struct, frozen=True):
         return self.name.replace("_", " ")
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class CaseVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """How one case or seed went."""
 
     name: str
@@ -116,7 +116,7 @@ def _name(function: CaseFunction, chosen: dict[str, Any], overlaps: bool) -> str
     return f"{function.__name__}[{told}]" if told else function.__name__
 
 
-def run_case(one: Case) -> Verdict:
+def run_case(one: Case) -> CaseVerdict:
     """Run a case in a lab of its own."""
     from kvbaton.engines.vllm import guard
 
@@ -141,7 +141,7 @@ def demand_no_faults(before: int) -> None:
 
     swallowed = sum(guard.faults.values()) - before
     if swallowed:
-        raise BrokenError(f"the guard swallowed {swallowed} exceptions: {dict(guard.faults)}")
+        raise BrokenLabError(f"the guard swallowed {swallowed} exceptions: {dict(guard.faults)}")
 
 
 def kind_of(error: Exception) -> str:
@@ -149,18 +149,18 @@ def kind_of(error: Exception) -> str:
         return "wrong"
     if isinstance(error, AssertionError):
         return "assertion"
-    return "broken" if isinstance(error, BrokenError) else "error"
+    return "broken" if isinstance(error, BrokenLabError) else "error"
 
 
 def verdict_of(
     name: str, lab: Lab, seconds: float, faults_before: int, *, what: str = "", kind: str = "", trace: str = ""
-) -> Verdict:
+) -> CaseVerdict:
     from kvbaton.engines.vllm import guard
 
     everyone = [*lab.engines.values(), *lab.retired]
     failed = sum(len(engine.watch.failed) for engine in everyone)
     received = sum(len(engine.watch.received) for engine in everyone)
-    return Verdict(
+    return CaseVerdict(
         name=name,
         what=what,
         kind=kind,

@@ -6,11 +6,15 @@ import time
 
 from kvbaton.proof.conformance import taps
 from kvbaton.proof.conformance.case_registry import MODES, case
-from kvbaton.proof.conformance.configs import Shape
+from kvbaton.proof.conformance.configs import EngineShape
 from kvbaton.proof.conformance.lab import Lab, d_params, demand, prompt_of, router_ticket
 
 LOADING = "WAITING_FOR_REMOTE_KVS"
-SHAPES = {"one group": Shape(), "two groups": Shape(windows=(0, 8), blocks=81), "two ranks": Shape(ranks=2)}
+SHAPES = {
+    "one group": EngineShape(),
+    "two groups": EngineShape(windows=(0, 8), blocks=81),
+    "two ranks": EngineShape(ranks=2),
+}
 
 
 @case(mode=MODES)
@@ -66,7 +70,7 @@ def an_abort_after_the_report_is_an_ordinary_abort(lab: Lab, mode: str, mid_step
 
 @case(mode=MODES)
 def an_abort_between_report_and_admission_is_an_ordinary_abort(lab: Lab, mode: str) -> None:
-    _, d = lab.duo(Shape(), Shape(seqs=1))
+    _, d = lab.duo(EngineShape(), EngineShape(seqs=1))
     busy = d.add(prompt_of(9, 5), max_tokens=30)
     with taps.copies() as tap:
         tap.hold()
@@ -93,7 +97,7 @@ def a_request_refused_before_admission_frees_p(lab: Lab, mode: str) -> None:
 
 @case(mode=("stream", "push"), mid_step=(False, True))
 def an_abort_on_p_while_it_computes_is_told_to_d(lab: Lab, mode: str, mid_step: bool) -> None:
-    p, _ = lab.duo(Shape(chunk_tokens=8))
+    p, _ = lab.duo(EngineShape(chunk_tokens=8))
     handoff = lab.hand_over(mode, prompt_of(60))
     lab.until(lambda: p.runners[0].computed_of[handoff.at_p] >= 24, "P to be half-way")
     p.abort(handoff.at_p, mid_step=mid_step)
@@ -103,7 +107,7 @@ def an_abort_on_p_while_it_computes_is_told_to_d(lab: Lab, mode: str, mid_step: 
 @case(mode=("stream", "push"))
 def a_p_preempted_in_mid_stream_ends_the_stream(lab: Lab, mode: str) -> None:
     """The prompt that came first grows until the pool is full; the later one, in mid-stream, is preempted."""
-    p, _ = lab.duo(Shape(blocks=21, chunk_tokens=8), Shape(blocks=81))
+    p, _ = lab.duo(EngineShape(blocks=21, chunk_tokens=8), EngineShape(blocks=81))
     eldest = p.add(prompt_of(30, 7), max_tokens=40)
     lab.until(lambda: p.runners[0].computed_of[eldest] >= 30, "the eldest to decode")
     handoff = lab.hand_over(mode, prompt_of(36))
@@ -114,7 +118,7 @@ def a_p_preempted_in_mid_stream_ends_the_stream(lab: Lab, mode: str) -> None:
 
 @case(mode=MODES)
 def a_preempted_d_computes_again_and_is_never_matched_again(lab: Lab, mode: str) -> None:
-    _, d = lab.duo(Shape(), Shape(blocks=17, prefix_caching=False))
+    _, d = lab.duo(EngineShape(), EngineShape(blocks=17, prefix_caching=False))
     first = lab.hand_over(mode, prompt_of(20, 1), max_tokens=24)
     second = lab.hand_over(mode, prompt_of(20, 2), max_tokens=24)
     lab.finish(first)
@@ -138,7 +142,7 @@ def a_failed_load_is_computed_here_under_recompute(lab: Lab, mode: str, shape: s
 @case(mode=MODES, shape=tuple(SHAPES))
 def a_failed_load_is_an_error_under_fail(lab: Lab, mode: str, shape: str) -> None:
     p = SHAPES[shape]
-    _, d = lab.duo(p, Shape(windows=p.windows, blocks=p.blocks, ranks=p.ranks, policy="fail"))
+    _, d = lab.duo(p, EngineShape(windows=p.windows, blocks=p.blocks, ranks=p.ranks, policy="fail"))
     with taps.copies() as tap:
         tap.fail()
         handoff = lab.hand_over(mode, prompt_of(30))
@@ -152,7 +156,7 @@ def a_failed_load_is_an_error_under_fail(lab: Lab, mode: str, shape: str) -> Non
 @case(mode=("stream", "push"), how=("abort", "stop"))
 def a_p_that_dies_half_way_leaves_d_a_right_answer(lab: Lab, mode: str, how: str) -> None:
     """What nobody can vouch for any more is computed again, however much of it has arrived."""
-    p, d = lab.duo(Shape(chunk_tokens=8), transfer_timeout=2.0)
+    p, d = lab.duo(EngineShape(chunk_tokens=8), transfer_timeout=2.0)
     handoff = lab.hand_over(mode, prompt_of(80))
     lab.until(lambda: p.runners[0].computed_of[handoff.at_p] >= 40, "P to be half-way")
     with taps.copies() as tap:
@@ -172,10 +176,10 @@ def what_p_proves_good_is_kept_with_one_group(lab: Lab) -> None:
 
     Over shm: tcp serves nothing of a lease that has ended.
     """
-    small = Shape(blocks=25, prefix_caching=False, chunk_tokens=128)
+    small = EngineShape(blocks=25, prefix_caching=False, chunk_tokens=128)
     p = lab.engine("p0", small, lease_s=0.3, max_hold_s=0.6, transport="shm")
     d = lab.engine(
-        "d0", Shape(), transfer_timeout=20.0, max_hold_s=30.0, transport="shm"
+        "d0", EngineShape(), transfer_timeout=20.0, max_hold_s=30.0, transport="shm"
     )  # D is patient: P's lease ends
     with taps.copies() as tap:
         tap.hold()
@@ -243,8 +247,8 @@ def a_failed_load_never_bars_the_loads_behind_it(lab: Lab, shape: str) -> None:
     have arrived behind it, and wait for it. So a load that would leave no room for that is not begun (`room.Room`).
     """
     windows = (0, 8) if shape == "two groups" else (0, 0)
-    roomy = Shape(windows=windows, blocks=161, chunk_tokens=64)
-    _, d = lab.duo(roomy, Shape(windows=windows, blocks=29 if shape == "two groups" else 23, chunk_tokens=64))
+    roomy = EngineShape(windows=windows, blocks=161, chunk_tokens=64)
+    _, d = lab.duo(roomy, EngineShape(windows=windows, blocks=29 if shape == "two groups" else 23, chunk_tokens=64))
     with taps.copies() as tap:
         tap.hold()
         first = lab.hand_over("pull", prompt_of(40, 1))

@@ -14,8 +14,8 @@ from typing import Any
 
 from kvbaton.proof.conformance import taps
 from kvbaton.proof.conformance.case_registry import MODES, case
-from kvbaton.proof.conformance.configs import Shape
-from kvbaton.proof.conformance.lab import BrokenError, Handoff, Lab, prompt_of
+from kvbaton.proof.conformance.configs import EngineShape
+from kvbaton.proof.conformance.lab import BrokenLabError, Lab, LabHandoff, prompt_of
 
 _BASE = "kvbaton.integrations.vllm"
 PIECES = (
@@ -87,7 +87,7 @@ def _holders(value: Any, name: str) -> list[Any]:
 
 @case(settles=False, piece=PIECES, call=(1, 3))
 def a_failure_inside_never_leaves_a_hook(lab: Lab, piece: str, call: int) -> None:
-    shape = Shape(ranks=1 if call == 1 else 2, chunk_tokens=8)
+    shape = EngineShape(ranks=1 if call == 1 else 2, chunk_tokens=8)
     found, broken = list(functions_of(piece)), []
     begin = lab.sharing if piece in WITH_STORE else lab.duo
     begin(shape, **QUICK)
@@ -99,7 +99,7 @@ def a_failure_inside_never_leaves_a_hook(lab: Lab, piece: str, call: int) -> Non
                 engine.watch.errors.clear()
             begin(shape, **QUICK)
     if broken:
-        raise BrokenError("\n    ".join([f"{len(broken)} of {len(found)} functions:", *broken]))
+        raise BrokenLabError("\n    ".join([f"{len(broken)} of {len(found)} functions:", *broken]))
 
 
 def _share(lab: Lab, seed: int) -> None:
@@ -114,11 +114,11 @@ def _share(lab: Lab, seed: int) -> None:
 def _one(lab: Lab, owner: Any, name: str, call: int, seed: int) -> str:
     try:
         with taps.failing_once(owner, name, call) as calls:
-            some: list[Handoff] = []
+            some: list[LabHandoff] = []
             for mode in MODES:
                 try:
                     some.append(lab.hand_over(mode, prompt_of(20, seed * 10 + len(some))))
-                except BrokenError as error:
+                except BrokenLabError as error:
                     if "P gave no ticket" not in str(error):  # a lease that failed costs the handoff
                         raise
             for each in some:

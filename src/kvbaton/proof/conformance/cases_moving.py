@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvbaton.proof.conformance.case_registry import MODES, case
-from kvbaton.proof.conformance.configs import Shape
+from kvbaton.proof.conformance.configs import EngineShape
 from kvbaton.proof.conformance.lab import (
     Lab,
     d_params,
@@ -15,7 +15,7 @@ from kvbaton.proof.conformance.lab import (
     router_ticket,
 )
 
-WINDOWED = Shape(windows=(0, 8), blocks=81)
+WINDOWED = EngineShape(windows=(0, 8), blocks=81)
 
 
 @case(mode=MODES, transport=("tcp", "shm"))
@@ -50,7 +50,7 @@ def d_may_be_told_long_before_p_begins(lab: Lab, mode: str) -> None:
 
 @case(mode=MODES)
 def a_stream_of_chunks_is_moved_as_it_grows(lab: Lab, mode: str) -> None:
-    small = Shape(chunk_tokens=8, blocks=81)
+    small = EngineShape(chunk_tokens=8, blocks=81)
     lab.duo(small)
     for seed in range(3):
         lab.finish(lab.hand_over(mode, prompt_of(90 + seed, seed)), loads=1)
@@ -65,14 +65,14 @@ def two_groups_with_a_window_arrive_right(lab: Lab, mode: str, length: int) -> N
 
 @case(mode=MODES, chunk=(4, 6, 16, 64), window=(4, 5, 8))
 def windows_and_chunks_of_any_size_fit_together(lab: Lab, mode: str, chunk: int, window: int) -> None:
-    lab.duo(Shape(windows=(0, window, 0, window), blocks=81, chunk_tokens=max(chunk, 8)))
+    lab.duo(EngineShape(windows=(0, window, 0, window), blocks=81, chunk_tokens=max(chunk, 8)))
     for length in (6, 13, 27, 39):
         lab.finish(lab.hand_over(mode, prompt_of(length)), loads=1)
 
 
 @case(mode=MODES, ranks=((2, 1), (1, 2), (2, 2), (4, 2)), transport=("tcp", "shm"))
 def ranks_differ_between_p_and_d(lab: Lab, mode: str, ranks: tuple[int, int], transport: str) -> None:
-    _, d = lab.duo(Shape(ranks=ranks[0]), Shape(ranks=ranks[1]), transport=transport)
+    _, d = lab.duo(EngineShape(ranks=ranks[0]), EngineShape(ranks=ranks[1]), transport=transport)
     names = []
     for length in (3, 16, 33):
         handoff = lab.hand_over(mode, prompt_of(length))
@@ -86,7 +86,7 @@ def ranks_differ_between_p_and_d(lab: Lab, mode: str, ranks: tuple[int, int], tr
 
 @case(mode=MODES, layouts=(("LBHNC", "BLHNC"), ("BLHNC", "LBHNC"), ("BLHNC", "BLHNC")))
 def layouts_differ_between_p_and_d(lab: Lab, mode: str, layouts: tuple[str, str]) -> None:
-    lab.duo(Shape(layout=layouts[0]), Shape(layout=layouts[1]))
+    lab.duo(EngineShape(layout=layouts[0]), EngineShape(layout=layouts[1]))
     for length in (5, 16, 30):
         lab.finish(lab.hand_over(mode, prompt_of(length)), loads=1)
 
@@ -165,7 +165,7 @@ def a_p_that_goes_on_decoding_keeps_its_prompt_whole(lab: Lab) -> None:
 @case(mode=MODES, pipelined=((True, False), (False, True)), overlapped=(False,))
 def steps_may_overlap_on_one_side_alone(lab: Lab, mode: str, pipelined: tuple[bool, bool]) -> None:
     """Asynchronous scheduling: a step is scheduled while the one before it has not run yet."""
-    lab.duo(Shape(pipelined=pipelined[0], chunk_tokens=8), Shape(pipelined=pipelined[1]))
+    lab.duo(EngineShape(pipelined=pipelined[0], chunk_tokens=8), EngineShape(pipelined=pipelined[1]))
     some = [lab.hand_over(mode, prompt_of(20 + seed, seed)) for seed in range(3)]
     for each in some:
         lab.finish(each, loads=1)
@@ -174,7 +174,7 @@ def steps_may_overlap_on_one_side_alone(lab: Lab, mode: str, pipelined: tuple[bo
 @case(mode=MODES, overlapped=(True,))
 def a_step_in_flight_never_writes_over_a_handoff(lab: Lab, mode: str) -> None:
     """A request is aborted while a step that computes it has not run yet; its blocks may not be loaded into before."""
-    p, d = lab.duo(Shape(), Shape(blocks=25, role="kv_consumer", prefix_caching=False))
+    p, d = lab.duo(EngineShape(), EngineShape(blocks=25, role="kv_consumer", prefix_caching=False))
     prompt, ticket = prompt_of(32), router_ticket()
     if mode == "pull":
         _, params = lab.prefill(prompt)
@@ -192,7 +192,7 @@ def a_step_in_flight_never_writes_over_a_handoff(lab: Lab, mode: str) -> None:
 
 @case(mode=MODES)
 def one_process_without_aggregation_works_too(lab: Lab, mode: str) -> None:
-    lab.duo(Shape(aggregated=False))
+    lab.duo(EngineShape(aggregated=False))
     for seed in range(3):
         lab.finish(lab.hand_over(mode, prompt_of(20 + seed, seed)), loads=1)
 
@@ -200,8 +200,8 @@ def one_process_without_aggregation_works_too(lab: Lab, mode: str) -> None:
 @case(mode=MODES)
 def many_prompts_at_once_wait_for_their_blocks(lab: Lab, mode: str) -> None:
     """More than fits: everybody is served, nobody is served wrong."""
-    small = Shape(blocks=25, seqs=4)
-    lab.duo(Shape(blocks=61), small)
+    small = EngineShape(blocks=25, seqs=4)
+    lab.duo(EngineShape(blocks=61), small)
     some = [lab.hand_over(mode, prompt_of(20 + seed, seed), max_tokens=6) for seed in range(6)]
     for each in some:
         lab.finish(each)

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvbaton.control import keyring
 from kvbaton.proof.conformance.case_registry import MODES, case
-from kvbaton.proof.conformance.configs import Shape
+from kvbaton.proof.conformance.configs import EngineShape
 from kvbaton.proof.conformance.lab import (
     Lab,
     d_params,
@@ -97,7 +97,7 @@ FORGED: dict[str, Callable[[], str]] = {
 
 @case(what=tuple(STRANGE), policy=("recompute", "fail"))
 def strange_parameters_cost_their_own_request_alone(lab: Lab, what: str, policy: Any) -> None:
-    p, d = lab.duo(Shape(), Shape(policy=policy))
+    p, d = lab.duo(EngineShape(), EngineShape(policy=policy))
     for engine in (p, d):
         name = engine.add(prompt_of(17), STRANGE[what]())
         if lab.ended(engine, name) != "error":
@@ -109,7 +109,7 @@ def strange_parameters_cost_their_own_request_alone(lab: Lab, what: str, policy:
 
 @case(what=tuple(FORGED), mode=MODES, policy=("recompute", "fail"))
 def a_ticket_that_is_not_p_s_is_refused(lab: Lab, what: str, mode: str, policy: Any) -> None:
-    _, d = lab.duo(Shape(), Shape(policy=policy), claim_timeout=0.5, defer_timeout=0.5)
+    _, d = lab.duo(EngineShape(), EngineShape(policy=policy), claim_timeout=0.5, defer_timeout=0.5)
     name = d.add(prompt_of(17), d_params(mode, FORGED[what]()))
     lab.until(lambda: d.outcomes[name].reason, "an end", 6.0)
     if policy == "recompute":

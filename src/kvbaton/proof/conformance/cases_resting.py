@@ -9,7 +9,7 @@ from kvbaton.node.doorway import Doorway, LoadReport
 from kvbaton.proof.conformance import taps
 from kvbaton.proof.conformance.case_registry import MODES, case
 from kvbaton.proof.conformance.cases_ending import LOADING, SHAPES
-from kvbaton.proof.conformance.configs import Shape
+from kvbaton.proof.conformance.configs import EngineShape
 from kvbaton.proof.conformance.lab import (
     Lab,
     d_params,
@@ -80,7 +80,7 @@ def a_cache_reset_while_loading_delivers_nothing_old(lab: Lab, mode: str) -> Non
 def a_commit_on_blocks_that_were_reused_is_never_delivered(lab: Lab, mode: str, shape: str) -> None:
     """P's lease ends while D's copy is held back; P computes others into the same blocks; then the copy goes on."""
     small = SHAPES[shape]
-    p_shape = Shape(windows=small.windows, ranks=small.ranks, blocks=25, prefix_caching=False)
+    p_shape = EngineShape(windows=small.windows, ranks=small.ranks, blocks=25, prefix_caching=False)
     p, d = lab.duo(p_shape, small, lease_s=0.3, max_hold_s=0.6)
     with taps.copies() as tap:
         tap.hold()
@@ -98,8 +98,8 @@ def a_commit_on_blocks_that_were_reused_is_never_delivered(lab: Lab, mode: str, 
 @case(when=("before ours", "after ours", "both"))
 def a_reuse_that_somebody_else_is_told_of_is_never_committed(lab: Lab, when: str) -> None:
     """vLLM tells one watcher of each block: HiSparse, or a connector beside ours, has its own for the same blocks."""
-    p = lab.engine("p0", Shape(blocks=25, prefix_caching=False), lease_s=0.3, max_hold_s=0.6)
-    d = lab.engine("d0", Shape(), transfer_timeout=20.0, max_hold_s=30.0)  # D is patient: only P's lease runs out
+    p = lab.engine("p0", EngineShape(blocks=25, prefix_caching=False), lease_s=0.3, max_hold_s=0.6)
+    d = lab.engine("d0", EngineShape(), transfer_timeout=20.0, max_hold_s=30.0)  # D is patient: only P's lease runs out
     told: set[int] = set()
 
     def watch(ids: list[int]) -> None:
@@ -138,7 +138,7 @@ def a_late_reader_of_untouched_blocks_gets_right_bytes_or_none(lab: Lab) -> None
 
 @case(policy=("recompute", "fail"))
 def a_ticket_is_good_for_one_reader(lab: Lab, policy: Any) -> None:
-    _, d = lab.duo(Shape(), Shape(policy=policy, prefix_caching=False))
+    _, d = lab.duo(EngineShape(), EngineShape(policy=policy, prefix_caching=False))
     prompt = prompt_of(30)
     _, params = lab.prefill(prompt)
     names = []
@@ -156,7 +156,7 @@ def a_ticket_is_good_for_one_reader(lab: Lab, policy: Any) -> None:
 @case()
 def several_readers_at_once_are_each_right(lab: Lab) -> None:
     """n>1: vLLM gives every child the same parameters."""
-    _, d = lab.duo(Shape(), Shape(prefix_caching=False))
+    _, d = lab.duo(EngineShape(), EngineShape(prefix_caching=False))
     prompt = prompt_of(30)
     _, params = lab.prefill(prompt)
     names = [d.add(prompt, dict(params)) for _ in range(4)]
@@ -168,7 +168,7 @@ def several_readers_at_once_are_each_right(lab: Lab) -> None:
 
 @case(mode=("stream", "push"))
 def several_targets_of_one_router_ticket_are_each_right(lab: Lab, mode: str) -> None:
-    p, d = lab.duo(Shape(), Shape(prefix_caching=False), lease_s=2.0)
+    p, d = lab.duo(EngineShape(), EngineShape(prefix_caching=False), lease_s=2.0)
     ticket, prompt = router_ticket(max_readers=2), prompt_of(30)
     names = [d.add(prompt, d_params(mode, ticket)) for _ in range(2)]
     p.add(prompt, p_params(mode, ticket), max_tokens=1)
@@ -190,7 +190,7 @@ def one_router_ticket_used_twice_on_p_is_one_handoff(lab: Lab, mode: str) -> Non
 
 @case(mode=MODES, policy=("recompute", "fail"))
 def a_ticket_with_another_prompt_is_refused(lab: Lab, mode: str, policy: Any) -> None:
-    p, d = lab.duo(Shape(), Shape(policy=policy), defer_timeout=1.0, lease_s=1.0)
+    p, d = lab.duo(EngineShape(), EngineShape(policy=policy), defer_timeout=1.0, lease_s=1.0)
     mine, other = prompt_of(30, 1), prompt_of(30, 2)
     if mode == "pull":
         params = lab.prefill(other)[1]

@@ -9,8 +9,8 @@ from kvbaton.engines.vllm import store_side
 from kvbaton.proof.conformance import stores, taps
 from kvbaton.proof.conformance.case_registry import MODES, case
 from kvbaton.proof.conformance.cases_ending import LOADING
-from kvbaton.proof.conformance.configs import Shape
-from kvbaton.proof.conformance.conformance_engine import Engine
+from kvbaton.proof.conformance.configs import EngineShape
+from kvbaton.proof.conformance.conformance_engine import LabEngine
 from kvbaton.proof.conformance.lab import (
     Lab,
     d_params,
@@ -22,17 +22,17 @@ from kvbaton.proof.conformance.lab import (
 )
 
 SHAPES = {
-    "one rank": Shape(),
-    "two ranks": Shape(ranks=2),
-    "not aggregated": Shape(aggregated=False),
-    "blocks outermost": Shape(layout="BLHNC"),
-    "no prefix cache": Shape(prefix_caching=False),
+    "one rank": EngineShape(),
+    "two ranks": EngineShape(ranks=2),
+    "not aggregated": EngineShape(aggregated=False),
+    "blocks outermost": EngineShape(layout="BLHNC"),
+    "no prefix cache": EngineShape(prefix_caching=False),
 }
 QUICK: dict[str, Any] = {"store_timeout": 0.5, "transfer_timeout": 1.0}
-BLOCK = Shape().block_tokens
+BLOCK = EngineShape().block_tokens
 
 
-def run(lab: Lab, engine: Engine, prompt: list[int], **options: Any) -> str:
+def run(lab: Lab, engine: LabEngine, prompt: list[int], **options: Any) -> str:
     """One request from its arrival to its right end."""
     name = engine.add(prompt, **options)
     lab.ended(engine, name)
@@ -40,7 +40,7 @@ def run(lab: Lab, engine: Engine, prompt: list[int], **options: Any) -> str:
     return name
 
 
-def fill(lab: Lab, engine: Engine, prompt: list[int], **options: Any) -> None:
+def fill(lab: Lab, engine: LabEngine, prompt: list[int], **options: Any) -> None:
     """Compute a prompt, and wait until the store has its whole blocks."""
     whole = lab.stores[-1].values + len(prompt) // BLOCK * engine.shape.ranks
     run(lab, engine, prompt, **options)
@@ -62,7 +62,7 @@ def what_one_engine_put_another_loads(lab: Lab, shape: str) -> None:
 
 @case()
 def one_engine_finds_what_it_put_when_its_own_cache_has_lost_it(lab: Lab) -> None:
-    p, _ = lab.sharing(Shape(blocks=25))
+    p, _ = lab.sharing(EngineShape(blocks=25))
     prompt = prompt_of(40)
     fill(lab, p, prompt)
     for seed in range(4):
@@ -129,7 +129,7 @@ def a_pending_lookup_holds_up_its_own_request_alone(lab: Lab) -> None:
 
 @case()
 def lookups_beyond_the_bound_wait_their_turn(lab: Lab) -> None:
-    p, d = lab.sharing(Shape(), Shape(blocks=81))
+    p, d = lab.sharing(EngineShape(), EngineShape(blocks=81))
     prompts = [prompt_of(20 + seed, seed) for seed in range(6)]
     for prompt in prompts:
         fill(lab, p, prompt)
@@ -262,7 +262,7 @@ def an_abort_during_a_load_from_the_store_gets_its_one_report(lab: Lab, mid_step
 
 @case()
 def preemption_of_what_was_loaded_and_put_is_survived(lab: Lab) -> None:
-    p, d = lab.sharing(Shape(), Shape(blocks=25))
+    p, d = lab.sharing(EngineShape(), EngineShape(blocks=25))
     prompts = [prompt_of(24 + seed, seed) for seed in range(5)]
     for prompt in prompts[:3]:
         fill(lab, p, prompt)
@@ -308,7 +308,7 @@ def a_shutdown_while_putting_is_bounded_and_leaves_no_pin(lab: Lab) -> None:
 
 @case()
 def puts_hold_no_more_than_half_of_the_cache(lab: Lab) -> None:
-    p, _ = lab.sharing(Shape(blocks=41))
+    p, _ = lab.sharing(EngineShape(blocks=41))
     with stores.calls() as tap:
         tap.set(put="wait", exists="wait")
         for seed in range(6):
@@ -386,7 +386,7 @@ def the_store_is_the_second_source_when_a_load_fails(lab: Lab, mode: str) -> Non
 @case()
 def failed_loads_that_fill_the_cache_are_computed_where_a_second_load_has_no_room(lab: Lab) -> None:
     """vLLM reserves what a failed load had until its request runs: several would wait for one another for ever."""
-    p, _ = lab.sharing(Shape(), Shape(blocks=19))
+    p, _ = lab.sharing(EngineShape(), EngineShape(blocks=19))
     prompts = [prompt_of(30 + seed, seed) for seed in range(3)]
     for prompt in prompts:
         fill(lab, p, prompt)
@@ -412,7 +412,7 @@ def a_step_in_flight_never_writes_over_a_load_from_the_store(lab: Lab, role: str
 
     vLLM sees to that for consumers alone: as a producer, 16 of 28 loaded positions became the aborted request's.
     """
-    p, _ = lab.sharing(Shape(blocks=25, role=role, prefix_caching=False), Shape())
+    p, _ = lab.sharing(EngineShape(blocks=25, role=role, prefix_caching=False), EngineShape())
     prompt = prompt_of(30)
     fill(lab, lab.engines["d0"], prompt)
     with stores.calls() as tap:
@@ -431,7 +431,7 @@ def a_step_in_flight_never_writes_over_a_load_from_the_store(lab: Lab, role: str
 def a_p_that_also_loads_from_a_store_takes_over_nothing(lab: Lab, mode: str) -> None:
     """`role`: it is vLLM's kv_both, so that its loads are safe, and a P for everybody else."""
     p = lab.sharing(role="prefill")[0]
-    d = lab.engine("d0", Shape(role="kv_consumer"), store=lab.stores[-1].url)
+    d = lab.engine("d0", EngineShape(role="kv_consumer"), store=lab.stores[-1].url)
     handoff = lab.hand_over(mode, prompt_of(30))
     lab.finish(handoff, loads=1)
     name = p.add(prompt_of(30, 1), d_params(mode, router_ticket("d0", "p0")))
@@ -447,9 +447,9 @@ def a_p_that_also_loads_from_a_store_takes_over_nothing(lab: Lab, mode: str) -> 
 @case()
 def a_cache_that_cannot_be_stored_is_refused_at_start_by_name(lab: Lab) -> None:
     refused = {
-        "store: group": Shape(windows=(0, 8), blocks=81),
-        "expected 'recompute'": Shape(policy="fail"),
-        "expected 'kv_both'": Shape(role="kv_producer"),
+        "store: group": EngineShape(windows=(0, 8), blocks=81),
+        "expected 'recompute'": EngineShape(policy="fail"),
+        "expected 'kv_both'": EngineShape(role="kv_producer"),
     }
     for told, shape in refused.items():
         try:

@@ -8,14 +8,18 @@ from collections.abc import Iterator
 from kvbaton.engines.vllm.waiting import ASKED_MAX
 from kvbaton.proof.conformance import taps
 from kvbaton.proof.conformance.case_registry import case
-from kvbaton.proof.conformance.configs import Shape
-from kvbaton.proof.conformance.conformance_engine import Engine
+from kvbaton.proof.conformance.configs import EngineShape
+from kvbaton.proof.conformance.conformance_engine import LabEngine
 from kvbaton.proof.conformance.lab import Lab, d_params, demand, p_params, poll, prompt_of, router_ticket
 from kvbaton.protocol.effects import Report
 
 LOADING = "WAITING_FOR_REMOTE_KVS"
 BEHIND = ("stream", "push")
-SHAPES = {"one group": Shape(), "two groups": Shape(windows=(0, 8), blocks=121), "two ranks": Shape(ranks=2)}
+SHAPES = {
+    "one group": EngineShape(),
+    "two groups": EngineShape(windows=(0, 8), blocks=121),
+    "two ranks": EngineShape(ranks=2),
+}
 POLICIES = ("recompute", "fail")
 MANY = ASKED_MAX + 6
 
@@ -34,8 +38,8 @@ def linked(lab: Lab, mode: str = "pull") -> None:
     lab.settle()
 
 
-def policy_of(shape: Shape, policy: str) -> Shape:
-    return Shape(windows=shape.windows, blocks=shape.blocks, ranks=shape.ranks, policy=policy)  # type: ignore[arg-type]
+def policy_of(shape: EngineShape, policy: str) -> EngineShape:
+    return EngineShape(windows=shape.windows, blocks=shape.blocks, ranks=shape.ranks, policy=policy)  # type: ignore[arg-type]
 
 
 def waiting_in_line(lab: Lab, mode: str, count: int = MANY) -> tuple[list[str], list[str]]:
@@ -52,7 +56,7 @@ def prefill_all(lab: Lab, mode: str, tickets: list[str]) -> None:
         lab.engines["p0"].add(prompt_of(20, seed), p_params(mode, ticket), max_tokens=1)
 
 
-def all_end(lab: Lab, d: Engine, names: list[str], policy: str = "recompute") -> None:
+def all_end(lab: Lab, d: LabEngine, names: list[str], policy: str = "recompute") -> None:
     for name in names:
         reason = lab.ended(d, name)
         if policy == "fail":
@@ -92,7 +96,7 @@ def a_claim_that_fails_after_blocks_were_taken_gives_them_back(lab: Lab, shape: 
 @case(policy=POLICIES)
 def a_claim_that_p_refuses_after_blocks_were_taken_gives_them_back(lab: Lab, policy: str) -> None:
     """The lease is spent: another has read by it."""
-    _, d = lab.duo(Shape(), Shape(policy=policy))  # type: ignore[arg-type]
+    _, d = lab.duo(EngineShape(), EngineShape(policy=policy))  # type: ignore[arg-type]
     first = lab.hand_over("pull", prompt_of(20))
     lab.finish(first, loads=1)
     lab.settle()
@@ -118,7 +122,7 @@ def an_abort_before_p_has_answered_gives_the_blocks_back(lab: Lab, mid_step: boo
 @case()
 def claims_without_an_answer_hold_a_bounded_share_of_the_cache(lab: Lab) -> None:
     """What is beyond it waits without blocks, and bars nobody."""
-    p, d = lab.duo(Shape(blocks=161), Shape(blocks=41))
+    p, d = lab.duo(EngineShape(blocks=161), EngineShape(blocks=41))
     linked(lab)
     prompts = [prompt_of(20, seed) for seed in range(5)]
     params = [lab.prefill(prompt)[1] for prompt in prompts]
@@ -137,7 +141,7 @@ def claims_without_an_answer_hold_a_bounded_share_of_the_cache(lab: Lab) -> None
 @case()
 def a_cache_full_of_running_requests_lets_claims_wait(lab: Lab) -> None:
     """D has no block left, and preempts: nobody waits for somebody who waits for him."""
-    _, d = lab.duo(Shape(blocks=161), Shape(blocks=21, prefix_caching=False))
+    _, d = lab.duo(EngineShape(blocks=161), EngineShape(blocks=21, prefix_caching=False))
     own = [d.add(prompt_of(24, 70 + seed), max_tokens=30) for seed in range(3)]
     some = [lab.hand_over("pull", prompt_of(20, seed), max_tokens=24) for seed in range(3)]
     all_end(lab, d, own)
@@ -188,7 +192,7 @@ def what_is_put_aside_ends_by_its_deadline(lab: Lab, mode: str, policy: str, sha
 @case(mode=BEHIND)
 def what_comes_back_never_bars_a_load_that_has_arrived(lab: Lab, mode: str) -> None:
     """vLLM finds those put aside among requests that hold blocks, and stops at one for which there are none."""
-    _, d = lab.duo(Shape(blocks=241), Shape(blocks=14, prefix_caching=False))  # two prompts at most
+    _, d = lab.duo(EngineShape(blocks=241), EngineShape(blocks=14, prefix_caching=False))  # two prompts at most
     names, tickets = waiting_in_line(lab, mode)
     prefill_all(lab, mode, tickets)
     all_end(lab, d, names)

@@ -40,7 +40,7 @@ _MODEL = {
 }
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
     """One engine: its KV memory, its ranks and how its scheduler is set."""
 
     blocks: int = 41  # one of them is vLLM's null block
@@ -77,7 +77,7 @@ def warm() -> None:
     import vllm.v1.core.sched.async_scheduler
     import vllm.v1.worker.utils  # noqa: F401
 
-    vllm_config(Shape(), {}, module="kvbaton.proof.conformance.probe", connector="Probe")
+    vllm_config(EngineShape(), {}, module="kvbaton.proof.conformance.probe", connector="Probe")
 
 
 @functools.cache
@@ -96,7 +96,7 @@ def _model_config(model_len: int) -> Any:
         )
 
 
-def vllm_config(shape: Shape, extra: Mapping[str, Any], *, module: str, connector: str) -> Any:
+def vllm_config(shape: EngineShape, extra: Mapping[str, Any], *, module: str, connector: str) -> Any:
     """The engine's `VllmConfig`, its KV layout resolved."""
     from vllm.config import (
         CacheConfig,
@@ -139,7 +139,7 @@ def vllm_config(shape: Shape, extra: Mapping[str, Any], *, module: str, connecto
     return config
 
 
-def kv_cache_config(config: Any, shape: Shape) -> Any:
+def kv_cache_config(config: Any, shape: EngineShape) -> Any:
     """What vLLM plans for these layers: groups, tensors, strides."""
     import torch
     from vllm.v1.core import kv_cache_utils as planning

@@ -19,16 +19,16 @@ from typing import Any
 import msgspec
 
 from kvbaton.proof.conformance import configs
-from kvbaton.proof.conformance.configs import Shape
+from kvbaton.proof.conformance.configs import EngineShape
 from kvbaton.proof.conformance.conformance_oracle import EOS, Memory
-from kvbaton.proof.conformance.conformance_watching import Watch, across
-from kvbaton.proof.conformance.runner import Runner
+from kvbaton.proof.conformance.conformance_watching import LabWatch, across
+from kvbaton.proof.conformance.runner import CaseRunner
 
 _PIPELINE_STEPS = 2
 
 
 @dataclass(slots=True)
-class Outcome:
+class StepOutcome:
     """How a request stands: `reason` is None while it lives."""
 
     prompt: tuple[int, ...]
@@ -37,12 +37,12 @@ class Outcome:
     params: dict[str, Any] | None = None
 
 
-class Engine:
+class LabEngine:
     """P or D of the suite."""
 
     def __init__(
         self,
-        shape: Shape,
+        shape: EngineShape,
         extra: Mapping[str, Any],
         *,
         module: str = configs.CONNECTOR_MODULE,
@@ -55,8 +55,8 @@ class Engine:
         from vllm.v1.core.sched.scheduler import Scheduler
 
         self.shape = shape
-        self.watch = Watch()
-        self.outcomes: dict[str, Outcome] = {}
+        self.watch = LabWatch()
+        self.outcomes: dict[str, StepOutcome] = {}
         self.ends: Counter[str] = Counter()  # of handoffs, as the connector's statistics tell
         self.counts: Counter[str] = Counter()
         self.steps = 0
@@ -93,7 +93,7 @@ class Engine:
 
     # --- workers
 
-    def _runner(self, config: Any, planned: Any, rank: int) -> Runner:
+    def _runner(self, config: Any, planned: Any, rank: int) -> CaseRunner:
         from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBase
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -110,7 +110,7 @@ class Engine:
             worker.register_kv_caches(memory.tensors)
             if self.shape.runner == "v2" and hasattr(worker, "reset_capture_state"):
                 worker.reset_capture_state()  # CUDA graphs have been captured
-        return Runner(worker, memory, self._sample, is_v2=self.shape.runner == "v2", is_late=self.shape.pipelined)
+        return CaseRunner(worker, memory, self._sample, is_v2=self.shape.runner == "v2", is_late=self.shape.pipelined)
 
     def _handshake(self, rank: int) -> Any:
         with as_rank(rank, self.shape.ranks):
@@ -165,7 +165,7 @@ class Engine:
         request.skip_reading_prefix_cache = computes_all  # as for one that wants its prompt's log probabilities
         if eos_first:
             self.first_eos.add(name)
-        self.outcomes[name] = Outcome(tuple(prompt))
+        self.outcomes[name] = StepOutcome(tuple(prompt))
         self.scheduler.add_request(request)
         if at_once_aborted:
             self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.proof.conformance.configs import EOS, VOCAB, Shape, layer_index
+from kvbaton.proof.conformance.configs import EOS, VOCAB, EngineShape, layer_index
 
 Words = npt.NDArray[np.uint64]
 
@@ -66,7 +66,7 @@ def expected(hashes: Words, layer: int, heads: range, words: int) -> Words:
 class Memory:
     """One rank's KV memory, as vLLM allocates it."""
 
-    def __init__(self, shape: Shape, kv_cache_config: Any, rank: int) -> None:
+    def __init__(self, shape: EngineShape, kv_cache_config: Any, rank: int) -> None:
         import torch
         from vllm.v1.kv_cache_layout import KVCacheLayout
         from vllm.v1.worker.utils import allocate_kv_cache

@@ -27,7 +27,7 @@ _runs = itertools.count(1)
 PARALLEL_MIN = 40  # below it, the start of other processes costs more than they save
 
 
-class Report(msgspec.Struct, kw_only=True):
+class ConformanceReport(msgspec.Struct, kw_only=True):
     """The whole run in numbers. `wrong`: oracle violations; `assertion_errors`: vLLM's own, an engine's death each."""
 
     holds: bool = True
@@ -76,7 +76,7 @@ def main(
         return 0
     if processes == 1:
         configs.warm()
-    report, begun = Report(vllm=str(getattr(vllm, "__version__", "?"))), time.monotonic()
+    report, begun = ConformanceReport(vllm=str(getattr(vllm, "__version__", "?"))), time.monotonic()
     wanted = seeds if seeds is not None else range(0) if cases is not None else SEEDS
     tasks = [*(each.name for each in chosen), *wanted]
     for at, verdict in enumerate(_verdicts(tasks, processes), 1):
@@ -93,7 +93,7 @@ def _chosen(known: Sequence[Any], text: str) -> list[Any]:
     return exact or [each for each in known if text in each.name]
 
 
-def _take(report: Report, verdict: Any, where: str) -> None:
+def _take(report: ConformanceReport, verdict: Any, where: str) -> None:
     is_seed = verdict.name.startswith(SEED)
     if is_seed:
         report.seeds += 1
@@ -143,7 +143,7 @@ def _tidy() -> None:
         gc.collect()
 
 
-def _add(report: Report, verdict: Any, replay: str) -> None:
+def _add(report: ConformanceReport, verdict: Any, replay: str) -> None:
     report.steps += verdict.steps
     report.handoffs += verdict.handoffs
     report.delivered += verdict.delivered
@@ -159,7 +159,7 @@ def _add(report: Report, verdict: Any, replay: str) -> None:
         report.failures.append(failure)
 
 
-def _text(report: Report) -> str:
+def _text(report: ConformanceReport) -> str:
     lines = [
         f"{report.cases - report.failed} of {report.cases} cases and {report.seeds - report.seeds_failed} of "
         f"{report.seeds} seeds hold on vLLM {report.vllm}; {report.steps} steps in {report.wall_s:.0f} s",

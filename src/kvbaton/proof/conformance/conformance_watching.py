@@ -57,7 +57,7 @@ HOOKS = (
 
 
 @dataclass
-class Watch:
+class LabWatch:
     """What the hooks of one engine did, by request id: how often it was matched, got blocks to be loaded, was reported
     as loaded or as failed. A report of one that has no blocks yet makes vLLM look at it again, and is not counted."""
 

@@ -20,13 +20,13 @@ import msgspec
 from kvbaton.proof.conformance import stores, taps
 from kvbaton.proof.conformance.case_registry import (
     MODES,
-    Verdict,
+    CaseVerdict,
     demand_no_faults,
     kind_of,
     verdict_of,
 )
-from kvbaton.proof.conformance.configs import Shape
-from kvbaton.proof.conformance.conformance_engine import Engine
+from kvbaton.proof.conformance.configs import EngineShape
+from kvbaton.proof.conformance.conformance_engine import LabEngine
 from kvbaton.proof.conformance.lab import (
     Lab,
     d_params,
@@ -44,11 +44,11 @@ _DEVICE_S = (0.0, 0.0, 0.0, 0.0005, 0.003)
 
 
 @dataclass
-class Plan:
+class InterleavePlan:
     """What a seed decides once."""
 
-    p: Shape
-    d: Shape
+    p: EngineShape
+    d: EngineShape
     settings: dict[str, Any]
     actions: int
     weights: dict[str, int]
@@ -57,15 +57,15 @@ class Plan:
     store: dict[str, tuple[str, ...]] = field(default_factory=dict)  # what may become of each call; empty: no store
 
     @classmethod
-    def of(cls, rng: random.Random) -> Plan:
+    def of(cls, rng: random.Random) -> InterleavePlan:
         windows = rng.choice(((0, 0), (0, 0), (0, 8), (0, 5, 0, 5)))
         caching, chunk = rng.random() < 0.7, rng.choice((8, 12, 16, 64))
         scale = len(set(windows))
 
         roles = rng.choice((("kv_both", "kv_both"), ("kv_producer", "kv_consumer")))
 
-        def shape(least: int, most: int, role: str) -> Shape:
-            return Shape(
+        def shape(least: int, most: int, role: str) -> EngineShape:
+            return EngineShape(
                 role=role,
                 blocks=scale * rng.randint(least, most) + 1,
                 windows=windows,
@@ -103,7 +103,7 @@ class Plan:
         return cls(p, d, settings, rng.randint(40, 140), weights, copies, lost)
 
 
-def with_store(plan: Plan, rng: random.Random) -> Plan:
+def with_store(plan: InterleavePlan, rng: random.Random) -> InterleavePlan:
     """Some plans have a shared store between the engines; by a chance of its own, so that the others stay the same."""
     if rng.random() < 0.5 or any(plan.p.windows):
         return plan
@@ -126,9 +126,9 @@ class World:
 
     lab: Lab
     rng: random.Random
-    plan: Plan
-    granted: list[tuple[Engine, str, list[int]]] = field(default_factory=list)  # pulls whose P has not ended yet
-    live: list[tuple[Engine, str]] = field(default_factory=list)
+    plan: InterleavePlan
+    granted: list[tuple[LabEngine, str, list[int]]] = field(default_factory=list)  # pulls whose P has not ended yet
+    live: list[tuple[LabEngine, str]] = field(default_factory=list)
 
     def act(self, what: str, tap: taps.Copies, calls: stores.Calls) -> None:
         doing: dict[str, Callable[[], None]] = {
@@ -216,12 +216,12 @@ class World:
         self.lab.engines[self.rng.choice(("p0", "d0"))].scheduler.reset_prefix_cache(reset_connector=True)
 
 
-def run_seed(seed: int) -> Verdict:
+def run_seed(seed: int) -> CaseVerdict:
     """One schedule from its seed to rest."""
     from kvbaton.engines.vllm import guard
 
     rng = random.Random(seed)
-    plan, lab, begun = with_store(Plan.of(rng), random.Random(f"store {seed}")), Lab(), time.monotonic()
+    plan, lab, begun = with_store(InterleavePlan.of(rng), random.Random(f"store {seed}")), Lab(), time.monotonic()
     faults, what, kind, trace = sum(guard.faults.values()), "", "", ""
     try:
         with taps.copies() as tap, taps.frames() as wire, stores.calls() as calls:

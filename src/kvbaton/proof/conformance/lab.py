@@ -25,8 +25,8 @@ from typing import Any
 import msgspec
 
 from kvbaton.control import keyring
-from kvbaton.proof.conformance.configs import Shape
-from kvbaton.proof.conformance.conformance_engine import Engine
+from kvbaton.proof.conformance.configs import EngineShape
+from kvbaton.proof.conformance.conformance_engine import LabEngine
 from kvbaton.proof.conformance.conformance_oracle import answer
 from kvbaton.proof.conformance.stores import LabStore
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
@@ -46,13 +46,13 @@ SETTINGS: dict[str, Any] = {
 _PAUSE_S = 0.0003
 
 
-class BrokenError(Exception):
+class BrokenLabError(Exception):
     """What a case demands did not hold."""
 
 
 def demand(holds: object, what: str) -> None:
     if not holds:
-        raise BrokenError(what)
+        raise BrokenLabError(what)
 
 
 @functools.cache
@@ -114,7 +114,7 @@ def poll(condition: Callable[[], object], what: str, patience_s: float = PATIENC
         time.sleep(_PAUSE_S)
 
 
-def leave_in_flight(engine: Engine) -> None:
+def leave_in_flight(engine: LabEngine) -> None:
     """A request is aborted whose next step has been scheduled and has not run."""
     gone = engine.add(prompt_of(90, 99), computes_all=True)
     while engine.runners[0].computed_of[gone] < engine.shape.chunk_tokens:
@@ -122,7 +122,7 @@ def leave_in_flight(engine: Engine) -> None:
     engine.abort(gone)
 
 
-def landing_before_steps(engine: Engine, name: str, blocks: int) -> None:
+def landing_before_steps(engine: LabEngine, name: str, blocks: int) -> None:
     """From now on the device is slow: what is in flight runs once so many blocks of `name` have been loaded."""
     request, ids = engine.scheduler.requests[name], list[int]()
     poll(lambda: engine.connector.get_num_new_matched_tokens(request, 0)[0], "a match")
@@ -137,7 +137,7 @@ def landing_before_steps(engine: Engine, name: str, blocks: int) -> None:
     engine.before_executing = lambda: poll(lambda: not engine.runners[0].memory.is_poisoned(0, ids), "it to land")
 
 
-def reuse_all(engine: Engine) -> None:
+def reuse_all(engine: LabEngine) -> None:
     """Every free block is handed out once more and written over, as by requests that fill the cache."""
     blocks = engine.pool.get_new_blocks(engine.free_blocks)
     for runner in engine.runners:
@@ -147,7 +147,7 @@ def reuse_all(engine: Engine) -> None:
 
 
 @dataclass
-class Handoff:
+class LabHandoff:
     """One prompt on its way: its names on both sides."""
 
     mode: str
@@ -165,11 +165,11 @@ class Lab:
     overlapped: bool = False
     before_executing: Callable[[], None] = lambda: None
     ports: dict[str, int] = field(default_factory=lambda: {name: free_port() for name in NAMES})
-    engines: dict[str, Engine] = field(default_factory=dict)
-    retired: list[Engine] = field(default_factory=list)
+    engines: dict[str, LabEngine] = field(default_factory=dict)
+    retired: list[LabEngine] = field(default_factory=list)
     stores: list[LabStore] = field(default_factory=list)
 
-    def engine(self, name: str, shape: Shape | None = None, **settings: Any) -> Engine:
+    def engine(self, name: str, shape: EngineShape | None = None, **settings: Any) -> LabEngine:
         """Start the engine `name`; one of that name that runs is stopped first, as in a restart."""
         if name in self.engines:
             self.stop(name)
@@ -182,12 +182,12 @@ class Lab:
             "control_port": self.ports[name],
             **settings,
         }
-        shape = shape or Shape()
+        shape = shape or EngineShape()
         pipelined = shape.pipelined or self.overlapped
         if pipelined:  # a device that is late has computed no layer when its hook is called
             extra.setdefault("layerwise", False)
         runner: Any = "v1" if pipelined == name.startswith("p") else "v2"
-        self.engines[name] = Engine(msgspec.structs.replace(shape, pipelined=pipelined, runner=runner), extra)
+        self.engines[name] = LabEngine(msgspec.structs.replace(shape, pipelined=pipelined, runner=runner), extra)
         self.engines[name].before_executing = self.before_executing
         return self.engines[name]
 
@@ -196,10 +196,14 @@ class Lab:
         engine.close()
         self.retired.append(engine)
 
-    def duo(self, p: Shape | None = None, d: Shape | None = None, **settings: Any) -> tuple[Engine, Engine]:
+    def duo(
+        self, p: EngineShape | None = None, d: EngineShape | None = None, **settings: Any
+    ) -> tuple[LabEngine, LabEngine]:
         return self.engine("p0", p, **settings), self.engine("d0", d or p, **settings)
 
-    def sharing(self, p: Shape | None = None, d: Shape | None = None, **settings: Any) -> tuple[Engine, Engine]:
+    def sharing(
+        self, p: EngineShape | None = None, d: EngineShape | None = None, **settings: Any
+    ) -> tuple[LabEngine, LabEngine]:
         """Two engines with a store between them: the last of `stores`, or a new one."""
         if not self.stores:
             self.stores.append(LabStore(key_directory()))
@@ -219,7 +223,7 @@ class Lab:
         deadline = time.monotonic() + patience_s
         while not condition():
             if time.monotonic() > deadline:
-                raise BrokenError(f"not within {patience_s:g} s: {what}; {self.story()}")
+                raise BrokenLabError(f"not within {patience_s:g} s: {what}; {self.story()}")
             self.turn()
 
     def run(self, steps: int) -> None:
@@ -228,18 +232,18 @@ class Lab:
 
     # --- handoffs
 
-    def hand_over(self, mode: str, prompt: Sequence[int], *, max_tokens: int = 4, p_first: bool = True) -> Handoff:
+    def hand_over(self, mode: str, prompt: Sequence[int], *, max_tokens: int = 4, p_first: bool = True) -> LabHandoff:
         """Begin a handoff: for pull P has finished; for the others both sides have just been told."""
         p, d, tokens = self.engines["p0"], self.engines["d0"], list(prompt)
         if mode == "pull":
             at_p, params = self.prefill(tokens)
             at_d = d.add(tokens, params, max_tokens=max_tokens)
-            return Handoff(mode, tokens, at_p, at_d, params["ticket"])
+            return LabHandoff(mode, tokens, at_p, at_d, params["ticket"])
         ticket = router_ticket()
         at_d = "" if p_first else d.add(tokens, d_params(mode, ticket), max_tokens=max_tokens)
         at_p = p.add(tokens, p_params(mode, ticket), max_tokens=1)
         at_d = at_d or d.add(tokens, d_params(mode, ticket), max_tokens=max_tokens)
-        return Handoff(mode, tokens, at_p, at_d, ticket)
+        return LabHandoff(mode, tokens, at_p, at_d, ticket)
 
     def prefill(self, prompt: Sequence[int], **options: Any) -> tuple[str, dict[str, Any]]:
         """P computes a prompt for pull; returns its id there and what P gives for D."""
@@ -251,7 +255,7 @@ class Lab:
         assert params is not None
         return at_p, params
 
-    def finish(self, handoff: Handoff, *, loads: int | None = None, patience_s: float = PATIENCE_S) -> None:
+    def finish(self, handoff: LabHandoff, *, loads: int | None = None, patience_s: float = PATIENCE_S) -> None:
         """The answer is the one that a single engine gives, after so many loads if that is said."""
         d = self.engines["d0"]
         self.until(lambda: d.outcomes[handoff.at_d].reason, f"an end of {handoff.mode} {handoff.at_d}", patience_s)
@@ -260,12 +264,12 @@ class Lab:
             got = d.watch.loads[handoff.at_d]
             demand(got == loads, f"{handoff.at_d} was loaded {got} times, expected {loads}")
 
-    def ended(self, engine: Engine, name: str, patience_s: float = PATIENCE_S) -> str:
+    def ended(self, engine: LabEngine, name: str, patience_s: float = PATIENCE_S) -> str:
         """Wait for a request's end and say how it ended."""
         self.until(lambda: engine.outcomes[name].reason, f"an end of {name}", patience_s)
         return str(engine.outcomes[name].reason)
 
-    def right(self, engine: Engine, name: str) -> None:
+    def right(self, engine: LabEngine, name: str) -> None:
         outcome = engine.outcomes[name]
         expected = answer(outcome.prompt, len(outcome.tokens))
         demand(outcome.tokens == expected and outcome.tokens, f"{name}: answered {outcome.tokens}, not {expected}")
@@ -302,6 +306,6 @@ class Lab:
         """Stop all engines, at once: each waits for its threads."""
         engines = list(self.engines.values())
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
-            list(threads.map(Engine.close, engines))
+            list(threads.map(LabEngine.close, engines))
         for store in self.stores:
             store.close()

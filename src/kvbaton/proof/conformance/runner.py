@@ -26,7 +26,7 @@ class Cached:
 
 
 @dataclass(slots=True)
-class Work:
+class RunnerWork:
     """What a step computes of one request, as it was when the step was issued."""
 
     name: str
@@ -40,12 +40,12 @@ class Work:
 class Issued:
     """A step that the device was given."""
 
-    work: list[Work]
+    work: list[RunnerWork]
     output: Any
 
 
 @dataclass
-class Runner:
+class CaseRunner:
     """One rank. `sample` may replace the token that a request answers with."""
 
     connector: Any
@@ -143,7 +143,7 @@ class Runner:
                 for ids, more in zip(state.blocks, fresh, strict=True):
                     ids.extend(more)
 
-    def _work(self, step: Any) -> list[Work]:
+    def _work(self, step: Any) -> list[RunnerWork]:
         computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
         cached = step.scheduled_cached_reqs
         fresh = computed.keys() | set(cached.resumed_req_ids)
@@ -151,11 +151,11 @@ class Runner:
         self.computed += step.total_num_scheduled_tokens
         self.computed_of.update(step.num_scheduled_tokens)
         return [
-            Work(name, self.states[name], computed[name], count, name in fresh)
+            RunnerWork(name, self.states[name], computed[name], count, name in fresh)
             for name, count in step.num_scheduled_tokens.items()
         ]
 
-    def _forward(self, work: list[Work]) -> None:
+    def _forward(self, work: list[RunnerWork]) -> None:
         """As far as the host sees it: a late device computes in `result`."""
         hashes = self._hashes(work)
         if self.is_late:
@@ -168,42 +168,42 @@ class Runner:
                 self._compute(work, hashes, group, layer)
             self.connector.save_kv_layer(layer, self.memory.tensors[layer], None)
 
-    def _hashes(self, work: list[Work]) -> list[Any]:
+    def _hashes(self, work: list[RunnerWork]) -> list[Any]:
         return [prefix_hashes(each.state.tokens) for each in work]
 
-    def _look(self, work: list[Work], hashes: list[Any]) -> None:
+    def _look(self, work: list[RunnerWork], hashes: list[Any]) -> None:
         """What was loaded must be there when the device is told to read it."""
         for each, own in zip(work, hashes, strict=True):
             for group, layer in self.memory.in_order if each.is_fresh else ():
                 self._check(each, group, layer, own, self._before_pending(each, group))
             self._pending.update(self._written(each))  # what comes after it in this very step may find it, too
 
-    def _written(self, work: Work) -> list[tuple[int, int]]:
+    def _written(self, work: RunnerWork) -> list[tuple[int, int]]:
         """(group, block) that a step writes to; vLLM lets others find them cached before it has."""
         size = self.memory.block_tokens
         first, last = work.past // size, (work.past + work.count - 1) // size
         return [(group, block) for group, ids in enumerate(work.state.blocks) for block in ids[first : last + 1]]
 
-    def _before_pending(self, work: Work, group: int) -> int:
+    def _before_pending(self, work: RunnerWork, group: int) -> int:
         """How many of its positions no step in flight has still to compute."""
         for at, block in enumerate(work.state.blocks[group]):
             if self._pending[group, block]:
                 return min(at * self.memory.block_tokens, work.past)
         return work.past
 
-    def _compute(self, work: list[Work], hashes: list[Any], group: int, layer: str) -> None:
+    def _compute(self, work: list[RunnerWork], hashes: list[Any], group: int, layer: str) -> None:
         for each, own in zip(work, hashes, strict=True):
             self._check(each, group, layer, own)
             past, blocks = each.past, each.state.blocks[group]
             self.memory.write(layer, blocks, past, own[past : past + each.count])
 
-    def _check(self, work: Work, group: int, layer: str, hashes: Any, upto: int | None = None) -> None:
+    def _check(self, work: RunnerWork, group: int, layer: str, hashes: Any, upto: int | None = None) -> None:
         window, upto = self.memory.windows[group], work.past if upto is None else upto
         first = max(0, work.past - window + 1) if window else 0
         if work.name not in self.aborted and upto > first:
             self.memory.check(layer, work.state.blocks[group], first, hashes[first:upto], work.name)
 
-    def _sampled(self, work: Work) -> list[int]:
+    def _sampled(self, work: RunnerWork) -> list[int]:
         """A token only when all that is known has been computed."""
         tokens = work.state.tokens
         if work.past + work.count < len(tokens):

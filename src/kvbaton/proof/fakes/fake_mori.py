@@ -1,7 +1,7 @@
 """A FAKE of mori.io, AMD's library: its public Python surface, between engines of one process, without its hardware.
 
-For tests of `kvbaton.transports.mori.mori_transport` alone: pass a `FakeMori` as its `library`. Nothing that serves requests imports
-this. Each instance is a world of its own; `wire` has what it saw and what is to go wrong.
+For tests of `kvbaton.transports.mori.mori_transport` alone: pass a `FakeMori` as its `library`. Nothing that serves
+requests imports this. Each instance is a world of its own; `wire` has what it saw and what is to go wrong.
 
 Law: every name, argument and code is mori's (as of August 2026), and so is what hurts: a status is not kept alive by
 its batch, errors stick, a full send queue is ERR_RDMA_OP with a text, nothing can be cancelled, and after an error the

@@ -1,4 +1,5 @@
-"""One command that proves kvbaton under vLLM on this machine's GPU: `python -m kvbaton.proof.gpu_test`, `make gpu-test`.
+"""One command that proves kvbaton under vLLM on this machine's GPU: `python -m kvbaton.proof.gpu_test`, `make
+gpu-test`.
 
     python -m kvbaton.proof.gpu_test --list             the parts, and what each shows
     python -m kvbaton.proof.gpu_test                    the standard plan, at most 15 minutes on one H200

@@ -1,4 +1,5 @@
-"""What this command asks engines: whole answers (`kvbaton.proof.chaos.vllm.vllm_client`), and answers as they stream, with times.
+"""What this command asks engines: whole answers (`kvbaton.proof.chaos.vllm.vllm_client`), and answers as they stream,
+with times.
 
 Laws: it knows no connector: what P answers with goes to D untouched. Every request ends: by an answer, by an error, or
 at its deadline. Times are of the client's clock: from when a request is sent until a chunk with tokens is read.

@@ -1,7 +1,7 @@
 """Streams that decode while something else happens, watched by a process of their own: nothing else is on its loop.
 
-    python -m kvbaton.proof.gpu_test.gpu_watching      an `Order` as JSON on stdin; on stdout a line when all are under way,
-                                             then what was seen, as JSON
+    python -m kvbaton.proof.gpu_test.gpu_watching      an `Order` as JSON on stdin; on stdout a line when all are
+    under way, then what was seen, as JSON
 
 Laws: moments are of the machine's monotonic clock, which all processes share. It is ended with whoever waits for it.
 """

@@ -59,7 +59,7 @@ NAME_CHARS_MAX = 256
 Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 
 
-class Kind(enum.StrEnum):
+class GroupKind(enum.StrEnum):
     """The kind of attention a group's blocks are of; decides which of them a handed-over position needs."""
 
     FULL = "full"
@@ -89,7 +89,7 @@ class Group(msgspec.Struct, frozen=True):
     """Layers that share one block list. An `optional` group (a draft model's) may be missing elsewhere."""
 
     name: Name
-    kind: Kind
+    kind: GroupKind
     block_tokens: BlockTokens
     layers: Annotated[tuple[Name, ...], Meta(max_length=LAYERS_MAX)]
     heads: Heads
@@ -108,13 +108,13 @@ class Group(msgspec.Struct, frozen=True):
 
     def needed_from(self, tokens: int) -> int:
         """The first token whose KV decoding from position `tokens` still reads."""
-        if self.kind is Kind.SLIDING:
+        if self.kind is GroupKind.SLIDING:
             return _window_start(tokens, self.window)
-        return tokens // self.window * self.window if self.kind is Kind.CHUNKED else 0
+        return tokens // self.window * self.window if self.kind is GroupKind.CHUNKED else 0
 
     def needed(self, tokens: int) -> tuple[int, int]:
         """The block indexes [lo, hi) that decoding from position `tokens` reads."""
-        if self.kind is Kind.STATE:
+        if self.kind is GroupKind.STATE:
             return 0, 1
         return self.needed_from(tokens) // self.block_tokens, needed_blocks(tokens, self.block_tokens)
 
@@ -167,7 +167,7 @@ class EngineLayout(msgspec.Struct, frozen=True):
     def page_tokens(self, group: int) -> int:
         """The tokens in one page of one rank; a state counts as one."""
         found = self.groups[group]
-        return 1 if found.kind is Kind.STATE else found.block_tokens // self.dcp
+        return 1 if found.kind is GroupKind.STATE else found.block_tokens // self.dcp
 
 
 def needed_blocks(tokens: int, block_tokens: int) -> int:
@@ -249,9 +249,9 @@ def _validate_group(at: str, group: Group, dcp: int) -> None:
     _name(f"{at}.name", group.name)
     _name(f"{at}.dtype", group.dtype)
     _within(f"{at}.block_tokens", group.block_tokens, 1, BLOCK_TOKENS_MAX)
-    if group.kind is not Kind.STATE and group.block_tokens % dcp:
+    if group.kind is not GroupKind.STATE and group.block_tokens % dcp:
         _bad(f"{at}.block_tokens", f"{group.block_tokens} cannot be dealt out to dcp {dcp}")
-    windowed = group.kind in (Kind.SLIDING, Kind.CHUNKED)
+    windowed = group.kind in (GroupKind.SLIDING, GroupKind.CHUNKED)
     _within(f"{at}.window", group.window, 1 if windowed else 0, BLOCK_TOKENS_MAX if windowed else 0)
     _within(f"{at}.heads", group.heads, 1, HEADS_MAX)
     _within(f"{at}.layers", len(group.layers), 1, LAYERS_MAX)

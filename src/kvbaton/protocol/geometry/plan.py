@@ -24,7 +24,7 @@ from kvbaton.protocol.geometry.layout import (
     Cell,
     EngineLayout,
     Group,
-    Kind,
+    GroupKind,
     Per,
     Place,
     Plane,
@@ -183,7 +183,7 @@ def _check_groups(source: Group, target: Group, dcp: int) -> None:
         _refuse(f"{name} layers: source has {missing!r}, target has not")
     _same(f"{name} heads", source.heads, target.heads)
     _same(f"{name} dtype", source.dtype, target.dtype)
-    if source.kind is not Kind.STATE and not (source.splits_tokens and target.splits_tokens and dcp == 1):
+    if source.kind is not GroupKind.STATE and not (source.splits_tokens and target.splits_tokens and dcp == 1):
         _same(f"{name} block_tokens", source.block_tokens, target.block_tokens)
     _same(f"{name} cells", _told(source.cells), _told(target.cells))
 

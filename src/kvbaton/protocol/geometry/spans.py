@@ -20,7 +20,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.geometry.layout import NULL_BLOCK, Group, Kind, needed_blocks
+from kvbaton.protocol.geometry.layout import NULL_BLOCK, Group, GroupKind, needed_blocks
 from kvbaton.protocol.geometry.plan import Lane, Part, Plan, Strip
 from kvbaton.protocol.geometry.progress import Rect
 from kvbaton.protocol.geometry.strided_spans import Weave
@@ -47,7 +47,7 @@ class Lanes(NamedTuple):
     pairs: int
 
 
-class Side(enum.Enum):
+class SpanSide(enum.Enum):
     """Whose memory is local: the target reads (pull), the source writes (push)."""
 
     SOURCE = "source"
@@ -87,7 +87,7 @@ class Move(msgspec.Struct, frozen=True):
         return sum(self.flat[2::3]) + (0 if self.weave is None else self.weave.bytes)
 
 
-def segments(plan: Plan, side: Side, rank: int, rect: Rect, lists: BlockLists, join: bool = True) -> list[Move]:
+def segments(plan: Plan, side: SpanSide, rank: int, rect: Rect, lists: BlockLists, join: bool = True) -> list[Move]:
     """The moves of `rank` of `side` for one rectangle: one per peer rank and pair of regions.
 
     Pages move whole where both sides have the same block size, otherwise exactly the tokens in question. Pages that are
@@ -108,7 +108,7 @@ def segments(plan: Plan, side: Side, rank: int, rect: Rect, lists: BlockLists, j
         _check_ids(plan, part, windows.values())
         for lane in part.lanes:
             key = (part.target_rank, lane.source_region, lane.target_region)
-            if side is Side.TARGET:
+            if side is SpanSide.TARGET:
                 key = (part.source_rank, lane.target_region, lane.source_region)
             for spans in _lane_spans(part, lane, rect, windows, side, join or len(windows) > 1):
                 if isinstance(spans, Weave) and key not in woven:
@@ -119,13 +119,13 @@ def segments(plan: Plan, side: Side, rank: int, rect: Rect, lists: BlockLists, j
     return [Move(*key, spans, woven.get(key)) for key, spans in flat.items() if spans or key in woven]
 
 
-def blocks_per_call(plan: Plan, side: Side, rank: int, rect: Rect) -> int:
+def blocks_per_call(plan: Plan, side: SpanSide, rank: int, rect: Rect) -> int:
     """How many blocks of such a rectangle one call of `segments` takes; for `Rect.cut`."""
     pieces = sum(part.pieces for part in _parts(plan, side, rank, rect))
     return max(1, SPANS_MAX // max(1, pieces * (rect.layer_hi - rect.layer_lo)))
 
 
-def _parts(plan: Plan, side: Side, rank: int, rect: Rect) -> list[Part]:
+def _parts(plan: Plan, side: SpanSide, rank: int, rect: Rect) -> list[Part]:
     if not 0 <= rect.group < len(plan.source.groups):
         _bad(f"group {rect.group} does not exist")
     if not 0 <= rect.layer_lo <= rect.layer_hi <= len(plan.source.groups[rect.group].layers):
@@ -133,13 +133,13 @@ def _parts(plan: Plan, side: Side, rank: int, rect: Rect) -> list[Part]:
     if not 0 <= rect.block_lo <= rect.block_hi:
         _bad(f"blocks [{rect.block_lo}, {rect.block_hi}) do not exist")
     parts = (part for part in plan.parts if part.group == rect.group)
-    return [part for part in parts if rank == (part.target_rank if side is Side.TARGET else part.source_rank)]
+    return [part for part in parts if rank == (part.target_rank if side is SpanSide.TARGET else part.source_rank)]
 
 
 def _windows(plan: Plan, part: Part, rect: Rect, lists: BlockLists) -> dict[Window, Pairs]:
     """Which source and target blocks meet in the rectangle, by the tokens of their pages that do."""
     group, near = plan.source.groups[part.group], plan.target.groups[part.target_group].block_tokens
-    if group.kind is Kind.STATE:  # states go one to one and have nothing to do with tokens
+    if group.kind is GroupKind.STATE:  # states go one to one and have nothing to do with tokens
         group, near = msgspec.structs.replace(group, block_tokens=1), 1
         lists = BlockLists(lists.source, lists.target, rect.block_hi)
     far, first = group.block_tokens, lists.target_first_token
@@ -206,7 +206,7 @@ def _check_ids(plan: Plan, part: Part, windows: Iterable[Lanes]) -> None:
 
 
 def _lane_spans(
-    part: Part, lane: Lane, rect: Rect, windows: dict[Window, Lanes], side: Side, join: bool
+    part: Part, lane: Lane, rect: Rect, windows: dict[Window, Lanes], side: SpanSide, join: bool
 ) -> list[array[int] | Weave]:
     """The pieces of block 0 for every pair of blocks: a weave for each size of piece."""
     layers, is_whole = lane.layers, rect.layer_lo <= lane.layers[0][0] and lane.layers[-1][0] < rect.layer_hi
@@ -229,21 +229,21 @@ def _lane_spans(
 
 
 def _shifts(
-    strips: tuple[Strip, ...], layers: tuple[Triple, ...], window: Window, side: Side, join: bool
+    strips: tuple[Strip, ...], layers: tuple[Triple, ...], window: Window, side: SpanSide, join: bool
 ) -> tuple[list[tuple[int, array[int]]], bool]:
     """By the bytes of a piece, where such pieces of block 0 begin in these layers; and whether its page is one run."""
     inside = _coalesce(piece for strip in strips for piece in strip.pieces(*window))
     pieces = [(at + x, to + y, size) for _, at, to in layers for x, y, size in inside]
     found: dict[int, array[int]] = defaultdict(lambda: array("q"))
     for at, to, size in _coalesce(pieces) if join else pieces:
-        found[size].extend((to, at) if side is Side.TARGET else (at, to))
+        found[size].extend((to, at) if side is SpanSide.TARGET else (at, to))
     return list(found.items()), len(inside) == 1
 
 
 _shifts_of_lane = lru_cache(maxsize=LANES_KEPT)(_shifts)
 
 
-def _column(lane: Lane, lanes: Lanes, size: int, side: Side, join: bool) -> array[int]:
+def _column(lane: Lane, lanes: Lanes, size: int, side: SpanSide, join: bool) -> array[int]:
     """The same piece of every pair of blocks; joined, of blocks that follow each other on both sides in one span."""
     sizes = array("q", (size,)) * lanes.pairs
     if join and size == lane.source_stride == lane.target_stride:
@@ -257,7 +257,7 @@ def _column(lane: Lane, lanes: Lanes, size: int, side: Side, join: bool) -> arra
         _apart(lanes.target * lane.target_stride, lanes.pairs),
     )
     column = array("q", bytes(24 * len(sizes)))
-    column[0::3], column[1::3] = (to, at) if side is Side.TARGET else (at, to)
+    column[0::3], column[1::3] = (to, at) if side is SpanSide.TARGET else (at, to)
     column[2::3] = sizes
     return column
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import HandoffId, Reader
-from kvbaton.protocol.machines.context import Desk, Parts
+from kvbaton.protocol.machines.context import LedgerContext, Parts
 from kvbaton.protocol.machines.lease import Lease, ReaderState, Seat
 from kvbaton.protocol.machines.pairing_state import Session
 from kvbaton.protocol.machines.quotas import Held, PerPeer, block_bytes, promised_bytes
@@ -51,7 +51,7 @@ class Parked:
 class Claims:
     """All claims on this node's leases, and those that wait for one."""
 
-    def __init__(self, desk: Desk, leases: Claimed) -> None:
+    def __init__(self, desk: LedgerContext, leases: Claimed) -> None:
         self.desk = desk
         self.parked: PerPeer[Parked] = PerPeer()
         self._leases = leases

@@ -14,7 +14,7 @@ from kvbaton.protocol.ids import HandoffId, WorkerId
 from kvbaton.protocol.machines.consumer_book import RENEWING, ConsumerBook
 from kvbaton.protocol.machines.consumer_pull import Pulls
 from kvbaton.protocol.machines.consumer_push import Pushes
-from kvbaton.protocol.machines.context import Desk, Parts
+from kvbaton.protocol.machines.context import LedgerContext, Parts
 from kvbaton.protocol.machines.disowned import DisownedTickets
 from kvbaton.protocol.machines.inbound import WAITED_FOR, Intake, IntakeEvent, IntakeState, Source
 from kvbaton.protocol.machines.pairing_state import Link, LinkState
@@ -44,7 +44,7 @@ CLAIMS_IN_VERSION = 4
 class Consumer:
     """All handoffs on their way into this node."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: LedgerContext) -> None:
         self.desk = desk
         self.links = Links(desk, self)
         book = self.book = ConsumerBook(desk, self.links)

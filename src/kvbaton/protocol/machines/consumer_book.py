@@ -12,7 +12,7 @@ from typing import Protocol
 from kvbaton.protocol.effects import DropHold, End, MatchFailed, Report
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import HandoffId, RequestId, ReservationId
-from kvbaton.protocol.machines.context import Desk
+from kvbaton.protocol.machines.context import LedgerContext
 from kvbaton.protocol.machines.inbound import INTAKE, Intake, IntakeEvent, IntakeState
 from kvbaton.protocol.machines.pairing_state import Link
 from kvbaton.protocol.machines.pairing_target import Links
@@ -34,7 +34,7 @@ class Fail(Protocol):
 class ConsumerBook:
     """Shared by all of D's role; pull and push differ in what they do between a grant and the end."""
 
-    def __init__(self, desk: Desk, links: Links) -> None:
+    def __init__(self, desk: LedgerContext, links: Links) -> None:
         self.desk = desk
         self.links = links
         self.by_handoff: dict[HandoffId, Intake] = {}

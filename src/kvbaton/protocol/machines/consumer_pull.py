@@ -7,9 +7,9 @@ every byte, or about none. Of what P says later than it happened only the newest
 from __future__ import annotations
 
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
-from kvbaton.protocol.geometry.layout import Kind
+from kvbaton.protocol.geometry.layout import GroupKind
 from kvbaton.protocol.geometry.progress import covers, nothing
-from kvbaton.protocol.geometry.spans import Side
+from kvbaton.protocol.geometry.spans import SpanSide
 from kvbaton.protocol.machines.consumer_book import ConsumerBook, Fail
 from kvbaton.protocol.machines.inbound import Intake, IntakeEvent, IntakeState, Source
 from kvbaton.protocol.machines.movement import Cargo, Route, moves, start
@@ -44,7 +44,7 @@ class Pulls:
         source, target, link = intake.source, intake.target, intake.link
         assert source is not None and target is not None
         assert link.plan is not None and link.peer is not None and link.transport is not None
-        route = Route(link.plan, Side.TARGET, link.peer, link.transport.name, link.transport.weaves)
+        route = Route(link.plan, SpanSide.TARGET, link.peer, link.transport.name, link.transport.weaves)
         cargo = Cargo(source.blocks, target.blocks, source.tokens, target.first_token)
         listed = moves(route, cargo, source.copied, source.progress)
         source.copied = source.progress
@@ -120,7 +120,7 @@ class Pulls:
         # The good prefix saves the engine a part of the prefill only where every token's KV is in the leading blocks
         # of one list. With several groups, or a window, what is good of one is no whole prefix of the prompt.
         good, group = 0, link.plan.source.groups[0]
-        if len(message.good) == 1 and group.kind in (Kind.FULL, Kind.LATENT):
+        if len(message.good) == 1 and group.kind in (GroupKind.FULL, GroupKind.LATENT):
             good = min(message.good[0] * group.block_tokens, intake.wanted.tokens)
         why = f" ({reason_of(message.reason)})" if message.reason else ""
         self._fail(intake, Reason.STALE, f"the source's blocks were reused before the commit{why}", now, good)

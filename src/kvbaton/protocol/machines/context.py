@@ -68,7 +68,7 @@ class Identity:
 
 
 @dataclass(slots=True)
-class Desk:
+class LedgerContext:
     """The shared table at which the producer, the consumer and the peers work."""
 
     identity: Identity

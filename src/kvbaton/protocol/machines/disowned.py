@@ -13,7 +13,7 @@ from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import Disowned
 from kvbaton.protocol.ids import HandoffId
-from kvbaton.protocol.machines.context import Desk
+from kvbaton.protocol.machines.context import LedgerContext
 from kvbaton.protocol.machines.pairing_state import Link, LinkState
 from kvbaton.protocol.machines.pairing_target import Links
 from kvbaton.protocol.wire.messages import Abandon, Claim, Granted
@@ -26,7 +26,7 @@ class DisownedTickets:
     """Of one node, as D."""
 
     def __init__(
-        self, desk: Desk, links: Links, next_attempt: Callable[[], int], is_wanted: Callable[[HandoffId], bool]
+        self, desk: LedgerContext, links: Links, next_attempt: Callable[[], int], is_wanted: Callable[[HandoffId], bool]
     ) -> None:
         self._desk = desk
         self._links = links

@@ -14,7 +14,7 @@ from kvbaton.protocol.effects import Effect
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.machines.consumer import Consumer
-from kvbaton.protocol.machines.context import Desk, EpochsOf, Identity
+from kvbaton.protocol.machines.context import EpochsOf, Identity, LedgerContext
 from kvbaton.protocol.machines.inbound import Intake
 from kvbaton.protocol.machines.lease import Lease
 from kvbaton.protocol.machines.pairing_source import Sessions
@@ -40,7 +40,7 @@ class Ledger:
     """All handoffs of one engine, in both roles."""
 
     def __init__(self, identity: Identity, settings: Settings, epochs_of: EpochsOf) -> None:
-        self.desk = Desk(identity, settings, epochs_of)
+        self.desk = LedgerContext(identity, settings, epochs_of)
         self.producer = Producer(self.desk)
         self.consumer = Consumer(self.desk)
         links = self.consumer.links

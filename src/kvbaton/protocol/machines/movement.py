@@ -10,9 +10,9 @@ from kvbaton.protocol.effects import Direction
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.plan import Plan
 from kvbaton.protocol.geometry.progress import Progress, advance
-from kvbaton.protocol.geometry.spans import BlockLists, Move, Side, blocks_per_call, segments
+from kvbaton.protocol.geometry.spans import BlockLists, Move, SpanSide, blocks_per_call, segments
 from kvbaton.protocol.ids import PeerId
-from kvbaton.protocol.machines.context import Desk, Parts
+from kvbaton.protocol.machines.context import LedgerContext, Parts
 
 SPANS_IN_ALL_MAX = 1 << 24
 """Of one step of a handoff, on all ranks: 128,000 tokens of 128 layers, keys and values apart, on 8 ranks. A peer whose
@@ -23,7 +23,7 @@ class Route(msgspec.Struct, frozen=True):
     """Between whom, over which data plane, and which side drives."""
 
     plan: Plan
-    side: Side
+    side: SpanSide
     peer: PeerId
     transport: str
     weaves: bool = False  # the data plane takes spans in product form, so that is what they cost
@@ -41,7 +41,7 @@ class Cargo(msgspec.Struct, frozen=True):
 def moves(route: Route, cargo: Cargo, before: Progress, after: Progress) -> list[tuple[int, list[Move]]]:
     """The copies of each local rank for what became ready. Raises ProtocolError on lists that do not fit."""
     plan = route.plan
-    layout = plan.target if route.side is Side.TARGET else plan.source
+    layout = plan.target if route.side is SpanSide.TARGET else plan.source
     layers = [len(group.layers) for group in plan.source.groups]
     found: list[tuple[int, list[Move]]] = []
     spans = 0
@@ -66,8 +66,8 @@ def _spans(move: Move, weaves: bool) -> int:
     return len(move.flat) // 3 + woven
 
 
-def start(desk: Desk, parts: Parts, route: Route, listed: list[tuple[int, list[Move]]]) -> None:
+def start(desk: LedgerContext, parts: Parts, route: Route, listed: list[tuple[int, list[Move]]]) -> None:
     """Hand the copies to the ranks, as parts of one handoff."""
-    direction = Direction.READ if route.side is Side.TARGET else Direction.WRITE
+    direction = Direction.READ if route.side is SpanSide.TARGET else Direction.WRITE
     for rank, found in listed:
         desk.start(parts, route.transport, route.peer, direction, rank, found)

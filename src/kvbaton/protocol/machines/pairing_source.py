@@ -12,7 +12,7 @@ from kvbaton.protocol.effects import Connect, Disconnect, Holder, Invitation, Se
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.machines.backoff import Shunned
-from kvbaton.protocol.machines.context import Desk
+from kvbaton.protocol.machines.context import LedgerContext
 from kvbaton.protocol.machines.pairing_state import Session, pair_as_source
 from kvbaton.protocol.wire.messages import DETAIL_CHARS_MAX, Goodbye, Hello, HelloRefused, Joined, Linked, Welcome
 from kvbaton.protocol.wire.versions import settle
@@ -23,7 +23,7 @@ class Sessions:
 
     def __init__(
         self,
-        desk: Desk,
+        desk: LedgerContext,
         on_ended: Callable[[Session, float], None],
         is_idle: Callable[[Session], bool],
         link_session: Callable[[PeerId], int],

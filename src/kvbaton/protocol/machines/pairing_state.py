@@ -18,7 +18,7 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.layout import EngineLayout, validate_groups, validate_ranks
 from kvbaton.protocol.geometry.plan import Plan, compare, plan
 from kvbaton.protocol.ids import PeerId, WorkerId
-from kvbaton.protocol.machines.context import Desk, Identity, Parts
+from kvbaton.protocol.machines.context import Identity, LedgerContext, Parts
 from kvbaton.protocol.table import Table, pairs
 from kvbaton.protocol.wire.messages import RANK_PAIRS_MAX, Card, Message, feature_names
 from kvbaton.protocol.wire.versions import OLDEST
@@ -108,7 +108,7 @@ class Session:
     joined: bool = False
     confirmed: int = 0  # as which of all, since this life began
 
-    def send(self, desk: Desk, message: Message) -> None:
+    def send(self, desk: LedgerContext, message: Message) -> None:
         desk.send(self.peer.worker, self.peer.incarnation, self.number, message, self.version)
 
 

@@ -16,7 +16,7 @@ from kvbaton.protocol.events import CopyEnded, Departed
 from kvbaton.protocol.geometry.spans import Move
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.machines.backoff import Shunned
-from kvbaton.protocol.machines.context import Desk, Parts
+from kvbaton.protocol.machines.context import LedgerContext, Parts
 from kvbaton.protocol.machines.pairing_state import (
     LINK,
     Greeting,
@@ -43,7 +43,7 @@ class LinkWatcher(Protocol):
 class Links:
     """Links opened by this node, one per source worker, and those that are being fenced."""
 
-    def __init__(self, desk: Desk, watcher: LinkWatcher) -> None:
+    def __init__(self, desk: LedgerContext, watcher: LinkWatcher) -> None:
         self.desk = desk
         self.by_worker: dict[WorkerId, Link] = {}
         self.fencing: list[Link] = []

@@ -21,7 +21,7 @@ from kvbaton.protocol.events import (
 from kvbaton.protocol.geometry.progress import covers
 from kvbaton.protocol.ids import HandoffId, LeaseId, PeerId, Reader, WorkerId
 from kvbaton.protocol.machines.claims import Claims, Parked
-from kvbaton.protocol.machines.context import Desk
+from kvbaton.protocol.machines.context import LedgerContext
 from kvbaton.protocol.machines.lease import (
     LEASE,
     READER,
@@ -62,7 +62,7 @@ _SEEN = {ReaderEvent.PROVEN: Step.COMMITTED, ReaderEvent.DISPROVEN: Step.STALE, 
 class Producer:
     """All leases of this node."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: LedgerContext) -> None:
         self.desk = desk
         self.leases: dict[LeaseId, Lease] = {}
         self.by_handoff: dict[HandoffId, Lease] = {}

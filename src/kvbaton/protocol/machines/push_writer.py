@@ -14,9 +14,9 @@ from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.geometry.progress import nothing
-from kvbaton.protocol.geometry.spans import Side
+from kvbaton.protocol.geometry.spans import SpanSide
 from kvbaton.protocol.ids import LeaseId, Reader, ReservationId
-from kvbaton.protocol.machines.context import Desk, Parts
+from kvbaton.protocol.machines.context import LedgerContext, Parts
 from kvbaton.protocol.machines.lease import Lease, LeaseState, ReaderEvent, ReaderState, judge
 from kvbaton.protocol.machines.movement import Cargo, Route, moves, start
 from kvbaton.protocol.machines.pairing_state import Session
@@ -65,7 +65,7 @@ class Revocations:
 class Writer:
     """All outlets of this node."""
 
-    def __init__(self, desk: Desk, leases: Leases) -> None:
+    def __init__(self, desk: LedgerContext, leases: Leases) -> None:
         self.desk = desk
         self.outlets: dict[Key, Outlet] = {}
         self.by_reader: dict[tuple[LeaseId, Reader], Key] = {}
@@ -131,7 +131,7 @@ class Writer:
         # the offered blocks ends this outlet alone: D chose them, and the lease is still good for other readers.
         if outlet.state is OutletState.WRITING:
             session = self.sessions[key[0]]
-            route = Route(session.plan, Side.SOURCE, session.peer, session.transport.name, session.transport.weaves)
+            route = Route(session.plan, SpanSide.SOURCE, session.peer, session.transport.name, session.transport.weaves)
             cargo = Cargo(lease.blocks, outlet.blocks, lease.tokens, outlet.first_token)
             try:
                 listed = moves(route, cargo, outlet.sent, lease.progress)

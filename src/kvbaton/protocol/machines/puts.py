@@ -12,7 +12,7 @@ from kvbaton.protocol.effects import CancelPut, StorePut, UnpinPut
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import PutWanted, StoreEnded
 from kvbaton.protocol.ids import PutId
-from kvbaton.protocol.machines.context import Desk
+from kvbaton.protocol.machines.context import LedgerContext
 from kvbaton.protocol.table import Table, Verdict
 
 
@@ -44,7 +44,7 @@ PUT = Table(
 class Puts:
     """All puts of this node."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: LedgerContext) -> None:
         self.desk = desk
         self.states: dict[PutId, PutState] = {}
 

@@ -19,7 +19,7 @@ from typing import cast
 from kvbaton.api.api_errors import ApiError, bare, internal
 from kvbaton.api.gather import cancel
 from kvbaton.api.http import BACKLOG, KEEPALIVE_S, SHUTDOWN_S, port_error
-from kvbaton.router.client_quotas import Crowd, caller, connections_max
+from kvbaton.router.client_quotas import ClientCrowd, caller, connections_max
 from kvbaton.router.http.http_types import (
     Events,
     Request,
@@ -54,7 +54,7 @@ class _CutOffError(Exception):
 class _Connection(asyncio.Protocol):
     """One client's connection. Callbacks of asyncio are below."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: HttpServer) -> None:
         self.active_at = door.loop.time()
         self._door = door
         self._site = door.site
@@ -322,13 +322,13 @@ class _Connection(asyncio.Protocol):
             self._writable.set_result(None)
 
 
-class Door:
+class HttpServer:
     """A listening port, while `serving` lasts."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
         self.loop = asyncio.get_running_loop()
-        self.crowd: Crowd[_Connection] = Crowd(connections_max())
+        self.crowd: ClientCrowd[_Connection] = ClientCrowd(connections_max())
         self._ending: set[asyncio.Task[None]] = set()  # handlers of clients that are gone
         self._closing = False
 
@@ -385,7 +385,7 @@ class Door:
 @contextlib.asynccontextmanager
 async def serving(site: Site, host: str, port: int) -> AsyncIterator[str]:
     """Listen while the context lasts; gives the URL (port 0 takes a free one). `PortInUseError` if it is taken."""
-    door = Door(site)
+    door = HttpServer(site)
     try:
         server = await door.loop.create_server(door.connection, host, port, backlog=BACKLOG)
     except OSError as error:

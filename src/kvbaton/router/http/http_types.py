@@ -13,7 +13,7 @@ import msgspec
 
 from kvbaton.api import sse
 from kvbaton.api.api_errors import ApiError
-from kvbaton.router.client_quotas import Room, Tab
+from kvbaton.router.client_quotas import ClientQuotas, Tab
 
 HEADERS_MAX = 128
 HEADERS_BYTES_MAX = 64 << 10
@@ -51,7 +51,7 @@ class Request:
         self.body = body
         self.query = query
         self.peer = peer
-        self.tab = Room().tab() if tab is None else tab
+        self.tab = ClientQuotas().tab() if tab is None else tab
 
     def header(self, name: bytes) -> str | None:
         for known, value in self.headers:
@@ -97,7 +97,7 @@ class Site(Protocol):
     @property
     def body_s(self) -> float: ...
     @property
-    def room(self) -> Room: ...
+    def room(self) -> ClientQuotas: ...
     def handler(self, method: str, path: str) -> Handler:
         """Who answers; `ApiError` if nobody does."""
 

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from kvbaton.api.request_ids import parse_address
-from kvbaton.control.plain import Announcement, Listed
+from kvbaton.control.plain import AnnouncedWorker, Announcement
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, WorkerId
 from kvbaton.router.dialect_table import spoken_by
-from kvbaton.router.workers.directory import State, Worker, WorkerDirectory
+from kvbaton.router.workers.directory import ListedEngine, WorkerDirectory, WorkerListState
 
 _ROLES: dict[str, Literal["prefill", "decode"]] = {"P": "prefill", "D": "decode"}
 
 
 class _Listener(Protocol):
-    def workers(self) -> tuple[Listed, ...]: ...
+    def workers(self) -> tuple[AnnouncedWorker, ...]: ...
 
 
 class AnnouncedDirectory:
@@ -28,10 +28,10 @@ class AnnouncedDirectory:
 
     def __init__(self, listener: _Listener) -> None:
         self._listener = listener
-        self._listed: tuple[Listed, ...] = ()
-        self._workers: tuple[Worker, ...] = ()
+        self._listed: tuple[AnnouncedWorker, ...] = ()
+        self._workers: tuple[ListedEngine, ...] = ()
 
-    def snapshot(self) -> Sequence[Worker]:
+    def snapshot(self) -> Sequence[ListedEngine]:
         listed = self._listener.workers()
         if listed is not self._listed:
             self._listed, self._workers = listed, tuple(map(_worker, listed))
@@ -43,10 +43,10 @@ class Directories:
 
     def __init__(self, *parts: WorkerDirectory) -> None:
         self._parts = parts
-        self._found: tuple[tuple[Worker, ...], ...] = ()
-        self._workers: tuple[Worker, ...] = ()
+        self._found: tuple[tuple[ListedEngine, ...], ...] = ()
+        self._workers: tuple[ListedEngine, ...] = ()
 
-    def snapshot(self) -> Sequence[Worker]:
+    def snapshot(self) -> Sequence[ListedEngine]:
         """The same tuple while no part has changed."""
         found = tuple(tuple(part.snapshot()) for part in self._parts)
         if found != self._found:  # the same tuples are not looked into
@@ -70,24 +70,24 @@ def worker_name(announcement: Announcement) -> WorkerId:
 _LEGAL = str.maketrans("[:]", "___")
 
 
-def _worker(listed: Listed) -> Worker:
+def _worker(listed: AnnouncedWorker) -> ListedEngine:
     told = listed.announcement
     dialect, mode = spoken_by(told.fleet)
-    return Worker(
+    return ListedEngine(
         worker_name(told),
         _ROLES[told.role],
         f"http://{told.http_address}",
         listed.incarnation,
         (mode,),
-        state=State.SUSPECT if listed.suspect else State.SERVING,
+        state=WorkerListState.SUSPECT if listed.suspect else WorkerListState.SERVING,
         dialect=dialect,
         address=str(parse_address(told.zmq_address)),
         tp_size=told.tp_size,
     )
 
 
-def _merged(parts: Sequence[Sequence[Worker]]) -> tuple[Worker, ...]:
-    merged: list[Worker] = []
+def _merged(parts: Sequence[Sequence[ListedEngine]]) -> tuple[ListedEngine, ...]:
+    merged: list[ListedEngine] = []
     for part in parts:
         urls = {worker.url for worker in merged}
         names = {worker.name for worker in merged}

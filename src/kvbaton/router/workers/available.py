@@ -12,8 +12,8 @@ from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router import policy
 from kvbaton.router.policy import Pair
-from kvbaton.router.workers.directory import State, Worker, WorkerDirectory
-from kvbaton.router.workers.health import Health, Standing
+from kvbaton.router.workers.directory import ListedEngine, WorkerDirectory, WorkerListState
+from kvbaton.router.workers.health import Health, WorkerStanding
 
 VIEW_S = 0.25
 """A view with a suspect in it is looked at again after this long."""
@@ -22,7 +22,7 @@ VIEW_S = 0.25
 class View:
     """The workers of one moment, and the pairs among them."""
 
-    def __init__(self, workers: tuple[Worker, ...]) -> None:
+    def __init__(self, workers: tuple[ListedEngine, ...]) -> None:
         self.workers = workers
         self.peers = frozenset(worker.peer for worker in workers)
         self._pairs: dict[Mode, list[Pair]] = {}
@@ -34,7 +34,7 @@ class View:
         return found
 
 
-class Roster:
+class AvailableWorkers:
     """A directory seen through what requests have met with: they notice a death seconds before a registry does."""
 
     def __init__(self, directory: WorkerDirectory, health: Health) -> None:
@@ -55,7 +55,7 @@ class Roster:
         if listed is not self._listed:
             here = {worker.peer for worker in listed}
             # One that drained has said all it had to say, though a slow client may still be reading it
-            before = {worker.peer for worker in self._view.workers if worker.state is not State.DRAINING}
+            before = {worker.peer for worker in self._view.workers if worker.state is not WorkerListState.DRAINING}
             self._gone += sorted(before - here)
             self.health.keep(here)
             self._listed = listed
@@ -72,9 +72,9 @@ class Roster:
         gone, self._gone = self._gone, []
         return gone
 
-    def _judged(self, worker: Worker, now: float) -> Worker:
+    def _judged(self, worker: ListedEngine, now: float) -> ListedEngine:
         standing = self.health.standing(worker.peer, now)
-        if standing is Standing.WELL or worker.state is State.DRAINING:
+        if standing is WorkerStanding.WELL or worker.state is WorkerListState.DRAINING:
             return worker
-        state = State.BROKEN if standing is Standing.BROKEN else State.SUSPECT
+        state = WorkerListState.BROKEN if standing is WorkerStanding.BROKEN else WorkerListState.SUSPECT
         return msgspec.structs.replace(worker, state=state)

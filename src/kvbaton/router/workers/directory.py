@@ -19,7 +19,7 @@ OWN = "kvbaton"
 ALL_MODES: tuple[Mode, ...] = tuple(Mode)
 
 
-class State(enum.StrEnum):
+class WorkerListState(enum.StrEnum):
     """What is known of a worker's health."""
 
     SERVING = "serving"
@@ -28,7 +28,7 @@ class State(enum.StrEnum):
     DRAINING = "draining"  # never asked; it leaves when it has nothing left to do
 
 
-class Worker(msgspec.Struct, frozen=True):
+class ListedEngine(msgspec.Struct, frozen=True):
     """One worker in one of its lives."""
 
     name: WorkerId
@@ -38,7 +38,7 @@ class Worker(msgspec.Struct, frozen=True):
     modes: tuple[Mode, ...] = ALL_MODES
     transports: tuple[str, ...] = ()  # none named: unknown, so not compared
     compat: str = ""  # digest of what shapes the KV; "" is unknown
-    state: State = State.SERVING
+    state: WorkerListState = WorkerListState.SERVING
     host: str = ""  # workers that name the same can share memory; "" is unknown
     dialect: str = OWN  # its name in `dialect_table.DIALECTS`
     address: str = ""  # as it stands in request ids of the other dialects
@@ -65,15 +65,15 @@ class Worker(msgspec.Struct, frozen=True):
 class WorkerDirectory(Protocol):
     """Where the router learns of workers. Never blocks."""
 
-    def snapshot(self) -> Sequence[Worker]:
+    def snapshot(self) -> Sequence[ListedEngine]:
         """All that are known now, in a stable order."""
 
 
 class StaticDirectory:
     """A list that was given at the start."""
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
+    def __init__(self, workers: Sequence[ListedEngine]) -> None:
         self._workers = tuple(workers)
 
-    def snapshot(self) -> Sequence[Worker]:
+    def snapshot(self) -> Sequence[ListedEngine]:
         return self._workers

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from kvbaton.protocol.ids import PeerId
 
 
-class Standing(enum.Enum):
+class WorkerStanding(enum.Enum):
     WELL = "well"
     SUSPECT = "suspect"
     BROKEN = "broken"
@@ -50,15 +50,15 @@ class Health:
         """Whether anybody is less than well."""
         return bool(self._records)
 
-    def standing(self, peer: PeerId, now: float) -> Standing:
+    def standing(self, peer: PeerId, now: float) -> WorkerStanding:
         record = self._records.get(peer)
         if record is None:
-            return Standing.WELL
+            return WorkerStanding.WELL
         if record.probe_at is not None:
-            return Standing.BROKEN
-        return Standing.SUSPECT if record.suspect_until > now else Standing.WELL
+            return WorkerStanding.BROKEN
+        return WorkerStanding.SUSPECT if record.suspect_until > now else WorkerStanding.WELL
 
-    def failed(self, peer: PeerId, now: float) -> Standing | None:
+    def failed(self, peer: PeerId, now: float) -> WorkerStanding | None:
         """Note a failure; returns the standing if it is news."""
         before = self.standing(peer, now)
         record = self._records.setdefault(peer, _Record())

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.bodies import Kind
+from kvbaton.api.bodies import BodyKind
 from kvbaton.protocol.ids import PeerId
 
 PIECE_BYTES = 256
@@ -23,12 +23,12 @@ HOLDERS_MAX = 4
 _encode = msgspec.json.Encoder().encode
 
 
-def pieces(kind: Kind, fields: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+def pieces(kind: BodyKind, fields: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
     """The names of a prompt's beginnings, shortest first. What shapes the KV besides the text is in all of them."""
-    if kind is Kind.COMPLETION:
+    if kind is BodyKind.COMPLETION:
         prompt = fields.get("prompt")
         text = prompt.encode() if isinstance(prompt, str) else _encode(prompt)
-    elif kind is Kind.CHAT:
+    elif kind is BodyKind.CHAT:
         text = _encode((fields.get("tools"), fields.get("messages")))
     else:
         text = _encode((fields.get("tools"), fields.get("instructions"), fields.get("input")))

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvbaton.api.params import Mode
-from kvbaton.control.registry import Entry, WorkerState
+from kvbaton.control.registry import RosterEntry, WorkerState
 from kvbaton.protocol.ids import Incarnation, WorkerId
-from kvbaton.router.workers.directory import ALL_MODES, State, Worker
+from kvbaton.router.workers.directory import ALL_MODES, ListedEngine, WorkerListState
 
 
 class _Registry(Protocol):
-    def workers(self) -> tuple[Entry, ...]: ...
+    def workers(self) -> tuple[RosterEntry, ...]: ...
     def discard(self, worker: WorkerId, incarnation: Incarnation, tickets: Sequence[str]) -> int: ...
     def show(self, worker: WorkerId, incarnation: Incarnation, ids: Sequence[str]) -> bool: ...
 
@@ -22,16 +22,16 @@ class RegistryDirectory:
 
     def __init__(self, registry: _Registry) -> None:
         self._registry = registry
-        self._entries: tuple[Entry, ...] = ()
-        self._workers: tuple[Worker, ...] = ()
+        self._entries: tuple[RosterEntry, ...] = ()
+        self._workers: tuple[ListedEngine, ...] = ()
 
-    def snapshot(self) -> Sequence[Worker]:
+    def snapshot(self) -> Sequence[ListedEngine]:
         entries = self._registry.workers()
         if entries is not self._entries:
             self._entries, self._workers = entries, tuple(map(_worker, entries))
         return self._workers
 
-    def discard(self, worker: Worker, ticket: str) -> None:
+    def discard(self, worker: ListedEngine, ticket: str) -> None:
         """Have P told that nobody will use this ticket. What cannot be told is released when its lease runs out."""
         self._registry.discard(worker.name, worker.incarnation, (ticket,))
 
@@ -40,10 +40,10 @@ class RegistryDirectory:
         return self._registry.show(WorkerId(worker), Incarnation(incarnation), ids)
 
 
-def _worker(entry: Entry) -> Worker:
+def _worker(entry: RosterEntry) -> ListedEngine:
     told = entry.registration
     modes = tuple(mode for mode in Mode if mode in told.modes)
-    return Worker(
+    return ListedEngine(
         told.worker,
         told.role,
         f"http://{told.http_address}",
@@ -57,7 +57,7 @@ def _worker(entry: Entry) -> Worker:
     )
 
 
-def _state(entry: Entry) -> State:
+def _state(entry: RosterEntry) -> WorkerListState:
     if entry.draining:
-        return State.DRAINING  # also if it is silent: it will not come back
-    return State.SERVING if entry.state is WorkerState.READY else State.SUSPECT
+        return WorkerListState.DRAINING  # also if it is silent: it will not come back
+    return WorkerListState.SERVING if entry.state is WorkerState.READY else WorkerListState.SUSPECT

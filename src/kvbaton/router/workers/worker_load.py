@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvbaton.api.bodies import Kind
+from kvbaton.api.bodies import BodyKind
 from kvbaton.protocol.ids import PeerId
 
 ANSWER_TOKENS_GUESS = 256
@@ -25,9 +25,9 @@ class Loads:
     def __init__(self) -> None:
         self.tokens: dict[PeerId, int] = {}
 
-    def take(self, peer: PeerId, tokens: int) -> Load:
+    def take(self, peer: PeerId, tokens: int) -> WorkerLoad:
         self.tokens[peer] = self.tokens.get(peer, 0) + tokens
-        return Load(self, peer, tokens)
+        return WorkerLoad(self, peer, tokens)
 
     def _give(self, peer: PeerId, tokens: int) -> None:
         left = self.tokens.get(peer, 0) - tokens
@@ -37,7 +37,7 @@ class Loads:
             self.tokens.pop(peer, None)
 
 
-class Load:
+class WorkerLoad:
     """One request's share; `give` ends it."""
 
     __slots__ = ("_loads", "_peer", "_tokens")
@@ -53,14 +53,14 @@ class Load:
             self._loads._give(self._peer, tokens)
 
 
-def prompt_tokens(kind: Kind, fields: Mapping[str, Any], chars_per_token: float) -> int:
+def prompt_tokens(kind: BodyKind, fields: Mapping[str, Any], chars_per_token: float) -> int:
     """An estimate: token ids are counted, texts are measured. At least 1."""
-    if kind is Kind.COMPLETION:
+    if kind is BodyKind.COMPLETION:
         prompt = fields.get("prompt")
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
             return len(prompt)
         return max(1, int(_chars(prompt) / chars_per_token))
-    shaping = ("messages", "tools") if kind is Kind.CHAT else ("input", "instructions", "tools")
+    shaping = ("messages", "tools") if kind is BodyKind.CHAT else ("input", "instructions", "tools")
     return max(1, int(sum(_chars(fields.get(name)) for name in shaping) / chars_per_token))
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.transports.checksum.checksum_portions import DIGEST_BYTES
-from kvbaton.transports.core.jobs import AGAIN_S_MAX, LENT_WAIT_S, Job
+from kvbaton.transports.core.jobs import AGAIN_S_MAX, LENT_WAIT_S, CopyJob
 from kvbaton.transports.core.span_tables import size_of, to_wire
 from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.net.connection_handshake import greet
-from kvbaton.transports.net.socket_loop import Loop, Timer
+from kvbaton.transports.net.socket_loop import SocketLoop, Timer
 from kvbaton.transports.net.stream_socket import Bytes, Script, Wire, take
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, Status, parse
-from kvbaton.transports.tcp.tcp_client import Route
+from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, FrameStatus, parse
+from kvbaton.transports.tcp.tcp_client import TcpRoute
 
 WINDOW = 32
 """Questions that wait for an answer on one connection; a service allows more (`tcp_frames.WINDOW_MAX`)."""
@@ -31,7 +31,7 @@ WINDOW = 32
 class Question:
     """The digests of a portion of a copy."""
 
-    job: Job
+    job: CopyJob
     spans: Spans
     tell: Callable[[bytes], None]
     fail: Callable[[Reason, str], None]
@@ -41,7 +41,7 @@ class Question:
 class SumLink:
     """What is asked of one peer. Methods run on the loop."""
 
-    def __init__(self, route: Route, loop: Loop, answer_s: float) -> None:
+    def __init__(self, route: TcpRoute, loop: SocketLoop, answer_s: float) -> None:
         self.there = route
         self._loop = loop
         self._answer_s = answer_s
@@ -88,7 +88,7 @@ class SumLink:
             self._asked[tag] = question
             table = to_wire(question.spans)
             region = question.job.copy.remote_region
-            frame = Frame(Kind.SUM, tag, size_of(question.spans), region=region, table_bytes=len(table))
+            frame = Frame(FrameKind.SUM, tag, size_of(question.spans), region=region, table_bytes=len(table))
             self._wire.out.append(Bytes(frame.pack() + table))
         if self._asked and self._timer is None:
             self._timer = self._loop.later(self._answer_s, self._look)
@@ -113,17 +113,17 @@ class SumLink:
         self._ready = True
         self._pump()
         while True:
-            frame = parse((yield from take(FRAME_BYTES)), Kind.SUMS)
+            frame = parse((yield from take(FRAME_BYTES)), FrameKind.SUMS)
             question = self._asked.get(frame.tag)
             due = 0 if question is None else DIGEST_BYTES * (len(question.spans) // 3)
-            if question is None or frame.payload_bytes != (due if frame.status is Status.OK else 0):
+            if question is None or frame.payload_bytes != (due if frame.status is FrameStatus.OK else 0):
                 raise ProtocolError(Reason.BAD_MESSAGE, f"{frame.payload_bytes} bytes of digests, {due} were asked for")
             found = yield from take(frame.payload_bytes)
             del self._asked[frame.tag]
             self._heard_at = time.monotonic()
-            if frame.status is Status.OK:
+            if frame.status is FrameStatus.OK:
                 question.tell(found)
-            elif frame.status is Status.NOT_LENT:
+            elif frame.status is FrameStatus.NOT_LENT:
                 self._not_lent(question)
             else:
                 question.fail(Reason.BAD_SPAN, f"{self.there.peer} refused to digest memory outside its regions")

@@ -6,14 +6,14 @@ Law: it agrees only when both sides have told the digests of every portion and a
 from __future__ import annotations
 
 from kvbaton.transports.checksum.checksum_portions import described, difference
-from kvbaton.transports.core.jobs import Job
+from kvbaton.transports.core.jobs import CopyJob
 from kvbaton.transports.core.transport import Spans
 
 
 class Comparison:
     """Hears each portion twice, in any order: from here and from there. The caller holds the lock of the jobs."""
 
-    def __init__(self, job: Job, portions: list[Spans]) -> None:
+    def __init__(self, job: CopyJob, portions: list[Spans]) -> None:
         self.job = job
         self.portions = portions
         self._left = len(portions)

@@ -17,8 +17,8 @@ from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.cuda.cuda_digest import DIGEST_BYTES
 from kvbaton.transports.cuda.cuda_driver import SHARE, CudaGpu, Gpu
 from kvbaton.transports.cuda.cuda_launch import Tables
-from kvbaton.transports.cuda.cuda_runner import UNDER_WAY_MAX, Runner
-from kvbaton.transports.cuda.cuda_table import Group, as_spans
+from kvbaton.transports.cuda.cuda_runner import UNDER_WAY_MAX, CudaRunner
+from kvbaton.transports.cuda.cuda_table import LaunchGroup, as_spans
 from kvbaton.transports.net.transfer_frames import ROWS_MAX
 
 BATCH_MAX = 16
@@ -32,7 +32,7 @@ PART_BYTES = 48 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Due:
+class DueDigest:
     """The digests of some rows of one region."""
 
     memory: DeviceMemory
@@ -59,7 +59,7 @@ class DeviceSums:
         self._memory = RegisteredDevice(device)
         self._tables = Tables(self._gpu, UNDER_WAY_MAX)
         self._found = [0] * UNDER_WAY_MAX  # by slot: pinned memory that the device writes digests to
-        self._runner: Runner[Due] = Runner(name, self._gpu, self, BATCH_MAX)
+        self._runner: CudaRunner[DueDigest] = CudaRunner(name, self._gpu, self, BATCH_MAX)
 
     def add(self, region: int, memory: DeviceMemory) -> None:
         self._memory.add(region, memory)
@@ -72,7 +72,7 @@ class DeviceSums:
         memory = self._memory.get(region)
         if memory is None or len(spans) > ROWS_MAX * width:
             raise ValueError(f"{len(spans) // width} rows of region {region}: more than {ROWS_MAX}, or none of ours")
-        self._runner.add(Due(memory, spans, width, halt, tell))
+        self._runner.add(DueDigest(memory, spans, width, halt, tell))
 
     def close(self, join_s: float) -> bool:
         stopped = self._runner.close(join_s)
@@ -80,20 +80,20 @@ class DeviceSums:
             self._memory.clear()
         return stopped
 
-    def begin(self, batch: list[Due], slot: int, stream: int) -> list[Due]:
+    def begin(self, batch: list[DueDigest], slot: int, stream: int) -> list[DueDigest]:
         if not self._found[slot]:
             self._found[slot] = self._gpu.allocate_pinned(DIGEST_BYTES * ROWS_MAX * BATCH_MAX)
-        groups, address = list[Group](), self._found[slot]
+        groups, address = list[LaunchGroup](), self._found[slot]
         for due in batch:
             if due.halt[0]:  # nobody waits for it any more
                 continue
             due.address = address
-            groups.append(Group(address, due.memory.address, _rows(due)))
+            groups.append(LaunchGroup(address, due.memory.address, _rows(due)))
             address += DIGEST_BYTES * due.rows
         self._tables.digest(groups, slot, stream)
         return batch
 
-    def end(self, batch: list[Due], problem: str) -> None:
+    def end(self, batch: list[DueDigest], problem: str) -> None:
         for due in batch:
             if problem or not due.address:
                 due.tell(b"", problem or "nobody waits for it any more")
@@ -108,7 +108,7 @@ class DeviceSums:
         self._found = [0] * UNDER_WAY_MAX
 
 
-def _rows(due: Due) -> Spans:
+def _rows(due: DueDigest) -> Spans:
     """(where its digest goes, offset, bytes) of each row."""
     told = np.frombuffer(due.spans, np.int64).reshape(-1, due.width)
     return as_spans(np.stack((DIGEST_BYTES * np.arange(len(told)), told[:, 0], told[:, -1]), axis=1))

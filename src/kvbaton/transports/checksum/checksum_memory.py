@@ -16,7 +16,7 @@ import msgspec
 from kvbaton.transports.checksum.checksum_hash import digests
 from kvbaton.transports.checksum.checksum_pool import Digesters
 from kvbaton.transports.checksum.checksum_portions import PART_BYTES, PIECE_BYTES
-from kvbaton.transports.core.shared_memory import Registered
+from kvbaton.transports.core.shared_memory import RegisteredMemory
 from kvbaton.transports.core.transport import Spans
 
 Tell: TypeAlias = Callable[[bytes, str], None]
@@ -60,7 +60,7 @@ class HostSums:
     def __init__(self, name: str, threads: int) -> None:
         self.digesters = Digesters(name, threads)
         self.digests = digests
-        self._memory = Registered()
+        self._memory = RegisteredMemory()
 
     def add(self, region: int, memory: memoryview) -> None:
         self._memory.add(region, memory)

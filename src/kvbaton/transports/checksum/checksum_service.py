@@ -15,16 +15,16 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.checksum.checksum_memory import Sums
-from kvbaton.transports.core.loans import Flight, Loans
+from kvbaton.transports.core.loans import BytesUnderWay, Loans
 from kvbaton.transports.core.mover import Mover
 from kvbaton.transports.core.refusals import Refusals, cause_of
 from kvbaton.transports.core.span_tables import from_wire
 from kvbaton.transports.core.transport import Direction, Spans
-from kvbaton.transports.net.connection_handshake import Admitted, Keyring
+from kvbaton.transports.net.connection_handshake import Admitted, SecretRing
 from kvbaton.transports.net.reception import BACKLOG, Reception
-from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes, Script, Wire, take
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, WINDOW_MAX, Frame, Kind, Status, parse
+from kvbaton.transports.net.transfer_frames import FRAME_BYTES, WINDOW_MAX, Frame, FrameKind, FrameStatus, parse
 from kvbaton.transports.tcp.tcp_server import REFUSED_AS, family_of, prepare
 
 WRITTEN_BYTES_MIN = 16
@@ -32,7 +32,7 @@ WRITTEN_BYTES_MIN = 16
 
 
 @dataclass(slots=True, eq=False)
-class Guest:
+class ChecksumGuest:
     """One connection of an admitted peer."""
 
     peer: PeerId
@@ -47,7 +47,7 @@ class SumService:
     def __init__(
         self,
         me: PeerId,
-        loop: Loop,
+        loop: SocketLoop,
         sums: Sums,
         mover: Mover,
         loans: Loans | None,
@@ -60,10 +60,10 @@ class SumService:
         self._mover = mover
         self._loans = loans
         self._reception = Reception(me, loop, prepare, self._adopt, strangers_max, handshake_s, encrypt)
-        self._guests: dict[PeerId, Guest] = {}  # touched by the loop only
+        self._guests: dict[PeerId, ChecksumGuest] = {}  # touched by the loop only
 
     @property
-    def keyring(self) -> Keyring:
+    def keyring(self) -> SecretRing:
         return self._reception.keyring
 
     @property
@@ -98,30 +98,30 @@ class SumService:
             if guest.wire.fault is not None:
                 self.refusals.add(cause_of(guest.wire.fault))
 
-        guest = Guest(admitted.peer, Wire(self._loop, sock, closed))
+        guest = ChecksumGuest(admitted.peer, Wire(self._loop, sock, closed))
         if admitted.seals is not None:
             guest.wire.seal(admitted.seals)
         self._guests[admitted.peer] = guest
         guest.wire.open(self._serve(guest))
 
-    def _serve(self, guest: Guest) -> Script:
+    def _serve(self, guest: ChecksumGuest) -> Script:
         while True:
-            frame = parse((yield from take(FRAME_BYTES)), Kind.SUM)
+            frame = parse((yield from take(FRAME_BYTES)), FrameKind.SUM)
             pairs = from_wire((yield from take(frame.table_bytes)))
             if guest.waiting + len(guest.wire.out) >= WINDOW_MAX:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"more than {WINDOW_MAX} questions at once")
             known = self._is_inside(frame, pairs)
             flight = self._begin(guest, frame.region, pairs) if known and self._loans and pairs else None
             if not known or (self._loans and pairs and flight is None):
-                status = Status.NOT_LENT if known else Status.BAD_SPAN
+                status = FrameStatus.NOT_LENT if known else FrameStatus.BAD_SPAN
                 self.refusals.add(REFUSED_AS[status])
-                guest.wire.out.append(Bytes(Frame(Kind.SUMS, frame.tag, status=status).pack()))
+                guest.wire.out.append(Bytes(Frame(FrameKind.SUMS, frame.tag, status=status).pack()))
             else:
                 guest.waiting += 1
                 tell = partial(self._digested, guest, frame.tag, flight)
                 self._sums.digest(frame.region, pairs, 2, guest.halt, tell)
 
-    def _begin(self, guest: Guest, region: int, pairs: Spans) -> Flight | None:
+    def _begin(self, guest: ChecksumGuest, region: int, pairs: Spans) -> BytesUnderWay | None:
         """Who was lent blocks to read may ask for their digests; who may only write there, not for digests of so little
         that they tell what was there before."""
         assert self._loans is not None
@@ -148,7 +148,9 @@ class SumService:
             raise ProtocolError(Reason.BAD_MESSAGE, f"spans of {total} bytes, said to be {frame.payload_bytes}")
         return True
 
-    def _digested(self, guest: Guest, tag: int, flight: Flight | None, found: bytes, problem: str) -> None:
+    def _digested(
+        self, guest: ChecksumGuest, tag: int, flight: BytesUnderWay | None, found: bytes, problem: str
+    ) -> None:
         """On the thread of whoever digests."""
         if self._loans is not None and flight is not None:
             self._loans.end(flight)
@@ -157,8 +159,8 @@ class SumService:
         else:
             self._loop.call(partial(self._answer, guest, tag, found))
 
-    def _answer(self, guest: Guest, tag: int, found: bytes) -> None:
+    def _answer(self, guest: ChecksumGuest, tag: int, found: bytes) -> None:
         guest.waiting -= 1
         if not guest.wire.closed:
-            guest.wire.out.append(Bytes(Frame(Kind.SUMS, tag, len(found)).pack() + found))
+            guest.wire.out.append(Bytes(Frame(FrameKind.SUMS, tag, len(found)).pack() + found))
             guest.wire.flush()

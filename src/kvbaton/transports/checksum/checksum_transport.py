@@ -39,7 +39,7 @@ from kvbaton.transports.checksum.checksum_memory import HostSums, Sums
 from kvbaton.transports.checksum.checksum_portions import Checksum, portions
 from kvbaton.transports.checksum.checksum_service import SumService
 from kvbaton.transports.core.device_memory import mapped_bytes_of
-from kvbaton.transports.core.jobs import Job
+from kvbaton.transports.core.jobs import CopyJob
 from kvbaton.transports.core.loans import GRACE_S, Loans
 from kvbaton.transports.core.refusals import refusals_of
 from kvbaton.transports.core.shell import CLOSED, NEW_ENDPOINT, PlaneShell
@@ -52,8 +52,8 @@ from kvbaton.transports.core.transport import (
     Loan,
     PageTable,
 )
-from kvbaton.transports.net.socket_loop import Loop
-from kvbaton.transports.tcp.tcp_client import Route
+from kvbaton.transports.net.socket_loop import SocketLoop
+from kvbaton.transports.tcp.tcp_client import TcpRoute
 
 CLOSE_S = 2.0
 
@@ -111,7 +111,7 @@ class SummedTransport(PlaneShell[SumLink]):
         self._inner = inner
         self._sums: Sums = sums or HostSums(f"kvbaton-digest-{me}", config.threads)
         self._comparisons: dict[JobId, Comparison] = {}
-        self._loop = Loop(f"kvbaton-sums-{me}")
+        self._loop = SocketLoop(f"kvbaton-sums-{me}")
         limits = config.strangers_max, config.dial_deadline_s
         self._loans = Loans(self._mover, self._loan_ended, partial(self._loop.call_later, GRACE_S))
         self._lent: dict[JobId, int] = {}  # how many of the two, the inner plane and the service, have not let go
@@ -164,7 +164,7 @@ class SummedTransport(PlaneShell[SumLink]):
             load()
         self._inner.connect(peer, there.inner)
         address, limit_s = (there.host, there.port), self._config.dial_deadline_s
-        route = Route(self._me, peer, address, there.secret, {}, 0, limit_s, sealed)
+        route = TcpRoute(self._me, peer, address, there.secret, {}, 0, limit_s, sealed)
         with self._jobs:
             old = self._links.get(peer)
             if old is not None and old.there == route:
@@ -242,7 +242,7 @@ class SummedTransport(PlaneShell[SumLink]):
                 del self._lent[event.job]
                 self._jobs.loan_ended(event)
 
-    def _landed(self, job: Job, event: CopyEnded) -> None:
+    def _landed(self, job: CopyJob, event: CopyEnded) -> None:
         """The inner plane is done with `job`. If that went well and nobody wants it stopped, its bytes are compared."""
         # The inner plane's word comes first: bytes that did not land need no comparing. A reason noted by `_stop` while
         # they moved counts only now, because until now the copy was not at rest.
@@ -258,7 +258,7 @@ class SummedTransport(PlaneShell[SumLink]):
             self._comparisons.pop(job.copy.job, None)
             self._jobs.fail(job, Reason.TRANSFER_FAILED, f"cannot be compared: {error!r}")
 
-    def _compare(self, job: Job) -> None:
+    def _compare(self, job: CopyJob) -> None:
         copy, bounds = job.copy, self._sums.portioning
         link = self._links.get(copy.peer)
         if link is None or self._sums.size_of(copy.local_region) is None:
@@ -297,7 +297,7 @@ class SummedTransport(PlaneShell[SumLink]):
             if not comparison.job.ended:
                 self._stop(comparison.job, self._links.get(comparison.job.copy.peer), reason, detail)
 
-    def _stop(self, job: Job, link: SumLink | None, reason: Reason, detail: str) -> None:
+    def _stop(self, job: CopyJob, link: SumLink | None, reason: Reason, detail: str) -> None:
         """End a copy that is being compared; one that is being moved ends so, if well, when it has moved."""
         if self._comparisons.pop(job.copy.job, None) is None:
             job.reason, job.detail = job.reason or reason, job.detail or detail

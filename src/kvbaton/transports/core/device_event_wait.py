@@ -12,7 +12,7 @@ from collections.abc import Callable
 from kvbaton.transports.core.transport import DeviceEvent
 
 
-class Gate:
+class DeviceEventWait:
     """Waits for device events on a thread of its own, started by the first, so that no mover ever waits for one."""
 
     def __init__(self, name: str) -> None:

@@ -26,7 +26,7 @@ millisecond, unless the machine stands still."""
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class CopyJob:
     """One accepted copy."""
 
     copy: Copy
@@ -48,7 +48,7 @@ class Jobs:
         self._lock = threading.RLock()
         self._depth = 0
         self._open = 0  # accepted, and the end not yet drained: bounds the news as well
-        self._jobs: dict[JobId, Job] = {}
+        self._jobs: dict[JobId, CopyJob] = {}
         self._news: list[TransportEvent] = []
         self._ring = False
         self._closed = False
@@ -78,7 +78,7 @@ class Jobs:
     def has_room(self) -> bool:
         return self._open < self._copies_max and not self._closed
 
-    def accept(self, copy: Copy) -> Job | None:
+    def accept(self, copy: Copy) -> CopyJob | None:
         """A new job, or None at the bound."""
         with self:
             if copy.job in self._jobs:
@@ -86,18 +86,18 @@ class Jobs:
             if not self.has_room:
                 return None
             self._open += 1
-            job = self._jobs[copy.job] = Job(copy)
+            job = self._jobs[copy.job] = CopyJob(copy)
             return job
 
-    def find(self, job: JobId) -> Job | None:
+    def find(self, job: JobId) -> CopyJob | None:
         return self._jobs.get(job)
 
-    def of_peer(self, peer: PeerId | None = None) -> list[Job]:
+    def of_peer(self, peer: PeerId | None = None) -> list[CopyJob]:
         """Jobs that have not ended: of one peer, or all."""
         with self:
             return [job for job in self._jobs.values() if peer is None or job.copy.peer == peer]
 
-    def begin(self, job: Job) -> Spans | None:
+    def begin(self, job: CopyJob) -> Spans | None:
         """The next part, now under way; None when none is left."""
         with self:
             if not job.parts:
@@ -105,7 +105,7 @@ class Jobs:
             job.live += 1
             return job.parts.popleft()
 
-    def part_ended(self, job: Job, reason: Reason | None = None, detail: str = "", rested: bool = True) -> None:
+    def part_ended(self, job: CopyJob, reason: Reason | None = None, detail: str = "", rested: bool = True) -> None:
         """One begun part is over; a reason fails the whole job. `rested` False: bytes may land for ever."""
         with self:
             job.live -= 1
@@ -114,21 +114,21 @@ class Jobs:
                 self._stop(job, reason, detail)
             self.settle(job)
 
-    def forgive(self, job: Job) -> None:
+    def forgive(self, job: CopyJob) -> None:
         """Nobody relies any more on the rest that could not be proven: ends as at rest."""
         with self:
             if job.lost:
                 job.lost = False
                 self.settle(job)
 
-    def fail(self, job: Job, reason: Reason, detail: str = "") -> None:
+    def fail(self, job: CopyJob, reason: Reason, detail: str = "") -> None:
         """The one way to fail: begin no further part; ends when none is under way."""
         with self:
             if not job.ended:
                 self._stop(job, reason, detail)
                 self.settle(job)
 
-    def abandon(self, job: Job, reason: Reason, detail: str = "") -> None:
+    def abandon(self, job: CopyJob, reason: Reason, detail: str = "") -> None:
         """Fail, and end now even if parts are under way: `at_rest` is then False."""
         with self:
             if job.ended:
@@ -138,7 +138,7 @@ class Jobs:
             self._stop(job, reason, detail)
             self._end(job, at_rest=not job.live and not job.lost)
 
-    def settle(self, job: Job) -> None:
+    def settle(self, job: CopyJob) -> None:
         """End `job` if nothing of it is left."""
         with self:
             if job.parts or job.live:
@@ -162,7 +162,7 @@ class Jobs:
             self._open += 1
             self.post(event)
 
-    def again_s(self, job: Job, now: float) -> float | None:
+    def again_s(self, job: CopyJob, now: float) -> float | None:
         """In how many seconds a part that the peer would not lend is to be asked for again; None: no more.
 
         The word that blocks are lent may be on its way to the process that serves them while we ask there already.
@@ -172,7 +172,7 @@ class Jobs:
             waited_s = now - job.refused_at
             return None if waited_s >= LENT_WAIT_S or job.ended else min(max(waited_s, AGAIN_S), AGAIN_S_MAX)
 
-    def put_back(self, job: Job, spans: Spans) -> None:
+    def put_back(self, job: CopyJob, spans: Spans) -> None:
         """A part that was begun is not under way any more, and is to be begun again."""
         with self:
             job.live -= 1
@@ -197,13 +197,13 @@ class Jobs:
             first, self._closed = not self._closed, True
             return first
 
-    def _stop(self, job: Job, reason: Reason, detail: str) -> None:
+    def _stop(self, job: CopyJob, reason: Reason, detail: str) -> None:
         if job.reason is None:
             job.reason, job.detail = reason, detail
         job.parts.clear()
         job.halt[0] = 1
 
-    def _end(self, job: Job, at_rest: bool) -> None:
+    def _end(self, job: CopyJob, at_rest: bool) -> None:
         job.ended = True
         self._jobs.pop(job.copy.job, None)
         self.post(CopyEnded(job.copy.job, job.reason, at_rest, job.detail))

@@ -39,7 +39,7 @@ Key = tuple[PeerId, Direction]
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class BytesUnderWay:
     """One request that is being served."""
 
     key: Key
@@ -62,9 +62,9 @@ class Loans:
         self._blocks: dict[int, int] = {}  # by group
         self._loans: dict[JobId, Loan] = {}
         self._counts: dict[Key, dict[int, Counts]] = {}  # by group: how often each block is lent
-        self._flights: dict[Flight, None] = {}
+        self._flights: dict[BytesUnderWay, None] = {}
         self._rows: dict[Key, int] = {}  # of them
-        self._closing: dict[JobId, set[Flight]] = {}
+        self._closing: dict[JobId, set[BytesUnderWay]] = {}
         self._closed = False
 
     def lay_out(self, tables: Iterable[PageTable]) -> None:
@@ -112,9 +112,9 @@ class Loans:
 
     def begin(
         self, peer: PeerId, direction: Direction, region: int, pairs: Spans, cut: Callable[[], None]
-    ) -> Flight | None:
+    ) -> BytesUnderWay | None:
         """None unless every byte is lent to `peer`, a rank of an engine. Spans were range-checked before."""
-        flight = Flight((engine_of(peer), direction), region, pairs, cut)
+        flight = BytesUnderWay((engine_of(peer), direction), region, pairs, cut)
         with self._lock:
             rows = self._rows.get(flight.key, 0) + len(pairs) // 2
             if self._closed or rows > ROWS_MAX or not self._covers(flight):
@@ -123,7 +123,7 @@ class Loans:
             self._rows[flight.key] = rows
         return flight
 
-    def end(self, flight: Flight) -> None:
+    def end(self, flight: BytesUnderWay) -> None:
         """It touches no memory any more. Idempotent."""
         over: list[JobId] = []
         with self._lock:
@@ -176,7 +176,7 @@ class Loans:
                     if 0 <= block < size:
                         counts[block] += step
 
-    def _covers(self, flight: Flight) -> bool:
+    def _covers(self, flight: BytesUnderWay) -> bool:
         held = self._counts.get(flight.key, {})
         tables = [(bands, held[group]) for group, bands in self._tables.get(flight.region, ()) if group in held]
         return self._mover.check_pages(flight.pairs, 2, tables)

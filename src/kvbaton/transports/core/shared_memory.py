@@ -159,7 +159,7 @@ def _address(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-class Registered:
+class RegisteredMemory:
     """The memory that a transport may touch, by region number."""
 
     def __init__(self) -> None:

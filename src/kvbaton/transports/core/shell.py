@@ -23,8 +23,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.transports.core.device_event_wait import Gate
-from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.device_event_wait import DeviceEventWait
+from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.loans import Loans
 from kvbaton.transports.core.mover import choose_mover
 from kvbaton.transports.core.transport import (
@@ -37,8 +37,8 @@ from kvbaton.transports.core.transport import (
     Spans,
     TransportEvent,
 )
-from kvbaton.transports.net.connection_handshake import Keyring
-from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.net.connection_handshake import SecretRing
+from kvbaton.transports.net.socket_loop import SocketLoop
 
 CLOSED = Reason.CANCELLED, "the transport was closed"
 NEW_ENDPOINT = Reason.TRANSFER_FAILED, "the peer has a new endpoint"
@@ -74,7 +74,7 @@ class PlaneShell(Generic[LinkT]):
         self._mover = choose_mover(pure_python)
         self._jobs = Jobs(copies_max)
         self._links: dict[PeerId, LinkT] = {}
-        self._gate = Gate(f"kvbaton-{self.capabilities.name}-gate-{me}")
+        self._gate = DeviceEventWait(f"kvbaton-{self.capabilities.name}-gate-{me}")
 
     def disconnect(self, peer: PeerId) -> None:
         with self._jobs:
@@ -167,7 +167,7 @@ class PlaneShell(Generic[LinkT]):
             raise ValueError(f"region {copy.local_region} here or {copy.remote_region} there is not registered")
         return self._mover.check_spans(copy.spans, 3, local_bytes, remote_bytes)
 
-    def _released(self, job: Job, link: LinkT, problem: str) -> None:
+    def _released(self, job: CopyJob, link: LinkT, problem: str) -> None:
         """The device is done with what `job` waited for, or has failed."""
         with self._jobs:
             if problem:
@@ -201,11 +201,11 @@ class PlaneShell(Generic[LinkT]):
         """What the gate waits for."""
         return event
 
-    def _start(self, job: Job, link: LinkT) -> None:
+    def _start(self, job: CopyJob, link: LinkT) -> None:
         """Let a copy go: it was checked, and its device is done."""
         raise NotImplementedError
 
-    def _stop(self, job: Job, link: LinkT | None, reason: Reason, detail: str) -> None:
+    def _stop(self, job: CopyJob, link: LinkT | None, reason: Reason, detail: str) -> None:
         """End a copy as soon as it can be ended truthfully."""
         self._jobs.fail(job, reason, detail)
 
@@ -236,7 +236,7 @@ class Driver(Protocol[LinkT_contra]):
     @property
     def is_full(self) -> bool: ...
 
-    def add(self, link: LinkT_contra, job: Job) -> None: ...
+    def add(self, link: LinkT_contra, job: CopyJob) -> None: ...
 
     def sweep(self, link: LinkT_contra) -> None: ...
 
@@ -263,10 +263,10 @@ class DrivenShell(PlaneShell[LinkT]):
     def _has_room(self) -> bool:
         return not self._driver.is_full
 
-    def _start(self, job: Job, link: LinkT) -> None:
+    def _start(self, job: CopyJob, link: LinkT) -> None:
         self._driver.add(link, job)
 
-    def _stop(self, job: Job, link: LinkT | None, reason: Reason, detail: str) -> None:
+    def _stop(self, job: CopyJob, link: LinkT | None, reason: Reason, detail: str) -> None:
         self._jobs.abandon(job, reason, detail)
 
     def _retire(self, link: LinkT, detail: str) -> None:
@@ -286,7 +286,7 @@ class Server(Protocol):
     """The listening side of a plane, on some loops."""
 
     @property
-    def keyring(self) -> Keyring: ...
+    def keyring(self) -> SecretRing: ...
 
     @property
     def refusals(self) -> Mapping[str, int]: ...
@@ -297,7 +297,7 @@ class Server(Protocol):
 class ServingShell(PlaneShell[LinkT]):
     """A plane that serves its memory itself: it lends blocks, and can shut a peer out."""
 
-    _loops: list[Loop]
+    _loops: list[SocketLoop]
     _loans: Loans
     _server: Server
 
@@ -331,7 +331,7 @@ class ServingShell(PlaneShell[LinkT]):
     def _turn_away(self, peer: PeerId) -> None:
         self._server.keyring.revoke(peer)
 
-    def _end(self, job: Job, reason: Reason, detail: str) -> None:
+    def _end(self, job: CopyJob, reason: Reason, detail: str) -> None:
         """A WRITE lands at the peer: it ends without waiting for it, and rests when the peer says so."""
         end = self._jobs.abandon if job.copy.direction is Direction.WRITE else self._jobs.fail
         end(job, reason, detail)

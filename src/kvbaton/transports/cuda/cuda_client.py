@@ -19,20 +19,20 @@ import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
-from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.cuda.cuda_driver import HANDLE_BYTES, CudaError, Gpu
 from kvbaton.transports.cuda.cuda_listener import EXPORTED, TABLE_BYTES_MAX, Allocation, CudaEndpoint, Shared
 from kvbaton.transports.local.region_client import dial
 from kvbaton.transports.local.region_listener import LENGTH
 from kvbaton.transports.net.connection_handshake import greet
-from kvbaton.transports.net.socket_loop import Loop, Timer
+from kvbaton.transports.net.socket_loop import SocketLoop, Timer
 from kvbaton.transports.net.stream_socket import Script, Wire, take
 
 INVALID_VALUE = 1
 OPEN = "cuIpcOpenMemHandle_v2"
 
 
-class Limits(msgspec.Struct, frozen=True):
+class CudaLimits(msgspec.Struct, frozen=True):
     """On the connection to one peer."""
 
     dial_deadline_s: float
@@ -51,7 +51,7 @@ class Mapped:
             self.nbytes += nbytes
 
 
-class Remote:
+class CudaRemote:
     """The memory of one peer, as far as it was told and opened. Once shut it stays shut; see `anew`."""
 
     def __init__(self, shared: Shared, mapped: Mapped | None = None) -> None:
@@ -75,9 +75,9 @@ class Remote:
     def is_open(self) -> bool:
         return bool(self._bases)
 
-    def anew(self) -> Remote:
+    def anew(self) -> CudaRemote:
         """The same memory, not opened yet."""
-        return Remote(self._shared, self._mapped)
+        return CudaRemote(self._shared, self._mapped)
 
     def size_of(self, region: int) -> int | None:
         place = self._places.get(region)
@@ -159,7 +159,7 @@ class Owner(Protocol):
     def on_lost(self, peer: PeerId, attachment: CudaAttachment, detail: str) -> None:
         """The peer's life line has ended."""
 
-    def retire(self, remote: Remote) -> None:
+    def retire(self, remote: CudaRemote) -> None:
         """Nobody will use `remote` any more: close it when no copy reads from it."""
 
 
@@ -167,11 +167,18 @@ class CudaAttachment:
     """How one peer is reached, and the copies that wait for its handles. Dialled at once, and again when needed."""
 
     def __init__(
-        self, me: PeerId, there: CudaEndpoint, loop: Loop, jobs: Jobs, owner: Owner, mapped: Mapped, limits: Limits
+        self,
+        me: PeerId,
+        there: CudaEndpoint,
+        loop: SocketLoop,
+        jobs: Jobs,
+        owner: Owner,
+        mapped: Mapped,
+        limits: CudaLimits,
     ) -> None:
         self.there = there
         self.problem = ""  # why nothing can be read there
-        self.remote: Remote | None = None
+        self.remote: CudaRemote | None = None
         self._me = me
         self._loop = loop
         self._jobs = jobs
@@ -179,12 +186,12 @@ class CudaAttachment:
         self._mapped = mapped
         self._limits = limits
         self._dialling = False
-        self._waiting: deque[tuple[Job, Callable[[Remote], None]]] = deque()
+        self._waiting: deque[tuple[CopyJob, Callable[[CudaRemote], None]]] = deque()
         self._used_at = 0.0
         self._line: Wire | None = None  # touched on the loop only, as is the timer
         self._timer: Timer | None = None
 
-    def use(self, job: Job, then: Callable[[Remote], None]) -> None:
+    def use(self, job: CopyJob, then: Callable[[CudaRemote], None]) -> None:
         """Call `then` with the peer's memory, now or on the loop; or fail the job. The caller holds the lock."""
         self._used_at = time.monotonic()
         if self.remote is not None:
@@ -199,7 +206,7 @@ class CudaAttachment:
             self._dialling = True
             self._loop.call(self._open)
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: CopyJob) -> None:
         """Forget a job that has failed while it waited. The caller holds the lock."""
         self._waiting = deque(item for item in self._waiting if item[0] is not job)
 
@@ -234,7 +241,7 @@ class CudaAttachment:
         head = yield from take(LENGTH.size)
         table = yield from take(min(LENGTH.unpack(head)[0], TABLE_BYTES_MAX))
         try:
-            remote = Remote(msgspec.msgpack.decode(table, type=Shared), self._mapped)
+            remote = CudaRemote(msgspec.msgpack.decode(table, type=Shared), self._mapped)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(Reason.BAD_MESSAGE, f"regions that cannot be opened: {error}") from None
         self._done(remote, "")
@@ -242,7 +249,7 @@ class CudaAttachment:
         yield from take(1)
         raise ProtocolError(Reason.BAD_MESSAGE, "it spoke on its life line")
 
-    def _done(self, remote: Remote | None, detail: str) -> None:
+    def _done(self, remote: CudaRemote | None, detail: str) -> None:
         """The first word on a dial counts."""
         with self._jobs:
             if not self._dialling:

@@ -105,7 +105,7 @@ class Gpu(Protocol):
         """As `move_rows`; but each row's digest is written, 8 bytes, to its target (`cuda_digest`)."""
 
 
-class _Lane:
+class _CopyLane:
     """The kernels of this process on one device: each waits, on the device, for the one before."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class _Lane:
         self.stream = 0  # that the latest is on: what follows there waits anyway
 
 
-_lanes: dict[int, _Lane] = {}
+_lanes: dict[int, _CopyLane] = {}
 _lanes_lock = threading.Lock()
 
 
@@ -147,7 +147,7 @@ class CudaGpu:
         )
         self._functions: dict[bytes, ctypes.c_void_p] = {}
         with _lanes_lock:
-            self._lane = _lanes.setdefault(device, _Lane())
+            self._lane = _lanes.setdefault(device, _CopyLane())
         with self:
             module = ctypes.c_void_p()
             self._ask("cuModuleLoadData", ctypes.byref(module), ptx.encode())

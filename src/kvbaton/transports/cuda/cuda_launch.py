@@ -15,7 +15,7 @@ import numpy as np
 
 from kvbaton.transports.core.span_tables import Rows
 from kvbaton.transports.cuda.cuda_driver import Gpu
-from kvbaton.transports.cuda.cuda_table import GROUPS_MAX, TABLE_NUMBERS_MAX, Group, write_table
+from kvbaton.transports.cuda.cuda_table import GROUPS_MAX, TABLE_NUMBERS_MAX, LaunchGroup, write_table
 
 NUMBER_BYTES = 8
 LAUNCH_BYTES = 128 << 20
@@ -33,20 +33,20 @@ class Tables:
         self._gpu = gpu
         self._slots: list[_Table | None] = [None] * slots
 
-    def launch(self, groups: Sequence[Group], slot: int, stream: int) -> None:
+    def launch(self, groups: Sequence[LaunchGroup], slot: int, stream: int) -> None:
         """Move all of `groups`, which together are within the bounds. CudaError."""
         at, rows = self._write(groups, slot, stream), sum(group.rows for group in groups)
         step = rows_a_launch(groups)
         for first in range(0, rows, step):
             self._gpu.move_rows(at, len(groups), range(first, min(first + step, rows)), stream)
 
-    def digest(self, groups: Sequence[Group], slot: int, stream: int) -> None:
+    def digest(self, groups: Sequence[LaunchGroup], slot: int, stream: int) -> None:
         """Digest the sources of all of `groups` to their targets, 8 bytes a row. CudaError."""
         at, rows = self._write(groups, slot, stream), sum(group.rows for group in groups)
         if rows:
             self._gpu.digest_rows(at, len(groups), range(rows), stream)
 
-    def _write(self, groups: Sequence[Group], slot: int, stream: int) -> int:
+    def _write(self, groups: Sequence[LaunchGroup], slot: int, stream: int) -> int:
         """Where the device finds the table."""
         numbers = sum(group.numbers for group in groups)
         if numbers > TABLE_NUMBERS_MAX or len(groups) > GROUPS_MAX:
@@ -84,7 +84,7 @@ class Tables:
             self._gpu.free_pinned(table.address)
 
 
-def rows_a_launch(groups: Sequence[Group]) -> int:
+def rows_a_launch(groups: Sequence[LaunchGroup]) -> int:
     """As many as have `LAUNCH_BYTES` together, where all are of the mean length."""
     rows, nbytes = sum(group.rows for group in groups), sum(group.bytes for group in groups)
     return max(1, rows * LAUNCH_BYTES // max(nbytes, LAUNCH_BYTES))

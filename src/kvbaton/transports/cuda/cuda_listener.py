@@ -28,9 +28,9 @@ from kvbaton.transports.core.refusals import Cause, Refusals, Refused, cause_of
 from kvbaton.transports.core.shared_memory import REGIONS_MAX
 from kvbaton.transports.cuda.cuda_driver import HANDLE_BYTES, CudaError, Gpu
 from kvbaton.transports.local.region_listener import LENGTH, NAME_PREFIX, STRANGERS_MAX, same_user
-from kvbaton.transports.net.connection_handshake import Admitted, Keyring
+from kvbaton.transports.net.connection_handshake import Admitted, SecretRing
 from kvbaton.transports.net.reception import BACKLOG, Reception
-from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes as Message
 from kvbaton.transports.net.stream_socket import Script, Wire, take
 
@@ -110,7 +110,7 @@ class Shared(msgspec.Struct, frozen=True, array_like=True):
 class CudaDoor:
     """One listening socket, and the handles that go with a welcome."""
 
-    def __init__(self, me: PeerId, gpu: Gpu, loop: Loop, handshake_s: float) -> None:
+    def __init__(self, me: PeerId, gpu: Gpu, loop: SocketLoop, handshake_s: float) -> None:
         self._name = NAME_PREFIX + secrets.token_hex(16)
         self._gpu = gpu
         self._loop = loop
@@ -120,7 +120,7 @@ class CudaDoor:
         self._reception = Reception(me, loop, same_user, self._welcome, STRANGERS_MAX, handshake_s)
 
     @property
-    def keyring(self) -> Keyring:
+    def keyring(self) -> SecretRing:
         return self._reception.keyring
 
     @property

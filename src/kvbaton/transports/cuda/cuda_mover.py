@@ -11,12 +11,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.transports.core.jobs import Job, Jobs
-from kvbaton.transports.cuda.cuda_client import Remote
+from kvbaton.transports.core.jobs import CopyJob, Jobs
+from kvbaton.transports.cuda.cuda_client import CudaRemote
 from kvbaton.transports.cuda.cuda_driver import CudaError, Gpu
 from kvbaton.transports.cuda.cuda_launch import LAUNCH_BYTES, SMALL_NUMBERS, Tables
-from kvbaton.transports.cuda.cuda_runner import UNDER_WAY_MAX, Runner
-from kvbaton.transports.cuda.cuda_table import GROUP_NUMBERS, GROUPS_MAX, TABLE_NUMBERS_MAX, Group, bytes_of, numbers_of
+from kvbaton.transports.cuda.cuda_runner import UNDER_WAY_MAX, CudaRunner
+from kvbaton.transports.cuda.cuda_table import (
+    GROUP_NUMBERS,
+    GROUPS_MAX,
+    TABLE_NUMBERS_MAX,
+    LaunchGroup,
+    bytes_of,
+    numbers_of,
+)
 
 BATCH_MAX = GROUPS_MAX
 """Copies in one launch: an engine with a tensor for each layer asks for one copy for each."""
@@ -29,9 +36,9 @@ QUICK_BYTES = 32 * LAUNCH_BYTES
 class Due:
     """A copy whose turn is coming. `check` gives the local address once all spans are known to be inside."""
 
-    job: Job
-    remote: Remote
-    check: Callable[[Job, Remote], int | None]
+    job: CopyJob
+    remote: CudaRemote
+    check: Callable[[CopyJob, CudaRemote], int | None]
     local: int | None = None
     live: bool = False
 
@@ -43,7 +50,7 @@ class CudaMover:
         self._gpu = gpu
         self._jobs = jobs
         self._tables = Tables(gpu, UNDER_WAY_MAX)
-        self._runner: Runner[Due] = Runner(name, gpu, self, BATCH_MAX)
+        self._runner: CudaRunner[Due] = CudaRunner(name, gpu, self, BATCH_MAX)
 
     @property
     def broken(self) -> str:
@@ -61,7 +68,7 @@ class CudaMover:
         return self._runner.close(join_s)
 
     def begin(self, batch: list[Due], slot: int, stream: int) -> list[Due]:
-        groups: list[Group] = []
+        groups: list[LaunchGroup] = []
         for due in batch:
             group = self._next(due, TABLE_NUMBERS_MAX - sum(group.numbers for group in groups))
             if group is not None:
@@ -93,7 +100,7 @@ class CudaMover:
             return False
         return bytes_of(rows) <= QUICK_BYTES and due.remote.has_open(copy.remote_region)
 
-    def _next(self, due: Due, room: int) -> Group | None:
+    def _next(self, due: Due, room: int) -> LaunchGroup | None:
         """The next part of a copy, now live, with the addresses that it is between."""
         if due.job.ended:
             return None
@@ -119,4 +126,4 @@ class CudaMover:
             if due.job.parts:
                 self._runner.add(Due(due.job, due.remote, due.check, due.local))
         due.live = True
-        return Group(due.local, remote, spans)
+        return LaunchGroup(due.local, remote, spans)

@@ -32,7 +32,7 @@ UNDER_WAY_MAX = 4
 Item = TypeVar("Item")
 
 
-class Worker(Protocol[Item]):
+class CudaWorker(Protocol[Item]):
     """Who knows what the work is."""
 
     def begin(self, batch: list[Item], slot: int, stream: int) -> list[Item]:
@@ -53,10 +53,10 @@ class _After(msgspec.Struct):
     run: Callable[[], None]
 
 
-class Runner(Generic[Item]):
+class CudaRunner(Generic[Item]):
     """The threads, their streams, and the events by which they sleep. Started by the first work."""
 
-    def __init__(self, name: str, gpu: Gpu, worker: Worker[Item], batch_max: int) -> None:
+    def __init__(self, name: str, gpu: Gpu, worker: CudaWorker[Item], batch_max: int) -> None:
         self._name = name
         self._gpu = gpu
         self._worker = worker

@@ -30,7 +30,7 @@ TABLE_NUMBERS_MAX = 3 * ROWS_MAX + (GROUP_NUMBERS + 2) * GROUPS_MAX
 NO_SHIFT = array("q", (0, 0))
 
 
-class Group(msgspec.Struct, frozen=True):
+class LaunchGroup(msgspec.Struct, frozen=True):
     """Spans between one pair of memories, by the addresses that their offsets count from."""
 
     target: int
@@ -95,7 +95,7 @@ def parts_of(spans: Spans | Weave, total_bytes: int) -> deque[Spans | Weave]:
     return deque(as_spans(short[at : at + ROWS_MAX]) for at in range(0, len(short), ROWS_MAX))
 
 
-def write_table(table: Rows, groups: Sequence[Group]) -> None:
+def write_table(table: Rows, groups: Sequence[LaunchGroup]) -> None:
     """Fill the head of a flat table."""
     at, first = GROUP_NUMBERS * len(groups), 0
     for index, group in enumerate(groups):

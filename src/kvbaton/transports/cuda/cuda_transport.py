@@ -36,16 +36,16 @@ from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.host_identity import host_identity
-from kvbaton.transports.core.jobs import Job
+from kvbaton.transports.core.jobs import CopyJob
 from kvbaton.transports.core.shell import PlaneShell
 from kvbaton.transports.core.transport import Capabilities, Copy, DeviceEvent, Spans
-from kvbaton.transports.cuda.cuda_client import CudaAttachment, Limits, Mapped, Remote
+from kvbaton.transports.cuda.cuda_client import CudaAttachment, CudaLimits, CudaRemote, Mapped
 from kvbaton.transports.cuda.cuda_driver import SHARE, CudaError, CudaGpu, Gpu, check_share
 from kvbaton.transports.cuda.cuda_event_wait import quiet_event
 from kvbaton.transports.cuda.cuda_listener import CudaDoor, CudaEndpoint, parse_endpoint
 from kvbaton.transports.cuda.cuda_mover import CudaMover, Due
 from kvbaton.transports.cuda.cuda_table import check_weave, parts_of
-from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.net.socket_loop import SocketLoop
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ class CudaTransport(PlaneShell[CudaAttachment]):
         self._gpu = gpu or CudaGpu(config.device, config.share)
         self._memory = RegisteredDevice(config.device)
         self._mapped = Mapped()
-        self._limits = Limits(config.dial_deadline_s, config.idle_s)
-        self._loop = Loop(f"kvbaton-cuda-door-{me}")
+        self._limits = CudaLimits(config.dial_deadline_s, config.idle_s)
+        self._loop = SocketLoop(f"kvbaton-cuda-door-{me}")
         self._door = CudaDoor(me, self._gpu, self._loop, config.dial_deadline_s)
         self._launcher = CudaMover(f"kvbaton-cuda-{me}", self._gpu, self._jobs)
 
@@ -139,7 +139,7 @@ class CudaTransport(PlaneShell[CudaAttachment]):
             log.info("%s has ended, or has disconnected us (%s): its device memory is let go of", peer, detail)
             self._forget(peer, Reason.TRANSFER_FAILED, f"{peer} has ended, or has disconnected us: {detail}")
 
-    def retire(self, remote: Remote) -> None:
+    def retire(self, remote: CudaRemote) -> None:
         """See `cuda_attach.Owner`."""
         if remote.shut():
             self._launcher.after(partial(remote.close, self._gpu))
@@ -168,13 +168,13 @@ class CudaTransport(PlaneShell[CudaAttachment]):
         gpus = f"from GPU {self._gpu.uuid} to GPU {there.device} of {there.owner}"
         return f"no peer access {gpus}; see nvidia-smi topo -p2p r"
 
-    def _start(self, job: Job, link: CudaAttachment) -> None:
+    def _start(self, job: CopyJob, link: CudaAttachment) -> None:
         link.use(job, partial(self._plan, job))
 
-    def _plan(self, job: Job, remote: Remote) -> None:
+    def _plan(self, job: CopyJob, remote: CudaRemote) -> None:
         self._launcher.add(Due(job, remote, self._check))
 
-    def _check(self, job: Job, remote: Remote) -> int | None:
+    def _check(self, job: CopyJob, remote: CudaRemote) -> int | None:
         """By whoever launches: the whole copy against both memories. The local address, or None: it has failed."""
         copy = job.copy
         target, remote_bytes = self._memory.get(copy.local_region), remote.size_of(copy.remote_region)
@@ -198,7 +198,7 @@ class CudaTransport(PlaneShell[CudaAttachment]):
             return parts_of(spans, check_weave(spans, local_bytes, remote_bytes))
         return parts_of(spans, self._mover.check_spans(spans, 3, local_bytes, remote_bytes) if spans else 0)
 
-    def _stop(self, job: Job, link: CudaAttachment | None, reason: Reason, detail: str) -> None:
+    def _stop(self, job: CopyJob, link: CudaAttachment | None, reason: Reason, detail: str) -> None:
         if link is not None:
             link.remove(job)
         super()._stop(job, link, reason, detail)

@@ -19,12 +19,12 @@ import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
-from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.mover import Wait
 from kvbaton.transports.core.shared_memory import F_SEAL_FUTURE_WRITE, REGIONS_MAX
-from kvbaton.transports.local.region_listener import DESCRIPTORS_MAX, LENGTH, Place, ShmEndpoint, same_user
+from kvbaton.transports.local.region_listener import DESCRIPTORS_MAX, LENGTH, ShmEndpoint, SocketPlace, same_user
 from kvbaton.transports.net.connection_handshake import greet
-from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Script, Wire, take
 
 _SEALS = fcntl.F_SEAL_SHRINK | F_SEAL_FUTURE_WRITE
@@ -35,17 +35,17 @@ Mapped: TypeAlias = dict[int, memoryview]
 class Attachment:
     """One peer's memory as mapped here, and the copies that wait for it. Dialled at once, and again when needed."""
 
-    def __init__(self, me: PeerId, there: ShmEndpoint, loop: Loop, jobs: Jobs, deadline_s: float) -> None:
+    def __init__(self, me: PeerId, there: ShmEndpoint, loop: SocketLoop, jobs: Jobs, deadline_s: float) -> None:
         self.there = there
         self._me = me
         self._loop = loop
         self._jobs = jobs
         self._deadline_s = deadline_s
         self._dialling = False
-        self._waiting: deque[tuple[Job, Callable[[Mapped], None]]] = deque()
+        self._waiting: deque[tuple[CopyJob, Callable[[Mapped], None]]] = deque()
         self._mapped: Mapped | None = None
 
-    def use(self, job: Job, then: Callable[[Mapped], None]) -> None:
+    def use(self, job: CopyJob, then: Callable[[Mapped], None]) -> None:
         """Call `then` with the peer's regions, now or on the loop; or fail the job. The caller holds the lock."""
         if self._mapped is not None:
             then(self._mapped)
@@ -59,7 +59,7 @@ class Attachment:
             self._dialling = True
             self._loop.call(self._open)
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: CopyJob) -> None:
         """Forget a job that has failed while it waited. The caller holds the lock."""
         self._waiting = deque(item for item in self._waiting if item[0] is not job)
 
@@ -86,7 +86,7 @@ class Attachment:
             yield head
             table = yield from take(min(LENGTH.unpack(head.data)[0], TABLE_BYTES_MAX))
             try:
-                places = msgspec.msgpack.decode(table, type=list[Place])
+                places = msgspec.msgpack.decode(table, type=list[SocketPlace])
                 mapped = _map(places, head.descriptors)
             except (msgspec.MsgspecError, OSError, ValueError, IndexError, RecursionError) as error:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"regions that cannot be mapped: {error}") from None
@@ -149,7 +149,7 @@ class TakeDescriptors:
         raise NotImplementedError("descriptors come over a UNIX socket, which is never encrypted")
 
 
-def _map(places: list[Place], descriptors: list[int]) -> Mapped:
+def _map(places: list[SocketPlace], descriptors: list[int]) -> Mapped:
     """Each descriptor is mapped once, whole; a region is a view of it."""
     wholes = [_map_whole(fd) for fd in descriptors]
     mapped: Mapped = {}

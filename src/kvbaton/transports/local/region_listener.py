@@ -18,9 +18,9 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.protocol.numbers import Bytes, Number
 from kvbaton.transports.core.refusals import Cause, Refusals, Refused
 from kvbaton.transports.core.shared_memory import Region
-from kvbaton.transports.net.connection_handshake import Admitted, Keyring
+from kvbaton.transports.net.connection_handshake import Admitted, SecretRing
 from kvbaton.transports.net.reception import BACKLOG, Reception
-from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.net.socket_loop import SocketLoop
 
 STRANGERS_MAX = 32
 DESCRIPTORS_MAX = 250  # the kernel passes 253 at once
@@ -39,7 +39,7 @@ class ShmEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="shm1"):
     secret: bytes
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class SocketPlace(msgspec.Struct, frozen=True, array_like=True):
     """A region within one of the descriptors that are passed with it."""
 
     region: Number
@@ -48,17 +48,17 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     size: Bytes
 
 
-class Door:
+class RegionListener:
     """One listening socket, and the regions that go with a welcome."""
 
-    def __init__(self, me: PeerId, loop: Loop, handshake_s: float) -> None:
+    def __init__(self, me: PeerId, loop: SocketLoop, handshake_s: float) -> None:
         self._name = NAME_PREFIX + secrets.token_hex(16)
-        self._places: list[Place] = []
+        self._places: list[SocketPlace] = []
         self._backings: list[Region] = []
         self._reception = Reception(me, loop, same_user, self._welcome, STRANGERS_MAX, handshake_s)
 
     @property
-    def keyring(self) -> Keyring:
+    def keyring(self) -> SecretRing:
         return self._reception.keyring
 
     @property
@@ -72,7 +72,7 @@ class Door:
                 raise ValueError(f"region {region}: more than {DESCRIPTORS_MAX} allocations; let regions share one")
             self._backings.append(backing)
         backing.seal_writes()
-        self._places.append(Place(region, self._backings.index(backing), offset, size))
+        self._places.append(SocketPlace(region, self._backings.index(backing), offset, size))
 
     def listen(self) -> str:
         """Accept from now on; the name to dial."""

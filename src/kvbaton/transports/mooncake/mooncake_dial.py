@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from kvbaton.transports.mooncake.mooncake_endpoint import MARK_BYTES, MooncakeEndpoint
-from kvbaton.transports.mooncake.mooncake_engine import Engine, SliceState, address_of
+from kvbaton.transports.mooncake.mooncake_engine import MooncakeEngine, SliceState, address_of
 
 POLL_S = 0.0001
 POLL_S_MAX = 0.01
@@ -19,8 +19,10 @@ class DialFailed(Exception):
     """Why a peer could not be reached."""
 
 
-def dial(make: Callable[[], Engine], there: MooncakeEndpoint, dial_s: float, given_up: Callable[[], bool]) -> Engine:
-    """Waits for the peer, up to `dial_s` once it has answered at all: see `Engine.start_read`."""
+def dial(
+    make: Callable[[], MooncakeEngine], there: MooncakeEndpoint, dial_s: float, given_up: Callable[[], bool]
+) -> MooncakeEngine:
+    """Waits for the peer, up to `dial_s` once it has answered at all: see `MooncakeEngine.start_read`."""
     try:
         engine = make()
     except OSError as error:
@@ -33,7 +35,7 @@ def dial(make: Callable[[], Engine], there: MooncakeEndpoint, dial_s: float, giv
     return engine
 
 
-def _check_mark(engine: Engine, there: MooncakeEndpoint, dial_s: float, given_up: Callable[[], bool]) -> None:
+def _check_mark(engine: MooncakeEngine, there: MooncakeEndpoint, dial_s: float, given_up: Callable[[], bool]) -> None:
     deadline = time.monotonic() + dial_s
     mark = memoryview(bytearray(MARK_BYTES))
     number = engine.start_read(there.session, address_of(mark), there.mark_address, MARK_BYTES)

@@ -20,7 +20,7 @@ MARK_BYTES = 16
 ADDRESS_MAX = 1 << 64
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class MooncakePlace(msgspec.Struct, frozen=True, array_like=True):
     """Memory in the owner's address space."""
 
     address: Number
@@ -35,7 +35,7 @@ class MooncakeEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="moonca
     port: Port
     mark_address: Number
     mark: bytes
-    regions: dict[Number, Place]
+    regions: dict[Number, MooncakePlace]
 
     @property
     def session(self) -> str:
@@ -58,7 +58,7 @@ def parse(peer: PeerId, endpoint: bytes) -> MooncakeEndpoint:
         raise ValueError("the endpoint has no usable port or mark")
     if len(there.regions) > REGIONS_MAX:
         raise ValueError(f"the endpoint has {len(there.regions)} regions, at most {REGIONS_MAX} are known")
-    for region, place in [(-1, Place(there.mark_address, MARK_BYTES)), *there.regions.items()]:
+    for region, place in [(-1, MooncakePlace(there.mark_address, MARK_BYTES)), *there.regions.items()]:
         if place.address < 1 or place.size_bytes < 1 or place.address + place.size_bytes > ADDRESS_MAX:
             raise ValueError(f"region {region} of the endpoint is not memory: {place}")
     return there

@@ -73,7 +73,7 @@ def address_of(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-class Engine:
+class MooncakeEngine:
     """Listens on a free port from the beginning on; `host` is what peers dial."""
 
     def __init__(self, host: str) -> None:

@@ -22,12 +22,12 @@ from functools import partial
 import msgspec
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.mooncake.mooncake_dial import POLL_S, POLL_S_MAX, DialFailed, dial
 from kvbaton.transports.mooncake.mooncake_endpoint import MooncakeEndpoint
-from kvbaton.transports.mooncake.mooncake_engine import Engine
-from kvbaton.transports.mooncake.mooncake_reads import Part, ReadFailed, Reads
-from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.mooncake.mooncake_engine import MooncakeEngine
+from kvbaton.transports.mooncake.mooncake_reads import MooncakePart, ReadFailed, Reads
+from kvbaton.transports.net.socket_loop import SocketLoop
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Patience(msgspec.Struct, frozen=True):
     cancel_s: float
 
 
-class Link:
+class MooncakeLink:
     """Carries out copies from one peer, on a thread that the first of them starts."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Link:
         jobs: Jobs,
         address: Callable[[int], int],
         patience: Patience,
-        timers: Loop,
+        timers: SocketLoop,
     ) -> None:
         """`here` is this host's address; `address` says where a local region begins."""
         self.there = there
@@ -62,7 +62,7 @@ class Link:
         self._address = address
         self._patience = patience
         self._timers = timers
-        self._queue: deque[Job] = deque()
+        self._queue: deque[CopyJob] = deque()
         self._reads: Reads | None = None  # on the engine that has reached the peer; the thread's own
         self._dials = itertools.count(1)
         self._dialling = 0  # which dial is under way, 0 for none
@@ -73,7 +73,7 @@ class Link:
 
     # --- from any thread
 
-    def add(self, job: Job) -> None:
+    def add(self, job: CopyJob) -> None:
         with self._jobs:
             if not job.parts:
                 return
@@ -85,7 +85,7 @@ class Link:
                 self._thread.start()
         self._news.set()
 
-    def stop(self, job: Job, reason: Reason, detail: str) -> None:
+    def stop(self, job: CopyJob, reason: Reason, detail: str) -> None:
         """End a copy as soon as nothing of it is under way."""
         with self._jobs:
             if job in self._queue:
@@ -191,7 +191,7 @@ class Link:
                     self._queue.appendleft(part.job)
         self._news.set()
 
-    def _dropped(self) -> deque[Part]:
+    def _dropped(self) -> deque[MooncakePart]:
         """What was under way, now at rest: its engine is closed."""
         reads, self._reads = self._reads, None
         return reads.close() if reads is not None else deque()
@@ -211,7 +211,7 @@ class Link:
         self._timers.call(partial(self._watch, self._dialling))
         trouble: Trouble | None = None
         try:
-            engine = dial(lambda: Engine(self._here), self.there, self._patience.dial_s, lambda: self._shut)
+            engine = dial(lambda: MooncakeEngine(self._here), self.there, self._patience.dial_s, lambda: self._shut)
             self._reads = Reads(engine, self.there, self._address)
         except DialFailed as error:
             trouble = Reason.UNREACHABLE, str(error)

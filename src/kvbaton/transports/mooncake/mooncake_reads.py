@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvbaton.transports.core.jobs import Job
+from kvbaton.transports.core.jobs import CopyJob
 from kvbaton.transports.core.span_tables import size_of
 from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.mooncake.mooncake_endpoint import MooncakeEndpoint
-from kvbaton.transports.mooncake.mooncake_engine import SLICES_MAX, Engine, SliceState
+from kvbaton.transports.mooncake.mooncake_engine import SLICES_MAX, MooncakeEngine, SliceState
 
 PART_SLICES_MAX = 256
 WINDOW_BYTES = 32 << 20
@@ -31,10 +31,10 @@ class ReadFailed(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class MooncakePart:
     """Some slices of a copy, under way together."""
 
-    job: Job
+    job: CopyJob
     spans: Spans
     size_bytes: int
     slices: deque[int] = field(default_factory=deque)  # not yet seen to be over
@@ -43,23 +43,23 @@ class Part:
 class Reads:
     """Parts under way with one peer, oldest first."""
 
-    def __init__(self, engine: Engine, there: MooncakeEndpoint, address: Callable[[int], int]) -> None:
+    def __init__(self, engine: MooncakeEngine, there: MooncakeEndpoint, address: Callable[[int], int]) -> None:
         """`address` says where a local region begins."""
         self._engine = engine
         self._there = there
         self._address = address
         self._slices = self._bytes = 0
-        self.parts: deque[Part] = deque()
+        self.parts: deque[MooncakePart] = deque()
         self.moved_at = 0.0
 
     @property
     def has_room(self) -> bool:
         return self._slices <= SLICES_MAX - PART_SLICES_MAX and self._bytes < WINDOW_BYTES
 
-    def start(self, job: Job, spans: Spans) -> None:
+    def start(self, job: CopyJob, spans: Spans) -> None:
         if not self.parts:
             self.moved_at = time.monotonic()
-        part = Part(job, spans, size_of(spans))
+        part = MooncakePart(job, spans, size_of(spans))
         self.parts.append(part)
         self._bytes += part.size_bytes
         local = self._address(job.copy.local_region)
@@ -73,7 +73,7 @@ class Reads:
                 part.slices.append(number)
                 self._slices += 1
 
-    def over(self) -> list[Part]:
+    def over(self) -> list[MooncakePart]:
         """Those of the oldest that are over, taken out."""
         found = [part for part in itertools.islice(self.parts, LOOK_AHEAD) if self._is_over(part)]
         for part in found:
@@ -81,13 +81,13 @@ class Reads:
             self._bytes -= part.size_bytes
         return found
 
-    def close(self) -> deque[Part]:
+    def close(self) -> deque[MooncakePart]:
         """What was under way, now at rest."""
         self._engine.close()
         parts, self.parts = self.parts, deque()
         return parts
 
-    def _is_over(self, part: Part) -> bool:
+    def _is_over(self, part: MooncakePart) -> bool:
         while part.slices:
             state = self._engine.state(part.slices[0])
             if state is SliceState.MOVING:

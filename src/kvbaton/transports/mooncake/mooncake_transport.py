@@ -21,16 +21,16 @@ import msgspec
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
-from kvbaton.transports.core.jobs import Job
-from kvbaton.transports.core.shared_memory import Registered
+from kvbaton.transports.core.jobs import CopyJob
+from kvbaton.transports.core.shared_memory import RegisteredMemory
 from kvbaton.transports.core.shell import PlaneShell, at_least_one
 from kvbaton.transports.core.span_tables import cut
 from kvbaton.transports.core.transport import Capabilities, Copy, Spans
-from kvbaton.transports.mooncake.mooncake_endpoint import MARK_BYTES, MooncakeEndpoint, Place, parse
-from kvbaton.transports.mooncake.mooncake_engine import Engine, address_of, load
-from kvbaton.transports.mooncake.mooncake_link import Link, Patience
+from kvbaton.transports.mooncake.mooncake_endpoint import MARK_BYTES, MooncakeEndpoint, MooncakePlace, parse
+from kvbaton.transports.mooncake.mooncake_engine import MooncakeEngine, address_of, load
+from kvbaton.transports.mooncake.mooncake_link import MooncakeLink, Patience
 from kvbaton.transports.mooncake.mooncake_reads import PART_SLICES_MAX
-from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.net.socket_loop import SocketLoop
 
 CLOSE_S = 3.0
 LANES = 4
@@ -61,23 +61,23 @@ class MooncakeConfig(msgspec.Struct, frozen=True):
             raise ValueError(f"copies_max, dial_deadline_s, stall_s and cancel_s must be positive: {self}")
 
 
-class MooncakeTransport(PlaneShell[Link]):
+class MooncakeTransport(PlaneShell[MooncakeLink]):
     """See `base.Transport`. A thread per peer besides the engines' own two each, one for deadlines, one for devices."""
 
     capabilities = CAPABILITIES
-    _memory: Registered
+    _memory: RegisteredMemory
 
     def __init__(self, me: PeerId, config: MooncakeConfig | None = None) -> None:
         """MooncakeMissing when the library is not there."""
         load()
         self._config = config = config or MooncakeConfig()
         super().__init__(me, config.copies_max, config.pure_python)
-        self._memory = Registered()
-        self._places: dict[int, Place] = {}
+        self._memory = RegisteredMemory()
+        self._places: dict[int, MooncakePlace] = {}
         self._mark = memoryview(bytearray(secrets.token_bytes(MARK_BYTES)))
-        self._server: Engine | None = None
-        self._leaving: list[Link] = []
-        self._timers = Loop(f"kvbaton-mooncake-timers-{me}")
+        self._server: MooncakeEngine | None = None
+        self._leaving: list[MooncakeLink] = []
+        self._timers = SocketLoop(f"kvbaton-mooncake-timers-{me}")
 
     def register(self, region: int, memory: memoryview) -> None:
         """From now on anyone who can reach the engine can read and write it."""
@@ -85,7 +85,7 @@ class MooncakeTransport(PlaneShell[Link]):
             raise ValueError(f"region {region} is empty")
         self._memory.add(region, memory)
         self._serving().register(memory)
-        self._places[region] = Place(address_of(memory), memory.nbytes)
+        self._places[region] = MooncakePlace(address_of(memory), memory.nbytes)
 
     def endpoint(self, peer: PeerId) -> bytes:
         """The same for every peer: the engine does not know one from another."""
@@ -100,35 +100,35 @@ class MooncakeTransport(PlaneShell[Link]):
         config = self._config
         patience = Patience(config.dial_deadline_s, config.stall_s, config.cancel_s)
         name, here = f"kvbaton-mooncake-{self._me}-{peer}", config.host
-        make = partial(Link, name, here, there, self._jobs, self._address, patience, self._timers)
+        make = partial(MooncakeLink, name, here, there, self._jobs, self._address, patience, self._timers)
         self._link(peer, there, make)
 
-    def _serving(self) -> Engine:
+    def _serving(self) -> MooncakeEngine:
         """The engine that peers read from; listens from the first call on."""
         if self._server is None:
-            self._server = Engine(self._config.host)
+            self._server = MooncakeEngine(self._config.host)
             self._server.register(self._mark)
         return self._server
 
     def _address(self, region: int) -> int:
         return self._places[region].address
 
-    def _cut(self, copy: Copy, link: Link) -> deque[Spans]:
+    def _cut(self, copy: Copy, link: MooncakeLink) -> deque[Spans]:
         remote = link.there.regions.get(copy.remote_region)
         total = self._total(copy, None if remote is None else remote.size_bytes)
         return at_least_one(cut(copy.spans, total, LANES, PART_BYTES, PART_SLICES_MAX))
 
-    def _start(self, job: Job, link: Link) -> None:
+    def _start(self, job: CopyJob, link: MooncakeLink) -> None:
         link.add(job)
 
-    def _stop(self, job: Job, link: Link | None, reason: Reason, detail: str) -> None:
+    def _stop(self, job: CopyJob, link: MooncakeLink | None, reason: Reason, detail: str) -> None:
         """It ends when what is under way of it has arrived or, with a peer that does nothing, after `cancel_s`."""
         if link is None:
             super()._stop(job, link, reason, detail)
         else:
             link.stop(job, reason, detail)
 
-    def _retire(self, link: Link, detail: str) -> None:
+    def _retire(self, link: MooncakeLink, detail: str) -> None:
         """Our reads end. The peer's own access to our memory cannot be closed: Mooncake has no means."""
         link.shut()
         self._leaving = [left for left in self._leaving if not left.join(0)] + [link]

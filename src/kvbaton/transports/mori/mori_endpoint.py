@@ -43,7 +43,7 @@ class _Field(msgspec.Struct, frozen=True, array_like=True):
     each: list[Any]
 
 
-class _Told(msgspec.Struct, frozen=True, array_like=True):
+class _Described(msgspec.Struct, frozen=True, array_like=True):
     """An endpoint on its way."""
 
     owner: PeerId
@@ -66,7 +66,7 @@ def is_named_after(key: str, owner: PeerId) -> bool:
 def pack(endpoint: MoriEndpoint) -> bytes:
     """ValueError when it has become too large to be told."""
     numbers = list(endpoint.regions)
-    told = _Told(endpoint.owner, endpoint.engine, numbers, _by_field(list(endpoint.regions.values())))
+    told = _Described(endpoint.owner, endpoint.engine, numbers, _by_field(list(endpoint.regions.values())))
     data = VERSION + zlib.compress(msgspec.msgpack.encode(told), 9)
     if len(data) > ENDPOINT_BYTES_MAX:
         raise ValueError(
@@ -88,7 +88,7 @@ def parse(data: bytes) -> MoriEndpoint:
         plain = unpacker.decompress(data[len(VERSION) :], PLAIN_BYTES_MAX)
         if not unpacker.eof:
             raise ValueError(f"not an endpoint of mori: cut short, or more than {PLAIN_BYTES_MAX} bytes")
-        told = msgspec.msgpack.decode(plain, type=_Told)
+        told = msgspec.msgpack.decode(plain, type=_Described)
     except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not an endpoint of mori: {error}") from None
     if len(set(told.numbers)) != len(told.numbers) or not all(0 <= number < REGIONS_MAX for number in told.numbers):

@@ -66,7 +66,7 @@ class MoriError(Exception):
         super().__init__(f"mori: {call}: {problem}")
 
 
-class Outcome(enum.Enum):
+class MoriOutcome(enum.Enum):
     """What has become of a batch."""
 
     MOVING = "moving"
@@ -76,7 +76,7 @@ class Outcome(enum.Enum):
     FAILED = "failed"
 
 
-class Place(msgspec.Struct, frozen=True):
+class MoriPlace(msgspec.Struct, frozen=True):
     """Memory of this process: of the host, or of the device with that number."""
 
     address: int
@@ -109,7 +109,7 @@ def load() -> Any:
         raise MoriMissing(f"the data plane 'mori' cannot load mori.io ({error}): {ADVICE}") from error
 
 
-class Engine:
+class MoriEngine:
     """One engine with an RDMA back end. `library` is `mori.io`, or something of its shape."""
 
     def __init__(self, key: str, host: str, queues: int, dial_s: float, library: Any = None) -> None:
@@ -133,7 +133,7 @@ class Engine:
     def describe(self) -> bytes:
         return bytes(_ask("description", self._engine.get_engine_desc(), "pack"))
 
-    def register(self, place: Place) -> Any:
+    def register(self, place: MoriPlace) -> Any:
         """For reading and writing, by every peer: mori knows no narrower registration."""
         kinds = self._mori.MemoryLocationType
         kind = kinds.CPU if place.device == CPU_DEVICE else kinds.GPU
@@ -187,21 +187,21 @@ class Engine:
         """Begin; the status of the batch, which the caller keeps. Waits for up to 5 s in mori if its queue is full."""
         return _ask("read", session, "batch_read", here, there, sizes, uid)
 
-    def look(self, status: Any, posting: bool = False) -> tuple[Outcome, str]:
+    def look(self, status: Any, posting: bool = False) -> tuple[MoriOutcome, str]:
         """What became of a batch, and mori's words for it. `posting`: `read` has only just returned."""
         found = _ask("status", status, "Code")
         code = int(found)
         if code == SUCCESS:
-            return Outcome.ARRIVED, ""
+            return MoriOutcome.ARRIVED, ""
         if code <= ERRORS_ABOVE:
-            return Outcome.MOVING, ""
+            return MoriOutcome.MOVING, ""
         message = str(_ask("status", status, "Message"))
         words = f"mori: {getattr(found, 'name', code)}: {message}".rstrip(": ")
         if posting and code in NEVER_BEGUN:
-            return Outcome.REFUSED, words
+            return MoriOutcome.REFUSED, words
         if posting and code == RDMA_FAILED and QUEUE_FULL in message:
-            return Outcome.FULL, words
-        return Outcome.FAILED, words
+            return MoriOutcome.FULL, words
+        return MoriOutcome.FAILED, words
 
     def bury(self, status: Any) -> None:
         """Of a batch that is over."""

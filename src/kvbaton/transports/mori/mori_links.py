@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbaton.transports.core.jobs import Job
+from kvbaton.transports.core.jobs import CopyJob
 from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.mori.mori_endpoint import MoriEndpoint
 from kvbaton.transports.mori.mori_engine import Far
@@ -20,13 +20,13 @@ SESSIONS_MAX = 1024
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class MoriLink:
     """One peer as it was connected, and the copies that wait for it."""
 
     far: Far
     there: MoriEndpoint
-    waiting: deque[Job] = field(default_factory=deque)
-    held: Part | None = None  # the part that goes next: no room for it yet, or mori had none
+    waiting: deque[CopyJob] = field(default_factory=deque)
+    held: MoriPart | None = None  # the part that goes next: no room for it yet, or mori had none
     sessions: dict[tuple[int, int], Any] = field(default_factory=dict)  # by region here and there; last used, last
     parts: int = 0  # under way
     rows: int = 0  # of these
@@ -42,11 +42,11 @@ class Link:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class MoriPart:
     """One batch, or none for a copy of nothing: begun for its job, and not known to be over."""
 
-    job: Job
-    link: Link
+    job: CopyJob
+    link: MoriLink
     here: list[int]
     there: list[int]
     sizes: list[int]
@@ -61,7 +61,7 @@ class Part:
         return len(self.sizes)
 
 
-def part_of(job: Job, link: Link, spans: Spans) -> Part:
+def part_of(job: CopyJob, link: MoriLink, spans: Spans) -> MoriPart:
     rows = np.frombuffer(spans, np.int64).reshape(-1, 3)
     rows = rows[rows[:, 2] > 0]
-    return Part(job, link, *(rows[:, column].tolist() for column in range(3)))
+    return MoriPart(job, link, *(rows[:, column].tolist() for column in range(3)))

@@ -3,7 +3,7 @@
 Laws:
  - Only this thread opens sessions and begins reads: opening waits for the peer, and beginning for room in mori's queue.
  - A part rests when its status says that it arrived, never because somebody stopped waiting: mori cannot cancel. One
-   that failed rests as well where errors come in order (`Engine.in_order`); else it stays unproven, counted and
+   that failed rests as well where errors come in order (`MoriEngine.in_order`); else it stays unproven, counted and
    bounded, until the engine is closed.
  - A full send queue is no failure: the part is held and handed over again, with pauses, until `full_s` has passed. It
    hardly ever comes to that, since no more than `rows_max` rows are under way with one peer.
@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.turn_thread import TurnThread
-from kvbaton.transports.mori.mori_engine import Engine, MoriError, Outcome, Plot
-from kvbaton.transports.mori.mori_links import Link, Part, part_of
+from kvbaton.transports.mori.mori_engine import MoriEngine, MoriError, MoriOutcome, Plot
+from kvbaton.transports.mori.mori_links import MoriLink, MoriPart, part_of
 from kvbaton.transports.mori.mori_reach import Reach
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ GRACE_S = 1.0
 """How long what is under way may still take when the transport is closed."""
 
 
-class Limits(msgspec.Struct, frozen=True):
+class MoriLimits(msgspec.Struct, frozen=True):
     window: int  # parts under way with one peer
     rows_max: int  # rows of these
     full_s: float  # how long a full send queue is put up with
@@ -50,14 +50,14 @@ class Limits(msgspec.Struct, frozen=True):
 class MoriMover:
     """Calls from any thread; everything else on its own, which the first call starts."""
 
-    def __init__(self, name: str, engine: Engine, jobs: Jobs, plots: dict[int, Plot], limits: Limits) -> None:
+    def __init__(self, name: str, engine: MoriEngine, jobs: Jobs, plots: dict[int, Plot], limits: MoriLimits) -> None:
         self._engine = engine
         self._jobs = jobs
         self._reach = Reach(engine, plots, limits.redial_s)
         self._limits = limits
-        self._busy: list[Link] = []  # those with copies that wait
-        self._under_way: list[Part] = []
-        self._unproven: list[Part] = []
+        self._busy: list[MoriLink] = []  # those with copies that wait
+        self._under_way: list[MoriPart] = []
+        self._unproven: list[MoriPart] = []
         self._moved_at = 0.0
         self._grace_until = 0.0
         self._thread = TurnThread(name, self._turn, self._patience, self._lingers, self._end)
@@ -67,14 +67,14 @@ class MoriMover:
         """Too much waits for a proof that may never come."""
         return len(self._unproven) >= UNPROVEN_MAX
 
-    def add(self, link: Link, job: Job) -> None:
+    def add(self, link: MoriLink, job: CopyJob) -> None:
         self._thread.call(lambda: self._add(link, job))
 
-    def sweep(self, link: Link) -> None:
+    def sweep(self, link: MoriLink) -> None:
         """Forget the copies of `link` that have ended."""
         self._thread.call(lambda: self._sweep(link))
 
-    def retire(self, link: Link) -> None:
+    def retire(self, link: MoriLink) -> None:
         """Its copies have ended; what is under way of them is still looked after."""
         self._thread.call(lambda: self._retire(link))
 
@@ -105,33 +105,33 @@ class MoriMover:
     def _pause(self) -> float:
         return min(max((time.monotonic() - self._moved_at) / 8, LOOK_S[0]), LOOK_S[1])
 
-    def _wait_of(self, link: Link) -> float | None:
+    def _wait_of(self, link: MoriLink) -> float | None:
         """Until the next part of `link` can be handed over; None while it waits for those under way."""
         if not self._has_room(link):
             return None
         return max(0.0, link.held.again_at - time.monotonic()) if link.held is not None else 0.0
 
-    def _has_room(self, link: Link) -> bool:
+    def _has_room(self, link: MoriLink) -> bool:
         rows = link.held.rows if link.held is not None else 1
         return not link.parts or (link.parts < self._limits.window and link.rows + rows <= self._limits.rows_max)
 
-    def _add(self, link: Link, job: Job) -> None:
+    def _add(self, link: MoriLink, job: CopyJob) -> None:
         link.waiting.append(job)
         if link not in self._busy:
             self._busy.append(link)
 
-    def _sweep(self, link: Link) -> None:
+    def _sweep(self, link: MoriLink) -> None:
         link.waiting = deque(job for job in link.waiting if not job.ended)
         if link.held is not None and link.held.job.ended:
             self._put_back(link)
         if not link.waiting and link.held is None and link in self._busy:
             self._busy.remove(link)
 
-    def _retire(self, link: Link) -> None:
+    def _retire(self, link: MoriLink) -> None:
         self._sweep(link)
         self._reach.leave(link)
 
-    def _post_next(self, link: Link) -> None:
+    def _post_next(self, link: MoriLink) -> None:
         """Begin one part of the copy that waits longest, if there is room."""
         self._sweep(link)
         while link.held is None and link.waiting:
@@ -146,7 +146,7 @@ class MoriMover:
         elif self._has_room(link) and link.held.again_at <= time.monotonic():
             self._post(link, link.held)
 
-    def _post(self, link: Link, part: Part) -> None:
+    def _post(self, link: MoriLink, part: MoriPart) -> None:
         self._moved_at = time.monotonic()
         try:
             part.session = self._reach.session(link, part.job.copy.local_region, part.job.copy.remote_region)
@@ -159,26 +159,26 @@ class MoriMover:
             self._lose(link, Reason.UNREACHABLE, str(error))
             return
         outcome, words = self._begin(part)
-        if outcome is Outcome.FULL:
+        if outcome is MoriOutcome.FULL:
             self._hold(link, part, words)
-        elif outcome is Outcome.REFUSED:
+        elif outcome is MoriOutcome.REFUSED:
             self._put_back(link, Reason.TRANSFER_FAILED, words)
         else:
             link.held = None
             link.parts += 1
             link.rows += part.rows
             self._under_way.append(part)
-            if outcome is Outcome.FAILED:  # perhaps with some of it posted, and no tail to tell when that is over
+            if outcome is MoriOutcome.FAILED:  # perhaps with some of it posted, and no tail to tell when that is over
                 self._failed(part, words, rested=False)
 
-    def _begin(self, part: Part) -> tuple[Outcome, str]:
+    def _begin(self, part: MoriPart) -> tuple[MoriOutcome, str]:
         try:
             part.statuses.append(self._engine.read(part.session, part.here, part.there, part.sizes, part.uid))
         except MoriError as error:
-            return Outcome.FAILED, str(error)
+            return MoriOutcome.FAILED, str(error)
         return self._outcome(part.statuses[-1], posting=True)
 
-    def _hold(self, link: Link, part: Part, words: str) -> None:
+    def _hold(self, link: MoriLink, part: MoriPart, words: str) -> None:
         """mori's queue is full: try the same part again a little later, but not for ever."""
         now = time.monotonic()
         if part.refused_at is None:
@@ -189,7 +189,7 @@ class MoriMover:
         else:
             part.again_at = now + min(max(waited_s / 2, AGAIN_S[0]), AGAIN_S[1])
 
-    def _put_back(self, link: Link, reason: Reason | None = None, detail: str = "") -> None:
+    def _put_back(self, link: MoriLink, reason: Reason | None = None, detail: str = "") -> None:
         """Give the held part up. It was not begun, unless several queues took it and only the last was full."""
         part, link.held = link.held, None
         if part is None:
@@ -201,22 +201,22 @@ class MoriMover:
             self._bury(part)
             self._jobs.part_ended(part.job, reason, detail)
 
-    def _look_at(self, part: Part) -> None:
+    def _look_at(self, part: MoriPart) -> None:
         outcome, words = self._outcome(part.statuses[-1])
-        if outcome is Outcome.ARRIVED:
+        if outcome is MoriOutcome.ARRIVED:
             self._take_away(part)
             self._bury(part)
             self._jobs.part_ended(part.job)
-        elif outcome is not Outcome.MOVING:
+        elif outcome is not MoriOutcome.MOVING:
             self._failed(part, words, rested=self._engine.in_order)
 
-    def _outcome(self, status: Any, posting: bool = False) -> tuple[Outcome, str]:
+    def _outcome(self, status: Any, posting: bool = False) -> tuple[MoriOutcome, str]:
         try:
             return self._engine.look(status, posting)
         except MoriError as error:
-            return Outcome.FAILED, str(error)
+            return MoriOutcome.FAILED, str(error)
 
-    def _failed(self, part: Part, words: str, rested: bool) -> None:
+    def _failed(self, part: MoriPart, words: str, rested: bool) -> None:
         """The one place where failures of reads that mori had begun become ours."""
         self._take_away(part)
         if rested:
@@ -228,7 +228,7 @@ class MoriMover:
         self._reach.give_up(part.link, words)
         self._lose(part.link, Reason.TRANSFER_FAILED, words)
 
-    def _lose(self, link: Link, reason: Reason, words: str) -> None:
+    def _lose(self, link: MoriLink, reason: Reason, words: str) -> None:
         """What waits for the peer fails now."""
         link.sessions.clear()
         self._put_back(link, reason, words)
@@ -236,13 +236,13 @@ class MoriMover:
             self._jobs.fail(job, reason, words)
         self._sweep(link)
 
-    def _take_away(self, part: Part) -> None:
+    def _take_away(self, part: MoriPart) -> None:
         self._moved_at = time.monotonic()
         self._under_way.remove(part)
         part.link.parts -= 1
         part.link.rows -= part.rows
 
-    def _bury(self, part: Part) -> None:
+    def _bury(self, part: MoriPart) -> None:
         for status in part.statuses:
             self._engine.bury(status)
         part.statuses.clear()

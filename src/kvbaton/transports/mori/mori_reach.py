@@ -15,8 +15,8 @@ import time
 from collections import Counter
 from typing import Any
 
-from kvbaton.transports.mori.mori_engine import Engine, MoriError, Plot
-from kvbaton.transports.mori.mori_links import Link
+from kvbaton.transports.mori.mori_engine import MoriEngine, MoriError, Plot
+from kvbaton.transports.mori.mori_links import MoriLink
 
 log = logging.getLogger(__name__)
 
@@ -26,14 +26,14 @@ BROKEN_MAX = 4096
 class Reach:
     """The peers that one engine has met."""
 
-    def __init__(self, engine: Engine, plots: dict[int, Plot], redial_s: float) -> None:
+    def __init__(self, engine: MoriEngine, plots: dict[int, Plot], redial_s: float) -> None:
         self._engine = engine
         self._plots = plots
         self._redial_s = redial_s
         self._met: Counter[str] = Counter()  # links by engine
         self._broken: dict[str, str] = {}  # engines with which a read has failed, and how
 
-    def session(self, link: Link, here: int, there: int) -> Any:
+    def session(self, link: MoriLink, here: int, there: int) -> Any:
         """The session of two regions; MoriError where the peer cannot be reached."""
         if link.far.key in self._broken:
             raise MoriError("session", f"broken for good until one of the two restarts: {self._broken[link.far.key]}")
@@ -45,13 +45,13 @@ class Reach:
             link.shut_until, link.problem = time.monotonic() + self._redial_s, str(error)
             raise
 
-    def give_up(self, link: Link, problem: str) -> None:
+    def give_up(self, link: MoriLink, problem: str) -> None:
         """A read has failed."""
         while len(self._broken) >= BROKEN_MAX:
             self._broken.pop(next(iter(self._broken)))
         self._broken.setdefault(link.far.key, problem)
 
-    def leave(self, link: Link) -> None:
+    def leave(self, link: MoriLink) -> None:
         """The peer is disconnected; mori forgets it when no other link needs it."""
         link.sessions.clear()
         if not link.met:
@@ -65,7 +65,7 @@ class Reach:
             except MoriError as error:
                 log.debug("%s", error)
 
-    def _open(self, link: Link, here: int, there: int) -> Any:
+    def _open(self, link: MoriLink, here: int, there: int) -> Any:
         session = link.sessions.get((here, there))
         if session is None or not self._engine.is_alive(session):
             if not link.met:

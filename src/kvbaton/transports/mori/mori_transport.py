@@ -28,14 +28,14 @@ import numpy as np
 
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.core.device_memory import DeviceMemory
-from kvbaton.transports.core.shared_memory import REGIONS_MAX, Registered
+from kvbaton.transports.core.shared_memory import REGIONS_MAX, RegisteredMemory
 from kvbaton.transports.core.shell import DrivenShell, at_least_one
 from kvbaton.transports.core.span_tables import cut
 from kvbaton.transports.core.transport import Capabilities, Copy, Spans
 from kvbaton.transports.mori.mori_endpoint import MoriEndpoint, name_engine, pack, parse
-from kvbaton.transports.mori.mori_engine import Engine, MoriError, Place, Plot
-from kvbaton.transports.mori.mori_links import Link
-from kvbaton.transports.mori.mori_mover import Limits, MoriMover
+from kvbaton.transports.mori.mori_engine import MoriEngine, MoriError, MoriPlace, Plot
+from kvbaton.transports.mori.mori_links import MoriLink
+from kvbaton.transports.mori.mori_mover import MoriLimits, MoriMover
 
 CLOSE_S = 7.0
 """mori may wait for room in its queue for 5 s, and cannot be interrupted."""
@@ -78,22 +78,22 @@ class MoriConfig(msgspec.Struct, frozen=True):
             raise ValueError(f"dial_s and full_s are positive, redial_s is not negative: {self}")
 
 
-class MoriTransport(DrivenShell[Link]):
+class MoriTransport(DrivenShell[MoriLink]):
     """See `base.Transport`. Threads: one that drives mori, mori's own two, one more to wait for devices."""
 
     capabilities = CAPABILITIES
-    _memory: Registered
+    _memory: RegisteredMemory
     _close_s = CLOSE_S
 
     def __init__(self, me: PeerId, config: MoriConfig | None = None, library: Any = None) -> None:
         """MoriMissing where there is no mori. `library` stands for `mori.io` in tests, and nowhere else."""
         config = config or MoriConfig()
         super().__init__(me, config.copies_max)
-        self._memory = Registered()
+        self._memory = RegisteredMemory()
         self._plots: dict[int, Plot] = {}
-        self._engine = Engine(name_engine(me), config.host, config.queues, config.dial_s, library)
+        self._engine = MoriEngine(name_engine(me), config.host, config.queues, config.dial_s, library)
         self._description = self._engine.describe()
-        limits = Limits(config.window, config.rows_max, config.full_s, config.redial_s)
+        limits = MoriLimits(config.window, config.rows_max, config.full_s, config.redial_s)
         self._driver = MoriMover(f"kvbaton-mori-{me}", self._engine, self._jobs, self._plots, limits)
 
     def register(self, region: int, memory: memoryview | DeviceMemory) -> None:
@@ -103,10 +103,10 @@ class MoriTransport(DrivenShell[Link]):
         if region in self._plots or not 0 <= region < REGIONS_MAX:
             raise ValueError(f"region {region} is taken, or not one of 0..{REGIONS_MAX - 1}")
         if isinstance(memory, DeviceMemory):
-            self._place(region, Place(memory.address, memory.nbytes, memory.device))
+            self._place(region, MoriPlace(memory.address, memory.nbytes, memory.device))
         else:
             self._memory.add(region, memory)  # keeps it mapped
-            self._place(region, Place(np.frombuffer(memory, np.uint8).ctypes.data, memory.nbytes))
+            self._place(region, MoriPlace(np.frombuffer(memory, np.uint8).ctypes.data, memory.nbytes))
 
     def endpoint(self, peer: PeerId) -> bytes:
         """The same for every peer: mori has nothing like a secret for each."""
@@ -117,9 +117,9 @@ class MoriTransport(DrivenShell[Link]):
         """A new endpoint of a known peer replaces the old one, and ends what was under way on it."""
         there = parse(endpoint)
         far = self._engine.understand(peer, there)
-        self._link(peer, there, lambda: Link(far, there))
+        self._link(peer, there, lambda: MoriLink(far, there))
 
-    def _place(self, region: int, place: Place) -> None:
+    def _place(self, region: int, place: MoriPlace) -> None:
         try:
             desc = self._engine.register(place)
         except MoriError as error:
@@ -136,7 +136,7 @@ class MoriTransport(DrivenShell[Link]):
         plot = self._plots.get(region)
         return None if plot is None else plot.size
 
-    def _cut(self, copy: Copy, link: Link) -> deque[Spans]:
+    def _cut(self, copy: Copy, link: MoriLink) -> deque[Spans]:
         remote = link.far.regions.get(copy.remote_region)
         total = self._total(copy, None if remote is None else remote.size)
         return at_least_one(cut(copy.spans, total, 1, PART_BYTES, ROWS_MAX))

@@ -48,7 +48,7 @@ class Admitted(msgspec.Struct, frozen=True):
     seals: Seals | None = None  # of the records that follow
 
 
-class Keyring:
+class SecretRing:
     """The secrets of those who may connect here, one per peer (worker and incarnation).
 
     A peer keeps its secret until it is revoked; asking again then mints another, so an old endpoint never works twice.
@@ -93,7 +93,7 @@ def greet(
     return ours.seals(str(server))
 
 
-def admit(wire: Wire, keyring: Keyring, me: PeerId, must_seal: bool = False) -> Generator[Sink, None, Admitted]:
+def admit(wire: Wire, keyring: SecretRing, me: PeerId, must_seal: bool = False) -> Generator[Sink, None, Admitted]:
     """The server's half; raises Refused for a stranger, and with `must_seal` for a peer that speaks plainly."""
     said = yield from take(_HELLO.size)
     magic, version, stream, name_bytes, incarnation, _ = _HELLO.unpack(said)

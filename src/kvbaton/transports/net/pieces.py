@@ -28,7 +28,7 @@ class Sink(Protocol):
         """Take as many of these bytes as are still to come."""
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """Where sent bytes come from."""
 
     left: int
@@ -116,7 +116,7 @@ class Bytes:
         return moved
 
 
-class Strip:
+class ByteStrip:
     """Spans of one memory, as sink or as source."""
 
     __slots__ = ("_at", "_memory", "_mover", "_skip", "_spans", "_width", "left")

@@ -16,8 +16,8 @@ from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt, is_required_on
 from kvbaton.transports.core.refusals import Cause, Refusals, cause_of
-from kvbaton.transports.net.connection_handshake import Admitted, Keyring, admit
-from kvbaton.transports.net.socket_loop import IN, Loop
+from kvbaton.transports.net.connection_handshake import Admitted, SecretRing, admit
+from kvbaton.transports.net.socket_loop import IN, SocketLoop
 from kvbaton.transports.net.stream_socket import Script, Wire
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Reception:
     def __init__(
         self,
         me: PeerId,
-        loop: Loop,
+        loop: SocketLoop,
         prepare: Callable[[socket.socket], None],
         welcome: Callable[[Admitted, socket.socket], None],
         strangers_max: int,
@@ -41,7 +41,7 @@ class Reception:
         encrypt: Encrypt = "auto",
     ) -> None:
         """`prepare` sets a new socket up, or refuses it by ProtocolError; `welcome` owns it from then on."""
-        self.keyring = Keyring()
+        self.keyring = SecretRing()
         self.refusals = Refusals()  # also those of whom `welcome` serves
         self._me = me
         self._loop = loop

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.security.records import HEAD, OVERHEAD_BYTES, RECORD_BYTES, Seals
-from kvbaton.transports.net.pieces import Source
+from kvbaton.transports.net.pieces import ByteSource
 
 INBOX_BYTES = RECORD_BYTES + OVERHEAD_BYTES + HEAD.size
 TURN_BYTES = 4 << 20
@@ -55,7 +55,7 @@ class SealedStream:
                 for _ in self.opened():
                     pass
 
-    def push(self, sock: socket.socket, out: deque[Source]) -> int:
+    def push(self, sock: socket.socket, out: deque[ByteSource]) -> int:
         """Send the rest of a record, or the next one; BlockingIOError when nothing can go now."""
         if not self._unsent:
             self._unsent = self._outbox[: self._sealer.seal(self._gathered(out), self._outbox)]
@@ -96,7 +96,7 @@ class SealedStream:
             return HEAD.size + 1  # more than there is
         return self._opener.size_of(self._inbox[at : at + HEAD.size])
 
-    def _gathered(self, out: deque[Source]) -> memoryview:
+    def _gathered(self, out: deque[ByteSource]) -> memoryview:
         size = 0
         while out and (size < RECORD_BYTES or not out[0].left):  # no empty one is left to be a record of its own
             size += out[0].fill(self._plain[size:])

@@ -54,7 +54,7 @@ class Timer:
         self.action = None
 
 
-class Loop:
+class SocketLoop:
     """Runs callbacks one at a time on its own daemon thread, which the first call starts."""
 
     def __init__(self, name: str) -> None:

@@ -18,12 +18,12 @@ from collections.abc import Callable
 
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.security.records import Seals
-from kvbaton.transports.net.pieces import Bytes, Script, Sink, Skip, Source, Strip, Take, take
+from kvbaton.transports.net.pieces import Bytes, ByteSource, ByteStrip, Script, Sink, Skip, Take, take
 from kvbaton.transports.net.sealed_stream import TURN_BYTES as SEALED_TURN_BYTES
 from kvbaton.transports.net.sealed_stream import SealedStream
-from kvbaton.transports.net.socket_loop import IN, OUT, Loop
+from kvbaton.transports.net.socket_loop import IN, OUT, SocketLoop
 
-__all__ = ["Bytes", "Script", "Sink", "Skip", "Source", "Strip", "Take", "Wire", "take"]
+__all__ = ["ByteSource", "ByteStrip", "Bytes", "Script", "Sink", "Skip", "Take", "Wire", "take"]
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +39,9 @@ _CLOSED_BY_PEER = {errno.ECONNRESET, errno.EPIPE}
 class Wire:
     """A socket, its script, and what waits to be sent. All methods run on the loop's thread."""
 
-    def __init__(self, loop: Loop, sock: socket.socket, on_close: Callable[[str, bool], None]) -> None:
+    def __init__(self, loop: SocketLoop, sock: socket.socket, on_close: Callable[[str, bool], None]) -> None:
         self.sock = sock
-        self.out: deque[Source] = deque()
+        self.out: deque[ByteSource] = deque()
         self.closed = False
         self.heard = False  # anything at all
         self.fault: ProtocolError | None = None  # what the other end did wrong, if that is why it was closed

@@ -33,7 +33,7 @@ _FRAME = struct.Struct("<BBHIIQQ")
 FRAME_BYTES = _FRAME.size
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     READ = 1
     WRITE = 2
     DATA = 3
@@ -42,7 +42,7 @@ class Kind(enum.IntEnum):
     SUMS = 6
 
 
-class Status(enum.IntEnum):
+class FrameStatus(enum.IntEnum):
     OK = 0
     BAD_SPAN = 1
     NOT_LENT = 2  # registered, but not lent to who asks: not yet, or no longer
@@ -51,10 +51,10 @@ class Status(enum.IntEnum):
 class Frame(msgspec.Struct, frozen=True):
     """The head of a request or an answer."""
 
-    kind: Kind
+    kind: FrameKind
     tag: int
     payload_bytes: int = 0
-    status: Status = Status.OK
+    status: FrameStatus = FrameStatus.OK
     region: int = 0
     table_bytes: int = 0
 
@@ -62,12 +62,12 @@ class Frame(msgspec.Struct, frozen=True):
         return _FRAME.pack(VERSION, self.kind, self.status, self.region, self.table_bytes, self.tag, self.payload_bytes)
 
 
-def parse(head: bytes, *kinds: Kind) -> Frame:
+def parse(head: bytes, *kinds: FrameKind) -> Frame:
     """One of `kinds`, within all bounds; else ProtocolError."""
     version, kind, status, region, table_bytes, tag, payload_bytes = _FRAME.unpack(head)
     if version != VERSION:
         raise ProtocolError(Reason.WRONG_VERSION, f"frame of version {version}, expected {VERSION}")
-    if kind not in kinds or status > max(Status):
+    if kind not in kinds or status > max(FrameStatus):
         raise ProtocolError(
             Reason.BAD_MESSAGE, f"frame of kind {kind} and status {status} where one of {kinds} was due"
         )
@@ -77,4 +77,4 @@ def parse(head: bytes, *kinds: Kind) -> Frame:
         raise ProtocolError(
             Reason.BAD_MESSAGE, f"{payload_bytes} bytes of payload, at most {PAYLOAD_BYTES_MAX} are taken"
         )
-    return Frame(Kind(kind), tag, payload_bytes, Status(status), region, table_bytes)
+    return Frame(FrameKind(kind), tag, payload_bytes, FrameStatus(status), region, table_bytes)

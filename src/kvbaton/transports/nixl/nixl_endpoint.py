@@ -22,7 +22,7 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.protocol.numbers import Number
 from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.shared_memory import REGIONS_MAX
-from kvbaton.transports.nixl.nixl_lists import Place
+from kvbaton.transports.nixl.nixl_lists import NixlPlace
 
 VERSION = b"nixl1"
 BYTES_MAX = 256 << 10
@@ -67,7 +67,7 @@ class NixlEndpoint(msgspec.Struct, frozen=True, array_like=True):
     owner: PeerId
     agent: str
     life: Life
-    places: dict[Number, Place]  # addresses in its process, by region
+    places: dict[Number, NixlPlace]  # addresses in its process, by region
     metadata: bytes
 
 

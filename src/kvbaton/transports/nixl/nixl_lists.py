@@ -28,7 +28,7 @@ GRIDS_MAX = 64
 SLOTS_MAX = 1 << 31  # NIXL counts in int32
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class NixlPlace(msgspec.Struct, frozen=True, array_like=True):
     """Where a region lies in its process. `device`: whose memory it is; None: the host's."""
 
     address: Number
@@ -46,10 +46,10 @@ class Grid(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ListChoice:
     """The spans of a copy on one side: indices in a grid, or a table of (address, bytes, device)."""
 
-    place: Place
+    place: NixlPlace
     grid: Grid | None
     table: np.ndarray[tuple[int, ...], np.dtype[Any]]
 
@@ -93,23 +93,23 @@ def merged(spans: Spans) -> Spans:
 class Lists:
     """The lists of one side: this process (`remote` empty) or one agent that NIXL knows."""
 
-    def __init__(self, agent: Agent, remote: str, places: dict[int, Place]) -> None:
+    def __init__(self, agent: Agent, remote: str, places: dict[int, NixlPlace]) -> None:
         self._agent = agent
         self._remote = remote
         self._places = places
         self._grids: dict[Grid, int] = {}  # the last one used is last
 
-    def choose(self, region: int, offsets: Rows, sizes: Rows) -> Choice:
+    def choose(self, region: int, offsets: Rows, sizes: Rows) -> ListChoice:
         """How the spans of a copy are named. Once for a whole copy: it costs more than the rest of a small request."""
         place = self._places[region]
         grid = grid_of(region, place.size, offsets, sizes)
         if grid is None:
             devices = np.full_like(sizes, place.device or 0)
-            return Choice(place, None, np.stack((offsets + place.address, sizes, devices), axis=1))
-        return Choice(place, grid, ((offsets - grid.first) // grid.size).astype(np.int32))
+            return ListChoice(place, None, np.stack((offsets + place.address, sizes, devices), axis=1))
+        return ListChoice(place, grid, ((offsets - grid.first) // grid.size).astype(np.int32))
 
     @contextlib.contextmanager
-    def select(self, choice: Choice, low: int, high: int) -> Iterator[tuple[int, Indices]]:
+    def select(self, choice: ListChoice, low: int, high: int) -> Iterator[tuple[int, Indices]]:
         """A list and the indices in it of spans `low` to `high`, for as long as it takes to make a request."""
         if choice.grid is not None:
             yield self._prepared(choice.grid, choice.place), choice.table[low:high]
@@ -125,7 +125,7 @@ class Lists:
         while self._grids:
             self._agent.drop_list(self._grids.popitem()[1])
 
-    def _prepared(self, grid: Grid, place: Place) -> int:
+    def _prepared(self, grid: Grid, place: NixlPlace) -> int:
         handle = self._grids.pop(grid, None)
         if handle is None:
             if len(self._grids) >= GRIDS_MAX:

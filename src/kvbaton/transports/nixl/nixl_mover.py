@@ -19,13 +19,13 @@ import time
 from collections import deque
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.transport import Direction, Spans
 from kvbaton.transports.core.turn_thread import TurnThread
 from kvbaton.transports.cuda.cuda_driver import CudaError, Gpu
 from kvbaton.transports.nixl.nixl_agent import Agent, NixlError
-from kvbaton.transports.nixl.nixl_links import Link, Part, Remote, plan_of
-from kvbaton.transports.nixl.nixl_lists import Lists, Place
+from kvbaton.transports.nixl.nixl_links import NixlLink, NixlPart, NixlRemote, plan_of
+from kvbaton.transports.nixl.nixl_lists import Lists, NixlPlace
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class NixlMover:
     """Calls from any thread; everything else on its own, which the first call starts."""
 
     def __init__(
-        self, name: str, agent: Agent, jobs: Jobs, places: dict[int, Place], window: int, gpu: Gpu | None = None
+        self, name: str, agent: Agent, jobs: Jobs, places: dict[int, NixlPlace], window: int, gpu: Gpu | None = None
     ) -> None:
         """`gpu`: whose memory is moved, if a device's."""
         self._gpu = gpu
@@ -52,10 +52,10 @@ class NixlMover:
         self._jobs = jobs
         self._window = window
         self._mine = Lists(agent, "", places)
-        self._remotes: dict[str, Remote] = {}
-        self._busy: list[Link] = []  # those with copies that wait
-        self._under_way: list[Part] = []
-        self._unproven: list[Part] = []
+        self._remotes: dict[str, NixlRemote] = {}
+        self._busy: list[NixlLink] = []  # those with copies that wait
+        self._under_way: list[NixlPart] = []
+        self._unproven: list[NixlPart] = []
         self._moved_at = 0.0
         self._grace_until = 0.0
         self._thread = TurnThread(name, self._turn, self._patience, self._lingers, self._end, self._enter)
@@ -65,14 +65,14 @@ class NixlMover:
         """Too much waits for a proof that may never come."""
         return len(self._unproven) >= UNPROVEN_MAX
 
-    def add(self, link: Link, job: Job) -> None:
+    def add(self, link: NixlLink, job: CopyJob) -> None:
         self._thread.call(lambda: self._add(link, job))
 
-    def sweep(self, link: Link) -> None:
+    def sweep(self, link: NixlLink) -> None:
         """Forget the copies of `link` that have ended."""
         self._thread.call(lambda: self._sweep(link))
 
-    def retire(self, link: Link) -> None:
+    def retire(self, link: NixlLink) -> None:
         """Its copies have ended; the connection closes when nothing is under way on it any more."""
         self._thread.call(lambda: self._retire(link))
 
@@ -115,24 +115,24 @@ class NixlMover:
             return min(max(waited_s, LOOK_S[0]), LOOK_S[1])
         return min(max(waited_s, PROOF_S[0]), PROOF_S[1]) if self._unproven else None
 
-    def _add(self, link: Link, job: Job) -> None:
+    def _add(self, link: NixlLink, job: CopyJob) -> None:
         link.waiting.append(job)
         if link not in self._busy:
             self._busy.append(link)
 
-    def _sweep(self, link: Link) -> None:
+    def _sweep(self, link: NixlLink) -> None:
         link.waiting = deque(job for job in link.waiting if not job.ended)
         if not link.waiting and link in self._busy:
             self._busy.remove(link)
             link.plan = None
 
-    def _retire(self, link: Link) -> None:
+    def _retire(self, link: NixlLink) -> None:
         self._sweep(link)
         if link.remote is not None:
             link.remote.links.discard(link)
             self._forget_unused(link.remote)
 
-    def _post_next(self, link: Link) -> None:
+    def _post_next(self, link: NixlLink) -> None:
         """Begin one part of the copy that waits longest, if the window has room."""
         if link.remote is not None and link.remote.parts >= self._window:
             return
@@ -145,7 +145,7 @@ class NixlMover:
             link.waiting.popleft()
         self._sweep(link)
 
-    def _post(self, link: Link, job: Job, spans: Spans) -> None:
+    def _post(self, link: NixlLink, job: CopyJob, spans: Spans) -> None:
         self._moved_at = time.monotonic()
         try:
             remote = self._reach(link)
@@ -159,7 +159,7 @@ class NixlMover:
         if not spans:  # a copy of nothing: the peer was reached
             self._jobs.part_ended(job)
             return
-        part = Part(job, remote, request)
+        part = NixlPart(job, remote, request)
         remote.parts += 1
         self._under_way.append(part)
         try:
@@ -170,14 +170,14 @@ class NixlMover:
             if over:
                 self._over(part)
 
-    def _reach(self, link: Link) -> Remote:
+    def _reach(self, link: NixlLink) -> NixlRemote:
         """The agent behind `link`, made known to NIXL at the first use."""
         if link.remote is None or link.remote.lost:
             there = link.there
             remote = self._remotes.get(there.agent)
             if remote is None:
                 self._agent.add_remote(there.metadata)
-                remote = Remote(there, Lists(self._agent, there.agent, there.places))
+                remote = NixlRemote(there, Lists(self._agent, there.agent, there.places))
                 self._remotes[there.agent] = remote
             elif remote.there != there:
                 # NIXL knows agents by name, and would read by the old metadata into memory that is laid out anew.
@@ -186,7 +186,7 @@ class NixlMover:
             link.remote = remote
         return link.remote
 
-    def _request(self, link: Link, remote: Remote, job: Job, spans: Spans) -> int:
+    def _request(self, link: NixlLink, remote: NixlRemote, job: CopyJob, spans: Spans) -> int:
         with self._jobs:  # a cancel empties the parts
             parts = (spans, *job.parts)
         plan = plan_of(link, remote, job, parts, self._mine)
@@ -197,7 +197,7 @@ class NixlMover:
         ):
             return self._agent.request(job.copy.direction, local, local_at, far, far_at)
 
-    def _look_at(self, part: Part) -> None:
+    def _look_at(self, part: NixlPart) -> None:
         try:
             over = self._agent.is_over(part.request)
         except NixlError as error:
@@ -206,7 +206,7 @@ class NixlMover:
             if over:
                 self._over(part)
 
-    def _over(self, part: Part) -> None:
+    def _over(self, part: NixlPart) -> None:
         """NIXL is done with it. That it says so of a device that this process has lost was seen."""
         part.remote.reached = True
         self._release(part)
@@ -218,7 +218,7 @@ class NixlMover:
         else:
             self._jobs.part_ended(part.job)
 
-    def _failed(self, part: Part, error: NixlError) -> None:
+    def _failed(self, part: NixlPart, error: NixlError) -> None:
         """The one place where NIXL's failures become ours."""
         # NIXL says that a transfer failed, not that it has stopped. With the connection gone a READ can no longer land,
         # because this process was to write it. Of a WRITE, or of a READ on a connection that lives, nothing is known:
@@ -235,7 +235,7 @@ class NixlMover:
             self._unproven.append(part)
             self._jobs.abandon(part.job, reason, str(error))
 
-    def _lose(self, remote: Remote, detail: str) -> None:
+    def _lose(self, remote: NixlRemote, detail: str) -> None:
         """The connection is gone: what waits for it fails now, and the next copy dials anew."""
         remote.lost = True
         del self._remotes[remote.there.agent]
@@ -245,7 +245,7 @@ class NixlMover:
             self._sweep(link)
         self._drop(remote)
 
-    def _release(self, part: Part) -> None:
+    def _release(self, part: NixlPart) -> None:
         self._moved_at = time.monotonic()
         self._under_way.remove(part)
         part.remote.parts -= 1
@@ -255,12 +255,12 @@ class NixlMover:
             log.warning("[nixl-unreleased] a request could not be released: %s", error)
         self._forget_unused(part.remote)
 
-    def _forget_unused(self, remote: Remote) -> None:
+    def _forget_unused(self, remote: NixlRemote) -> None:
         if not remote.links and not remote.parts and self._remotes.get(remote.there.agent) is remote:
             del self._remotes[remote.there.agent]
             self._drop(remote)
 
-    def _drop(self, remote: Remote) -> None:
+    def _drop(self, remote: NixlRemote) -> None:
         try:
             remote.lists.clear()
             self._agent.remove_remote(remote.there.agent)

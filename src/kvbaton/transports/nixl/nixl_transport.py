@@ -34,7 +34,7 @@ import numpy as np
 
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
-from kvbaton.transports.core.shared_memory import Registered
+from kvbaton.transports.core.shared_memory import RegisteredMemory
 from kvbaton.transports.core.shell import DrivenShell, at_least_one
 from kvbaton.transports.core.span_tables import cut
 from kvbaton.transports.core.transport import Capabilities, Copy, DeviceEvent, Spans
@@ -42,8 +42,8 @@ from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
 from kvbaton.transports.cuda.cuda_event_wait import quiet_event
 from kvbaton.transports.nixl.nixl_agent import Agent, NixlError
 from kvbaton.transports.nixl.nixl_endpoint import NixlEndpoint, name_agent, pack, parse, this_life
-from kvbaton.transports.nixl.nixl_links import Link
-from kvbaton.transports.nixl.nixl_lists import Place, merged, without_empty
+from kvbaton.transports.nixl.nixl_links import NixlLink
+from kvbaton.transports.nixl.nixl_lists import NixlPlace, merged, without_empty
 from kvbaton.transports.nixl.nixl_mover import NixlMover
 
 CLOSE_S = 5.0
@@ -88,12 +88,12 @@ def device_config(device: int) -> NixlConfig:
     return NixlConfig(ucx=DEVICE_UCX.copy(), device=device, parameters=DEVICE_PARAMETERS.copy())
 
 
-class NixlTransport(DrivenShell[Link]):
+class NixlTransport(DrivenShell[NixlLink]):
     """See `base.HostTransport` and, with a device, `base.DeviceTransport`. Threads: one that drives NIXL, NIXL's own,
     one more to wait for devices."""
 
     capabilities = CAPABILITIES
-    _memory: Registered | RegisteredDevice
+    _memory: RegisteredMemory | RegisteredDevice
     _close_s = CLOSE_S
 
     def __init__(self, me: PeerId, config: NixlConfig | None = None, gpu: Gpu | None = None) -> None:
@@ -102,8 +102,8 @@ class NixlTransport(DrivenShell[Link]):
         super().__init__(me, config.copies_max)
         device = config.device
         self._gpu = None if device is None else gpu or CudaGpu(device)
-        self._memory = Registered() if device is None else RegisteredDevice(device)
-        self._places: dict[int, Place] = {}
+        self._memory = RegisteredMemory() if device is None else RegisteredDevice(device)
+        self._places: dict[int, NixlPlace] = {}
         self._metadata = b""
         with self._gpu or contextlib.nullcontext():  # NIXL's threads inherit nothing; the agent looks at devices here
             self._agent = Agent(name_agent(me), config.ucx, config.parameters)
@@ -134,22 +134,22 @@ class NixlTransport(DrivenShell[Link]):
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         """A new endpoint of a known peer replaces the old one, and ends what was under way on it."""
         there = parse(peer, endpoint)
-        self._link(peer, there, lambda: Link(there))
+        self._link(peer, there, lambda: NixlLink(there))
 
-    def _place(self, region: int, memory: memoryview | DeviceMemory) -> Place:
+    def _place(self, region: int, memory: memoryview | DeviceMemory) -> NixlPlace:
         """Where it lies. ValueError for memory of another kind than this transport's."""
         if isinstance(self._memory, RegisteredDevice):
             self._memory.add(region, memory)  # type: ignore[arg-type]  # it looks
             assert isinstance(memory, DeviceMemory)
-            return Place(memory.address, memory.nbytes, memory.device)
+            return NixlPlace(memory.address, memory.nbytes, memory.device)
         if not isinstance(memory, memoryview) or not memory.nbytes:
             raise ValueError(
                 f"region {region}: NIXL registers no empty memory, nor memory of a device where none is set"
             )
         self._memory.add(region, memory)
-        return Place(np.frombuffer(memory, np.uint8).ctypes.data, memory.nbytes)
+        return NixlPlace(np.frombuffer(memory, np.uint8).ctypes.data, memory.nbytes)
 
-    def _cut(self, copy: Copy, link: Link) -> deque[Spans]:
+    def _cut(self, copy: Copy, link: NixlLink) -> deque[Spans]:
         remote = link.there.places.get(copy.remote_region)
         total = self._total(copy, None if remote is None else remote.size)
         spans, part_bytes = without_empty(copy.spans), PART_BYTES

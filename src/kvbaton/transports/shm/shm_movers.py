@@ -9,24 +9,24 @@ import queue
 import threading
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.mover import Mover
-from kvbaton.transports.core.shared_memory import Registered
+from kvbaton.transports.core.shared_memory import RegisteredMemory
 
 
 class Movers:
     """Threads that copy, started by the first part; each takes the next part of whichever copy is due."""
 
-    def __init__(self, name: str, mover: Mover, jobs: Jobs, memory: Registered, threads: int) -> None:
+    def __init__(self, name: str, mover: Mover, jobs: Jobs, memory: RegisteredMemory, threads: int) -> None:
         self._name = name
         self._mover = mover
         self._jobs = jobs
         self._memory = memory
-        self._due: queue.SimpleQueue[tuple[Job, memoryview] | None] = queue.SimpleQueue()
+        self._due: queue.SimpleQueue[tuple[CopyJob, memoryview] | None] = queue.SimpleQueue()
         self._threads_max = threads
         self._threads: list[threading.Thread] = []
 
-    def add(self, job: Job, source: memoryview) -> None:
+    def add(self, job: CopyJob, source: memoryview) -> None:
         """Copy every part of `job` out of `source`. The caller holds the lock of the jobs."""
         while len(self._threads) < self._threads_max:
             thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
@@ -48,7 +48,7 @@ class Movers:
             self._move(*due)
             del due  # or an idle thread would keep the last peer's memory mapped
 
-    def _move(self, job: Job, source: memoryview) -> None:
+    def _move(self, job: CopyJob, source: memoryview) -> None:
         spans = self._jobs.begin(job)
         target = self._memory.get(job.copy.local_region)
         if spans is None:

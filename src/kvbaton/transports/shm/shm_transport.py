@@ -18,14 +18,14 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.transports.core.host_identity import host_identity
-from kvbaton.transports.core.jobs import Job
-from kvbaton.transports.core.shared_memory import Registered, region_of
+from kvbaton.transports.core.jobs import CopyJob
+from kvbaton.transports.core.shared_memory import RegisteredMemory, region_of
 from kvbaton.transports.core.shell import PlaneShell
 from kvbaton.transports.core.span_tables import cut
 from kvbaton.transports.core.transport import Capabilities
 from kvbaton.transports.local.region_client import Attachment, Mapped
-from kvbaton.transports.local.region_listener import Door, ShmEndpoint
-from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.local.region_listener import RegionListener, ShmEndpoint
+from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.shm.shm_movers import Movers
 
 CLOSE_S = 2.0
@@ -46,14 +46,14 @@ class ShmTransport(PlaneShell[Attachment]):
     """See `base.Transport`. Threads: one for descriptors, `threads` that copy, one more to wait for devices."""
 
     capabilities = CAPABILITIES
-    _memory: Registered
+    _memory: RegisteredMemory
 
     def __init__(self, me: PeerId, config: ShmConfig | None = None) -> None:
         self._config = config or ShmConfig()
         super().__init__(me, self._config.copies_max, self._config.pure_python)
-        self._memory = Registered()
-        self._loop = Loop(f"kvbaton-shm-door-{me}")
-        self._door = Door(me, self._loop, self._config.dial_deadline_s)
+        self._memory = RegisteredMemory()
+        self._loop = SocketLoop(f"kvbaton-shm-door-{me}")
+        self._door = RegionListener(me, self._loop, self._config.dial_deadline_s)
         self._movers = Movers(f"kvbaton-shm-{me}", self._mover, self._jobs, self._memory, self._config.threads)
 
     @property
@@ -89,10 +89,10 @@ class ShmTransport(PlaneShell[Attachment]):
         """What `peer` has mapped already it keeps until it lets go; it gets nothing new."""
         self._door.keyring.revoke(peer)
 
-    def _start(self, job: Job, link: Attachment) -> None:
+    def _start(self, job: CopyJob, link: Attachment) -> None:
         link.use(job, partial(self._plan, job))
 
-    def _plan(self, job: Job, mapped: Mapped) -> None:
+    def _plan(self, job: CopyJob, mapped: Mapped) -> None:
         """Check the whole copy against both memories, then let it go."""
         copy = job.copy
         source = mapped.get(copy.remote_region)
@@ -106,7 +106,7 @@ class ShmTransport(PlaneShell[Attachment]):
         self._movers.add(job, source)
         self._jobs.settle(job)
 
-    def _stop(self, job: Job, link: Attachment | None, reason: Reason, detail: str) -> None:
+    def _stop(self, job: CopyJob, link: Attachment | None, reason: Reason, detail: str) -> None:
         if link is not None:
             link.remove(job)
         super()._stop(job, link, reason, detail)

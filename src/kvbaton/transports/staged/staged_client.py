@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.transports.core.jobs import Job
+from kvbaton.transports.core.jobs import CopyJob
 from kvbaton.transports.core.transport import Spans
-from kvbaton.transports.net.socket_loop import Loop
-from kvbaton.transports.staged.staged_connection import Line, Trade
-from kvbaton.transports.staged.staged_listener import Hello, StagedEndpoint
+from kvbaton.transports.net.socket_loop import SocketLoop
+from kvbaton.transports.staged.staged_connection import StagedConnection, Trade
+from kvbaton.transports.staged.staged_listener import StagedEndpoint, StagedHello
 
 
 @dataclass(slots=True, eq=False)
 class Crew:
     """The connections that were dialled together. `hello`: what the first that could be used was told."""
 
-    lines: list[Line] = field(default_factory=list)
-    hello: Hello | None = None
+    lines: list[StagedConnection] = field(default_factory=list)
+    hello: StagedHello | None = None
 
 
 class StagedLink:
@@ -35,33 +35,33 @@ class StagedLink:
         self,
         trade: Trade,
         there: StagedEndpoint,
-        loops: Sequence[Loop],
-        plan: Callable[[Job, Hello, int], bool],
+        loops: Sequence[SocketLoop],
+        plan: Callable[[CopyJob, StagedHello, int], bool],
         sealed: bool = False,
     ) -> None:
         """`loops`: one for each connection. `plan` checks a copy and gives it parts for so many, or fails it."""
         self.trade = trade
         self.there = there
         self.sealed = sealed
-        self.unproven: list[Job] = []  # writes whose rest was not proven
+        self.unproven: list[CopyJob] = []  # writes whose rest was not proven
         self.forgotten = False
         self._loops = loops
         self._jobs = trade.jobs
         self._plan = plan
         self._crew: Crew | None = None
-        self._new: deque[Job] = deque()
-        self._queue: deque[Job] = deque()
+        self._new: deque[CopyJob] = deque()
+        self._queue: deque[CopyJob] = deque()
 
     @property
     def width(self) -> int:
         return len(self._loops)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: CopyJob) -> None:
         """The caller holds the lock."""
         self._new.append(job)
         self._loops[0].call(self._wake)
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: CopyJob) -> None:
         """A job that has failed. The caller holds the lock."""
         for waiting in (self._new, self._queue):
             if job in waiting:
@@ -84,7 +84,7 @@ class StagedLink:
 
     # --- for lines
 
-    def begin(self) -> tuple[Job, Spans] | None:
+    def begin(self) -> tuple[CopyJob, Spans] | None:
         """The next part to carry."""
         with self._jobs:
             while self._queue:
@@ -94,7 +94,7 @@ class StagedLink:
                 self._queue.popleft()
             return None
 
-    def not_yet(self, job: Job, spans: Spans, loop: Loop, again_s: float) -> None:
+    def not_yet(self, job: CopyJob, spans: Spans, loop: SocketLoop, again_s: float) -> None:
         """The peer does not lend these: they, and what else is left of the job, are begun again later."""
         with self._jobs:
             if job in self._queue:
@@ -103,7 +103,7 @@ class StagedLink:
             crew = self._crew
         loop.later(again_s, partial(self._again, job, crew))
 
-    def ready(self, line: Line, hello: Hello) -> None:
+    def ready(self, line: StagedConnection, hello: StagedHello) -> None:
         """On the line's loop: it can be used, so what waited can be planned."""
         with self._jobs:
             crew = self._crew
@@ -118,7 +118,7 @@ class StagedLink:
             self._wake()
             line.pump()
 
-    def left(self, line: Line, detail: str) -> None:
+    def left(self, line: StagedConnection, detail: str) -> None:
         """A line is down, and the others with it."""
         with self._jobs:
             if self._crew is not None and line in self._crew.lines:
@@ -148,7 +148,7 @@ class StagedLink:
         for line in sorted(crew.lines, key=lambda line: -line.room)[:useful]:
             line.loop.call(line.pump)
 
-    def _again(self, job: Job, crew: Crew | None) -> None:
+    def _again(self, job: CopyJob, crew: Crew | None) -> None:
         """Parts that were put back are due. What waited while the lines fell has fallen with them: it was planned for
         their slots."""
         with self._jobs:
@@ -166,7 +166,7 @@ class StagedLink:
             if crew is not self._crew:
                 return
             try:
-                line = Line(self, self._loops[index], index)
+                line = StagedConnection(self, self._loops[index], index)
             except (OSError, ProtocolError) as error:
                 self._fall(crew, f"cannot dial: {error}")
                 return

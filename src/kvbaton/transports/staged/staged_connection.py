@@ -21,19 +21,19 @@ import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
-from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.mover import Mover
 from kvbaton.transports.core.span_tables import size_of, to_wire
 from kvbaton.transports.core.transport import Direction, Spans
 from kvbaton.transports.local.region_client import TakeDescriptors
 from kvbaton.transports.local.region_listener import LENGTH
 from kvbaton.transports.net.connection_handshake import greet
-from kvbaton.transports.net.socket_loop import Loop
-from kvbaton.transports.net.stream_socket import Bytes, Script, Source, Strip, Take, Wire, take
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, Status, parse
-from kvbaton.transports.staged.staged_listener import HELLO_BYTES_MAX, Hello, StagedEndpoint, dial
+from kvbaton.transports.net.socket_loop import SocketLoop
+from kvbaton.transports.net.stream_socket import Bytes, ByteSource, ByteStrip, Script, Take, Wire, take
+from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, FrameStatus, parse
+from kvbaton.transports.staged.staged_listener import HELLO_BYTES_MAX, StagedEndpoint, StagedHello, dial
 from kvbaton.transports.staged.staged_slots import Slots, allocate_slots, gather_rows, map_slots, scatter_rows
-from kvbaton.transports.staged.staged_work import Chunk, Stager
+from kvbaton.transports.staged.staged_work import StagedChunk, Stager
 
 PINNED_BYTES_MAX = 1 << 30
 """What a peer can make this side pin for its slots, over all connections to it."""
@@ -57,42 +57,42 @@ class Lead(Protocol):
     there: StagedEndpoint
     sealed: bool
     forgotten: bool
-    unproven: list[Job]
+    unproven: list[CopyJob]
 
     @property
     def width(self) -> int:
         """How many lines there are."""
 
-    def begin(self) -> tuple[Job, Spans] | None: ...
-    def not_yet(self, job: Job, spans: Spans, loop: Loop, again_s: float) -> None: ...
-    def ready(self, line: Line, hello: Hello) -> None: ...
-    def left(self, line: Line, detail: str) -> None: ...
+    def begin(self) -> tuple[CopyJob, Spans] | None: ...
+    def not_yet(self, job: CopyJob, spans: Spans, loop: SocketLoop, again_s: float) -> None: ...
+    def ready(self, line: StagedConnection, hello: StagedHello) -> None: ...
+    def left(self, line: StagedConnection, detail: str) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class StagedPart:
     """A stretch of a copy on its way. `over`: already counted as ended."""
 
-    job: Job
+    job: CopyJob
     spans: Spans
     size: int
     reading: bool
     over: bool = False
-    last: Source | None = None  # of a WRITE: what must be sent before the peer can have all of it
+    last: ByteSource | None = None  # of a WRITE: what must be sent before the peer can have all of it
 
 
-class Line:
+class StagedConnection:
     """Lives on one loop, which is connection `index`'s."""
 
-    def __init__(self, link: Lead, loop: Loop, index: int) -> None:
+    def __init__(self, link: Lead, loop: SocketLoop, index: int) -> None:
         """OSError, ProtocolError: it cannot even be dialled."""
         self.loop = loop
-        self.hello: Hello | None = None  # once it can be used
+        self.hello: StagedHello | None = None  # once it can be used
         self._link = link
         self._trade = link.trade
         self._index = index
         self._slots: Slots | None = None
-        self._asked: dict[int, Part] = {}  # by tag
+        self._asked: dict[int, StagedPart] = {}  # by tag
         self._free: list[int] = []
         self._turn = 0
         self._release: Callable[[], None] = lambda: None  # the memory of slots that are our own
@@ -118,7 +118,7 @@ class Line:
             slot = self._free.pop()
             self._turn += 1
             tag = self._turn * slots.count + slot
-            part = Part(job, spans, size_of(spans), job.copy.direction is Direction.READ)
+            part = StagedPart(job, spans, size_of(spans), job.copy.direction is Direction.READ)
             if part.reading:
                 self._ask(tag, part)
             else:
@@ -126,7 +126,7 @@ class Line:
         if not self.wire.closed:
             self.wire.flush()
 
-    def discard(self, job: Job) -> None:
+    def discard(self, job: CopyJob) -> None:
         """What was asked for `job` is not wanted any more."""
         for part in self._asked.values():
             if part.job is job and part.reading:
@@ -144,7 +144,7 @@ class Line:
             yield head
             table = yield from take(min(LENGTH.unpack(head.data)[0], HELLO_BYTES_MAX))
             try:
-                hello = msgspec.msgpack.decode(table, type=Hello)
+                hello = msgspec.msgpack.decode(table, type=StagedHello)
                 self._slots = slots = self._make_slots(hello, descriptors)
             except (msgspec.MsgspecError, OSError, ValueError, RecursionError) as error:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"slots that cannot be used: {error}") from None
@@ -154,29 +154,29 @@ class Line:
         self._free = list(range(slots.count))
         self._trade.stager.open(slots, lambda problem: self.loop.call(partial(self._opened, hello, problem)))
         while True:
-            frame = parse((yield from take(FRAME_BYTES)), Kind.DATA, Kind.DONE)
+            frame = parse((yield from take(FRAME_BYTES)), FrameKind.DATA, FrameKind.DONE)
             part = self._asked.pop(frame.tag, None)
-            answers = part is not None and part.reading is (frame.kind is Kind.DATA)
-            due = part.size if part is not None and part.reading and frame.status is Status.OK else 0
+            answers = part is not None and part.reading is (frame.kind is FrameKind.DATA)
+            due = part.size if part is not None and part.reading and frame.status is FrameStatus.OK else 0
             if part is None or not answers or frame.payload_bytes != due:
                 raise ProtocolError(Reason.BAD_MESSAGE, "an answer to nothing that was asked, or of another size")
             slot = frame.tag % slots.count
-            if frame.status is Status.BAD_SPAN:
+            if frame.status is FrameStatus.BAD_SPAN:
                 self._end(part, Reason.BAD_SPAN, f"{there.owner} refused memory outside its regions")
-            elif frame.status is Status.NOT_LENT:
+            elif frame.status is FrameStatus.NOT_LENT:
                 self._not_lent(part)
             elif not part.reading:
                 self._end(part)
             elif by_wire:
                 self._asked[frame.tag] = part  # a cancel must find it while it comes in
-                yield Strip(self._trade.mover, slots.view(slot, due), array("q", (0, due)), 2, due)
+                yield ByteStrip(self._trade.mover, slots.view(slot, due), array("q", (0, due)), 2, due)
                 del self._asked[frame.tag]
             if part.over:
                 self._freed(slot)
             else:
                 self._scatter(slots, slot, part)
 
-    def _opened(self, hello: Hello, problem: str) -> None:
+    def _opened(self, hello: StagedHello, problem: str) -> None:
         """The slots are pinned: now the line can be used."""
         if self.wire.closed:
             return
@@ -187,7 +187,7 @@ class Line:
             self.hello = hello
             self._link.ready(self, hello)
 
-    def _make_slots(self, hello: Hello, descriptors: list[int]) -> Slots:
+    def _make_slots(self, hello: StagedHello, descriptors: list[int]) -> Slots:
         pinned = hello.slot_bytes * hello.slots * self._link.width
         if pinned > PINNED_BYTES_MAX:
             raise ValueError(f"{pinned} bytes would be pinned for one peer, at most {PINNED_BYTES_MAX} are")
@@ -199,20 +199,20 @@ class Line:
             raise ValueError(f"{len(descriptors)} descriptors came, one was due")
         return map_slots(descriptors[0], hello.slot_bytes, hello.slots)
 
-    def _ask(self, tag: int, part: Part) -> None:
+    def _ask(self, tag: int, part: StagedPart) -> None:
         self._asked[tag] = part
         table = to_wire(part.spans)
-        kind = Kind.READ if part.reading else Kind.WRITE
+        kind = FrameKind.READ if part.reading else FrameKind.WRITE
         frame = Frame(kind, tag, part.size, region=part.job.copy.remote_region, table_bytes=len(table))
         payload = not part.reading and self._link.there.carrier == "tcp"
         part.last = Bytes(frame.pack() + table, more=payload)
         self.wire.out.append(part.last)
         if payload and self._slots is not None:
             view = self._slots.view(tag % self._slots.count, part.size)
-            part.last = Strip(self._trade.mover, view, array("q", (0, part.size)), 2, part.size)
+            part.last = ByteStrip(self._trade.mover, view, array("q", (0, part.size)), 2, part.size)
             self.wire.out.append(part.last)
 
-    def _gather(self, slots: Slots, slot: int, tag: int, part: Part) -> None:
+    def _gather(self, slots: Slots, slot: int, tag: int, part: StagedPart) -> None:
         """Of a WRITE, first. It is on the device now, and ends nowhere else."""
 
         def ended(problem: str) -> None:
@@ -221,9 +221,9 @@ class Line:
 
         address = self._trade.address_of(part.job.copy.local_region)
         rows = gather_rows(part.spans, 3)
-        self._trade.stager.add(Chunk(slots, slot, part.size, address, rows, True, ended))
+        self._trade.stager.add(StagedChunk(slots, slot, part.size, address, rows, True, ended))
 
-    def _gathered(self, tag: int, part: Part, problem: str) -> None:
+    def _gathered(self, tag: int, part: StagedPart, problem: str) -> None:
         if problem or self.wire.closed:
             self._end(part, Reason.TRANSFER_FAILED, problem or "the connection was closed")
         elif part.job.halt[0]:
@@ -235,21 +235,21 @@ class Line:
         if self._slots is not None:
             self._freed(tag % self._slots.count)
 
-    def _scatter(self, slots: Slots, slot: int, part: Part) -> None:
+    def _scatter(self, slots: Slots, slot: int, part: StagedPart) -> None:
         def ended(problem: str) -> None:
             self._end(part, Reason.TRANSFER_FAILED if problem else None, problem)
             self.loop.call(partial(self._freed, slot))
 
         address = self._trade.address_of(part.job.copy.local_region)
         rows = scatter_rows(part.spans, 3)
-        self._trade.stager.add(Chunk(slots, slot, part.size, address, rows, False, ended))
+        self._trade.stager.add(StagedChunk(slots, slot, part.size, address, rows, False, ended))
 
     def _freed(self, slot: int) -> None:
         self._free.append(slot)
         if not self.wire.closed:
             self.pump()
 
-    def _not_lent(self, part: Part) -> None:
+    def _not_lent(self, part: StagedPart) -> None:
         again_s = None if part.over else self._trade.jobs.again_s(part.job, time.monotonic())
         if again_s is None:
             owner = self._link.there.owner
@@ -272,7 +272,7 @@ class Line:
             self._trade.stager.release(self._slots, self._release)
         self._link.left(self, detail)
 
-    def _end(self, part: Part, reason: Reason | None = None, detail: str = "", rested: bool = True) -> None:
+    def _end(self, part: StagedPart, reason: Reason | None = None, detail: str = "", rested: bool = True) -> None:
         if not part.over:
             part.over = True
             self._trade.jobs.part_ended(part.job, reason, detail, rested)

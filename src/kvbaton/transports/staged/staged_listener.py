@@ -48,7 +48,7 @@ class SealedStagedEndpoint(StagedEndpoint, frozen=True, array_like=True, tag="st
     """The same of a rank that insists on encryption, which is over tcp only."""
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True):
+class StagedHello(msgspec.Struct, frozen=True, array_like=True):
     """P's first words: its slots, and its regions by number and bytes."""
 
     slot_bytes: Bytes

@@ -31,14 +31,14 @@ from kvbaton.transports.core.shared_memory import Region
 from kvbaton.transports.core.span_tables import from_wire
 from kvbaton.transports.core.transport import Direction, Spans
 from kvbaton.transports.local.region_listener import LENGTH, STRANGERS_MAX, same_user
-from kvbaton.transports.net.connection_handshake import Admitted, Keyring
+from kvbaton.transports.net.connection_handshake import Admitted, SecretRing
 from kvbaton.transports.net.reception import Reception
-from kvbaton.transports.net.socket_loop import Loop
-from kvbaton.transports.net.stream_socket import Bytes, Script, Skip, Strip, Wire, take
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, Kind, Status, parse
-from kvbaton.transports.staged.staged_listener import Carrier, Hello, listen
+from kvbaton.transports.net.socket_loop import SocketLoop
+from kvbaton.transports.net.stream_socket import Bytes, ByteStrip, Script, Skip, Wire, take
+from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, FrameStatus, parse
+from kvbaton.transports.staged.staged_listener import Carrier, StagedHello, listen
 from kvbaton.transports.staged.staged_slots import SLOTS_MAX, Slots, allocate_slots, gather_rows, scatter_rows
-from kvbaton.transports.staged.staged_work import Chunk, Stager
+from kvbaton.transports.staged.staged_work import StagedChunk, Stager
 from kvbaton.transports.tcp.tcp_server import REFUSED_AS, TOO_SLOW, prepare
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ data plane."""
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class StagedSession:
     """One connection of one peer, on the loop `index`."""
 
     peer: PeerId
@@ -66,7 +66,7 @@ class StagedServer:
         self,
         me: PeerId,
         carrier: Carrier,
-        loops: Sequence[Loop],
+        loops: Sequence[SocketLoop],
         memory: RegisteredDevice,
         mover: Mover,
         stager: Stager,
@@ -83,14 +83,14 @@ class StagedServer:
         self._stager = stager
         self._loans = loans
         self._slot_bytes, self._slot_count = slots
-        self._served: list[dict[PeerId, Session]] = [{} for _ in loops]  # each touched by its loop only
+        self._served: list[dict[PeerId, StagedSession]] = [{} for _ in loops]  # each touched by its loop only
         self._seated: Counter[PeerId] = Counter()  # connections whose slots are pinned, or will be
         self._lock = threading.Lock()
         ready = same_user if carrier == "shm" else prepare
         self._reception = Reception(me, loops[0], ready, self._welcome, STRANGERS_MAX, handshake_s, encrypt)
 
     @property
-    def keyring(self) -> Keyring:
+    def keyring(self) -> SecretRing:
         return self._reception.keyring
 
     @property
@@ -157,7 +157,9 @@ class StagedServer:
         """The slots are pinned: say what there is, and serve. The secret is looked at again."""
         peer, index = admitted.peer, admitted.stream
         gone = partial(self._gone, peer, region)
-        hello = Hello(slots.slot_bytes, slots.count, {number: each.nbytes for number, each in self._memory.items()})
+        hello = StagedHello(
+            slots.slot_bytes, slots.count, {number: each.nbytes for number, each in self._memory.items()}
+        )
         table = msgspec.msgpack.encode(hello)
         head = LENGTH.pack(len(table)) + table  # a few kilobytes into an empty buffer: they go at once
         try:
@@ -174,25 +176,25 @@ class StagedServer:
         if peer in served:
             served[peer].wire.close("replaced by a newer connection")
         wire = Wire(self._loops[index], sock, lambda _detail, _by_peer: self._left(session, gone))
-        session = served[peer] = Session(peer, index, wire, slots)
+        session = served[peer] = StagedSession(peer, index, wire, slots)
         if admitted.seals is not None:
             wire.seal(admitted.seals)
         if self._carrier == "tcp":
             wire.out.append(Bytes(head))
         wire.open(self._serve(session))
 
-    def _left(self, session: Session, gone: partial[None]) -> None:
+    def _left(self, session: StagedSession, gone: partial[None]) -> None:
         del self._served[session.index][session.peer]
         if session.wire.fault is not None:
             self.refusals.add(cause_of(session.wire.fault))
         self._stager.release(session.slots, gone)
 
-    def _serve(self, session: Session) -> Script:
+    def _serve(self, session: StagedSession) -> Script:
         slots, wire = session.slots, session.wire
         while True:
-            frame = parse((yield from take(FRAME_BYTES)), Kind.READ, Kind.WRITE)
+            frame = parse((yield from take(FRAME_BYTES)), FrameKind.READ, FrameKind.WRITE)
             pairs = from_wire((yield from take(frame.table_bytes)))
-            slot, size, writes = frame.tag % slots.count, frame.payload_bytes, frame.kind is Kind.WRITE
+            slot, size, writes = frame.tag % slots.count, frame.payload_bytes, frame.kind is FrameKind.WRITE
             if len(wire.out) > 2 * SLOTS_MAX:  # an answer is a head and perhaps a payload
                 raise ProtocolError(Reason.BAD_MESSAGE, "more is asked for than there are slots, and nothing is taken")
             if slot in session.busy or size > slots.slot_bytes:
@@ -200,11 +202,13 @@ class StagedServer:
             memory = self._named(frame, pairs)
             if writes and self._carrier == "tcp" and size:
                 view = slots.view(slot, size)
-                yield Skip(size) if memory is None else Strip(self._mover, view, array("q", (0, size)), 2, size)
-            chunk = Status.BAD_SPAN if memory is None else self._chunk(session, memory, slot, frame, pairs)
-            if isinstance(chunk, Status):
+                yield Skip(size) if memory is None else ByteStrip(self._mover, view, array("q", (0, size)), 2, size)
+            chunk = FrameStatus.BAD_SPAN if memory is None else self._chunk(session, memory, slot, frame, pairs)
+            if isinstance(chunk, FrameStatus):
                 self.refusals.add(REFUSED_AS[chunk])
-                wire.out.append(Bytes(Frame(Kind.DONE if writes else Kind.DATA, frame.tag, status=chunk).pack()))
+                wire.out.append(
+                    Bytes(Frame(FrameKind.DONE if writes else FrameKind.DATA, frame.tag, status=chunk).pack())
+                )
             else:
                 session.busy.add(slot)
                 self._stager.add(chunk)
@@ -220,17 +224,19 @@ class StagedServer:
             raise ProtocolError(Reason.BAD_MESSAGE, f"spans of {total} bytes, payload of {frame.payload_bytes}")
         return memory
 
-    def _chunk(self, session: Session, memory: DeviceMemory, slot: int, frame: Frame, pairs: Spans) -> Chunk | Status:
+    def _chunk(
+        self, session: StagedSession, memory: DeviceMemory, slot: int, frame: Frame, pairs: Spans
+    ) -> StagedChunk | FrameStatus:
         """What is to be launched, or why it is refused."""
 
         def cut() -> None:
             self._loops[session.index].call(partial(session.wire.close, TOO_SLOW))
 
-        reads = frame.kind is Kind.READ
+        reads = frame.kind is FrameKind.READ
         way = Direction.READ if reads else Direction.WRITE
         flight = self._loans.begin(session.peer, way, frame.region, pairs, cut)
         if flight is None:
-            return Status.NOT_LENT
+            return FrameStatus.NOT_LENT
 
         def ended(problem: str) -> None:
             self._loans.end(
@@ -239,9 +245,9 @@ class StagedServer:
             self._loops[session.index].call(partial(self._answer, session, slot, frame, problem))
 
         rows = gather_rows(pairs, 2) if reads else scatter_rows(pairs, 2)
-        return Chunk(session.slots, slot, frame.payload_bytes, memory.address, rows, reads, ended)
+        return StagedChunk(session.slots, slot, frame.payload_bytes, memory.address, rows, reads, ended)
 
-    def _answer(self, session: Session, slot: int, frame: Frame, problem: str) -> None:
+    def _answer(self, session: StagedSession, slot: int, frame: Frame, problem: str) -> None:
         """On the session's loop: the slot is filled, or was emptied."""
         wire, size = session.wire, frame.payload_bytes
         if wire.closed:
@@ -251,12 +257,12 @@ class StagedServer:
             log.error("[staging-failed] cannot stage for %s: %s", session.peer, problem)
             wire.close(problem)
             return
-        if frame.kind is Kind.WRITE:
-            wire.out.append(Bytes(Frame(Kind.DONE, frame.tag).pack()))
+        if frame.kind is FrameKind.WRITE:
+            wire.out.append(Bytes(Frame(FrameKind.DONE, frame.tag).pack()))
         else:
             by_wire = self._carrier == "tcp" and size > 0
-            wire.out.append(Bytes(Frame(Kind.DATA, frame.tag, size).pack(), more=by_wire))
+            wire.out.append(Bytes(Frame(FrameKind.DATA, frame.tag, size).pack(), more=by_wire))
             if by_wire:
                 view = session.slots.view(slot, size)
-                wire.out.append(Strip(self._mover, view, array("q", (0, size)), 2, size))
+                wire.out.append(ByteStrip(self._mover, view, array("q", (0, size)), 2, size))
         wire.flush()

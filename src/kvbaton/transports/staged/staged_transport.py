@@ -26,7 +26,7 @@ from kvbaton.security.records import load
 from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.core.device_memory import RegisteredDevice
 from kvbaton.transports.core.host_identity import host_identity
-from kvbaton.transports.core.jobs import Job
+from kvbaton.transports.core.jobs import CopyJob
 from kvbaton.transports.core.loans import GRACE_S, Loans
 from kvbaton.transports.core.shell import ServingShell
 from kvbaton.transports.core.span_tables import cut
@@ -34,16 +34,16 @@ from kvbaton.transports.core.transport import Capabilities, Copy, DeviceEvent, F
 from kvbaton.transports.cuda.cuda_driver import SHARE, CudaGpu, Gpu, check_share
 from kvbaton.transports.cuda.cuda_event_wait import quiet_event
 from kvbaton.transports.cuda.cuda_table import PIECE_BYTES
-from kvbaton.transports.net.socket_loop import Loop
+from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.transfer_frames import ROWS_MAX
 from kvbaton.transports.staged.staged_client import StagedLink
 from kvbaton.transports.staged.staged_connection import Trade
 from kvbaton.transports.staged.staged_listener import (
     SOCKETS_MAX,
     Carrier,
-    Hello,
     SealedStagedEndpoint,
     StagedEndpoint,
+    StagedHello,
     parse_endpoint,
 )
 from kvbaton.transports.staged.staged_server import StagedServer
@@ -117,7 +117,7 @@ class StagedTransport(ServingShell[StagedLink]):
         super().__init__(me, config.copies_max)
         self._gpu = gpu or CudaGpu(config.device, config.share)
         self._memory = RegisteredDevice(config.device)
-        self._loops = [Loop(f"kvbaton-staged-{index}-{me}") for index in range(config.width)]
+        self._loops = [SocketLoop(f"kvbaton-staged-{index}-{me}") for index in range(config.width)]
         self._stager = Stager(f"kvbaton-stager-{me}", self._gpu)
         self._trade = Trade(me, self._jobs, self._mover, self._stager, self._address_of, config.dial_deadline_s)
         slots = config.slot_bytes, max(2, config.slots // config.width)
@@ -171,10 +171,10 @@ class StagedTransport(ServingShell[StagedLink]):
     def _event(self, event: DeviceEvent) -> DeviceEvent:
         return quiet_event(event, self._gpu)
 
-    def _start(self, job: Job, link: StagedLink) -> None:
+    def _start(self, job: CopyJob, link: StagedLink) -> None:
         link.add(job)
 
-    def _plan(self, job: Job, hello: Hello, hands: int) -> bool:
+    def _plan(self, job: CopyJob, hello: StagedHello, hands: int) -> bool:
         """On a loop, with the lock: check the whole copy against both memories and cut it into chunks."""
         copy = job.copy
         try:
@@ -192,7 +192,7 @@ class StagedTransport(ServingShell[StagedLink]):
         assert memory is not None  # refused otherwise, and regions are not taken back
         return memory.address
 
-    def _stop(self, job: Job, link: StagedLink | None, reason: Reason, detail: str) -> None:
+    def _stop(self, job: CopyJob, link: StagedLink | None, reason: Reason, detail: str) -> None:
         self._end(job, reason, detail)
         if link is not None:
             link.remove(job)

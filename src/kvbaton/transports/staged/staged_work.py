@@ -12,12 +12,12 @@ import msgspec
 from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.cuda.cuda_driver import CudaError, Gpu
 from kvbaton.transports.cuda.cuda_launch import Tables
-from kvbaton.transports.cuda.cuda_runner import UNDER_WAY_MAX, Runner
-from kvbaton.transports.cuda.cuda_table import Group
+from kvbaton.transports.cuda.cuda_runner import UNDER_WAY_MAX, CudaRunner
+from kvbaton.transports.cuda.cuda_table import LaunchGroup
 from kvbaton.transports.staged.staged_slots import Slots
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class StagedChunk(msgspec.Struct, frozen=True):
     """A stretch of device memory on its way through a slot. `rows` count from `address` and from the slot."""
 
     slots: Slots
@@ -35,13 +35,13 @@ class Stager:
     def __init__(self, name: str, gpu: Gpu) -> None:
         self._gpu = gpu
         self._tables = Tables(gpu, UNDER_WAY_MAX)
-        self._runner: Runner[Chunk] = Runner(name, gpu, self, 1)
+        self._runner: CudaRunner[StagedChunk] = CudaRunner(name, gpu, self, 1)
 
     @property
     def broken(self) -> str:
         return self._runner.broken
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: StagedChunk) -> None:
         self._runner.add(chunk)
 
     def open(self, slots: Slots, then: Callable[[str], bool], unwanted: Callable[[], None] = lambda: None) -> None:
@@ -76,19 +76,19 @@ class Stager:
     def close(self, join_s: float) -> bool:
         return self._runner.close(join_s)
 
-    def begin(self, batch: list[Chunk], slot: int, stream: int) -> list[Chunk]:
+    def begin(self, batch: list[StagedChunk], slot: int, stream: int) -> list[StagedChunk]:
         for chunk in batch:
             slots = chunk.slots
             host, device = slots.on_host(chunk.slot), slots.on_device(chunk.slot)
             if chunk.gathers:
-                self._tables.launch([Group(device, chunk.address, chunk.rows)], slot, stream)
+                self._tables.launch([LaunchGroup(device, chunk.address, chunk.rows)], slot, stream)
                 self._gpu.copy(host, device, chunk.size, stream)
             else:
                 self._gpu.copy(device, host, chunk.size, stream)
-                self._tables.launch([Group(chunk.address, device, chunk.rows)], slot, stream)
+                self._tables.launch([LaunchGroup(chunk.address, device, chunk.rows)], slot, stream)
         return batch
 
-    def end(self, batch: list[Chunk], problem: str) -> None:
+    def end(self, batch: list[StagedChunk], problem: str) -> None:
         for chunk in batch:
             chunk.ended(problem)
 

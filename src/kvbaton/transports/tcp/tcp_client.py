@@ -22,21 +22,21 @@ import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
-from kvbaton.transports.core.jobs import Job, Jobs
+from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.span_tables import size_of, to_wire
 from kvbaton.transports.core.transport import Direction, Spans
 from kvbaton.transports.net.connection_handshake import greet
-from kvbaton.transports.net.socket_loop import Loop
-from kvbaton.transports.net.stream_socket import Bytes, Script, Sink, Skip, Strip, Wire, take
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, WINDOW_MAX, Frame, Kind, Status, parse
+from kvbaton.transports.net.socket_loop import SocketLoop
+from kvbaton.transports.net.stream_socket import Bytes, ByteStrip, Script, Sink, Skip, Wire, take
+from kvbaton.transports.net.transfer_frames import FRAME_BYTES, WINDOW_MAX, Frame, FrameKind, FrameStatus, parse
 from kvbaton.transports.tcp.tcp_server import family_of, prepare
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class TcpPart:
     """A stretch of a copy on its way."""
 
-    job: Job
+    job: CopyJob
     spans: Spans
     size: int
     tag: int
@@ -48,10 +48,10 @@ class Part:
 class Conversation:
     """One connection, from dialling to its end. Lives on one loop."""
 
-    def __init__(self, link: Link, index: int, sock: socket.socket) -> None:
+    def __init__(self, link: TcpLink, index: int, sock: socket.socket) -> None:
         self._link = link
         self._index = index
-        self._parts: deque[Part] = deque()  # asked for, not yet answered, in order
+        self._parts: deque[TcpPart] = deque()  # asked for, not yet answered, in order
         self._asked_bytes = 0
         self._tags = itertools.count()
         self.ready = False
@@ -70,17 +70,17 @@ class Conversation:
         while self.ready and self.has_room() and (begun := self._link.begin()) is not None:
             job, spans = begun
             copy = job.copy
-            part = Part(job, spans, size_of(spans), next(self._tags), copy.direction is Direction.READ)
+            part = TcpPart(job, spans, size_of(spans), next(self._tags), copy.direction is Direction.READ)
             self._parts.append(part)
             self._asked_bytes += part.size
             table = to_wire(spans)
-            kind = Kind.READ if part.reading else Kind.WRITE
+            kind = FrameKind.READ if part.reading else FrameKind.WRITE
             frame = Frame(kind, part.tag, part.size, region=copy.remote_region, table_bytes=len(table))
             self.wire.out.append(Bytes(frame.pack() + table, more=not part.reading))
             if not part.reading:
                 self.wire.out.append(self._link.strip(copy.local_region, spans, part.size))
 
-    def discard(self, job: Job) -> None:
+    def discard(self, job: CopyJob) -> None:
         """Turn the reads of `job` away from memory. A connection that carries nothing else is given up."""
         for part in self._parts:
             if part.job is job and part.reading:
@@ -114,11 +114,11 @@ class Conversation:
         self.ready = True
         self.pump()
         while True:
-            frame = parse((yield from take(FRAME_BYTES)), Kind.DATA, Kind.DONE)
+            frame = parse((yield from take(FRAME_BYTES)), FrameKind.DATA, FrameKind.DONE)
             part = self._parts[0] if self._parts else None
-            if part is None or frame.tag != part.tag or (frame.kind is Kind.DATA) is not part.reading:
+            if part is None or frame.tag != part.tag or (frame.kind is FrameKind.DATA) is not part.reading:
                 raise ProtocolError(Reason.BAD_MESSAGE, "an answer to nothing that was asked")
-            if frame.payload_bytes != (part.size if part.reading and frame.status is Status.OK else 0):
+            if frame.payload_bytes != (part.size if part.reading and frame.status is FrameStatus.OK else 0):
                 raise ProtocolError(Reason.BAD_MESSAGE, f"{frame.payload_bytes} bytes, {part.size} were asked for")
             if frame.payload_bytes:
                 region = part.job.copy.local_region
@@ -126,15 +126,15 @@ class Conversation:
                 yield part.sink
             self._parts.popleft()
             self._asked_bytes -= part.size
-            if frame.status is Status.OK:
+            if frame.status is FrameStatus.OK:
                 self._end(part)
-            elif frame.status is Status.BAD_SPAN:
+            elif frame.status is FrameStatus.BAD_SPAN:
                 self._end(part, Reason.BAD_SPAN, f"{route.peer} refused memory outside its regions")
             else:
                 self._not_lent(part)
             self.pump()
 
-    def _not_lent(self, part: Part) -> None:
+    def _not_lent(self, part: TcpPart) -> None:
         link = self._link
         again_s = None if part.over else link.jobs.again_s(part.job, time.monotonic())
         if again_s is None:
@@ -159,13 +159,13 @@ class Conversation:
                 self._end(part, Reason.TRANSFER_FAILED, detail, rested=rested)
         self._link.left(self, redial=self.ready, detail=detail)
 
-    def _end(self, part: Part, reason: Reason | None = None, detail: str = "", rested: bool = True) -> None:
+    def _end(self, part: TcpPart, reason: Reason | None = None, detail: str = "", rested: bool = True) -> None:
         if not part.over:
             part.over = True
             self._link.jobs.part_ended(part.job, reason, detail, rested)
 
 
-class Route(msgspec.Struct, frozen=True):
+class TcpRoute(msgspec.Struct, frozen=True):
     """How one peer is reached."""
 
     me: PeerId
@@ -188,22 +188,22 @@ class Route(msgspec.Struct, frozen=True):
         return sock
 
 
-class Link:
+class TcpLink:
     """The copies that wait for one peer, and one conversation per stream, dialled when needed."""
 
     def __init__(
-        self, route: Route, loops: Sequence[Loop], jobs: Jobs, strip: Callable[[int, Spans, int], Strip]
+        self, route: TcpRoute, loops: Sequence[SocketLoop], jobs: Jobs, strip: Callable[[int, Spans, int], ByteStrip]
     ) -> None:
         self.there = route
         self.loops = loops  # one entry per stream
         self.jobs = jobs
         self.strip = strip
-        self.unproven: list[Job] = []  # writes whose end was not proven to be the peer's
+        self.unproven: list[CopyJob] = []  # writes whose end was not proven to be the peer's
         self.forgotten = False
-        self._queue: deque[Job] = deque()
+        self._queue: deque[CopyJob] = deque()
         self._streams: list[Conversation | None] = [None] * len(loops)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: CopyJob) -> None:
         """Queue `job` and wake as many streams as it has use for. From any thread."""
         with self.jobs:
             if not job.parts:
@@ -218,7 +218,7 @@ class Link:
         for index in roomy[:useful]:
             self.loops[index].call(partial(self._pump, index))
 
-    def begin(self) -> tuple[Job, Spans] | None:
+    def begin(self) -> tuple[CopyJob, Spans] | None:
         """The next part to carry."""
         with self.jobs:
             while self._queue:
@@ -228,13 +228,13 @@ class Link:
                 self._queue.popleft()
             return None
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: CopyJob) -> None:
         """Forget a failed job that waits. From any thread."""
         with self.jobs:
             if job in self._queue:
                 self._queue.remove(job)
 
-    def discard(self, job: Job) -> None:
+    def discard(self, job: CopyJob) -> None:
         """Bring the reads of `job` to rest. From any thread."""
         for index, loop in enumerate(self.loops):
             loop.call(partial(self._discard, index, job))
@@ -247,7 +247,7 @@ class Link:
         for job in unproven:
             self.jobs.forgive(job)
 
-    def shut_on(self, loop: Loop) -> None:
+    def shut_on(self, loop: SocketLoop) -> None:
         """On `loop`: end the conversations that live there."""
         for index, stream in enumerate(self._streams):
             if stream is not None and self.loops[index] is loop:
@@ -275,7 +275,7 @@ class Link:
             for job in failed:
                 self.jobs.fail(job, reason, detail)
 
-    def _discard(self, index: int, job: Job) -> None:
+    def _discard(self, index: int, job: CopyJob) -> None:
         stream = self._streams[index]
         if stream is not None:
             stream.discard(job)

@@ -14,21 +14,21 @@ from functools import partial
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt
-from kvbaton.transports.core.loans import Flight, Loans
+from kvbaton.transports.core.loans import BytesUnderWay, Loans
 from kvbaton.transports.core.mover import Mover, Wait
 from kvbaton.transports.core.refusals import Cause, Refusals, cause_of
-from kvbaton.transports.core.shared_memory import Registered
+from kvbaton.transports.core.shared_memory import RegisteredMemory
 from kvbaton.transports.core.span_tables import from_wire
 from kvbaton.transports.core.transport import Direction, Spans
-from kvbaton.transports.net.connection_handshake import Admitted, Keyring
+from kvbaton.transports.net.connection_handshake import Admitted, SecretRing
 from kvbaton.transports.net.reception import BACKLOG, Reception
-from kvbaton.transports.net.socket_loop import Loop
-from kvbaton.transports.net.stream_socket import Bytes, Script, Sink, Skip, Strip, Wire, take
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, WINDOW_MAX, Frame, Kind, Status, parse
+from kvbaton.transports.net.socket_loop import SocketLoop
+from kvbaton.transports.net.stream_socket import Bytes, ByteStrip, Script, Sink, Skip, Wire, take
+from kvbaton.transports.net.transfer_frames import FRAME_BYTES, WINDOW_MAX, Frame, FrameKind, FrameStatus, parse
 
 STREAMS_PER_PEER_MAX = 16
 TOO_SLOW = "what was lent was taken back, and this has taken too long since"
-REFUSED_AS = {Status.BAD_SPAN: Cause.BAD_SPAN, Status.NOT_LENT: Cause.NOT_LENT}
+REFUSED_AS = {FrameStatus.BAD_SPAN: Cause.BAD_SPAN, FrameStatus.NOT_LENT: Cause.NOT_LENT}
 
 
 class TcpServer:
@@ -37,8 +37,8 @@ class TcpServer:
     def __init__(
         self,
         me: PeerId,
-        loops: Sequence[Loop],
-        memory: Registered,
+        loops: Sequence[SocketLoop],
+        memory: RegisteredMemory,
         mover: Mover,
         loans: Loans,
         strangers_max: int,
@@ -53,7 +53,7 @@ class TcpServer:
         self._served: list[dict[tuple[PeerId, int], Wire]] = [{} for _ in loops]  # each touched by its loop only
 
     @property
-    def keyring(self) -> Keyring:
+    def keyring(self) -> SecretRing:
         return self._reception.keyring
 
     @property
@@ -94,60 +94,60 @@ class TcpServer:
                 self.refusals.add(cause_of(wire.fault))
 
         served[key] = wire = Wire(self._loops[index], sock, closed)
-        guest = Guest(admitted.peer, self._loans, lambda: self._loops[index].call(partial(wire.close, TOO_SLOW)))
+        guest = TcpGuest(admitted.peer, self._loans, lambda: self._loops[index].call(partial(wire.close, TOO_SLOW)))
         if admitted.seals is not None:
             wire.seal(admitted.seals)
         wire.open(self._serve(wire, guest))
 
-    def _serve(self, wire: Wire, guest: Guest) -> Script:
+    def _serve(self, wire: Wire, guest: TcpGuest) -> Script:
         while True:
-            frame = parse((yield from take(FRAME_BYTES)), Kind.READ, Kind.WRITE)
+            frame = parse((yield from take(FRAME_BYTES)), FrameKind.READ, FrameKind.WRITE)
             pairs = from_wire((yield from take(frame.table_bytes)))
             if len(wire.out) > 2 * WINDOW_MAX:  # an answer is a head and perhaps a payload
                 raise ProtocolError(Reason.BAD_MESSAGE, f"more than {WINDOW_MAX} requests at once")
             strip = self._strip(frame, pairs, guest)
-            status = Status.OK
-            if isinstance(strip, Status):
+            status = FrameStatus.OK
+            if isinstance(strip, FrameStatus):
                 status = strip
                 self.refusals.add(REFUSED_AS[status])
-            if frame.kind is Kind.WRITE:
-                sink: Sink = Skip(frame.payload_bytes) if isinstance(strip, Status) else strip
+            if frame.kind is FrameKind.WRITE:
+                sink: Sink = Skip(frame.payload_bytes) if isinstance(strip, FrameStatus) else strip
                 if sink.left:
                     yield sink
-                wire.out.append(Bytes(Frame(Kind.DONE, frame.tag, status=status).pack()))
-            elif isinstance(strip, Status):
-                wire.out.append(Bytes(Frame(Kind.DATA, frame.tag, status=status).pack()))
+                wire.out.append(Bytes(Frame(FrameKind.DONE, frame.tag, status=status).pack()))
+            elif isinstance(strip, FrameStatus):
+                wire.out.append(Bytes(Frame(FrameKind.DATA, frame.tag, status=status).pack()))
             else:
-                head = Frame(Kind.DATA, frame.tag, frame.payload_bytes)
+                head = Frame(FrameKind.DATA, frame.tag, frame.payload_bytes)
                 wire.out.extend((Bytes(head.pack(), more=strip.left > 0), strip))
 
-    def _strip(self, frame: Frame, pairs: Spans, guest: Guest) -> Strip | Status:
+    def _strip(self, frame: Frame, pairs: Spans, guest: TcpGuest) -> ByteStrip | FrameStatus:
         """The memory that a request names, or why it is refused."""
         memory = self._memory.get(frame.region)
         if memory is None:
-            return Status.BAD_SPAN
+            return FrameStatus.BAD_SPAN
         try:
             total = self._mover.check_spans(pairs, 2, memory.nbytes, 0)
         except ValueError:
-            return Status.BAD_SPAN
+            return FrameStatus.BAD_SPAN
         if total != frame.payload_bytes:
             raise ProtocolError(Reason.BAD_MESSAGE, f"spans of {total} bytes, payload of {frame.payload_bytes}")
         if not total:
-            return Strip(self._mover, memory, pairs, 2, 0)
-        way = Direction.WRITE if frame.kind is Kind.WRITE else Direction.READ
+            return ByteStrip(self._mover, memory, pairs, 2, 0)
+        way = Direction.WRITE if frame.kind is FrameKind.WRITE else Direction.READ
         flight = self._loans.begin(guest.peer, way, frame.region, pairs, guest.cut)
         if flight is None:
-            return Status.NOT_LENT
+            return FrameStatus.NOT_LENT
         guest.flights.add(flight)
         return LentStrip(self._mover, memory, pairs, total, partial(guest.landed, flight))
 
 
-class Guest:
+class TcpGuest:
     """An admitted peer on one connection, and what is under way for it there."""
 
     def __init__(self, peer: PeerId, loans: Loans, cut: Callable[[], object]) -> None:
         self.peer = peer
-        self.flights: set[Flight] = set()
+        self.flights: set[BytesUnderWay] = set()
         self._loans = loans
         self._cut = cut
 
@@ -155,7 +155,7 @@ class Guest:
         """From any thread."""
         self._cut()
 
-    def landed(self, flight: Flight) -> None:
+    def landed(self, flight: BytesUnderWay) -> None:
         self.flights.discard(flight)
         self._loans.end(flight)
 
@@ -165,7 +165,7 @@ class Guest:
             self.landed(flight)
 
 
-class LentStrip(Strip):
+class LentStrip(ByteStrip):
     """A strip that says when its last byte has moved."""
 
     __slots__ = ("_done",)

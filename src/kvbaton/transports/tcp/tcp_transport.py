@@ -30,16 +30,16 @@ from kvbaton.security import sealing
 from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.security.records import load
 from kvbaton.security.sealing import Encrypt
-from kvbaton.transports.core.jobs import Job
+from kvbaton.transports.core.jobs import CopyJob
 from kvbaton.transports.core.loans import GRACE_S, Loans
-from kvbaton.transports.core.shared_memory import Registered
+from kvbaton.transports.core.shared_memory import RegisteredMemory
 from kvbaton.transports.core.shell import CLOSED, ServingShell, at_least_one
 from kvbaton.transports.core.span_tables import cut
 from kvbaton.transports.core.transport import Capabilities, Copy, FenceEnded, Spans
-from kvbaton.transports.net.socket_loop import Loop
-from kvbaton.transports.net.stream_socket import Strip
+from kvbaton.transports.net.socket_loop import SocketLoop
+from kvbaton.transports.net.stream_socket import ByteStrip
 from kvbaton.transports.net.transfer_frames import ROWS_MAX
-from kvbaton.transports.tcp.tcp_client import Link, Route
+from kvbaton.transports.tcp.tcp_client import TcpLink, TcpRoute
 from kvbaton.transports.tcp.tcp_server import STREAMS_PER_PEER_MAX, TcpServer
 
 CLOSE_S = 2.0
@@ -95,18 +95,18 @@ class SealedTcpEndpoint(TcpEndpoint, frozen=True, array_like=True, tag="tcp2"):
     """The same of a rank that insists on encryption."""
 
 
-class TcpTransport(ServingShell[Link]):
+class TcpTransport(ServingShell[TcpLink]):
     """See `base.Transport`. `threads` of them, and one more to wait for devices, however many peers."""
 
     capabilities = CAPABILITIES
-    _memory: Registered
+    _memory: RegisteredMemory
     _server: TcpServer
 
     def __init__(self, me: PeerId, config: TcpConfig | None = None) -> None:
         self._config = config = config or TcpConfig()
         super().__init__(me, config.copies_max, config.pure_python)
-        self._memory = Registered()
-        self._loops = [Loop(f"kvbaton-tcp-{index}-{me}") for index in range(config.threads)]
+        self._memory = RegisteredMemory()
+        self._loops = [SocketLoop(f"kvbaton-tcp-{index}-{me}") for index in range(config.threads)]
         self._loans = Loans(self._mover, self._jobs.loan_ended, partial(self._loops[0].call_later, GRACE_S))
         self._server = TcpServer(
             me,
@@ -139,7 +139,7 @@ class TcpTransport(ServingShell[Link]):
         sealed = sealing.agree(str(peer), config.encrypt, there.host, insists, there.seals)
         if sealed:
             load()
-        route = Route(
+        route = TcpRoute(
             self._me,
             peer,
             (there.host, there.port),
@@ -150,7 +150,7 @@ class TcpTransport(ServingShell[Link]):
             sealed,
         )
         loops = [self._loops[index % len(self._loops)] for index in range(config.streams)]
-        self._link(peer, route, lambda: Link(route, loops, self._jobs, self._strip))
+        self._link(peer, route, lambda: TcpLink(route, loops, self._jobs, self._strip))
 
     def fence(self, peer: PeerId) -> None:
         """Both ways: `peer`'s writes are shut out and our copies with it end. We may dial it again; it may not us."""
@@ -161,31 +161,31 @@ class TcpTransport(ServingShell[Link]):
                 self._shut(link)
         self._shut_out(peer, partial(self._jobs.post, FenceEnded(peer)))
 
-    def _strip(self, region: int, spans: Spans, size: int) -> Strip:
+    def _strip(self, region: int, spans: Spans, size: int) -> ByteStrip:
         memory = self._memory.get(region)
         if memory is None:
             raise ValueError(f"region {region} is not registered")
-        return Strip(self._mover, memory, spans, 3, size)
+        return ByteStrip(self._mover, memory, spans, 3, size)
 
-    def _cut(self, copy: Copy, link: Link) -> deque[Spans]:
+    def _cut(self, copy: Copy, link: TcpLink) -> deque[Spans]:
         total = self._total(copy, link.there.regions.get(copy.remote_region))
         return at_least_one(cut(copy.spans, total, self._config.streams, PART_BYTES, ROWS_MAX))
 
-    def _start(self, job: Job, link: Link) -> None:
+    def _start(self, job: CopyJob, link: TcpLink) -> None:
         link.add(job)
 
-    def _stop(self, job: Job, link: Link | None, reason: Reason, detail: str) -> None:
+    def _stop(self, job: CopyJob, link: TcpLink | None, reason: Reason, detail: str) -> None:
         if link is not None:
             link.remove(job)
         self._end(job, reason, detail)
         if job.live and link is not None:
             link.discard(job)
 
-    def _retire(self, link: Link, detail: str) -> None:
+    def _retire(self, link: TcpLink, detail: str) -> None:
         link.forget()
         self._shut(link)
 
-    def _shut(self, link: Link) -> None:
+    def _shut(self, link: TcpLink) -> None:
         for loop in self._loops:
             loop.call(partial(link.shut_on, loop))
 

@@ -34,7 +34,7 @@ from kvbaton.transports.checksum.checksum_portions import Checksum, portions
 from kvbaton.transports.core.transport import Copy, Direction
 from kvbaton.transports.cuda.cuda_digest import DIGEST_BYTES
 from kvbaton.transports.cuda.cuda_launch import Tables
-from kvbaton.transports.cuda.cuda_table import Group
+from kvbaton.transports.cuda.cuda_table import LaunchGroup
 
 PLANES = ("cuda", "staged-tcp")
 COUNTS = (32, 1000)
@@ -143,7 +143,7 @@ def digest_ms(gpu: TimedGpu, address: int, weave: Weave, repetitions: int = 9) -
     stream, event = gpu.stream(), gpu.event()
     times = []
     for _ in range(repetitions):
-        tables.digest([Group(found, address, Weave(column, shifts))], 0, stream)
+        tables.digest([LaunchGroup(found, address, Weave(column, shifts))], 0, stream)
         gpu.record(event, stream)
         gpu.wait(event)
         times.append(gpu.last_ms())

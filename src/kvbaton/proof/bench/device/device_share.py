@@ -1,7 +1,7 @@
 """How much of a device copies should have: their time at each share, and what a model's steps lose to them meanwhile.
 
-    python -m kvbaton.proof.bench.device.device_share [--shares 1,0.5,0.25,0.125] [--launch-mib 128] [--fill 1] [--alone]
-        [--ptx FILE ...]
+    python -m kvbaton.proof.bench.device.device_share [--shares 1,0.5,0.25,0.125] [--launch-mib 128] [--fill 1]
+    [--alone] [--ptx FILE ...]
 
 One process, one device. *alone*: 16, 128 and 1,000 scattered blocks of 2 MiB, by the device's clock. *beside*: steps of
 a victim on a stream of its own, each begun together with a copy of 128 blocks (a prompt of 2,000 tokens or so); the
@@ -33,7 +33,7 @@ from kvbaton.transports.cuda import cuda_launch
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.cuda.cuda_launch import Tables
 from kvbaton.transports.cuda.cuda_ptx import PTX
-from kvbaton.transports.cuda.cuda_table import Group
+from kvbaton.transports.cuda.cuda_table import LaunchGroup
 
 COUNTS = (16, 128, 1000)
 BESIDE = 128
@@ -69,7 +69,7 @@ class Mover:
         self._stream, self._event = gpu.stream(), gpu.event()
 
     def begin(self, weave: Weave) -> None:
-        self._tables.launch([Group(self._near.address, self._far.address, weave)], 0, self._stream)
+        self._tables.launch([LaunchGroup(self._near.address, self._far.address, weave)], 0, self._stream)
         self.gpu.record(self._event, self._stream)
 
     def wait(self) -> float:

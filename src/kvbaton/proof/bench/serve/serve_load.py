@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 import aiohttp
 import msgspec
 
-from kvbaton.api.bodies import Kind
+from kvbaton.api.bodies import BodyKind
 from kvbaton.proof.bench.serve.serve_meter import Meter
 from kvbaton.proof.bench.serve.serve_plan import Ask, Piece, prompt
 from kvbaton.proof.bench.serve.serve_stream import Stream, Told, refusal
@@ -84,7 +84,7 @@ async def answer(
     """What one request came to. `seen` hears how many tokens there are, whenever some came."""
     stream = Stream(clock())
     try:
-        async with client.post(url + Kind.COMPLETION.value, data=body) as response:
+        async with client.post(url + BodyKind.COMPLETION.value, data=body) as response:
             if response.status != 200:
                 return refusal(response.status, await response.content.read(REFUSAL_BYTES_MAX))
             async for data in response.content.iter_any():

@@ -23,9 +23,9 @@ import kvbaton.local_cluster.vllm_engine as server_words
 from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
 from kvbaton.engines.embedded.worker_options import WorkerOptions
-from kvbaton.local_cluster.embedded_cluster import Plan, Startable, places
+from kvbaton.local_cluster.embedded_cluster import ClusterPlan, Startable, places
 from kvbaton.local_cluster.vllm_cluster import TINY_KINDS, TINY_SEED, VllmPlan
-from kvbaton.local_cluster.vllm_engine import HOST, Handoff, ServerOptions, fetch, tiny_model
+from kvbaton.local_cluster.vllm_engine import HOST, ServerOptions, VllmHandoff, fetch, tiny_model
 from kvbaton.observe.metrics.scraping import samples
 from kvbaton.processes.child_process import GUARD, KVBATON_ARGV, Child, Program, Say, end, ready, start
 from kvbaton.processes.free_ports import free_ports
@@ -141,11 +141,11 @@ def plan_of(name: str, args: argparse.Namespace, server: ServerOptions | None) -
     if name == SINGLE:
         decodes = 1
     if server is not None:
-        handoff = Handoff(name="-", keys="-", registry="-", http_address="-", transport=args.transport)
+        handoff = VllmHandoff(name="-", keys="-", registry="-", http_address="-", transport=args.transport)
         where = tuple(places(prefills, decodes, 1, 1))
         return VllmPlan(places=where, server=server, handoff=handoff, settings=RouterSettings())
     worker = msgspec.structs.replace(_WORKER, transport=args.transport, blocks=args.blocks or _WORKER.blocks)
-    return Plan(
+    return ClusterPlan(
         prefills=prefills, decodes=decodes, tp_prefill=1, tp_decode=1, worker=worker, settings=RouterSettings()
     )  # fmt: skip
 

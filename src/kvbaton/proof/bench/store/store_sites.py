@@ -1,6 +1,7 @@
 """Stores to measure, each in processes of its own: a `kvbaton store`, or a `mooncake_master` and an owner of memory.
 
-    python -m kvbaton.proof.bench.store.store_sites MASTER BYTES      lends memory to a Mooncake master until its input ends
+    python -m kvbaton.proof.bench.store.store_sites MASTER BYTES      lends memory to a Mooncake master until its
+    input ends
 
 Laws: what was started is gone after the context, by its own handle, and children end with their input. Every wait has
 a deadline. A store that is not installed is told by name, with the next step.

@@ -16,7 +16,7 @@ import msgspec
 
 from kvbaton.control import keyring
 from kvbaton.engines.embedded import tokenizer
-from kvbaton.engines.embedded.embedded_worker import Worker
+from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker
 from kvbaton.engines.embedded.http_worker import Token
 from kvbaton.engines.embedded.server_plan import GenerateRequest
 from kvbaton.engines.embedded.worker_options import WorkerOptions
@@ -63,11 +63,11 @@ async def _measure(site: Site, prompt_tokens: int, rounds: int) -> Ttft:
 
 
 @contextlib.asynccontextmanager
-async def _worker(site: Site, name: str) -> AsyncIterator[Worker]:
+async def _worker(site: Site, name: str) -> AsyncIterator[EmbeddedWorker]:
     options = WorkerOptions(
         name=name, role="both", keys=site.keys, registry="tcp://127.0.0.1:1", store=site.place, blocks=2048
     )
-    worker = Worker(options, keyring.load(site.keys, name))
+    worker = EmbeddedWorker(options, keyring.load(site.keys, name))
     worker.start()
     try:
         yield worker
@@ -75,7 +75,7 @@ async def _worker(site: Site, name: str) -> AsyncIterator[Worker]:
         await asyncio.to_thread(worker.stop)
 
 
-async def _ask(worker: Worker, text: str) -> tuple[str, float]:
+async def _ask(worker: EmbeddedWorker, text: str) -> tuple[str, float]:
     """The answer, and how long its first token took."""
     prompt = tuple(tokenizer.encode(text))
     request = GenerateRequest(
@@ -89,7 +89,7 @@ async def _ask(worker: Worker, text: str) -> tuple[str, float]:
     return said, first_s
 
 
-async def _stored(worker: Worker, count: int) -> None:
+async def _stored(worker: EmbeddedWorker, count: int) -> None:
     until = time.monotonic() + STORED_S
     while worker.stats()["store_puts_total"] < count:
         if time.monotonic() > until:

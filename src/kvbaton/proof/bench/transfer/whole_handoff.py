@@ -1,6 +1,7 @@
 """Handoffs through the whole stack, without a model: doorway, node, CurveZMQ, claim, copy, commit, report.
 
-The prefill side is a process of its own (`python -m kvbaton.proof.bench.transfer.whole_handoff`) that leases one-block prompts; this side
+The prefill side is a process of its own (`python -m kvbaton.proof.bench.transfer.whole_handoff`) that leases
+one-block prompts; this side
 wants them, one at a time for the latency and many at once for the rate. Every delivered block is compared.
 """
 
@@ -21,7 +22,7 @@ from kvbaton.control import keyring as keys
 from kvbaton.control.key_room import key_room
 from kvbaton.node.cluster_node import ClusterNode, ClusterSettings, EngineFacts, make_doorway, new_life
 from kvbaton.node.doorway import DropBlocks, LoadReport, MatchState
-from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Rank, Share, places, planes
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Rank, Share, places, planes
 from kvbaton.protocol.ids import RequestId, WorkerId, rank_peer
 from kvbaton.protocol.settings import Settings
 from kvbaton.transports.catalogue import PlaneSettings, make
@@ -50,7 +51,7 @@ class HandoffResult(msgspec.Struct, frozen=True):
 def layout() -> EngineLayout:
     """Pages of 16 KiB, so that one block is two segments of that size."""
     cell = Cell("kv", PAGE_BYTES // BLOCK_TOKENS)
-    group = Group("full", Kind.FULL, BLOCK_TOKENS, tuple(map(str, range(LAYERS))), 1, (cell,), "bytes")
+    group = Group("full", GroupKind.FULL, BLOCK_TOKENS, tuple(map(str, range(LAYERS))), 1, (cell,), "bytes")
     stride = BLOCKS * PAGE_BYTES
     share = Share(0, 1, BLOCKS, places(range(LAYERS), 0, stride, PAGE_BYTES), planes("PHN", (cell,), 1, BLOCK_TOKENS))
     return EngineLayout((group,), (Rank(0, 0, 0, (LAYERS * stride,), (share,)),))

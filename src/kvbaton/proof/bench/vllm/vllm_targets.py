@@ -20,8 +20,8 @@ from kvbaton.api.params import Mode
 from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
 from kvbaton.engines.vllm import launching
-from kvbaton.local_cluster.embedded_cluster import Place
-from kvbaton.local_cluster.vllm_engine import HOST, Handoff, ServerOptions, serving
+from kvbaton.local_cluster.embedded_cluster import ClusterPlace
+from kvbaton.local_cluster.vllm_engine import HOST, ServerOptions, VllmHandoff, serving
 from kvbaton.processes.child_process import GUARD, KVBATON_ARGV, Child, Program, Say, end, start
 from kvbaton.processes.free_ports import free_ports
 from kvbaton.processes.operator_errors import CommandError
@@ -31,7 +31,7 @@ NIXL = "nixl"
 TARGETS: Mapping[str, Mode | None] = {
     ALONE: None, "kvbaton-pull": Mode.PULL, "kvbaton-push": Mode.PUSH, "kvbaton-stream": Mode.STREAM, NIXL: Mode.PULL,
 }  # fmt: skip
-PLACES = (Place("p0", "prefill", 1), Place("d0", "decode", 1))
+PLACES = (ClusterPlace("p0", "prefill", 1), ClusterPlace("d0", "decode", 1))
 REQUEST_S = 900.0  # of a request in the router: here a level has the deadline
 
 
@@ -89,7 +89,7 @@ def _members(name: str, setup: Setup, directory: Path) -> tuple[str, dict[str, P
     ports = free_ports(6)
     urls = [f"http://{HOST}:{port}" for port in ports]
     if name == ALONE:
-        return urls[0], {urls[0]: _engine(Place("alone", "both", 1), setup, ports[0], None)}
+        return urls[0], {urls[0]: _engine(ClusterPlace("alone", "both", 1), setup, ports[0], None)}
     if name == NIXL:
         configs = [dict(launching.NIXL)] * 2
         more = [launching.nixl_environment(directory, port) for port in ports[4:]]
@@ -109,7 +109,7 @@ def _members(name: str, setup: Setup, directory: Path) -> tuple[str, dict[str, P
 
 
 def _engine(
-    place: Place, setup: Setup, port: int, config: Mapping[str, Any] | None, more: Mapping[str, str] = {}
+    place: ClusterPlace, setup: Setup, port: int, config: Mapping[str, Any] | None, more: Mapping[str, str] = {}
 ) -> Program:
     argv = setup.server.argv(port, place.tp, config)
     argv.append("--enable-prefix-caching" if setup.prefix_caching else "--no-enable-prefix-caching")
@@ -118,8 +118,8 @@ def _engine(
     return msgspec.structs.replace(made, env=variables, command=server_words.shown(argv, variables))
 
 
-def _baton(place: Place, setup: Setup, port: int, directory: Path, registry: str) -> dict[str, Any]:
-    own = Handoff(
+def _baton(place: ClusterPlace, setup: Setup, port: int, directory: Path, registry: str) -> dict[str, Any]:
+    own = VllmHandoff(
         name=place.name, keys=str(directory / "keys"), registry=registry, http_address=f"{HOST}:{port}",
         transport=setup.transport,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """What a step of vLLM's scheduler costs while requests wait for their P, without a model.
 
-    python -m kvbaton.proof.bench.vllm.vllm_waiting 512 2000 1600      requests, tokens of each, of which D has cached so many
+    python -m kvbaton.proof.bench.vllm.vllm_waiting 512 2000 1600      requests, tokens of each, of which D has cached
+    so many
 
 Laws: vLLM's own scheduler and block pool, and the connector as it runs in an engine; only P never begins. The same
 engine waits in both ways in turns, asked about at every step and put aside, so that a drift of the machine hits both.
@@ -36,7 +37,7 @@ def measure(requests: int, tokens: int, cached: int) -> dict[str, float]:
     from kvbaton.engines.vllm.waiting import status_aside
     from kvbaton.proof.conformance.lab import Lab, d_params, prompt_of, router_ticket
 
-    shape = configs.Shape(
+    shape = configs.EngineShape(
         blocks=2 * -(-tokens // BLOCK_TOKENS) + 64, block_tokens=BLOCK_TOKENS, windows=(0,), kv_heads=1,
         chunk_tokens=max(tokens, requests), seqs=requests, model_len=2 * tokens,
     )  # fmt: skip

@@ -217,7 +217,7 @@ class Post:
                 self._from_engine(worker, frame)
         if self.registration is not None and time.monotonic() >= self._ping_at:
             self._ping_at = time.monotonic() + PING_S
-            ping = registry.Ping(self.me.incarnation, registry.Seen())
+            ping = registry.Ping(self.me.incarnation, registry.SeenWorkers())
             self.control.send(WorkerId(self.the("router")), registry.encode(ping))
 
     def _from_registry(self, frame: bytes, worker: WorkerId) -> None:

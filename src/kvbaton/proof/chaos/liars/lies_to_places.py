@@ -22,7 +22,7 @@ from kvbaton.proof.chaos.liars.lies_to_engines import Telling
 from kvbaton.protocol.ids import Incarnation, TransferId, WorkerId, handoff_id
 from kvbaton.security import sealing
 from kvbaton.store import store_messages
-from kvbaton.store.tcp_connection import KEYS_MAX, Item, Line, LineError, Op, greet
+from kvbaton.store.tcp_connection import KEYS_MAX, Item, LineError, Op, StoreConnection, greet
 
 REPORTS = 12
 FLIGHTS = 256
@@ -64,7 +64,7 @@ def odd_addresses(post: Post, _: Door, to: str, until: float) -> None:
                 return
             post.forget()
             post.register(msgspec.structs.replace(honest, http_address=address))
-            if post.hear(registry.Refused, time.monotonic() + LISTED_S) is not None:
+            if post.hear(registry.RegistryRefused, time.monotonic() + LISTED_S) is not None:
                 post.count.refused += 1
     finally:
         post.register(honest)
@@ -83,15 +83,17 @@ def other_lives(post: Post, _: Door, to: str, until: float) -> None:
         post.tell_registry(registry.Register(registration))
         theirs = post.lives.get(name, Incarnation(1))
         for message in (
-            registry.Ping(theirs, registry.Seen((1 << 63) - 1, (1 << 63) - 1), "x" * 256),
+            registry.Ping(theirs, registry.SeenWorkers((1 << 63) - 1, (1 << 63) - 1), "x" * 256),
             registry.Deregister(theirs),
-            registry.Ping(life, registry.Seen()),
+            registry.Ping(life, registry.SeenWorkers()),
         ):
             post.tell_registry(message)
         post.rest(time.monotonic() + ANSWER_S / 2)
-        told = post.all_heard((registry.Refused, registry.Unknown, registry.Superseded, registry.Registered))
+        told = post.all_heard(
+            (registry.RegistryRefused, registry.Unknown, registry.Superseded, registry.RegisteredReply)
+        )
         for each in told:
-            if not isinstance(each, registry.Registered):
+            if not isinstance(each, registry.RegisteredReply):
                 post.count.refused += 1
             elif each.incarnation in (life, theirs):
                 post.count.believe(f"the registry listed the liar as {name}")
@@ -102,8 +104,10 @@ def drains(post: Post, _: Door, to: str, until: float) -> None:
         if time.monotonic() > until:
             return
         post.forget()
-        post.tell_registry(registry.Drain(WorkerId(name), post.rng.choice((0, post.lives.get(name, Incarnation(0))))))
-        answer = post.hear((registry.DrainState, registry.Refused), time.monotonic() + ANSWER_S / 4)
+        post.tell_registry(
+            registry.DrainWorker(WorkerId(name), post.rng.choice((0, post.lives.get(name, Incarnation(0)))))
+        )
+        answer = post.hear((registry.DrainState, registry.RegistryRefused), time.monotonic() + ANSWER_S / 4)
         if isinstance(answer, registry.DrainState):
             post.count.believe(f"{name} was to be drained by who is no operator")
         elif answer is not None:
@@ -116,9 +120,9 @@ def odd_reports(post: Post, _: Door, to: str, until: float) -> None:
         if time.monotonic() > until:
             return
         data = secrets.token_bytes(registry.REPORT_BYTES_MAX) if number % 3 == 0 else _flights(post, names)
-        post.tell_registry(registry.Report(post.me.incarnation, data[: registry.REPORT_BYTES_MAX]))
+        post.tell_registry(registry.WorkerReport(post.me.incarnation, data[: registry.REPORT_BYTES_MAX]))
         post.rest(time.monotonic() + 0.1)
-    post.count.refused += len(post.all_heard(registry.Refused))
+    post.count.refused += len(post.all_heard(registry.RegistryRefused))
 
 
 def _flights(post: Post, names: list[str]) -> bytes:
@@ -154,7 +158,7 @@ def hoard(post: Post, _: Door, to: str, until: float) -> None:
     post.rest(time.monotonic() + ANSWER_S / 4)
     host = urlsplit(post.errand.members[to].control).hostname or ""
     invited = iter(post.all_heard(store_messages.Invited))
-    held: list[Line] = []
+    held: list[StoreConnection] = []
     for op, items in _odd_questions():
         try:
             held.append(_line(host, next(invited)))
@@ -184,8 +188,8 @@ def _odd_questions() -> list[tuple[Op, list[Item]]]:
     ]
 
 
-def _line(host: str, invited: store_messages.Invited) -> Line:
-    line = Line(socket.create_connection((host, invited.port), ANSWER_S))
+def _line(host: str, invited: store_messages.Invited) -> StoreConnection:
+    line = StoreConnection(socket.create_connection((host, invited.port), ANSWER_S))
     line.until = time.monotonic() + ANSWER_S
     try:
         greet(line, invited.number, invited.secret, sealing.is_required_on("auto", line.socket))

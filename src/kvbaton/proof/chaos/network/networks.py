@@ -43,7 +43,8 @@ class _State(msgspec.Struct, frozen=True):
 
 
 class WiredNetwork:
-    """See `kvbaton.proof.chaos.network.wires.Network`. May be called from any thread; a call takes about a millisecond."""
+    """See `kvbaton.proof.chaos.network.wires.Network`. May be called from any thread; a call takes about a
+    millisecond."""
 
     def __init__(self, kind: str, pid: int, sock: socket.socket, ready: Ready) -> None:
         self._kind = kind

@@ -1,6 +1,7 @@
 """A small room for a member's files: a tmpfs of its own, in a mount namespace of its own, which can be full.
 
-`python -m kvbaton.proof.chaos.network.rooms DIR BYTES ARGV…` mounts a tmpfs at DIR for this process alone and becomes ARGV: same pid.
+`python -m kvbaton.proof.chaos.network.rooms DIR BYTES ARGV…` mounts a tmpfs at DIR for this process alone and becomes
+ARGV: same pid.
 
 Law: no byte is written to a disk of this machine, nor to its /dev/shm; the room is gone with the last process in it.
 """

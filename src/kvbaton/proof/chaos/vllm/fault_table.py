@@ -1,7 +1,8 @@
 """The table of docs/faults.md: two runs of the standard plan side by side, one per connector.
 
     python -m kvbaton.proof.chaos.vllm.fault_table kvbaton.json nixl.json             the table alone
-    python -m kvbaton.proof.chaos.vllm.fault_table kvbaton.json nixl.json --into docs/faults.md     put in place of the one there
+    python -m kvbaton.proof.chaos.vllm.fault_table kvbaton.json nixl.json --into docs/faults.md     put in place of
+    the one there
 
 Laws: pure, but for the files that are named. Every row of either run is in the table, and what speaks against kvbaton
 is told in the same words as what speaks for it. What was not run is "-", never 0.

@@ -10,7 +10,7 @@ import random
 import msgspec
 
 from kvbaton.proof.sim.world.sim_memory import Shape
-from kvbaton.protocol.geometry.layout import Kind, Per
+from kvbaton.protocol.geometry.layout import GroupKind, Per
 
 Two = tuple[int, int]
 """P's and D's."""
@@ -23,7 +23,7 @@ class Variety(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: Two
     ranks: Two
     stages: Two = (1, 1)
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[GroupKind, ...] = ()
     window: int = 0
     heads: int = 2
     apart: bool = False
@@ -69,11 +69,11 @@ def draw(rng: random.Random, layers: tuple[int, ...], block_tokens: Two, ranks: 
         ranks = rng.choice(((1, 4), (2, 4), (4, 1), (4, 4)))
     stages = rng.choice(((1, 2), (2, 1), (2, 2))) if one_in(4) else (1, 1)
     ranks = max(ranks[0], stages[0]), max(ranks[1], stages[1])
-    kinds, window, heads = (Kind.FULL,) * groups, 0, 2
+    kinds, window, heads = (GroupKind.FULL,) * groups, 0, 2
     if one_in(6):
-        kinds, heads = (Kind.LATENT,) * groups, 1
+        kinds, heads = (GroupKind.LATENT,) * groups, 1
     elif one_in(3):
-        kinds = (*kinds[1:], rng.choice((Kind.SLIDING, Kind.SLIDING, Kind.CHUNKED)))
+        kinds = (*kinds[1:], rng.choice((GroupKind.SLIDING, GroupKind.SLIDING, GroupKind.CHUNKED)))
         window = rng.choice((2, 3, 5, 8))
     apart, per = one_in(3), Per.TOKEN
     if block_tokens[0] == block_tokens[1] and not apart and one_in(4):

@@ -1,6 +1,7 @@
 """The generated mutants that are kept: one line each, by name, so that each run tries the same ones.
 
-`proof/sim/mutants/mutants_generated.txt` has, between double bars: the name, the seed that caught it when all were last hunted
+`proof/sim/mutants/mutants_generated.txt` has, between double bars: the name, the seed that caught it when all were
+last hunted
 afresh, the rule that it breaks, and what it changes. A line whose seed is `tests` is one that the simulator cannot
 see; it goes on with the test that does, and why no world can. What changes nothing that anybody could see is not kept.
 `proof/sim/mutants/mutants_seeds.txt` has the same seeds of those that are written by hand, where these were many.

@@ -16,7 +16,7 @@ from kvbaton.proof.sim.world.sim_transport import SimTransport
 from kvbaton.protocol.effects import CancelCopy, Direction
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.geometry.progress import whole
-from kvbaton.protocol.machines.context import Desk
+from kvbaton.protocol.machines.context import LedgerContext
 from kvbaton.protocol.machines.producer import Producer
 
 # --- P
@@ -170,7 +170,7 @@ DEVICE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("lent_when_pinned", "28", "found in review: lent before it is computed, an earlier prompt's KV is shown",
            swap(Producer, "lend", _lends_what_is_pinned)),
     Mutant("loan_never_taken_back", "28", "a reader has left, and what was lent to it stays lent",
-           swap(Desk, "cancel", _never_taken_back)),
+           swap(LedgerContext, "cancel", _never_taken_back)),
     Mutant("unpinned_under_a_loan", "28, 32", "unpinned when a loan is taken back, not when the last read by it ended",
            swap(Producer, "_lent_to_nobody", _rest_not_waited_for)),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 from kvbaton.proof.sim.mutants.mutation import Mutant, swap
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.progress import nothing
-from kvbaton.protocol.geometry.spans import Side
+from kvbaton.protocol.geometry.spans import SpanSide
 from kvbaton.protocol.machines import pairing_target, push_writer
 from kvbaton.protocol.machines.movement import Cargo, Route, moves, start
 from kvbaton.protocol.machines.push_write import OutletState
@@ -44,7 +44,7 @@ def _writes_again_after_written(original: Any) -> Any:
             if held is None:
                 return
             session = self.sessions[key[0]]
-            route = Route(session.plan, Side.SOURCE, session.peer, session.transport.name)
+            route = Route(session.plan, SpanSide.SOURCE, session.peer, session.transport.name)
             cargo = Cargo(held.blocks, outlet.blocks, held.tokens, outlet.first_token)
             empty = nothing(len(held.blocks))
             start(self.desk, outlet.parts, route, moves(route, cargo, empty, held.progress))

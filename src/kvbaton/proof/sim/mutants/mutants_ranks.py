@@ -22,11 +22,11 @@ from kvbaton.ranks.rank_planes import HostedPlane
 from kvbaton.ranks.rank_store_host import HostedShelf
 from kvbaton.ranks.rank_store_link import RemoteShelf
 from kvbaton.ranks.rank_store_messages import ShelfLookup
-from kvbaton.ranks.rank_stream import Envelope, Stream
+from kvbaton.ranks.rank_stream import Stream, StreamEnvelope
 from kvbaton.ranks.rank_transport import RemoteTransport
 from kvbaton.ranks.rank_values import RankValues
 
-_envelopes = msgspec.msgpack.Decoder(Envelope)
+_envelopes = msgspec.msgpack.Decoder(StreamEnvelope)
 
 # --- frames
 

@@ -1,8 +1,8 @@
 """Generated mutants: every one-place change of the modules that decide something, by a name that lasts, switchable.
 
 A name is module, function, operator and number of that edit within the function, such as
-`protocol.machines.lease:judge:guard:1`: an edit of another function renames nothing. Of a state machine's table, each row is a
-place too (`protocol.machines.lease:LEASE:row:1`): its transition is forgotten, and the event comes too late.
+`protocol.machines.lease:judge:guard:1`: an edit of another function renames nothing. Of a state machine's table, each
+row is a place too (`protocol.machines.lease:LEASE:row:1`): its transition is forgotten, and the event comes too late.
 
 A mutant is switched on by compiling its module with the one change and giving the running function the new code, so
 everybody who has imported it, and every object that has bound it, runs the mutant. Memories of earlier results

@@ -1,4 +1,5 @@
-"""Tests with a mutant on: `KVBATON_MUTANT=NAME pytest -p kvbaton.proof.sim.mutants.under_test …` says whether they see it.
+"""Tests with a mutant on: `KVBATON_MUTANT=NAME pytest -p kvbaton.proof.sim.mutants.under_test …` says whether they
+see it.
 
 Loaded by name alone; nothing of the product knows of it.
 """

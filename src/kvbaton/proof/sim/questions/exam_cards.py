@@ -16,7 +16,7 @@ from kvbaton.proof.sim.questions.exam import Question, lowered, refused, same, t
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry import layout, plan
-from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Per, Place, Plane, Rank, Share
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.machines import pairing_state
 from kvbaton.protocol.machines.context import Identity
@@ -39,8 +39,8 @@ def base(shards: int = 2, extra: int = 0) -> EngineLayout:
     """Two groups of two layers on some ranks, side by side in one region, keys and values apart."""
     cells = (Cell("k", 2), Cell("v", 2))
     groups = tuple(
-        Group(f"g{n}", Kind.FULL if n == 0 else Kind.SLIDING, TOKENS, tuple(f"g{n}.{k}" for k in range(LAYERS)), HEADS,
-              cells, "u16", 0 if n == 0 else 3)
+        Group(f"g{n}", GroupKind.FULL if n == 0 else GroupKind.SLIDING, TOKENS, tuple(f"g{n}.{k}" for k in
+        range(LAYERS)), HEADS, cells, "u16", 0 if n == 0 else 3)
         for n in range(2)
     )  # fmt: skip
     heads = HEADS // shards
@@ -119,7 +119,7 @@ def _lies_of_groups(good: EngineLayout, n: int) -> Iterator[Lie]:
         yield "another window", _group(good, n, window=4), _R.INCOMPATIBLE
     yield (
         "another kind",
-        _group(good, n, kind=Kind.CHUNKED, window=3) if n else _group(good, n, kind=Kind.LATENT),
+        _group(good, n, kind=GroupKind.CHUNKED, window=3) if n else _group(good, n, kind=GroupKind.LATENT),
         _R.INCOMPATIBLE,
     )
 

@@ -1,6 +1,7 @@
 """Layouts drawn by chance, on both sides of a handoff, and every byte of it by hand: cell by cell, in a dictionary.
 
-Laws: an address is what `protocol/geometry/layout.py` says in its first paragraph, computed here from drawn numbers; which
+Laws: an address is what `protocol/geometry/layout.py` says in its first paragraph, computed here from drawn numbers;
+which
 tokens a window needs, and which rank has what, is said by the drawing. Bytes that move are applied to two memories.
 """
 
@@ -12,9 +13,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvbaton.proof.sim.questions.exam import same
-from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share, planes
+from kvbaton.protocol.geometry.layout import (
+    Cell,
+    EngineLayout,
+    Group,
+    GroupKind,
+    Per,
+    Place,
+    Plane,
+    Rank,
+    Share,
+    planes,
+)
 
-KINDS = (Kind.FULL, Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.LATENT, Kind.STATE)
+KINDS = (GroupKind.FULL, GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.LATENT, GroupKind.STATE)
 ORDERS = ("PHN", "PNH", "HPN", "HNP", "NPH", "NHP")
 
 
@@ -48,10 +60,10 @@ def draw(rng: random.Random) -> Drawn:
     groups = []
     for number in range(rng.choice((1, 1, 2))):
         kind = rng.choice(KINDS)
-        heads = 1 if kind is Kind.LATENT else rng.choice((1, 2, 4))
+        heads = 1 if kind is GroupKind.LATENT else rng.choice((1, 2, 4))
         pers = (Per.TOKEN, Per.HEAD, Per.PAGE) if opaque else (Per.TOKEN,)
         cells = tuple(Cell(f"c{n}", rng.randint(1, 3), rng.choice(pers)) for n in range(rng.choice((1, 1, 2))))
-        window = rng.randint(1, 6) if kind in (Kind.SLIDING, Kind.CHUNKED) else 0
+        window = rng.randint(1, 6) if kind in (GroupKind.SLIDING, GroupKind.CHUNKED) else 0
         layers = tuple(f"g{number}.{n}" for n in range(rng.randint(1, 3)))
         groups.append(Group(f"g{number}", kind, dcp * rng.choice((1, 2, 3)), layers, heads, cells, "u8", window))
     return Drawn(tuple(groups), dcp, rng.choice((1, 2)), opaque, rng.randint(1, 9), rng.choice((1, 2, 4)))
@@ -61,7 +73,7 @@ def side(rng: random.Random, drawn: Drawn, blocks: int) -> Side:
     """One engine with these groups; its block sizes, ranks, stages, orders, gaps and regions are its own."""
     whole = drawn.opaque or drawn.dcp > 1
     groups = tuple(
-        group if whole or group.kind is Kind.STATE else _sized(group, rng.choice((1, 2, 3, 4)))
+        group if whole or group.kind is GroupKind.STATE else _sized(group, rng.choice((1, 2, 3, 4)))
         for group in drawn.groups
     )
     shards = drawn.ranks_of_heads if drawn.opaque else rng.choice((1, 2, 4))
@@ -95,7 +107,7 @@ def _rank(
         if not layers:
             shares.append(Share())
             continue
-        tokens = 1 if group.kind is Kind.STATE else group.block_tokens // found.layout.dcp
+        tokens = 1 if group.kind is GroupKind.STATE else group.block_tokens // found.layout.dcp
         region = rng.randrange(len(sizes))
         shares.append(_share(rng, found, (index, number), group, (start, heads), tokens, layers, blocks, region, sizes))
     return Rank(stage[0], shard[0], dcp, tuple(size + rng.choice((0, 1)) for size in sizes), tuple(shares))
@@ -180,8 +192,8 @@ def dense_pages(rng: random.Random) -> None:
 
 def needed_from(group: Group, tokens: int) -> int:
     """The first token that the next one reads, by counting."""
-    if group.kind is Kind.SLIDING:
+    if group.kind is GroupKind.SLIDING:
         return next(token for token in range(tokens + 1) if token == tokens or tokens - token < group.window)
-    if group.kind is Kind.CHUNKED:
+    if group.kind is GroupKind.CHUNKED:
         return next(token for token in range(tokens, -1, -1) if token % group.window == 0)
     return 0

@@ -12,7 +12,7 @@ from kvbaton.proof.sim.questions.exam import Question, lowered, refused, same, t
 from kvbaton.proof.sim.questions.exam_layouts import Drawn, needed_from
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry import layout, plan, spans
-from kvbaton.protocol.geometry.layout import NULL_BLOCK, EngineLayout, Kind
+from kvbaton.protocol.geometry.layout import NULL_BLOCK, EngineLayout, GroupKind
 from kvbaton.protocol.geometry.pages import pages
 from kvbaton.protocol.geometry.progress import (
     GroupProgress,
@@ -50,10 +50,10 @@ class Handover:
             same("a drawn layout", taken("a drawn layout", layout.validate, each.layout), each.layout)
         self.plan = taken("a plan", plan.plan, self.source.layout, self.target.layout)
         self.tokens = self.drawn.tokens
-        sizes = [group.block_tokens for group in self.target.layout.groups if group.kind is not Kind.STATE]
+        sizes = [group.block_tokens for group in self.target.layout.groups if group.kind is not GroupKind.STATE]
         firsts = range(0, self.tokens, math.lcm(*sizes))
         self.first = rng.choice((0, rng.choice(firsts), firsts[len(firsts) // 2]))
-        if any(group.kind is Kind.STATE for group in self.drawn.groups):
+        if any(group.kind is GroupKind.STATE for group in self.drawn.groups):
             self.first = 0
         self.states = rng.choice((1, 1, 2, 3))
         self.in_runs = rng.random() < 0.4  # blocks follow each other, on both sides
@@ -64,7 +64,7 @@ class Handover:
         """Block ids in any order, none where nobody reads any more and the engine `drops` it."""
         found: Lists = []
         for group in of.groups:
-            if group.kind is Kind.STATE:
+            if group.kind is GroupKind.STATE:
                 found.append(self.rng.sample(range(BLOCKS), self.states))
                 continue
             count = -(-self.tokens // group.block_tokens) - first // group.block_tokens
@@ -96,12 +96,12 @@ class Handover:
             yield whole(done)
         yield whole(counts)
 
-    def routes(self) -> Iterator[tuple[Route, spans.Side]]:
-        for side in spans.Side:
+    def routes(self) -> Iterator[tuple[Route, spans.SpanSide]]:
+        for side in spans.SpanSide:
             weaves = self.rng.random() < 0.5
             yield Route(self.plan, side, _PEER, "tcp", weaves), side
 
-    def moved(self, route: Route, side: spans.Side) -> dict[tuple[int, int, int], tuple[int, int, int]]:
+    def moved(self, route: Route, side: spans.SpanSide) -> dict[tuple[int, int, int], tuple[int, int, int]]:
         """(target rank, region, byte) -> (source rank, region, byte); told twice is told wrongly."""
         found: dict[tuple[int, int, int], tuple[int, int, int]] = {}
         before = nothing(len(self.at))
@@ -114,7 +114,7 @@ class Handover:
             before = after
         return found
 
-    def _note(self, found: dict[Any, Any], rank: int, move: spans.Move, side: spans.Side) -> None:
+    def _note(self, found: dict[Any, Any], rank: int, move: spans.Move, side: spans.SpanSide) -> None:
         rows = list(zip(move.flat[0::3], move.flat[1::3], move.flat[2::3], strict=True))
         if move.weave is not None:
             column, shifts = move.weave.column, move.weave.shifts
@@ -132,7 +132,7 @@ class Handover:
         for local, remote, size in rows:
             for n in range(size):
                 here, there = (rank, move.local_region, local + n), (move.peer_rank, move.remote_region, remote + n)
-                to, at = (here, there) if side is spans.Side.TARGET else (there, here)
+                to, at = (here, there) if side is spans.SpanSide.TARGET else (there, here)
                 if to in found:
                     same(f"byte {to} is written", 2, 1)
                 found[to] = at
@@ -163,7 +163,7 @@ def handovers(rng: random.Random) -> None:
 def _check_needed(case: Handover, found: dict[Any, Any]) -> None:
     ours = case.target.cells
     for (rank, group, layer, block, plane, head, token), (region, at, size) in ours.items():
-        told, state = case.target.layout.groups[group], case.drawn.groups[group].kind is Kind.STATE
+        told, state = case.target.layout.groups[group], case.drawn.groups[group].kind is GroupKind.STATE
         if block not in case.to[group]:
             continue
         index = case.to[group].index(block)
@@ -223,7 +223,7 @@ def bad_lists(rng: random.Random) -> None:
     group = rng.randrange(len(case.at))
     listed = case.drawn.groups[group]
     taken("lists that are right", moves, route, case.cargo(), before, after)
-    reads = listed.kind is Kind.STATE or needed_from(listed, case.tokens) < case.tokens
+    reads = listed.kind is GroupKind.STATE or needed_from(listed, case.tokens) < case.tokens
     for ids in (case.at, case.to) if reads else ():
         kept = list(ids[group])
         last = kept[-1]
@@ -242,7 +242,7 @@ def bad_lists(rng: random.Random) -> None:
             )
         ids[group] = [*kept[:-1], last]
     case.first += 1
-    sizes = [each.block_tokens for each in case.target.layout.groups if each.kind is not Kind.STATE]
+    sizes = [each.block_tokens for each in case.target.layout.groups if each.kind is not GroupKind.STATE]
     if any(case.first % size for size in sizes) and case.first < case.tokens:
         refused("a first token within a block", _R.BAD_SPAN, moves, route, case.cargo(), before, after)
     case.first -= 1
@@ -310,7 +310,7 @@ def sizes(rng: random.Random) -> None:
     total = 0
     for group, size in zip(one.layout.groups, counted, strict=True):
         needed = range(needed_from(group, case.tokens) // group.block_tokens, -(-case.tokens // group.block_tokens))
-        count = 1 if group.kind is Kind.STATE else len(needed)
+        count = 1 if group.kind is GroupKind.STATE else len(needed)
         same(
             f"blocks that {group.kind} needs of {case.tokens}",
             group.needed(case.tokens)[1] - group.needed(case.tokens)[0],

@@ -29,7 +29,7 @@ from kvbaton.ranks.rank_carrying import Carrier, Clock
 from kvbaton.ranks.rank_host import _HERE, LEASES_MAX, REFUSALS_S, STOP_S, RankHost, host_of
 from kvbaton.ranks.rank_store_messages import ShelfAsk, ShelfCancel, ShelfCommand, ShelfOpen
 from kvbaton.ranks.rank_stream import Stream
-from kvbaton.ranks.store_interface import RankShelf
+from kvbaton.ranks.store_interface import RankStoreInterface
 from kvbaton.transports.core.transport import Transport
 
 STEPS = 30
@@ -184,8 +184,8 @@ class _Host:
         self.sent: list[list[said.News]] = []
         self.unsent: list[list[said.News]] = []
 
-    def _make(self, compat: str) -> RankShelf:
-        return cast(RankShelf, self.shelf)
+    def _make(self, compat: str) -> RankStoreInterface:
+        return cast(RankStoreInterface, self.shelf)
 
     def check_made(self) -> None:
         invitation = self.real.invitation

@@ -33,7 +33,7 @@ from kvbaton.ranks.rank_link import LEASES_MAX, RankLink, RankLinks
 from kvbaton.ranks.rank_store_link import RemoteShelf
 from kvbaton.ranks.rank_stream import Stream
 from kvbaton.ranks.rank_transport import RemoteTransport
-from kvbaton.ranks.store_interface import RankShelf
+from kvbaton.ranks.store_interface import RankStoreInterface
 from kvbaton.transports.core.transport import Transport
 
 STEPS = 50
@@ -249,7 +249,7 @@ class _Links:
             key = f"{rank}".rjust(40, "k")
             return said.RankInvitation(rank, "tcp://127.0.0.1:1", key, *KEYS[1:], ABLE, self.has_shelf)
         planes = cast("Mapping[str, Transport]", self.planes[rank])
-        make = (lambda compat: cast(RankShelf, None)) if self.has_shelf else None
+        make = (lambda compat: cast(RankStoreInterface, None)) if self.has_shelf else None
         host = self.hosts[rank] = RankHost(rank, planes, shelf=make, carrier=cast(Carrier, self.carrier))
         if rank == self.taken:
             host.give(host.invitation, 1, self._tell)

@@ -124,8 +124,8 @@ def _sizes(rng: random.Random) -> None:
 def _loan_crosses(rng: random.Random) -> None:
     blocks = tuple(tuple(rng.randrange(-1, 1 << 30) for _ in range(rng.randrange(4))) for _ in range(rng.randrange(4)))
     loan = Loan(JobId(rng.randrange(1 << 40)), rng.choice(PEERS), rng.choice(list(Direction)), blocks)
-    lend = said.decode_command(said.encode_command(said.Lend.of("plane", loan)))
-    assert isinstance(lend, said.Lend)
+    lend = said.decode_command(said.encode_command(said.RankLend.of("plane", loan)))
+    assert isinstance(lend, said.RankLend)
     same("a loan that has crossed", (lend.transport, lend.loan), ("plane", loan))
     torn = msgspec.structs.replace(lend, blocks=(b"123",))
     same("a torn list of blocks", outcome(lambda: torn.loan, ValueError), REFUSED)
@@ -136,12 +136,12 @@ def _ends_cross(rng: random.Random) -> None:
     reason = rng.choice((None, Reason.CANCELLED, Reason.BAD_SPAN))
     ended = CopyEnded(JobId(rng.randrange(99)), reason, rng.random() < 0.5, detail)
     news = [
-        said.Ended.of("plane", ended),
+        said.RankEnded.of("plane", ended),
         said.Rested.of("plane", CopyRested(ended.job)),
         shelf.ShelfEnded.of(OrderEnded(OrderId(7), 3, reason, detail)),
     ]
     expected = [
-        said.Ended("plane", ended.job, reason, ended.at_rest, detail[:DETAIL]),
+        said.RankEnded("plane", ended.job, reason, ended.at_rest, detail[:DETAIL]),
         said.Rested("plane", ended.job),
         shelf.ShelfEnded(7, 3, reason, detail[:DETAIL]),
     ]

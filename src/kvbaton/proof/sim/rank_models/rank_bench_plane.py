@@ -36,7 +36,7 @@ DETAIL = 512
 CALLS = ("submit", "cancel", "disconnect", "fence", "endpoint", "connect", "lay_out", "lend", "drain", "close")
 LOOKS = ("refusals", "mapped_bytes")
 
-Stop = said.Cancel | said.Disconnect | said.Fence
+Stop = said.Cancel | said.RankDisconnect | said.Fence
 Call = tuple[Any, ...]
 
 
@@ -131,19 +131,19 @@ class PlaneModel:
                     self.parts[job] = self.parts.get(job, b"") + table
             case said.Cancel(_, job):
                 self._stop_all(command, [each for each in self.waiting if each.job == job], Reason.CANCELLED)
-            case said.Disconnect(_, peer):
+            case said.RankDisconnect(_, peer):
                 self._stop_all(command, [each for each in self.waiting if each.peer == peer], Reason.PEER_GONE)
             case said.Fence(_, peer):
                 self._stop_all(command, [each for each in self.waiting if each.peer == peer], Reason.TRANSFER_FAILED)
             case said.Mint():
                 self._mint(command)
-            case said.Connect(_, peer, endpoint):
+            case said.RankConnect(_, peer, endpoint):
                 self._welcome(peer)
                 if not self._called("connect", peer, endpoint):
                     self.news.append(said.ConnectFailed(self.name, peer, self.told_error))
             case said.LayOut(_, tables):
                 self.faults += not self._called("lay_out", tables)
-            case said.Lend(_, job):
+            case said.RankLend(_, job):
                 if any(len(ids) % 4 for ids in command.blocks):
                     self._end(job, Reason.TRANSFER_FAILED)
                 elif not self._called("lend", command.loan):
@@ -173,7 +173,7 @@ class PlaneModel:
             self.faults += 1
         elif plane.turned_away != self.told:
             self.told = dict(plane.turned_away)
-            self.news.append(said.Refusals(self.name, self.told))
+            self.news.append(said.RankRefusals(self.name, self.told))
         if "mapped_bytes" in plane.throws:
             self.faults += 1
         elif plane.mapped != self.told_mapped:
@@ -221,7 +221,7 @@ class PlaneModel:
             self._end(copy.job, reason)
 
     def _stop(self, command: Stop) -> bool:
-        name = type(command).__name__.lower()
+        name = type(command).__name__.removeprefix("Rank").lower()
         taken = self._called(name, command.job if isinstance(command, said.Cancel) else command.peer)
         if not taken:
             self.threw = True
@@ -230,12 +230,12 @@ class PlaneModel:
         return taken
 
     def _welcome(self, peer: PeerId) -> None:
-        owed = said.Disconnect(self.name, peer)
+        owed = said.RankDisconnect(self.name, peer)
         if owed in self.again:
             self.again.remove(owed)
 
     def _mint(self, command: said.Mint) -> None:
-        for owed in (said.Disconnect(self.name, command.peer), said.Fence(self.name, command.peer)):
+        for owed in (said.RankDisconnect(self.name, command.peer), said.Fence(self.name, command.peer)):
             while owed in self.again:
                 self.again.remove(owed)
                 if not self._stop(owed):
@@ -256,7 +256,7 @@ class PlaneModel:
         for event in self.plane.events:
             match event:
                 case CopyEnded(job, reason, at_rest, detail):
-                    self.news.append(said.Ended(self.name, job, reason, at_rest, detail[:DETAIL]))
+                    self.news.append(said.RankEnded(self.name, job, reason, at_rest, detail[:DETAIL]))
                 case CopyRested(job):
                     self.news.append(said.Rested(self.name, job))
                 case FenceEnded(peer):
@@ -265,7 +265,7 @@ class PlaneModel:
                     self.news.append(said.ConnectFailed(self.name, peer, detail[:DETAIL]))
 
     def _end(self, job: JobId, reason: Reason, detail: str = ANYTHING) -> None:
-        self.news.append(said.Ended(self.name, job, reason, True, detail))
+        self.news.append(said.RankEnded(self.name, job, reason, True, detail))
 
 
 def _bench_plane(rng: random.Random) -> int:
@@ -325,7 +325,7 @@ def _drive(
 def _owe_fences(rng: random.Random, hosted: HostedPlane, scripted: Scripted, model: PlaneModel) -> None:
     """Fences and farewells that threw, and then whoever they were of is asked in."""
     peer = rng.choice(PEERS)
-    owed = rng.choices((said.Fence(NAME, peer), said.Disconnect(NAME, peer)), k=rng.randrange(1, 4))
+    owed = rng.choices((said.Fence(NAME, peer), said.RankDisconnect(NAME, peer)), k=rng.randrange(1, 4))
     last = rng.choice((said.Mint(NAME, 1, peer), said.Cancel(NAME, JobId(1))))
     for command in (*owed, last):
         throws = {"fence", "disconnect", "cancel"}
@@ -376,9 +376,9 @@ def any_commands(rng: random.Random, name: str = NAME) -> list[said.Command]:
             del commands[rng.choice((0, -1, -1))]  # torn, or never submitted
         return commands
     torn = (b"123",) if rng.random() < 0.3 else (b"", bytes(8))
-    lend = said.Lend(name, job, peer, Direction.READ, torn)
-    stops = (said.Cancel(name, job), said.Disconnect(name, peer), said.Fence(name, peer))
-    opens = (said.Mint(name, rng.randrange(9), peer), said.Connect(name, peer, b"there"))
+    lend = said.RankLend(name, job, peer, Direction.READ, torn)
+    stops = (said.Cancel(name, job), said.RankDisconnect(name, peer), said.Fence(name, peer))
+    opens = (said.Mint(name, rng.randrange(9), peer), said.RankConnect(name, peer, b"there"))
     rare = (said.LayOut(name, ()), lend, said.Open(name, peer))
     return [rng.choice(rng.choice((stops, opens, rare, stops, opens)))]
 

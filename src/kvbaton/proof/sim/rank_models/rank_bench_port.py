@@ -251,7 +251,7 @@ class _Port:
         job = JobId(JOBS + self.rng.randrange(3))
         loan = Loan(job, self.rng.choice(PEERS), Direction.READ, ((1, 2), (self.rng.randrange(9),)))
         self.model.loans.add(job)
-        self.model.posted.append(said.Lend.of(NAME, loan))
+        self.model.posted.append(said.RankLend.of(NAME, loan))
         self.real.lend(loan)
         if self.rng.random() < 0.5:
             self.model.cancel(job)
@@ -263,7 +263,7 @@ class _Port:
         expected = self.model.check_room() if is_one else Raised("ValueError")
         if expected is None:
             self.model.known.add(peer)
-            self.model.posted.append(said.Connect(NAME, peer, endpoint))
+            self.model.posted.append(said.RankConnect(NAME, peer, endpoint))
         found = outcome(lambda: self.real.connect(peer, endpoint), ValueError, ConnectionError, TimeoutError)
         same("connect", found, expected)
 
@@ -287,7 +287,7 @@ class _Port:
         self.model.let_go(peer)
         if peer in self.model.known:
             self.model.known.discard(peer)
-            self.model.posted.append(said.Disconnect(NAME, peer))
+            self.model.posted.append(said.RankDisconnect(NAME, peer))
         self.real.disconnect(peer)
 
     def fence(self) -> None:
@@ -343,7 +343,7 @@ class _Port:
         job = JobId(self.rng.randrange(JOBS + 3))
         reason, at_rest = self.rng.choice((None, None, Reason.CANCELLED)), self.rng.random() < 0.6
         self.model.ended(job, reason, at_rest)
-        self.real.take(said.Ended(NAME, job, reason, at_rest, WHY))
+        self.real.take(said.RankEnded(NAME, job, reason, at_rest, WHY))
 
     def rested(self) -> None:
         job = JobId(self.rng.randrange(JOBS))
@@ -357,7 +357,7 @@ class _Port:
             self.model.tell(FenceEnded(peer))
             self.real.take(said.Fenced(NAME, peer))
         elif kind == 1:
-            self.real.take(said.Refusals(NAME, {"left": number}))
+            self.real.take(said.RankRefusals(NAME, {"left": number}))
             same("refusals that were told", self.real.refusals, {"left": number})
         elif kind == 2:
             self.real.take(said.MappedBytes(NAME, number))

@@ -17,7 +17,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.ranks import rank_store_host
 from kvbaton.ranks import rank_store_messages as said
 from kvbaton.ranks.rank_store_host import HostedShelf
-from kvbaton.ranks.store_interface import RankShelf
+from kvbaton.ranks.store_interface import RankStoreInterface
 from kvbaton.store.content_keys import HASH_BYTES
 from kvbaton.store.interface import OrderEnded, OrderId
 
@@ -182,11 +182,11 @@ class _Hosted:
     def _wake(self) -> None:
         self.wakes += 1
 
-    def _make(self, compat: str) -> RankShelf:
+    def _make(self, compat: str) -> RankStoreInterface:
         same("whose shelf it is", compat, COMPAT)
         if "make" in self.shelf.throws:
             raise self.shelf.throws["make"]
-        return cast(RankShelf, self.shelf)
+        return cast(RankStoreInterface, self.shelf)
 
     def script(self) -> None:
         rng, shelf = self.rng, self.shelf

@@ -16,7 +16,7 @@ from kvbaton.proof.sim.rank_models.rank_bench_store import COMPAT, ORDERS, any_o
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks import rank_store_messages as said
 from kvbaton.ranks.rank_store_link import RemoteShelf
-from kvbaton.ranks.store_interface import RankShelf
+from kvbaton.ranks.store_interface import RankStoreInterface
 from kvbaton.store.content_keys import HASH_BYTES
 from kvbaton.store.interface import OrderEnded, OrderId
 
@@ -36,7 +36,7 @@ class _Link:
         self.posted += commands
 
 
-def put_to(shelf: RankShelf, order: said.ShelfOrder) -> bool:
+def put_to(shelf: RankStoreInterface, order: said.ShelfOrder) -> bool:
     """As its caller does it."""
     number, hashes = OrderId(order.order), said.hashes_of(order.hashes)
     match order:
@@ -111,7 +111,7 @@ class _Remote:
 
     def submit(self) -> None:
         order = any_order(self.rng)
-        found = outcome(lambda: put_to(cast(RankShelf, self.real), order), ValueError)
+        found = outcome(lambda: put_to(cast(RankStoreInterface, self.real), order), ValueError)
         same("an order", found, self.model.submit(order))
 
     def submit_nonsense(self) -> None:

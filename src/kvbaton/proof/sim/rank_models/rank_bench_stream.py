@@ -17,7 +17,7 @@ from collections import Counter
 import msgspec
 
 from kvbaton.proof.sim.rank_models.rank_bench import Raised, outcome, same
-from kvbaton.ranks.rank_stream import ANSWER_BYTES, RESEND_S, Envelope, Stream
+from kvbaton.ranks.rank_stream import ANSWER_BYTES, RESEND_S, Stream, StreamEnvelope
 
 STEPS = 70
 WINDOW, ANSWERS = 5, 3
@@ -38,7 +38,7 @@ class _Model:
         self.heard = 0
         self.counters: Counter[str] = Counter()
 
-    def take(self, came: Envelope, now: float) -> bytes | None:
+    def take(self, came: StreamEnvelope, now: float) -> bytes | None:
         if self.session == 0 and came.received == 0:
             self.session = came.session
         if self.session == 0 or came.session != self.session:
@@ -69,7 +69,7 @@ class _Model:
         self.untold_bytes += len(came.body)
         return came.body
 
-    def due(self, now: float) -> list[Envelope]:
+    def due(self, now: float) -> list[StreamEnvelope]:
         self.numbered = max(self.numbered, min(len(self.bodies), self.answered + WINDOW))
         if self.sent == self.answered < self.numbered:
             self.moved_at = now
@@ -79,7 +79,7 @@ class _Model:
         owed = self.untold_frames >= ANSWERS or self.untold_bytes >= ANSWER_BYTES
         if not said and (self.owes or self.asks or owed):
             said = [(0, b"")]
-        frames = [Envelope(self.session, number, self.received, self.asks, body) for number, body in said]
+        frames = [StreamEnvelope(self.session, number, self.received, self.asks, body) for number, body in said]
         if frames:
             self.untold_frames = self.untold_bytes = 0
             self.owes = self.asks = False
@@ -140,7 +140,7 @@ def _come_large(rng: random.Random, stream: Stream, model: _Model, now: float) -
 def _settle(stream: Stream, model: _Model, now: float) -> None:
     """Neither end owes the other anything."""
     if not model.session:
-        _come(stream, model, Envelope(7, 0, 0), now)
+        _come(stream, model, StreamEnvelope(7, 0, 0), now)
     while model.owes or model.untold_frames or model.answered < len(model.bodies):
         stream.ask()
         model.asks = True
@@ -154,21 +154,21 @@ def _nonsense(rng: random.Random, stream: Stream, now: float) -> None:
     same("what is no frame", raised, Raised("MsgspecError"))
 
 
-def _come(stream: Stream, model: _Model, came: Envelope, now: float) -> None:
+def _come(stream: Stream, model: _Model, came: StreamEnvelope, now: float) -> None:
     same("the body of a frame", stream.take(msgspec.msgpack.encode(came), now), model.take(came, now))
 
 
 def _send(stream: Stream, model: _Model, now: float) -> None:
-    found = [msgspec.msgpack.decode(frame, type=Envelope) for frame in stream.due(now)]
+    found = [msgspec.msgpack.decode(frame, type=StreamEnvelope) for frame in stream.due(now)]
     same("frames that are due", found, model.due(now))
 
 
-def _next(model: _Model, body: bytes = b"") -> Envelope:
+def _next(model: _Model, body: bytes = b"") -> StreamEnvelope:
     """What an honest end says that has everything and asks nothing."""
-    return Envelope(model.session or 7, model.received + 1, model.sent, False, body)
+    return StreamEnvelope(model.session or 7, model.received + 1, model.sent, False, body)
 
 
-def _frame(rng: random.Random, model: _Model) -> Envelope:
+def _frame(rng: random.Random, model: _Model) -> StreamEnvelope:
     session = rng.choice((0, 8)) if rng.random() < 0.1 else model.session or rng.choice((0, 7, 7))
     number = rng.choice((0, 0, 1, 1, 1, 1, -1, 0, 2)) + model.received if rng.random() < 0.7 else 0
     known = (model.answered, model.answered, model.answered, model.sent, (model.answered + model.sent) // 2)
@@ -176,7 +176,7 @@ def _frame(rng: random.Random, model: _Model) -> Envelope:
     if not model.session:
         received = rng.choice((0, 0, 3))
     asks, body = rng.random() < 0.15, rng.randbytes(rng.randrange(4))
-    return Envelope(session, max(number, 0), max(received, 0), asks, body)
+    return StreamEnvelope(session, max(number, 0), max(received, 0), asks, body)
 
 
 def _compare(stream: Stream, model: _Model) -> None:

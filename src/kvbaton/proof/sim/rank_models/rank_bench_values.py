@@ -17,7 +17,18 @@ import msgspec
 
 from kvbaton.proof.sim.rank_models.rank_bench import ANYTHING, Raised, outcome, replaced, same
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Per, Place, Plane, Rank, Share, cell_axes
+from kvbaton.protocol.geometry.layout import (
+    Cell,
+    EngineLayout,
+    Group,
+    GroupKind,
+    Per,
+    Place,
+    Plane,
+    Rank,
+    Share,
+    cell_axes,
+)
 from kvbaton.ranks import rank_store, rank_values
 from kvbaton.ranks.rank_values import NotStorable, RankValues
 from kvbaton.store.content_keys import HASH_BYTES, VALUE_BYTES_MAX, prefix
@@ -55,7 +66,9 @@ def _drawn(rng: random.Random) -> _Spec:
     if rng.random() < 0.4:
         cells = tuple(Cell(name, cells[0].bytes, cells[0].per) for name in "kv")
     layers = tuple(f"layer{at}" for at in range(rng.randrange(1, 5)))
-    group = Group("full", rng.choice((Kind.FULL, Kind.LATENT)), tokens, layers, head_start + heads, cells, "bf16")
+    group = Group(
+        "full", rng.choice((GroupKind.FULL, GroupKind.LATENT)), tokens, layers, head_start + heads, cells, "bf16"
+    )
     page = rng.random() < 0.5
     planes = _dense(rng, cells, heads, tokens // dcp) if page else _loose(rng, cells)
     size = rng.choice((40, 64, 200))
@@ -102,7 +115,7 @@ def _cells_of(group: Group, share: Share, tokens: int) -> list[tuple[int, int, t
 
 def _extent(cells: Sequence[Cell], planes: Sequence[Plane], heads: int, tokens: int) -> int:
     share = Share(0, heads, 1, (), tuple(planes))
-    group = Group("full", Kind.FULL, tokens, (), heads, tuple(cells), "bf16")
+    group = Group("full", GroupKind.FULL, tokens, (), heads, tuple(cells), "bf16")
     return max(at + size for at, size, _ in _cells_of(group, share, tokens))
 
 
@@ -171,7 +184,7 @@ def _otherwise(rng: random.Random, spec: _Spec, found: RankValues) -> None:
     last = group.cells[-1]
     cells = (*group.cells[:-1], Cell(last.name + "2", last.bytes, last.per))
     replace = partial(msgspec.structs.replace, group)
-    kind = Kind.LATENT if group.kind is Kind.FULL else Kind.FULL
+    kind = GroupKind.LATENT if group.kind is GroupKind.FULL else GroupKind.FULL
     groups = [replace(name="other"), replace(dtype="f8"), replace(layers=layers), replace(cells=cells)]
     groups += [replace(kind=kind), replace(heads=group.heads + 1)]
     changed = [msgspec.structs.replace(spec, group=each) for each in groups]
@@ -228,11 +241,11 @@ def _blocks(rng: random.Random, found: RankValues) -> None:
 def _refused(rng: random.Random) -> None:
     """What cannot be a value, and what just can."""
     cell = Cell("k", 1)
-    group = Group("full", Kind.FULL, 2, ("a", "b", "c"), 2, (cell,), "bf16")
+    group = Group("full", GroupKind.FULL, 2, ("a", "b", "c"), 2, (cell,), "bf16")
     apart = tuple(Place(at, 100 * at, 1000) for at in range(3))
     share = Share(0, 2, BLOCKS, apart, (Plane(0, 8, 4),))  # four cells apart from each other, three times
     spec = _Spec(group, share)
-    for kind in (Kind.SLIDING, Kind.CHUNKED, Kind.STATE):
+    for kind in (GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.STATE):
         window = msgspec.structs.replace(group, kind=kind, window=4)
         same(f"a group that is {kind}", _values(msgspec.structs.replace(spec, group=window)), REFUSED)
     nothing = msgspec.structs.replace(spec, share=msgspec.structs.replace(share, places=()))
@@ -251,11 +264,11 @@ def _refused(rng: random.Random) -> None:
         Cell("x", VALUE_BYTES_MAX // 3 + 1 + more),
     )
     planes = tuple(Plane(at * VALUE_BYTES_MAX, 1, 1) for at in range(3))
-    group = Group("full", Kind.FULL, 1, ("a",), 1, cells, "bf16")
+    group = Group("full", GroupKind.FULL, 1, ("a",), 1, cells, "bf16")
     large = _Spec(group, Share(0, 1, BLOCKS, apart[:1], planes))
     same("a value of very many bytes", _values(large) == REFUSED, bool(more))
     two_cells = _Spec(
-        Group("full", Kind.FULL, 2, ("a",), 1, (cell, cell), "bf16"),
+        Group("full", GroupKind.FULL, 2, ("a",), 1, (cell, cell), "bf16"),
         Share(0, 1, BLOCKS, apart[:1], (Plane(0, 4, 4), Plane(1, 4, 4))),
     )
     bound = 4 - rng.randrange(2)

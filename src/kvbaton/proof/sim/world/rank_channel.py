@@ -26,7 +26,7 @@ from kvbaton.proof.sim.promises import DEATH, Broken
 from kvbaton.proof.sim.world.world import World
 from kvbaton.ranks.rank_carrying import Clock
 from kvbaton.ranks.rank_messages import RankInvitation
-from kvbaton.ranks.rank_stream import Envelope
+from kvbaton.ranks.rank_stream import StreamEnvelope
 
 T = TypeVar("T")
 
@@ -225,12 +225,12 @@ class Channel:
         """Somebody with the same keys says the same in another session, as the next thing to be heard."""
         to_rank = way is self._to_rank
         try:
-            said = msgspec.msgpack.decode(frame, type=Envelope)
+            said = msgspec.msgpack.decode(frame, type=StreamEnvelope)
         except msgspec.MsgspecError:
             return
         if said.number and not way:
             number = said.number + 1
-            strange = Envelope(said.session + 1, number, said.received, said.asks, said.body)
+            strange = StreamEnvelope(said.session + 1, number, said.received, said.asks, said.body)
             self.carrier.world.faults["rank_frame_strange"] += 1
             self.carrier.world.after(WAY_S, lambda: self._strange_arrives(to_rank, msgspec.msgpack.encode(strange)))
 

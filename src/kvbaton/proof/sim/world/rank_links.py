@@ -32,7 +32,7 @@ from kvbaton.ranks import rank_host
 from kvbaton.ranks.rank_carrying import Clock
 from kvbaton.ranks.rank_host import RankHost
 from kvbaton.ranks.rank_link import LEASES_MAX, RankLinks
-from kvbaton.ranks.rank_messages import SPAN_BYTES, Disconnect, RankInvitation
+from kvbaton.ranks.rank_messages import SPAN_BYTES, RankDisconnect, RankInvitation
 from kvbaton.ranks.rank_planes import WAITING_MAX
 from kvbaton.ranks.rank_store_messages import ORDERS_MAX, ShelfAsk
 from kvbaton.ranks.rank_stream import Stream
@@ -281,7 +281,7 @@ class LinkedRanks:
                 link.shelf.open(COMPAT)
             for transport in link.transports.values():
                 transport.commands_max = 8
-            link.post([Disconnect("nowhere", self.me), ShelfAsk(0)])
+            link.post([RankDisconnect("nowhere", self.me), ShelfAsk(0)])
 
     def _loosen(self) -> None:
         """Bounds as they are, so that nothing is refused any more."""

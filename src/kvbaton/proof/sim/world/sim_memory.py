@@ -13,7 +13,7 @@ from itertools import pairwise
 import msgspec
 
 from kvbaton.protocol.events import NO_BLOCK
-from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, Kind, Per, Place, Rank, Share, planes
+from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Per, Place, Rank, Share, planes
 
 CELL_BYTES = 4
 
@@ -29,7 +29,7 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
     group_layers: tuple[int, ...] = (2,)
     blocks_first: bool = False
     order: str = "HNP"
-    kinds: tuple[Kind, ...] = ()  # of the groups; FULL where there are none
+    kinds: tuple[GroupKind, ...] = ()  # of the groups; FULL where there are none
     window: int = 0  # of the groups that have one, in tokens
     apart: bool = False  # keys and values are two planes
     per: Per = Per.TOKEN
@@ -100,22 +100,22 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
         token = (Cell("k", 2), Cell("v", 2)) if self.apart else (Cell("kv", CELL_BYTES),)
         run = 1 if self.per is Per.TOKEN else self.block_tokens
         cells = tuple(Cell(cell.name, cell.bytes * run, self.per) for cell in token)
-        kinds = self.kinds or (Kind.FULL,) * len(self.group_layers)
+        kinds = self.kinds or (GroupKind.FULL,) * len(self.group_layers)
         needed = len(kinds) - self.optional
         return tuple(
             Group(
                 f"g{n}", kind, self.block_tokens, tuple(f"g{n}.{k}" for k in range(count)), self.heads, cells, "u32",
-                self.window if kind in (Kind.SLIDING, Kind.CHUNKED) else 0, n >= needed,
+                self.window if kind in (GroupKind.SLIDING, GroupKind.CHUNKED) else 0, n >= needed,
             )
             for n, (kind, count) in enumerate(zip(kinds, self.group_layers, strict=True))
         )  # fmt: skip
 
     def needed_from(self, group: int, tokens: int) -> int:
         """The first token that the next one reads: what is expected of the core, so not asked of it."""
-        kind = self.kinds[group] if self.kinds else Kind.FULL
-        if kind is Kind.SLIDING:
+        kind = self.kinds[group] if self.kinds else GroupKind.FULL
+        if kind is GroupKind.SLIDING:
             return max(0, tokens + 1 - self.window)
-        return tokens - tokens % self.window if kind is Kind.CHUNKED else 0
+        return tokens - tokens % self.window if kind is GroupKind.CHUNKED else 0
 
     def listed(self, group: int, ids: list[int], tokens: int) -> list[int]:
         """A prompt's blocks as they are leased or taken: none where nobody will read any more."""

@@ -27,17 +27,17 @@ from kvbaton.proof.sim.world.sim_request import SimRequest
 from kvbaton.proof.sim.world.world import InjectedFault, World
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.geometry.layout import EngineLayout
-from kvbaton.ranks.engine_store import AskId, Shelf, ShelfSettings, Told
+from kvbaton.ranks.engine_store import AskId, EngineStore, ShelfSettings, StoreTold
 from kvbaton.ranks.rank_carrying import Clock
 from kvbaton.ranks.rank_store import LocalShelf, shelf_settings
 from kvbaton.ranks.rank_store_host import MakeShelf
 from kvbaton.ranks.rank_store_link import RemoteShelf
 from kvbaton.ranks.rank_values import rank_values
-from kvbaton.ranks.store_interface import RankShelf
+from kvbaton.ranks.store_interface import RankStoreInterface
 from kvbaton.store.backend_threads import perform
 from kvbaton.store.interface import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
 from kvbaton.store.order_scheduler import Keeper
-from kvbaton.store.order_scripts import Answer, Call, Task
+from kvbaton.store.order_scripts import BackendCall, CallAnswer, Task
 from kvbaton.store.threaded_store import check
 
 COMPAT = "5" * 32
@@ -153,13 +153,13 @@ class SimKept:
             self._news += ends
             self._waker()
 
-    def _returned(self, call: Call) -> None:
+    def _returned(self, call: BackendCall) -> None:
         if not self._process.alive:
             return
         if self._process.paused:
             self._carrier.world.after(0.25, partial(self._returned, call))
             return
-        outcome: Answer | Exception
+        outcome: CallAnswer | Exception
         try:
             if self._carrier.chance(self._fails() / 4):
                 self._carrier.world.faults["rank_store_failed"] += 1
@@ -192,7 +192,7 @@ class RankStore:
         self.told: set[int] = set()  # ranks that know whose shelf theirs is
 
     def maker(self, carrier: SimCarrier, rank: int, process: SimProcess, clock: Clock) -> MakeShelf:
-        def make(compat: str) -> RankShelf:
+        def make(compat: str) -> RankStoreInterface:
             self.told.add(rank)
             if carrier.chance(self.fails / 4):
                 carrier.world.faults["rank_store_unusable"] += 1
@@ -220,7 +220,7 @@ class RankStore:
         for kept in self.kept.values():
             kept.abandon()
 
-    def check_at_rest(self, name: str, ranks: Sequence[RemoteShelf], shelf: Shelf) -> None:
+    def check_at_rest(self, name: str, ranks: Sequence[RemoteShelf], shelf: EngineStore) -> None:
         if shelf._open or any(rank.open_orders for rank in ranks):
             raise Broken(HANG, f"{name}: orders of the store are open at rest: {list(shelf._open)[:3]}")
         if len(self.told) < len(ranks):
@@ -272,10 +272,12 @@ class WatchedShelf:
         return ends
 
 
-def make_shelf(ranks: Sequence[RemoteShelf], store: RankStore) -> Shelf:
+def make_shelf(ranks: Sequence[RemoteShelf], store: RankStore) -> EngineStore:
     for rank in ranks:
         rank.open(COMPAT)
-    return Shelf([cast(RankShelf, WatchedShelf(each, number, store)) for number, each in enumerate(ranks)], SETTINGS)
+    return EngineStore(
+        [cast(RankStoreInterface, WatchedShelf(each, number, store)) for number, each in enumerate(ranks)], SETTINGS
+    )
 
 
 def hashes_of(content: int, count: int, block_tokens: int) -> list[bytes]:
@@ -293,7 +295,12 @@ class ShelfFetching(Fetching):
     """Gets by way of the shelf: it is asked how much is there, and that is brought."""
 
     def __init__(
-        self, world: World, pool: Pool, device: Device, on_end: Callable[[SimRequest, int, int], None], shelf: Shelf
+        self,
+        world: World,
+        pool: Pool,
+        device: Device,
+        on_end: Callable[[SimRequest, int, int], None],
+        shelf: EngineStore,
     ) -> None:
         super().__init__(world, pool, device, on_end)
         self._shelf = shelf
@@ -334,7 +341,7 @@ class ShelfFetching(Fetching):
         if ask is not None:
             self._wild.add(ask)
 
-    def _found(self, fetch: Fetch, told: Told) -> None:
+    def _found(self, fetch: Fetch, told: StoreTold) -> None:
         request, count = fetch.request, told.count
         row = fetch.blocks[0][:count]
         hashes = hashes_of(fetch.content, count, self.device.shape.block_tokens)
@@ -353,7 +360,7 @@ class ShelfFetching(Fetching):
         if self.world.rng.random() < 0.1:
             self._shelf.forget(ask)
 
-    def _landed(self, fetch: Fetch, told: Told) -> None:
+    def _landed(self, fetch: Fetch, told: StoreTold) -> None:
         landed = fetch.blocks[0][: told.count]
         for blank in self.device.blank:
             blank.difference_update(landed)

@@ -1,6 +1,7 @@
 """The simulated router's word that nobody will use a ticket: when it gives it, and how the word travels.
 
-Laws: a ticket is given back as the real router does it (`router/request_flow.py`): when the client leaves, or D's answer fails,
+Laws: a ticket is given back as the real router does it (`router/request_flow.py`): when the client leaves, or D's
+answer fails,
 or, where both engines were asked at once, when either does. The registry may lose the word, double it, hold it up, and
 bring it to another life of P. Strays are words that no router gives by design and that a cluster must still survive:
 before P's lease, while D claims or reads, after the commit, twice, and to a worker that the ticket is not of.

@@ -23,7 +23,7 @@ from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.transports.core.jobs import AGAIN_S_MAX, LENT_WAIT_S
-from kvbaton.transports.core.loans import GRACE_S, Flight, Loans
+from kvbaton.transports.core.loans import GRACE_S, BytesUnderWay, Loans
 from kvbaton.transports.core.mover import choose_mover
 from kvbaton.transports.core.transport import FenceEnded, Loan, PageTable, TransportEvent
 from kvbaton.transports.local.region_listener import ShmEndpoint
@@ -71,7 +71,7 @@ class _Job:
     asked_since: float = -1.0  # when the remote first said that it does not lend this
     given_up: bool = False
     over: bool = False
-    flight: Flight | None = None  # while the remote serves it, where that enforces what it has lent
+    flight: BytesUnderWay | None = None  # while the remote serves it, where that enforces what it has lent
 
 
 def astray(driver: SimTransport, remote: SimTransport) -> None:
