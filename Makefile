@@ -88,7 +88,7 @@ layers: $(VENV)/.dev ## who may import whom
 	$(BIN)/lint-imports --no-cache
 
 unit: $(VENV)/.dev ## tests without real processes
-	$(PYTEST) -n 2 tests/protocol tests/scenarios tests/runtime tests/flight tests/sim tests/upgrade
+	$(PYTEST) -n 2 tests/house tests/protocol tests/scenarios tests/runtime tests/flight tests/sim tests/upgrade
 
 # A test that only computes hangs when it takes longer than this, however little of the machine it gets.
 PATIENT := -o timeout=1800
@@ -104,7 +104,7 @@ simulated: $(VENV)/.dev ## tests of the simulator
 fuzzed: $(VENV)/.dev ## 50,000 inputs to whatever strangers can reach, the same ones each time
 	$(PYTEST) -n $(JOBS) $(PATIENT) tests/fuzz
 
-RUNTIME := tests/runtime tests/flight tests/upgrade
+RUNTIME := tests/house tests/runtime tests/flight tests/upgrade
 runtime: $(VENV)/.dev ## tests of nodes, ranks and flight records
 	$(PYTEST) -n 2 $(RUNTIME)
 
