@@ -1,4 +1,4 @@
-"""What `kvbaton bench vllm` may be told.
+"""The options of `kvbaton bench vllm`.
 
 Law: a level or a target that cannot be meant is refused by its name, before anything is started.
 """

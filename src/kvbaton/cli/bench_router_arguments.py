@@ -1,4 +1,4 @@
-"""What `kvbaton bench router` may be told.
+"""The options of `kvbaton bench router`.
 
 Law: what cannot be meant is refused by its name, before anything is started.
 """

@@ -1,4 +1,4 @@
-"""What `kvbaton bench serve` may be told.
+"""The options of `kvbaton bench serve`.
 
 Law: what cannot be meant is refused by its name, before anything is started.
 """

@@ -1,4 +1,4 @@
-"""`kvbaton bench transfer`: data planes beside what the machine can do and, with `--peers`, beside other libraries.
+"""`kvbaton bench transfer`: transports compared with the machine's limits and, with `--peers`, with other libraries.
 
 Law: the status is the verdict: 0 when every byte was right and, with peers, every claim holds.
 """

@@ -1,4 +1,4 @@
-"""`kvbaton inspect`: what became of a request, from the router, P and D, as one timeline.
+"""`kvbaton inspect`: one request's timeline over router, P and D.
 
 Law: the exit status is the verdict: 0 when something was found, 1 when nothing matches, 2 when nobody can be asked. It
 only reads. With --files no router is needed: the records are those that processes wrote to disk.

@@ -1,4 +1,4 @@
-"""What `kvbaton sim` says of mutants and of lines."""
+"""Reports of `kvbaton sim` about mutants and coverage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine's configuration, held to the very code that would refuse it at start; vLLM need not be installed.
+"""One engine's configuration, checked by the code that would refuse it at startup; vLLM need not be installed.
 
 Law: what the engine would refuse is an error here, by the same words; each field once, and one bad field does not hide
 the next.

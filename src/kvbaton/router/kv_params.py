@@ -1,4 +1,4 @@
-"""What each leg is asked: the client's own fields, changed only where the handoff needs it, in the worker's dialect.
+"""Request bodies for P and D: the client's fields, changed only where the handoff needs it, in the worker's dialect.
 
 Laws: P computes the prompt and one token, whatever the client wants; D gets the client's body as it came, with one
 field added. No address in a request id comes from a client: both are what the workers registered.
