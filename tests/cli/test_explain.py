@@ -79,7 +79,7 @@ def test_without_a_word_all_are_listed_by_kind(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("word", "hint"), [("lease_expird", "is lease_expired meant?"), ("zzzzzzzz", "kvbaton explain lists all")]
+    ("word", "hint"), [("lease_expird", "did you mean lease_expired?"), ("zzzzzzzz", "kvbaton explain lists all")]
 )
 def test_an_unknown_word_is_one_line_with_what_may_be_meant(
     capsys: pytest.CaptureFixture[str], word: str, hint: str
