@@ -33,16 +33,16 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
-demo: $(VENV)/.serve ## set up, run a cluster and compare every answer with one engine
+demo: $(VENV)/.serve ## set up, run a cluster and compare every answer with an aggregated engine's
 	@$(BIN)/kvbaton up --check
 	@echo
-	@echo "To go on:   $(BIN)/kvbaton up                     a cluster to talk to, at http://127.0.0.1:8000"
+	@echo "Next steps: $(BIN)/kvbaton up                     a cluster to talk to, at http://127.0.0.1:8000"
 	@echo "            and while it runs, in another terminal:"
-	@echo "              http://127.0.0.1:8000/dashboard         the live page: who hands what to whom"
+	@echo "              http://127.0.0.1:8000/dashboard         the dashboard: workers, links, failures"
 	@echo "              $(BIN)/kvbaton inspect --last 1     one handoff, as router, P and D saw it"
 	@echo "            $(BIN)/kvbaton up --prefill 2 --decode 2 --mode push"
-	@echo "            $(BIN)/kvbaton sim --seeds 0..199      two hundred clusters under faults"
-	@echo "            make test                          everything this project claims, checked"
+	@echo "            $(BIN)/kvbaton sim --seeds 0..199      200 simulated clusters under faults"
+	@echo "            make test                          every claim of this project, checked"
 
 # Everything that is claimed: under twenty minutes on two cores. vLLM is installed the first time, while the rest runs.
 # What only computes, in simulated time or none, is one process of low priority that takes what real processes with real
@@ -71,11 +71,11 @@ test-core: lint computed timed ## all that needs no vLLM
 computed: types layers coverage simulated fuzzed sim mutants
 timed: processes clusters
 
-# And what takes long: other shapes of KV, leases that run out, kill -9 and SIGSTOP, the real vllm-router. An hour.
-test-full: test vllm-full ## and what takes long: shapes, expiry, faults of real vLLM (an hour)
+# And the long tests: other shapes of KV, leases that run out, kill -9 and SIGSTOP, the real vllm-router. An hour.
+test-full: test vllm-full ## make test plus the long tests: KV shapes, lease expiry, faults on real vLLM (an hour)
 
 # Often: under two minutes.
-check: lint types layers unit sim ## lint, types, layers, unit tests, 150 simulated clusters: often
+check: lint types layers unit sim ## lint, types, layers, unit tests, 150 simulated clusters (under two minutes)
 
 lint: $(VENV)/.dev ## ruff: rules and format
 	$(BIN)/ruff check src tests tools
@@ -123,7 +123,7 @@ planes: $(VENV)/.planes ## tests of NIXL, Mooncake and the stores alone
 	$(BIN)/pytest -n 2 tests/store tests/mooncake_store tests/transports/test_nixl.py tests/transports/test_nixl_parts.py \
 		tests/transports/test_mooncake.py tests/transports/test_nixl_sums.py
 
-# What an operator looks at: metrics and alert rules against a real Prometheus, the live page in a real Chromium.
+# What an operator looks at: metrics and alert rules against a real Prometheus, the dashboard in a real Chromium.
 seeing: $(VENV)/.dev .tools/.ready ## metrics, alerts and dashboard in a real Prometheus and Chromium
 	$(PYTEST) -n 2 --dist loadfile $(SEEING)
 
@@ -135,11 +135,11 @@ seeing: $(VENV)/.dev .tools/.ready ## metrics, alerts and dashboard in a real Pr
 # The libraries that they need, in .venv.
 planes-env: $(VENV)/.planes
 
-# Whatever strangers can reach, fuzzed with libFuzzer: FUZZ_S seconds for each target of tests/fuzz (docs/fuzzing.md).
+# Everything an unauthenticated peer can reach, fuzzed with libFuzzer: FUZZ_S seconds for each target of tests/fuzz (docs/fuzzing.md).
 FUZZ_VENV := .venv-fuzz
 FUZZ_S ?= 60
 FUZZ_TARGETS ?=
-fuzz: $(FUZZ_VENV)/.ready ## libFuzzer on everything that strangers can reach
+fuzz: $(FUZZ_VENV)/.ready ## libFuzzer on everything an unauthenticated peer can reach
 	$(FUZZ_VENV)/bin/python tools/fuzz.py all --seconds $(FUZZ_S) --targets "$(FUZZ_TARGETS)"
 
 # Without libFuzzer: ten times as many cases as in `make test`, and other ones each time. Twenty minutes. Then all other
@@ -155,14 +155,14 @@ mutants: $(VENV)/.dev ## every mutant until the simulator catches it
 	$(BIN)/kvbaton sim --mutants --jobs $(JOBS)
 
 # Which lines of the product simulated clusters reach, and why not the others.
-sim-coverage: $(VENV)/.dev ## which lines simulated clusters reach
+sim-coverage: $(VENV)/.dev ## lines that simulated clusters reach
 	$(BIN)/kvbaton sim --coverage
 
-bench: $(VENV)/.serve ## data planes and handoffs, measured
+bench: $(VENV)/.serve ## benchmark transports and handoffs
 	$(BIN)/kvbaton bench transfer
 
-# The router beside vllm-router and a toy proxy.
-bench-router: $(VENV)/.serve $(ROUTER_VENV)/.ready ## the router beside vllm-router and a toy proxy
+# The router against vllm-router and a toy proxy.
+bench-router: $(VENV)/.serve $(ROUTER_VENV)/.ready ## benchmark the router against vllm-router and a toy proxy
 	$(BIN)/kvbaton bench router
 
 # What is generated, then the site, in build/site: strict, so a broken link or anchor fails it.
@@ -171,6 +171,7 @@ docs: $(VENV)/.dev docs-env ## generate pages and build the site
 	$(BIN)/python tools/metrics_docs.py
 	$(BIN)/python tools/grafana_dashboard.py
 	$(BIN)/python tools/reasons_docs.py
+	$(BIN)/python tools/glossary_docs.py
 	$(BIN)/python tools/docs_diagrams.py
 	@$(MAKE) --no-print-directory docs-build
 

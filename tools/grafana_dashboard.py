@@ -51,7 +51,7 @@ ROWS: dict[str, Sequence[Panel]] = {
     "Overview": (
         Panel("Handoffs per second", [(ENDS, "all")], "ops", "stat", width=4),
         Panel("Failed, of all", [(f"sum(rate({FAILED}[$__rate_interval])) / {ENDS}", "failed")], "percentunit", "stat",
-              "0 when nobody asked; docs/alerts.md#kvbatonhandoffsfail", 4),
+              "0 without requests; docs/alerts.md#kvbatonhandoffsfail", 4),
         Panel("Pairs that can serve", [(f"max by (mode) (kvbaton_router_pairs{{{ROUTER}}})", "{{mode}}")], "short",
               "stat", width=4),
         Panel("Time to first byte", _quantiles("kvbaton_router_first_byte_seconds", ROUTER, "mode", 0.5, 0.95), "s",
@@ -209,7 +209,7 @@ def dashboard() -> dict[str, Any]:
         "annotations": {"list": []},
         "links": [
             {
-                "title": "Live page of the router",
+                "title": "Dashboard of the router",
                 "type": "link",
                 "icon": "external link",
                 "targetBlank": True,

@@ -32,10 +32,10 @@ SECTIONS = {
     CodeKind.LOG: ("Log codes", "In brackets at the beginning of every warning and error that kvbaton logs."),
 }
 ACTS = {
-    Who.CALLER: "whoever sent the request",
+    Who.CALLER: "the sender of the request",
     Who.PEER: "the other engine",
     Who.OPERATOR: "the operator",
-    Who.NOBODY: "nobody",
+    Who.NOBODY: "no one",
     Who.MAKERS: "kvbaton's makers: a bug",
 }
 INTRODUCTION = """\

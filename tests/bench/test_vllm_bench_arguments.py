@@ -45,7 +45,7 @@ def test_the_targets_that_can_be_named_are_those_that_can_be_started() -> None:
         (["--concurrency", "0"], "argument --concurrency: got 0"),
         (["--requests", "some"], "argument --requests: got 'some'"),
         (["--rounds", "0"], "argument --rounds"),
-        (["--target", "nixl"], "--targets meant?"),
+        (["--target", "nixl"], "did you mean --targets?"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_one_line(

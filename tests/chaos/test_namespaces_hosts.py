@@ -99,7 +99,7 @@ def test_whoever_is_at_the_door_when_the_network_closes_does_not_come_in(own_use
     """It holds the host open already, so the kernel would let it in, and the network's last look did not find it."""
     late = """
 import os, sys
-from kvbaton.proof.chaos import enter
+from kvbaton.proof.chaos.network import enter
 
 class Libc:
     def __init__(self, *arguments, **options):

@@ -300,8 +300,18 @@ PLANTED: dict[str, tuple[str, Callable[[Place], object], str, str]] = {
         "not a program",
         "name vLLM's",
     ),
-    "a setting misspelt": ("setting-unknown", in_extra("p", leese_s=15), "leese_s: nobody knows", "is lease_s meant?"),
-    "a key of vLLM's misspelt": ("setting-unknown", in_transfer("p", kv_rolle="x"), "kv_rolle", "is kv_role meant?"),
+    "a setting misspelt": (
+        "setting-unknown",
+        in_extra("p", leese_s=15),
+        "leese_s: unknown setting",
+        "did you mean lease_s?",
+    ),
+    "a key of vLLM's misspelt": (
+        "setting-unknown",
+        in_transfer("p", kv_rolle="x"),
+        "kv_rolle",
+        "did you mean kv_role?",
+    ),
     "a text for a number": ("setting-invalid", in_extra("d", lease_s="long"), "lease_s", "lease_s"),
     "an unknown data plane": ("setting-invalid", in_extra("d", transport="tpc"), "transport: got 'tpc'", "shm"),
     "tickets that live too long": (

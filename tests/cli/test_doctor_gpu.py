@@ -14,7 +14,7 @@ from kvbaton.doctor import gpu_checks
 from kvbaton.doctor.config_checks import examine
 from kvbaton.doctor.config_reading import parse
 from kvbaton.engines.vllm.launching import CONNECTOR
-from kvbaton.transports import catalogue
+from kvbaton.transports import builtin_entries
 
 
 class Machine:
@@ -39,7 +39,7 @@ class Machine:
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Neither a container nor a limit."""
-    monkeypatch.setattr(catalogue, "RDMA_DEVICES", tmp_path / "none")
+    monkeypatch.setattr(builtin_entries, "RDMA_DEVICES", tmp_path / "none")
     monkeypatch.setattr(gpu_checks, "_inode", lambda path: gpu_checks.NAMESPACES[path.name])
 
 
@@ -78,7 +78,7 @@ def test_rdma_needs_memory_that_may_be_locked(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (limit[0], limit[0]))
     assert codes(Machine()) == [], "nobody has asked for it"
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
-    monkeypatch.setattr(catalogue, "RDMA_DEVICES", tmp_path / "infiniband")
+    monkeypatch.setattr(builtin_entries, "RDMA_DEVICES", tmp_path / "infiniband")
     assert codes(Machine()) == ["memlock-small"]
     limit[0] = resource.RLIM_INFINITY
     assert codes(Machine()) == []

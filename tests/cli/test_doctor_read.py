@@ -105,7 +105,7 @@ def test_a_worker_of_our_own_is_held_to_its_own_options(words: str, code: str, s
     _, found = examine(parse("prefill", "here", f"kvbaton worker {words}"))
     assert [each.code for each in found] == [code] and said in found[0].found
     if code == "setting-unknown":
-        assert found[0].fix == "is --lease-s meant?"
+        assert found[0].fix == "did you mean --lease-s?"
 
 
 def test_without_aiohttp_a_worker_of_our_own_cannot_be_looked_at(

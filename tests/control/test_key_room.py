@@ -17,11 +17,11 @@ from kvbaton.control import key_room as rooms
 
 MAKER = """
 import subprocess, sys
-from kvbaton.control import keys, key_room
+from kvbaton.control import key_room, keyring
 if sys.argv[1] == "alone":  # its helper is killed with it
     key_room._helped = lambda room: __import__("contextlib").nullcontext()
 with key_room.key_room() as room:
-    keys.mint(room / "keys", ["router", "p0"])
+    keyring.mint(room / "keys", ["router", "p0"])
     print(room, flush=True)
     sys.stdin.read()
 """

@@ -1,4 +1,4 @@
-"""The live page in a real Chromium, on a live cluster with two P and two D, one of which is killed."""
+"""The dashboard in a real Chromium, on a live cluster with two P and two D, one of which is killed."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ import kvbaton
 
 ROOT = str(Path(kvbaton.__file__).parent)
 TRACED: tuple[str, ...] = (ROOT,)
-HARNESS = str(Path(ROOT, "sim"))
+HARNESS = str(Path(ROOT, "proof", "sim"))
 """Carries fuzzed ledgers, and is not what is fuzzed."""
 INPUT_BYTES_MAX = 8192
 INPUT_S_MAX = 5.0

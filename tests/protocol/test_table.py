@@ -130,7 +130,7 @@ def text_of(table: Table[Any, Any]) -> str:
 
 def every_table() -> set[str]:
     modules = (
-        importlib.import_module(m.name) for m in pkgutil.iter_modules(kvbaton.protocol.__path__, "kvbaton.protocol.")
+        importlib.import_module(m.name) for m in pkgutil.walk_packages(kvbaton.protocol.__path__, "kvbaton.protocol.")
     )
     return {value.name for module in modules for value in vars(module).values() if isinstance(value, Table)}
 

@@ -27,7 +27,7 @@ from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.cuda.cuda_table import PIECE_BYTES, ROW_BYTES_MAX, ROWS_MAX
 from kvbaton.transports.staged.staged_slots import SLOT_BYTES
-from tests.store.test_store_served import ServedHarness
+from tests.store.test_store_lines import LinedHarness
 from tests.transports.fake_gpu import FakeGpu
 
 LAYERS, BLOCKS, PAGE, GAP = 3, 12, 3000, 40  # a region for each layer, with something else between the blocks
@@ -174,7 +174,7 @@ def test_what_a_device_put_is_what_host_memory_gets(faulty: FaultyBackend, p: Si
 
 
 def test_a_served_store_is_reached_as_well() -> None:
-    harness = ServedHarness()
+    harness = LinedHarness()
     p, d = Side(harness.backend()), Side(harness.backend())
     try:
         assert p.put(list(range(BLOCKS))).count == BLOCKS

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from kvbaton.control import keyring
+from kvbaton.control.addressing import ControlLimits
 from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_answers
 from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.machines.quotas import Buckets
-from tests.control.rig import Limits, Post, cluster, exchange, posted, until
+from tests.control.rig import Post, cluster, exchange, posted, until
 from tests.e2e.cluster import some_prompts
 from tests.e2e.pair import Pair
 
@@ -32,13 +33,13 @@ SLOWER_MAX, SLACK_S = 10.0, 2.0
 
 FLOOD = """
 import sys
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.wire.codec import encode
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.wire.messages import Abandon, Renew
 from kvbaton.protocol.ids import HandoffId, LeaseId
-control = ZmqControl(keys.load(sys.argv[1], "bad"), None)
+control = ZmqControl(keyring.load(sys.argv[1], "bad"), None)
 control.set_directory({WorkerId("p0"): (sys.argv[2], "")})
 me = PeerId(WorkerId("bad"), Incarnation(7))
 frames = [encode(me, Incarnation(1), n, Renew(LeaseId(n), 1, (), False)) for n in range(16)] + [b"garbage" * 9]
@@ -115,10 +116,10 @@ async def _timed(both: Pair, prompt: str, right: str, number: int) -> float:
 
 LISTENER = """
 import sys, time
-from kvbaton.control import keys
-from kvbaton.control.addressing import Limits
+from kvbaton.control import keyring
+from kvbaton.control.addressing import ControlLimits
 from kvbaton.control.zmq import ZmqControl
-control = ZmqControl(keys.load(sys.argv[1], "p0"), limits=Limits(frames_queued_max=64))
+control = ZmqControl(keyring.load(sys.argv[1], "p0"), limits=ControlLimits(frames_queued_max=64))
 print(control.endpoint, flush=True)
 for said in ("reads nothing", "reads all"):
     seconds = float(sys.stdin.readline())
@@ -136,10 +137,10 @@ print(count, flush=True)
 """
 FILL = """
 import sys
-from kvbaton.control import keys
+from kvbaton.control import keyring
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import WorkerId
-control = ZmqControl(keys.load(sys.argv[1], "bad"), None)
+control = ZmqControl(keyring.load(sys.argv[1], "bad"), None)
 control.set_directory({WorkerId("p0"): (sys.argv[2], "")})
 while not control.counters["lost"]:
     control.send(WorkerId("p0"), b"x" * 200)
@@ -192,7 +193,7 @@ RINGS = cluster("p0", "d0", "bad")
 
 
 def test_what_is_over_the_quota_is_dropped_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    p0 = Post(RINGS["p0"], limits=Limits(frames_per_s_max=0.001, frames_burst_max=5.0))
+    p0 = Post(RINGS["p0"], limits=ControlLimits(frames_per_s_max=0.001, frames_burst_max=5.0))
     d0, bad = Post(RINGS["d0"], None), Post(RINGS["bad"], None)
     with posted(p0, d0, bad):
         d0.knows(p0), bad.knows(p0)
@@ -206,7 +207,7 @@ def test_what_is_over_the_quota_is_dropped_counted_and_said_once(caplog: pytest.
 
 
 def test_what_comes_on_a_connection_that_we_dialled_is_counted_too() -> None:
-    d0 = Post(RINGS["d0"], limits=Limits(frames_per_s_max=0.001, frames_burst_max=5.0))
+    d0 = Post(RINGS["d0"], limits=ControlLimits(frames_per_s_max=0.001, frames_burst_max=5.0))
     p0 = Post(RINGS["p0"])
     with posted(p0, d0):
         d0.knows(p0)

@@ -27,7 +27,7 @@ ADVISORIES = {
 
 
 def rows() -> list[list[str]]:
-    table = TEXT.split("## Every advisory of this field")[1].split("\n\n")[0]
+    table = TEXT.split("## Published advisories")[1].split("\n\n")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
 
 

@@ -20,10 +20,10 @@ Publish = Callable[..., None]
 
 ENTRY = """
 from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.transports.catalogue_entry import Plane
+from kvbaton.transports.catalogue_entry import CatalogueEntry
 
 CAN = Capabilities({name!r}, one_sided=True, can_write=False, can_fence=False, cancels=True, same_host=True)
-PLANE = Plane(name={name!r}, what="a test", capabilities=lambda: CAN, make=lambda me, settings: None)
+PLANE = CatalogueEntry(name={name!r}, what="a test", capabilities=lambda: CAN, make=lambda me, settings: None)
 """
 
 

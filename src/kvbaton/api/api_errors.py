@@ -1,4 +1,4 @@
-"""What a client is told when it gets no answer: OpenAI's error object, with a status that says who must act.
+"""Errors for clients: OpenAI's error object, with a status that says who must act.
 
 Law: every refusal names the field or the worker at fault and the reason; nothing else invents an error body.
 """

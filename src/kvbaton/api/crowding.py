@@ -1,4 +1,4 @@
-"""How many connections an aiohttp server holds, and who goes when there are too many.
+"""Connection limit of an aiohttp server, and which connection is closed at the limit.
 
 Law: beyond the bound the oldest connection that has never asked anything goes, then the oldest that asks nothing now;
 one that is being answered never does. So strangers that connect and say nothing take no client's place, nor all

@@ -1,4 +1,4 @@
-"""What aiohttp says of requests that it could not read: a number, and ever more rarely a line.
+"""Counts and rate-limits aiohttp's complaints about malformed requests.
 
 Law: nothing that a client sent is in the log, and no trace of it: whoever reaches the port could fill a disk with them,
 or have a proxy's credentials written down there.

@@ -1,4 +1,4 @@
-"""What a request that brings a body must be before anything in it is read, at the router and at a worker alike.
+"""Checks on a request with a body before the body is read, shared by router and worker.
 
 Laws: a body is taken as the bytes that came: nothing is inflated, so nobody's few bytes become gigabytes here or in the
 worker behind. A web page of another site asks nothing: a browser sends its forms and plain texts anywhere without

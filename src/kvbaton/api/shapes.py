@@ -1,4 +1,4 @@
-"""What a JSON text would cost to read, told from its bytes alone: nobody takes an event loop for the length of a body.
+"""The cost of parsing a JSON text, estimated from its bytes, so that no body can block an event loop.
 
 Law: what passes here is parsed, walked and written again within tens of milliseconds, whatever its shape. Nothing here
 makes an object of a value: a text is filtered down to its marks by the speed of `bytes.translate`.

@@ -1,4 +1,4 @@
-"""How a worker's HTTP door knows its router: by a token that only holders of the cluster's keys can make.
+"""Authenticates the router at a worker's HTTP port: by a token that only holders of the cluster's keys can derive.
 
 Laws: a token is for one worker and is worth nothing elsewhere; it is made from the key that signs tickets, so it is
 renewed with it, and one of any key that verifies is good. It travels in plain text: it keeps strangers out, not whoever

@@ -123,9 +123,9 @@ def complain(who: str, message: str) -> None:
 
 
 def meant(given: str, known: Iterable[str], close_enough: float = CLOSE_WORD) -> str:
-    """`, is X meant?` where one of the known words is close."""
+    """`, did you mean X?` where one of the known words is close."""
     close = difflib.get_close_matches(given, list(known), 1, close_enough)
-    return f", is {close[0]} meant?" if close else ""
+    return f", did you mean {close[0]}?" if close else ""
 
 
 def _of(said: str, choices: Sequence[str]) -> str:

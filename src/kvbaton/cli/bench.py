@@ -1,4 +1,4 @@
-"""`kvbaton bench`: what the data planes and the whole stack reach on this machine, beside what the machine can do."""
+"""`kvbaton bench`: throughput and latency of transports and of the whole stack, compared with the machine's limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kvbaton bench vllm` may be told.
+"""The options of `kvbaton bench vllm`.
 
 Law: a level or a target that cannot be meant is refused by its name, before anything is started.
 """
@@ -25,20 +25,20 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--targets", type=_targets, default=",".join(DEFAULT_TARGETS), metavar="A,B", help=f"of {', '.join(TARGETS)}"
     )
     option("--concurrency", type=_numbers(CONCURRENCY_MAX), default=",".join(map(str, DEFAULT_REQUESTS)),
-           metavar="N,N", help="requests at once, level by level")  # fmt: skip
+           metavar="N,N", help="concurrency levels")  # fmt: skip
     wanted = ",".join(map(str, DEFAULT_REQUESTS.values()))
     option("--requests", type=_numbers(REQUESTS_MAX), metavar="N,N", help=f"per level, or one for all (else {wanted})")
-    option("--input-len", type=whole(8, 1 << 20), default=256, metavar="TOKENS", help="of each prompt, random")
-    option("--output-len", type=whole(2, 1 << 20), default=16, metavar="TOKENS", help="of each answer")
+    option("--input-len", type=whole(8, 1 << 20), default=256, metavar="TOKENS", help="length of each random prompt")
+    option("--output-len", type=whole(2, 1 << 20), default=16, metavar="TOKENS", help="length of each answer")
+    option("--rounds", type=whole(1, 100), default=1, metavar="N", help="repeat the whole set, alternating the order")
     option(
-        "--rounds", type=whole(1, 100), default=1, metavar="N", help="the whole set again, every second one backwards"
+        "--prefix-caching", action="store_true", help="enable prefix caching; else every request moves its whole prompt"
     )
-    option("--prefix-caching", action="store_true", help="leave it on; else every request moves its whole prompt")
-    option("--transport", type=planes_choice, default="auto", metavar="NAMES", help="of kvbaton's targets")
+    option("--transport", type=planes_choice, default="auto", metavar="NAMES", help="transports of kvbaton's targets")
     option("--kv-gib", type=whole(1, 1024), default=1, metavar="N", help="KV cache of each engine")
     option("--level-s", type=seconds, metavar="SECONDS", help="deadline of a level (else 120 and 0.5 a request)")
     option("--rest-s", type=seconds, default=60.0, metavar="SECONDS", help="for engines to come to rest after a level")
-    option("--vllm-python", metavar="PATH", help="the Python that has vLLM (else it is looked for)")
+    option("--vllm-python", metavar="PATH", help="the Python interpreter with vLLM (else searched for)")
     option("--out", metavar="FILE", help="write a Markdown page as well; docs/lab is for these")
     option("--json", action="store_true", help="print one object with the figures")
 

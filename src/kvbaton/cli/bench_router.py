@@ -1,4 +1,4 @@
-"""`kvbaton bench router`: what the router costs, beside vLLM's router and a toy proxy, in one run on this machine.
+"""`kvbaton bench router`: the router's overhead, compared with vLLM's router and a toy proxy in one run.
 
 Laws: targets run one after the other and each is started fresh in each round, so that no two share the machine. A
 target that fails costs its own rows and no other's. The exit status is 0 only if everything that was to be measured was

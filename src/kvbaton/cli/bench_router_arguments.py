@@ -1,4 +1,4 @@
-"""What `kvbaton bench router` may be told.
+"""The options of `kvbaton bench router`.
 
 Law: what cannot be meant is refused by its name, before anything is started.
 """
@@ -21,10 +21,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--targets", type=_targets, metavar="A,B", help=f"of {', '.join(TARGETS[1:])} (else all); direct always is")
     option("--concurrency", type=_levels, default=",".join(map(str, CONCURRENCY)), metavar="N,N",
-           help="requests at once, level by level")  # fmt: skip
-    option("--streams", type=whole(1, CONCURRENCY_MAX), default=512, metavar="N", help="streams at once")
+           help="concurrency levels")  # fmt: skip
+    option("--streams", type=whole(1, CONCURRENCY_MAX), default=512, metavar="N", help="concurrent streams")
     option("--rounds", type=whole(1, 100), metavar="N",
-           help=f"the whole set again, every second one backwards (else {ROUNDS})")  # fmt: skip
+           help=f"repeat the whole set, alternating the order (else {ROUNDS})")  # fmt: skip
     option("--window-s", type=seconds, metavar="SECONDS", help=f"measured per level (else {WINDOW_S:g})")
     option("--quick", action="store_true", help=f"one round of short windows ({QUICK_WINDOW_S:g} s): coarse figures")
     option("--vllm-router", metavar="PATH", help="the program (else .venv-router/bin/vllm-router, else on the path)")

@@ -1,4 +1,4 @@
-"""What `kvbaton bench serve` may be told.
+"""The options of `kvbaton bench serve`.
 
 Law: what cannot be meant is refused by its name, before anything is started.
 """
@@ -39,58 +39,62 @@ class Given(msgspec.Struct, frozen=True):
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    _where(parser.add_argument_group("whom to ask: what runs already, or a cluster started for this"))
+    _where(parser.add_argument_group("targets: running servers, or a cluster started for this"))
     _load(parser.add_argument_group("load"))
     option = parser.add_argument
     option(
-        "--rounds", type=whole(1, ROUNDS_MAX), default=ROUNDS, metavar="N", help="in each, all targets take their turn"
+        "--rounds",
+        type=whole(1, ROUNDS_MAX),
+        default=ROUNDS,
+        metavar="N",
+        help="rounds; each measures every target once",
     )
     option("--warmup", type=whole(0, WARMUPS_MAX), metavar="N", help="uncounted requests before each part (else 4, or "
            "two for each pair)")  # fmt: skip
     option("--slo", type=_slo, metavar="A=S,B=S", help="objectives for goodput, in seconds: ttft, tpot, itl, e2e")
-    option("--timeout-s", type=seconds, default=120.0, metavar="SECONDS", help="of one request")
+    option("--timeout-s", type=seconds, default=120.0, metavar="SECONDS", help="time-out of one request")
     option("--part-s", type=seconds, default=600.0, metavar="SECONDS", help="deadline of a part")
     option("--record", metavar="FILE", help="write what was sent as a trace, for --trace")
     option("--out", metavar="DIR", help="write a page, a picture and the figures there; docs/lab is for these")
-    option("--name", metavar="NAME", help="of these files (else the date and -serve)")
+    option("--name", metavar="NAME", help="base name of these files (else the date and -serve)")
     option("--json", action="store_true", help="print one object with the figures")
 
 
 def _where(group: argparse._ArgumentGroup) -> None:
     option = group.add_argument
-    option("--url", type=url, action="append", default=[], metavar="URL", help="of a server; several: compared")
+    option("--url", type=url, action="append", default=[], metavar="URL", help="a server; several are compared")
     option("--target", type=_target, action="append", default=[], metavar="NAME=URL[#MODE]",
-           help="the same, with a name, and perhaps a mode that its router is asked for")  # fmt: skip
-    option("--model", metavar="NAME", help="what servers call it (else the first they name)")
-    option("--no-salt", action="store_true", help="for servers that know no cache_salt: mark prompts instead")
+           help="the same, with a name and optionally a mode to request")  # fmt: skip
+    option("--model", metavar="NAME", help="the model's name (else the first that the servers list)")
+    option("--no-salt", action="store_true", help="for servers without cache_salt: make prompts unique instead")
     option("--engine", choices=ENGINES, help="what to start, without --url and --target (else embedded)")
     option("--compare", type=_compared, metavar="A,B", help=f"of {', '.join(COMPARED)} (else the first four)")
     option("--prefill", type=whole(1, 16), metavar="N", help="prefill engines (else 1)")
     option("--decode", type=whole(1, 16), metavar="N", help="decode engines (else 1); aggregated has as many together")
-    option("--transport", type=planes_choice, metavar="NAMES", help="how bytes go over (else auto)")
-    option("--blocks", type=whole(2, 1 << 20), metavar="N", help="embedded: KV blocks of each engine (else 1024)")
-    option("--vllm-python", metavar="PATH", help="vllm: the Python that has it (else it is looked for)")
+    option("--transport", type=planes_choice, metavar="NAMES", help="transports (else auto)")
+    option("--blocks", type=whole(2, 1 << 20), metavar="N", help="embedded: KV cache blocks of each engine (else 1024)")
+    option("--vllm-python", metavar="PATH", help="vllm: the Python interpreter with vLLM (else searched for)")
     option("--kv-gib", type=whole(1, 1024), metavar="N", help="vllm: KV cache of each engine (else 1)")
     option("--max-model-len", type=whole(16, 1 << 20), metavar="N", help="vllm: tokens of a request (else 2048)")
 
 
 def _load(group: argparse._ArgumentGroup) -> None:
     option = group.add_argument
-    option("--rate", type=_rate, metavar="R", help="requests/s, at random moments (Poisson); inf: all at once")
-    option("--concurrency", type=whole(1, CONCURRENCY_MAX), metavar="C", help=f"at most so many under way (without "
+    option("--rate", type=_rate, metavar="R", help="requests/s, Poisson arrivals; inf: all at once")
+    option("--concurrency", type=whole(1, CONCURRENCY_MAX), metavar="C", help=f"at most C requests in flight (without "
            f"--rate and --trace {CONCURRENCY})")  # fmt: skip
     option("--requests", type=whole(1, 100_000), metavar="N", help=f"of each part (else {REQUESTS}, all of a trace, or "
            "what --seconds allows)")  # fmt: skip
-    option("--seconds", type=seconds, metavar="S", help="of each part: then nothing more is sent")
+    option("--seconds", type=seconds, metavar="S", help="duration of each part")
     option("--input-len", type=_lengths, metavar="TOKENS", help=f"of a prompt: a number, or lowest:highest (else "
            f"{INPUT_LEN})")  # fmt: skip
     option("--output-len", type=_lengths, metavar="TOKENS", help=f"of an answer, likewise (else {OUTPUT_LEN})")
-    option("--prefix-len", type=whole(1, 1 << 20), metavar="TOKENS", help="a beginning that prompts share, before that")
-    option("--prefixes", type=whole(1, 4096), metavar="K", help="how many such beginnings there are (else 1)")
+    option("--prefix-len", type=whole(1, 1 << 20), metavar="TOKENS", help="length of a shared prefix, in addition")
+    option("--prefixes", type=whole(1, 4096), metavar="K", help="number of shared prefixes (else 1)")
     option("--trace", metavar="FILE", help="a recorded load: JSON lines as Mooncake's traces have them, or --record's")
-    option("--trace-speed", type=_factor, metavar="X", help="so many times as fast (else 1)")
-    option("--length-scale", type=_factor, metavar="X", help="of the trace's lengths, for small engines (else 1)")
-    option("--seed", type=whole(0, (1 << 32) - 1), default=0, metavar="N", help="of everything that is drawn")
+    option("--trace-speed", type=_factor, metavar="X", help="replay X times as fast (else 1)")
+    option("--length-scale", type=_factor, metavar="X", help="scale the trace's lengths, for small engines (else 1)")
+    option("--seed", type=whole(0, (1 << 32) - 1), default=0, metavar="N", help="seed of all random draws")
 
 
 def check(args: argparse.Namespace) -> None:

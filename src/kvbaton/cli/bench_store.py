@@ -34,8 +34,8 @@ _say = functools.partial(note, "bench")
 def add(parser: argparse.ArgumentParser) -> None:
     add_one = parser.add_argument
     add_one("--backends", type=_backends, default=None, metavar="A,B", help=f"of {', '.join(BACKENDS)} (else all here)")
-    add_one("--rounds", type=whole(1, 1000), default=5, metavar="N", help="of each row; the faster half counts")
-    add_one("--prompt-tokens", type=whole(64, 4000), default=2000, metavar="N", help="of the time to first token")
+    add_one("--rounds", type=whole(1, 1000), default=5, metavar="N", help="rounds per row; the faster half counts")
+    add_one("--prompt-tokens", type=whole(64, 4000), default=2000, metavar="N", help="prompt length for TTFT")
     add_one("--no-verdict", action="store_true", help="only measure: status 0 if all was measured and right")
     add_one("--out", metavar="FILE", help="write a page of Markdown as well; docs/lab is for these")
     add_one("--json", action="store_true", help="print one object with the figures")

@@ -1,4 +1,4 @@
-"""`kvbaton bench transfer`: data planes beside what the machine can do and, with `--peers`, beside other libraries.
+"""`kvbaton bench transfer`: transports compared with the machine's limits and, with `--peers`, with other libraries.
 
 Law: the status is the verdict: 0 when every byte was right and, with peers, every claim holds.
 """
@@ -28,9 +28,11 @@ OWN_PLANES = ("shm", "tcp")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repetitions", type=whole(1, 100_000), default=11, metavar="N", help="of each size, at least")
+    parser.add_argument(
+        "--repetitions", type=whole(1, 100_000), default=11, metavar="N", help="minimum repetitions of each size"
+    )
     known = ",".join(peers.PACKAGES)
-    parser.add_argument("--peers", type=_peers, default=[], metavar="LIST", help=f"measure these beside: {known}")
+    parser.add_argument("--peers", type=_peers, default=[], metavar="LIST", help=f"compare with these: {known}")
     device = "whose memory is moved: cuda runs between two processes on one GPU"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=device)
     parser.add_argument("--out", metavar="FILE", help="write a page of Markdown, and a plot beside it")

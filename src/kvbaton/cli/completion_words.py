@@ -1,4 +1,4 @@
-"""What a shell has to know to complete a command line: words and what may follow them, of no shell in particular.
+"""Shell-independent completion data: words and what may follow them.
 
 Law: pure values; the parsers make them (`completion.py`) and the shells' scripts are made of them.
 """

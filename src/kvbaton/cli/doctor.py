@@ -77,17 +77,17 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--transport", type=planes_choice, default=planes.AUTO, metavar="NAMES", help="the choice to look at")
-    where = "where vLLM's caches lie; auto: on a GPU, if there is one"
+    add("--transport", type=planes_choice, default=planes.AUTO, metavar="NAMES", help="the transports to check")
+    where = "where vLLM's KV caches are; auto: on a GPU, if there is one"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=where)
     for side in ("prefill", "decode"):
         what = f"a {side} engine: --kv-transfer-config, a launch as JSON, or the command; may be given more than once"
         add(f"--{side}", action="append", default=[], metavar="FILE|TEXT", help=what)
-    add("--keys", action="append", default=[], metavar="DIR", help="a key directory to look at")
-    add("--port", action="append", default=[], metavar="[HOST:]PORT", help="a port that something will listen on")
-    add("--vllm-python", default=None, metavar="PATH", help="the Python that has vLLM")
-    add("--router", metavar="URL", help="of a running router: also look at its workers")
-    add("--timeout-s", type=seconds, default=5.0, metavar="SECONDS", help="for each answer of a cluster")
+    add("--keys", action="append", default=[], metavar="DIR", help="a key directory to check")
+    add("--port", action="append", default=[], metavar="[HOST:]PORT", help="a port that will be used")
+    add("--vllm-python", default=None, metavar="PATH", help="the Python interpreter with vLLM")
+    add("--router", metavar="URL", help="a running router: also check its workers")
+    add("--timeout-s", type=seconds, default=5.0, metavar="SECONDS", help="time-out of each request to a cluster")
     add("--json", action="store_true", help="print one object with the findings")
     add("--shm", default=SHM, help=argparse.SUPPRESS)
 

@@ -45,7 +45,7 @@ class DrainOutcome(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("worker", metavar="WORKER", help="its name, as in /workers of the router")
+    parser.add_argument("worker", metavar="WORKER", help="the worker's name, as in /workers of the router")
     parser.add_argument("--keys", metavar="DIR", required=True, default=argparse.SUPPRESS, help="the key directory")
     parser.add_argument(
         "--registry", type=endpoint, metavar="ENDPOINT", required=True, default=argparse.SUPPRESS,
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--registry-name", default="router", help="the registry's name in the key directory")
     parser.add_argument("--name", default="operator", help="your name in the key directory: operator or operator-…")
     parser.add_argument(
-        "--timeout-s", type=seconds, default=60.0, metavar="SECONDS", help="how long to wait until it is gone"
+        "--timeout-s", type=seconds, default=60.0, metavar="SECONDS", help="how long to wait until it has stopped"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, all else on stderr")
 

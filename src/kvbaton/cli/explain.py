@@ -18,10 +18,10 @@ from kvbaton.processes.operator_errors import CommandError
 
 WIDTH = 100
 ACTS: dict[Who, str] = {
-    Who.CALLER: "whoever sent the request: the client, or the router in front",
-    Who.PEER: "the other engine, and whoever runs it",
+    Who.CALLER: "the sender of the request: the client, or the router in front",
+    Who.PEER: "the other engine, and its operator",
     Who.OPERATOR: "you, the operator: configuration, capacity or network",
-    Who.NOBODY: "nobody: an ordinary course of events",
+    Who.NOBODY: "no one: this is normal operation",
     Who.MAKERS: "the makers of kvbaton: this is a bug",
 }
 MET: dict[CodeKind, str] = {
@@ -33,7 +33,7 @@ MET: dict[CodeKind, str] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("word", metavar="WORD", nargs="?", help="a reason or code; without it all are listed")
+    parser.add_argument("word", metavar="WORD", nargs="?", help="a reason or code; lists all without it")
     parser.add_argument("--json", action="store_true", help="print one object")
 
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     found = find(args.word)
     if not found:
         meant = close(args.word)
-        hint = f"is {meant[0]} meant?" if meant else "kvbaton explain lists all"
+        hint = f"did you mean {meant[0]}?" if meant else "kvbaton explain lists all"
         raise CommandError(f"argument WORD: {args.word[:80]!r} is not a reason or code; {hint}")
     if args.json:
         print(json.dumps({"word": found[0].code, "entries": [msgspec.to_builtins(entry) for entry in found]}))

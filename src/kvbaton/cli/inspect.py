@@ -1,6 +1,6 @@
-"""`kvbaton inspect`: what became of a request, from the router, P and D, as one timeline.
+"""`kvbaton inspect`: one request's timeline over router, P and D.
 
-Law: the exit status is the verdict: 0 when something was found, 1 when nothing matches, 2 when nobody can be asked. It
+Law: the exit status is the verdict: 0 when something was found, 1 when nothing matches, 2 when no router answers. It
 only reads. With --files no router is needed: the records are those that processes wrote to disk.
 """
 
@@ -45,13 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "id",
         metavar="ID",
         nargs="?",
-        help="a request id, a handoff id, or the beginning of a transfer id; without it the last ones are shown",
+        help="a request id, or a handoff id or its beginning; shows the latest without it",
     )
     parser.add_argument("--last", metavar="N", type=whole(1, LAST_MAX), help="how many, newest first (default: 1)")
-    parser.add_argument("--failed", action="store_true", help="only those that failed")
-    parser.add_argument("--router", metavar="URL", type=url, default=ROUTER, help="whom to ask")
-    parser.add_argument("--files", metavar="FILE", nargs="+", type=Path, help="join these dumps, and ask nobody")
-    parser.add_argument("--list", action="store_true", help="one line for each instead of a picture")
+    parser.add_argument("--failed", action="store_true", help="only failed ones")
+    parser.add_argument("--router", metavar="URL", type=url, default=ROUTER, help="the router to query")
+    parser.add_argument(
+        "--files", metavar="FILE", nargs="+", type=Path, help="join these dumps instead of querying a router"
+    )
+    parser.add_argument("--list", action="store_true", help="one line each instead of a timeline")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -35,7 +35,7 @@ SETTLE_S = 2 * LOOK_S + 1.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = "; ".join(f"{a}: {h}" for a, h in ACTIONS.items())
     parser.add_argument("action", metavar="ACTION", choices=tuple(ACTIONS), help=actions)
-    parser.add_argument("directory", metavar="DIR", help="where the keys are; keep DIR/secret to yourself")
+    parser.add_argument("directory", metavar="DIR", help="the key directory; keep DIR/secret private")
     parser.add_argument(
         "names",
         metavar="NAME",
@@ -44,11 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"workers, of new and add also NAME:ROLE ({', '.join(Role)}); new adds {' and '.join(keyring.ALWAYS)}",
     )
     group = parser.add_argument_group("rotate")
-    group.add_argument("--tickets", action="store_true", help="the key that signs tickets")
+    group.add_argument("--tickets", action="store_true", help="rotate the key that signs tickets")
     group.add_argument("--prepare", action="store_true", help="with --tickets: add the new key, sign with the old one")
-    group.add_argument("--finish", action="store_true", help="the old keys are good no longer")
+    group.add_argument("--finish", action="store_true", help="revoke the old keys")
     group.add_argument(
-        "--settle-s", metavar="S", type=seconds, default=SETTLE_S, help="with --tickets: from new to signing"
+        "--settle-s",
+        metavar="S",
+        type=seconds,
+        default=SETTLE_S,
+        help="with --tickets: wait between adding the key and signing with it",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, all else on stderr")
 
@@ -114,7 +118,7 @@ def _remove(args: argparse.Namespace) -> int:
     who = f"removed {', '.join(args.names)} from {args.directory}"
     rest = "remove public/NAME.json on every other host too; tickets need no new key unless a host was lost:"
     then = f"{rest} kvbaton keys rotate {args.directory} --tickets"
-    return _tell(args, args.names, [f"{who}; whoever sees it hears them no more in {LOOK_S:g} s"], [then])
+    return _tell(args, args.names, [f"{who}; running processes reject it within {LOOK_S:g} s"], [then])
 
 
 def _rotate(args: argparse.Namespace) -> int:

@@ -21,28 +21,28 @@ from kvbaton.processes.operator_errors import CommandError, StoppedError
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "run a cluster": {
-        "up": "start workers and a router here; --check proves their answers",
+        "up": "start workers and a router here; --check verifies answers",
         "router": "serve clients in front of workers that register with it",
         "worker": "serve one engine, and register with a router",
-        "store": "keep KV blocks that all engines of a cluster share",
-        "keys": "mint, show, rotate and remove the keys of its members",
-        "drain": "have a worker finish what is under way, and stop",
+        "store": "cache KV blocks for all engines of a cluster",
+        "keys": "create, list, rotate and remove members' keys",
+        "drain": "finish a worker's requests and stop it",
     },
-    "look at it": {
-        "inspect": "one handoff's timeline over router, P and D",
+    "observe it": {
+        "inspect": "one request's timeline over router, P and D",
         "explain": "what a failure reason or a log code means, and what to do",
         "doctor": "check this machine and a configuration, with each fix",
     },
     "prove it": {
         "sim": "run thousands of simulated clusters under seeded faults",
-        "chaos": "hurt real processes, and hold every answer to the promises",
-        "conformance": "hold the vLLM connector to vLLM's own scheduler",
+        "chaos": "inject faults into real processes and check every answer",
+        "conformance": "check the vLLM connector against vLLM's own scheduler",
     },
     "measure it": {
-        "bench": "serving under load, transfers, the store, the router, vLLM",
+        "bench": "benchmark serving, transfers, the store, the router, vLLM",
     },
     "the shell": {
-        "completion": "print the script that completes these words for a shell",
+        "completion": "print a shell completion script",
     },
 }
 COMMANDS: Mapping[str, str] = {name: text for group in GROUPS.values() for name, text in group.items()}
@@ -104,7 +104,7 @@ def overview() -> Iterator[str]:
         for name, text in commands.items():
             yield f"  {name:<{width}}  {text}"
     yield "Each takes --help, --json, --debug (with stack traces), --color always|never."
-    yield "kvbaton --version tells which one this is."
+    yield "kvbaton --version prints the version."
 
 
 def build_parser(command: str | None, module: ModuleType | None) -> Parser:

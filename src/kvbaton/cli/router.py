@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--operator-pages",
         choices=list(OperatorPages),
         default=_DEFAULT.operator_pages.value,
-        help="who is shown single requests: this machine, whoever reaches the router, nobody",
+        help="who may see single requests: clients on this machine, every client, none",
     )
     parser.add_argument(
         "--allow-origin",
@@ -49,15 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="web pages of this origin may ask too, as https://chat.example; others than the router's own may not",
+        help="accept requests from web pages of this origin, such as https://chat.example",
     )
     parser.add_argument(
         "--flight-dir",
         metavar="DIR",
         default="",
-        help="write records of failed requests here; SIGUSR2 has all of them written",
+        help="write records of failed requests here; SIGUSR2 writes all records",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout when it serves")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout once it serves")
     traces.add_arguments(parser.add_argument_group("traces"))
 
 
@@ -86,27 +86,27 @@ def _add_sources(group: argparse._ArgumentGroup) -> None:
         type=_networks,
         default=None,
         metavar="CIDRS",
-        help="where registered workers may be, as 10.1.0.0/16,fd12::/16, or any "
+        help="allowed worker addresses, such as 10.1.0.0/16,fd12::/16, or any "
         "(default: the address that each connects from, or another of the same kind of network)",
     )
     group.add_argument(
         "--plain-discovery",
         type=host_port,
         metavar="HOST:PORT",
-        help="hear workers that announce themselves as MoRI-IO's and P2pNccl's do. Not authenticated",
+        help="accept workers that announce themselves as MoRI-IO's and P2pNccl's do. Not authenticated",
     )
-    group.add_argument("--plain-open", action="store_true", help="hear them on other addresses than loopback too")
+    group.add_argument("--plain-open", action="store_true", help="accept them on addresses other than loopback")
     group.add_argument(
-        "--plain-fleet", metavar="KIND", choices=list(Fleet), help=f"hear only one kind of them: {', '.join(Fleet)}"
+        "--plain-fleet", metavar="KIND", choices=list(Fleet), help=f"accept only one kind of them: {', '.join(Fleet)}"
     )
     for flag in ("--prefill-url", "--decode-url"):
-        group.add_argument(
-            flag, action="append", default=[], metavar="URL", help="a worker that never changes; pull only"
-        )
+        group.add_argument(flag, action="append", default=[], metavar="URL", help="a static worker; pull only")
 
 
 def _add_choices(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--mode", choices=list(Mode), default=_DEFAULT.mode.value, help="where the client names none")
+    group.add_argument(
+        "--mode", choices=list(Mode), default=_DEFAULT.mode.value, help="default mode, if the client names none"
+    )
     group.add_argument("--only-mode", action="store_true", help="refuse requests that ask for another mode")
     group.add_argument(
         "--policy", metavar="P", choices=list(POLICIES), default=_DEFAULT.policy, help=", ".join(POLICIES)
@@ -116,30 +116,34 @@ def _add_choices(group: argparse._ArgumentGroup) -> None:
         "--fallback",
         choices=list(Fallback),
         default=_DEFAULT.fallback.value,
-        help="no prefill worker left: refuse, or let D do it all",
+        help="if no prefill worker is left: refuse, or aggregated serving by D",
     )
     group.add_argument(
         "--disagg-min-tokens",
         type=whole(0, 1 << 30),
         default=_DEFAULT.disagg_min_tokens,
         metavar="N",
-        help="shorter prompts go to D alone (estimated)",
+        help="aggregated serving by D for shorter prompts (estimated)",
     )
     group.add_argument("--show-pair", action="store_true", help="name the pair in the header x-kvbaton-pair")
 
 
 def _add_bounds(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--deadline-s", metavar="S", type=seconds, default=_DEFAULT.deadline_s, help="of a whole request"
+        "--deadline-s", metavar="S", type=seconds, default=_DEFAULT.deadline_s, help="deadline of a whole request"
     )
     group.add_argument(
-        "--first-byte-s", metavar="S", type=seconds, default=_DEFAULT.first_byte_s, help="of one try on one pair"
+        "--first-byte-s",
+        metavar="S",
+        type=seconds,
+        default=_DEFAULT.first_byte_s,
+        help="time to first byte of one attempt",
     )
     group.add_argument(
-        "--connect-s", metavar="S", type=seconds, default=_DEFAULT.connect_s, help="of a connection to a worker"
+        "--connect-s", metavar="S", type=seconds, default=_DEFAULT.connect_s, help="time to connect to a worker"
     )
     group.add_argument(
-        "--drain-s", metavar="S", type=seconds, default=_DEFAULT.drain_s, help="for requests under way at SIGTERM"
+        "--drain-s", metavar="S", type=seconds, default=_DEFAULT.drain_s, help="time for requests in flight at SIGTERM"
     )
     for flag, field, what in (
         ("--prefill-retries", "prefill_retries", "further prefill workers that are asked for one request"),
@@ -151,7 +155,7 @@ def _add_bounds(group: argparse._ArgumentGroup) -> None:
         type=whole(1, 1 << 20),
         default=_DEFAULT.breaker_failures,
         metavar="N",
-        help="failures in a row after which a worker is only probed",
+        help="consecutive failures that open a worker's circuit breaker",
     )
     group.add_argument(
         "--in-flight-max",
@@ -165,7 +169,7 @@ def _add_bounds(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         type=whole(1 << 20, 1 << 50),
         default=_DEFAULT.held_bytes_max,
-        help="of all requests and answers that are held at once; more get status 503",
+        help="bytes of requests and answers held at once; more get status 503",
     )
 
 

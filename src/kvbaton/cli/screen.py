@@ -1,4 +1,4 @@
-"""What a terminal is shown beyond plain words: colours, the width, tables, a line of progress.
+"""Terminal output beyond plain text: colours, the width, tables, a progress line.
 
 Law: a pipe, a file and a dumb terminal get plain text and nothing that moves; a colour says nothing that the words
 do not say.

@@ -47,18 +47,22 @@ def mutant(text: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--seeds", type=seeds, default=None, metavar="A..B", help="which worlds (default 0..199)")
+    add("--seeds", type=seeds, default=None, metavar="A..B", help="seeds of the worlds (default 0..199)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--mutants", action="store_true", help="run every mutant until it is caught")
-    what.add_argument("--replay", type=whole(0, SEED_MAX), metavar="SEED", help="run one world and tell its story")
-    what.add_argument("--survey", type=positive, metavar="N", help="draw N generated mutants: how many are caught?")
+    what.add_argument("--replay", type=whole(0, SEED_MAX), metavar="SEED", help="run one world and print its trace")
+    what.add_argument("--survey", type=positive, metavar="N", help="draw N generated mutants and count those caught")
     what.add_argument("--coverage", action="store_true", help="which lines of the product the worlds of --seeds reach")
-    add("--mutant", type=mutant, metavar="NAME", help="with --replay: switch this mutant on")
-    add("--mutant-seeds", type=positive, default=None, metavar="N", help="give up on a mutant after N")
-    add("--fresh", action="store_true", help="with --mutants: from seed 0 for each, whatever caught it last time")
+    add("--mutant", type=mutant, metavar="NAME", help="with --replay: apply this mutant")
+    add("--mutant-seeds", type=positive, default=None, metavar="N", help="give up on a mutant after N seeds")
+    add(
+        "--fresh",
+        action="store_true",
+        help="with --mutants: start at seed 0 instead of the seed that caught it last time",
+    )
     add("--draw", type=whole(0, SEED_MAX), default=0, metavar="S", help="with --survey: which mutants are drawn")
     add("--of", choices=(*MODULES, "all"), default="all", help="with --survey, --coverage: of which modules")
-    add("--tests", action="store_true", help="with --survey: give what survives to the tests (in a checkout)")
+    add("--tests", action="store_true", help="with --survey: run the tests on survivors (in a checkout)")
     add("--jobs", type=positive, default=default_jobs(), metavar="N", help="processes (default: cores)")
     add("--json", action="store_true", help="print one object with the figures")
 

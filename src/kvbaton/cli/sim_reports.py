@@ -1,4 +1,4 @@
-"""What `kvbaton sim` says of mutants and of lines."""
+"""Reports of `kvbaton sim` about mutants and coverage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mutants(found: MutantsSummary) -> str:
     needed = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in found.seeds_needed.items())
     lines += [
         f"{found.mutants} mutants, {found.handwritten} written by hand, {found.generated} generated: {found.caught} "
-        f"({found.share:.1%}) caught by the simulator, {found.only_tests} by tests alone, {found.survive} by nobody",
+        f"({found.share:.1%}) caught by the simulator, {found.only_tests} by tests alone, {found.survive} survive",
         f"seeds needed: {needed}",
         f"the clean tree raised {found.clean_alarms} alarms over the {found.clean_seeds} seeds that caught them; "
         f"{found.wall_s:.0f} s",

@@ -1,4 +1,4 @@
-"""The three streams of a command, which whoever started it may have closed, or may close meanwhile.
+"""The three standard streams of a command, any of which may be closed at startup or later.
 
 Law: a stream that leads nowhere is no error of the command's: what is printed on it is lost, and the status is not.
 """

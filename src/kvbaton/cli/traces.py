@@ -1,4 +1,4 @@
-"""Traces on the command line: where spans go, and how many of the requests that nobody traces are traced.
+"""Tracing options: the OTLP endpoint, and the sampling rate for requests without a trace context.
 
 Law: a flag that cannot be followed ends the command in one line, before any port is opened. The environment's endpoint,
 which may be there for others, only fails to switch traces on.

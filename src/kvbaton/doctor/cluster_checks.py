@@ -97,7 +97,7 @@ def lines(state: SeenWorkerState) -> Iterator[str]:
         return
     took = ", ".join(f"{source} over {plane}" for source, plane in sorted(state.links.items()))
     offers = ", ".join(state.planes) or "what it was told"
-    yield f"worker {state.worker}: offers {offers}; reads from {took or 'nobody now'}"
+    yield f"worker {state.worker}: offers {offers}; reads from {took or 'no peer now'}"
     yield f"  pairings so far: {_said(state.links_total)}; given up: {_said(state.given_up_total)}"
 
 

@@ -1,4 +1,4 @@
-"""One engine's configuration, held to the very code that would refuse it at start; vLLM need not be installed.
+"""One engine's configuration, checked by the code that would refuse it at startup; vLLM need not be installed.
 
 Law: what the engine would refuse is an error here, by the same words; each field once, and one bad field does not hide
 the next.
@@ -117,7 +117,9 @@ def _transfer(launch: Launch, transfer: Mapping[str, Any]) -> Iterator[Finding]:
     for field in transfer:
         close = difflib.get_close_matches(field, TRANSFER_FIELDS, 1, 0.75)
         if field not in TRANSFER_FIELDS and close:
-            yield finding("setting-unknown", where, f"{field}: vLLM does not know this key", f"is {close[0]} meant?")
+            yield finding(
+                "setting-unknown", where, f"{field}: vLLM does not know this key", f"did you mean {close[0]}?"
+            )
     connector, path = (transfer.get(field) for field in CONNECTOR)
     wanted, home = CONNECTOR.values()
     if connector != wanted:
@@ -216,7 +218,7 @@ def _http(launch: Launch, settings: ConnectorSettings) -> Iterator[Finding]:
         return
     port, told = launch.option("port") or "8000", settings.http_address.rpartition(":")[2]
     if told and told != port:
-        found = f"http_address: {settings.http_address}, but the server listens on port {port}: nobody would find it"
+        found = f"http_address: {settings.http_address}, but the server listens on port {port}; routers would miss it"
         yield finding("http-mismatch", launch.where, found, f"set http_address to {_host(settings)}:{port}")
     host = launch.option("host")
     if host in ANYWHERE and not launch.option("api_key"):
@@ -258,7 +260,7 @@ def _worker_options(launch: Launch) -> tuple[WorkerOptions | None, list[Finding]
         text = f"role: got {options.role}, expected {' or '.join(roles)} for the {launch.side} side"
         found.append(finding("role-wrong", launch.where, text, f"set --role {roles[0]}"))
     if not is_loopback(options.http_host) and not options.http_is_guarded:
-        text = f"http_access: {options.http_access} on {options.http_host}: whoever reaches it may ask"
+        text = f"http_access: {options.http_access} on {options.http_host}: anyone who can reach it can send requests"
         found.append(finding("http-open", launch.where, text, "set --http-access keys, or listen on loopback"))
     return options, found
 
@@ -291,8 +293,12 @@ def _addresses(where: str, told: ConnectorSettings | WorkerOptions) -> Iterator[
 
 def _unknown(where: str, said: str, key: str, known: Iterable[str]) -> Finding:
     close = difflib.get_close_matches(key, list(known), 1, 0.6)
-    fix = f"is {close[0]} meant?" if close else "leave it out; docs/vllm.md and kvbaton worker --help list the settings"
-    return finding("setting-unknown", where, f"{said}: nobody knows this setting", fix)
+    fix = (
+        f"did you mean {close[0]}?"
+        if close
+        else "leave it out; docs/vllm.md and kvbaton worker --help list the settings"
+    )
+    return finding("setting-unknown", where, f"{said}: unknown setting", fix)
 
 
 def _invalid(where: str, field: str, text: str) -> Finding:

@@ -1,4 +1,4 @@
-"""What `kvbaton doctor` found: a code of the catalogue, where, what, and the next step for this very case.
+"""A finding of `kvbaton doctor`: a code of the catalogue, where, what, and the next step for this case.
 
 Law: a finding's severity is the catalogue's (`kvbaton.observe.codes.findings`), so `kvbaton explain CODE` knows all
 of them.

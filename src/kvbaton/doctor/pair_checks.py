@@ -79,7 +79,7 @@ def _peer(one: ConfiguredEngine, other: ConfiguredEngine, where: str) -> Iterato
     if ours is None or theirs is None or not (ours.peers or theirs.peers):
         return
     if theirs.control_port == 0:
-        found = f"control_port: {theirs.name} takes any, so that nobody can list it under peers"
+        found = f"control_port: {theirs.name} is ephemeral, so it cannot be listed under peers"
         yield finding("pair-registry", where, found, f"give {theirs.name} a control_port, or both a registry")
         return
     wanted, listed = f"tcp://{theirs.control_host}:{theirs.control_port}", ours.peers.get(theirs.name)

@@ -1,4 +1,4 @@
-"""One question over HTTP.
+"""One HTTP request to a cluster.
 
 Law: the whole of it, from the name to the last byte, takes no longer than its time-out, also where the other side sends
 a byte now and then; no more is read than asked for. No proxy stands between: this machine is asked by this machine.

@@ -1,4 +1,4 @@
-"""One request to engines: what is asked, who was asked, and what it has been through so far."""
+"""One request's attempts: its body, the workers that were tried, and the outcomes so far."""
 
 from __future__ import annotations
 

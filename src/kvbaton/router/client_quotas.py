@@ -1,4 +1,4 @@
-"""What the router holds for its clients, and how much of that one of them may have: bytes, and connections.
+"""Per-client quotas of the router: held bytes, and connections.
 
 Laws: no client address holds more bytes than are left free: whoever fills the router leaves room for the next. At the
 bound of connections the oldest one goes that is not being answered, however busily it sends; of an address that has

@@ -1,4 +1,4 @@
-"""The live page of this router: what `dashboard` draws, under `/dashboard`.
+"""The router's dashboard, under `/dashboard`, rendered by `observe/dashboard`.
 
 Law: nothing here changes anything, and no path leads to a file: its files were read at the start.
 """

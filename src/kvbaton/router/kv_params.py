@@ -1,4 +1,4 @@
-"""Bodies of the two legs, and what P answers for D: the client's own fields, changed only where the handoff needs it.
+"""Request bodies for P and D, and what P answers for D: the client's fields, changed only where the handoff needs it.
 
 Laws: P computes the prompt and one token, whatever the client wants; D gets the client's body as it came, with one
 field added. What P says for D is read in bounds, and never reaches the client.

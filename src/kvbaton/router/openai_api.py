@@ -1,4 +1,4 @@
-"""What clients call: OpenAI's endpoints, each body checked once, each answer that of one engine.
+"""OpenAI-compatible endpoints for clients: each body checked once, each answer that of one engine.
 
 Laws: a body that stands for one request goes on as the bytes that came; only one that stands for several is taken apart
 and joined. A stream goes on as the bytes that came. Whatever ends a client's request (answer, error, deadline, the

@@ -1,4 +1,4 @@
-"""Who may see pages for operators, and the page of flights.
+"""Access control of operators' pages, and the page of flights.
 
 Laws: a page that tells of single requests is shown to this machine alone unless the operator says otherwise; a name in
 `Host` other than localhost is refused too, since a web page elsewhere could have it resolve to this machine. A proxy

@@ -1,4 +1,4 @@
-"""What operators call: which models there are, whether a pair can serve, who is there and how they fare.
+"""Endpoints for operators: models, health, workers and their state.
 
 Law: nothing here changes anything; what changes a cluster is authenticated and goes through the registry.
 """

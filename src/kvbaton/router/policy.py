@@ -1,4 +1,4 @@
-"""Which workers serve a request: pure functions of who is there, a turn, the load, and whom to avoid.
+"""Routing policy: pure functions of the available workers, a turn, the load, and whom to avoid.
 
 Laws: only workers that can hand KV to each other are paired: a mode, a dialect and a transport in common, equal
 compatibility digests, two different workers. A pair with fewer doubts (suspect, shunned) goes before one with more,

@@ -1,4 +1,4 @@
-"""One request's life: workers are chosen, asked in the order of the mode, and every failure has its outcome.
+"""The life of one request: choose workers, call them in the order of the mode, map every failure to its outcome.
 
 Laws: others are asked only while no byte has gone to the client, a bounded number of times, and always with a new
 ticket. When one leg fails, or the client goes, the other leg is closed, which aborts the request in that worker, and a

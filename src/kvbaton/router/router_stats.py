@@ -1,5 +1,4 @@
-"""What the router counts: `/stats` shows it as JSON, `/metrics` to Prometheus by the names of
-`observe/metrics/metric_names.py`.
+"""The router's counters: JSON at `/stats`, Prometheus at `/metrics` by the names of `observe/metrics/metric_names.py`.
 
 Law: codes come from workers, so a label that is odd, or one too many, is counted as `other`: no series grows for ever.
 """

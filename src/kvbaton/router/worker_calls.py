@@ -1,4 +1,4 @@
-"""One HTTP request to one worker: the place where the wire's errors become the router's.
+"""One HTTP call to one worker: the place where network errors become the router's.
 
 Laws: whatever a worker does (refuse, die, hang, talk nonsense, or without end) leaves as one `LegError` that says
 whether another worker may be asked; leaving a leg early closes its connection, which aborts the request in that worker.

@@ -11,7 +11,7 @@ import pytest
 
 THEIRS = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 BASES = ("KVConnectorMetadata", "KVConnectorHandshakeMetadata", "KVConnectorWorkerMetadata")
-OURS = "kvbaton.integrations.vllm."
+OURS = "kvbaton.engines.vllm."
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ Law: a bad value is refused here, by the name of its field, before any port is o
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Collection, Mapping
 from typing import Literal
 
@@ -85,6 +86,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
                 expected = f"letters, digits, '.', '_', '-', at most {WORKER_ID_CHARS_MAX}"
                 raise _bad(field, getattr(self, field), expected)
         self._check_choices()
+        if not _is_address(self.control_host):  # peers are told it, and transports listen there too
+            raise _bad("control_host", self.control_host, "an address of this host, as numbers")
         if self.announce_to:
             self._check_announcement()
         for field in ("http_port", "control_port"):
@@ -175,3 +178,11 @@ def argv_of(options: WorkerOptions) -> list[str]:
 
 def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""The codes that an HTTP answer of the router or of a worker can bear in `error.code`, besides the reasons.
+"""Codes that an HTTP response of the router or of a worker can have in `error.code`, besides the failure reasons.
 
 Law: `tests/cli/test_explain.py` finds every code that the sources can answer; none is missing here, none too many.
 """

@@ -1,4 +1,4 @@
-"""One word and its advice.
+"""One entry of the catalogue: a code and its advice.
 
 Law: an entry says what the word means, who must act, why it usually happens, and the next step; the last one always.
 """

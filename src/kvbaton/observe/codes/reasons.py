@@ -1,4 +1,4 @@
-"""What to do about each reason for which a handoff fails. What it means and who must act is `protocol.errors.MEANING`.
+"""Advice for each failure reason. Its meaning and who must act are in `protocol.errors.MEANING`.
 
 Law: every `Reason` has a row; nothing is explained here that no code can say.
 """

@@ -1,4 +1,4 @@
-"""How often one kind of trouble is worth a line: whoever can cause it must not fill a log."""
+"""Rate limits for log lines, so that no peer can fill a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live page of a router: what an operator sees of a cluster, bounded however busy it is.
+"""The router's dashboard: an operator's view of a cluster, bounded however busy it is.
 
 pulse    the last three minutes in buckets: rates, times to the first byte, stage times
 scene    what the page is made of, as values: workers, links, handoffs, failures

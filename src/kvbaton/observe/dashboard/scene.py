@@ -1,4 +1,4 @@
-"""What the page is made of, as values: who is there, who hands to whom, what is on its way, what failed.
+"""The dashboard's state as values: workers, links, handoffs in flight, failures.
 
 Law: nothing here is bounded yet; `state` draws what a browser is given.
 """

@@ -1,4 +1,4 @@
-"""What the page shows of one worker, one try, one failure: from the router's records to values of `scene`.
+"""Views of one worker, one attempt, one failure: from the router's records to values of `scene`.
 
 Law: pure. The side that failed is named, though the client was answered all the same; a worker that left is shown with
 what it told last, and one that started again is not shown what its former life told.

@@ -1,4 +1,4 @@
-"""The flight recorder: what became of each handoff, seen from the router, from P and from D, and joined into one story.
+"""The flight recorder: the history of each handoff, seen by the router, P and D, and joined into one timeline.
 
 records    one side's record of one handoff, bounded and typed: what crosses the wire and goes to files
 recorder   makes records of the ledger's marks; the last of them are kept

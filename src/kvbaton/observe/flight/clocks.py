@@ -1,4 +1,4 @@
-"""How far the clocks of a handoff's sides are apart, as far as cause and effect can tell.
+"""Clock offsets between the sides of a handoff, inferred from cause and effect.
 
 Law: pure. Clocks that could all be right are taken as right: a correction is made only where an effect would come
 before its cause, and then the smallest that puts all of them in order. Where none does, the nearest is taken, and said

@@ -1,4 +1,4 @@
-"""Records on disk: failures as they happen, and all there is when somebody asks by a signal.
+"""Records on disk: failures as they happen, and all records on a signal.
 
 Laws: files are written on a thread of their own, so that a slow disk costs no handoff; what waits to be written, each
 file and the number of files are bounded; a disk that fails is said once and costs nothing else. A file is readable by

@@ -1,4 +1,4 @@
-"""One side's record of one handoff: who, what, when, how much, and how it ended.
+"""One side's record of one handoff: peers, times, sizes and outcome.
 
 Law: a record is a value, of bounded size whatever a peer or a client named things, and holds nothing of a prompt. Times
 are Unix seconds by the clock of the process that wrote them; `journey` puts them on one clock.

@@ -1,4 +1,4 @@
-"""One handoff as all its sides saw it, on one clock: what took how long, how it ended, and who has not told yet.
+"""One handoff as all sides saw it, on one clock: stages, outcome, and sides that have not reported yet.
 
 Law: pure. What a side did not tell is named as missing, with why; nothing is made up. Times of a journey are seconds
 from its first moment, by the router's clock where the router saw it. The JSON form is that of these structs, and

@@ -1,4 +1,4 @@
-"""Where stories of handoffs are kept, oldest first, each on the bill of who told of it.
+"""Bounded storage of journeys, oldest first, charged to the worker that reported them.
 
 Law: when room is needed, the oldest story of whoever holds the most goes: however much one worker tells, it washes out
 its own stories and not those of the others. What the router itself saw is on its bill, whoever told of it first.

@@ -1,4 +1,4 @@
-"""Makes records of what the ledger says, keeps the last of them, and tells whoever listens.
+"""Builds records from the ledger's marks, keeps the latest, and notifies listeners.
 
 Laws: what is kept is bounded, and failures are kept apart, so that successes do not wash them out. A record is told
 once, when nothing more can happen to its handoff: it has ended and is at rest, and its engine has taken it or had time

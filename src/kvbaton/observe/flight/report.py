@@ -1,4 +1,4 @@
-"""What a worker tells the router once in a while: gauges, and records of handoffs that ended since.
+"""A worker's periodic report to the router: gauges, and records of handoffs that ended since the last one.
 
 Law: `decode` raises `ReportError` and nothing else, whatever the bytes; what it returns is within its bounds. A worker
 that is asked too much tells a share of its handoffs, chosen by their ids: the same ones at P, D and router.

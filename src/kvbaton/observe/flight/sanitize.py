@@ -1,4 +1,4 @@
-"""What a worker told, made fit to be kept and shown: nothing unprintable, nothing endless, nobody else's name.
+"""Sanitises workers' reports before they are stored or shown: printable, bounded, under the reporter's own name.
 
 Law: pure. A peer that is authenticated may still be wrong, or taken over: its texts end on an operator's screen and its
 numbers in arithmetic, so texts are escaped and numbers that are none are left out.

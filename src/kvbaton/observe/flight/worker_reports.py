@@ -1,4 +1,4 @@
-"""What each worker told the router last: its gauges, its rates, and whether it is still there.
+"""The last report of each worker: its gauges, its rates, and whether it is alive.
 
 Law: a worker's new life replaces the one before; of one that is gone the last word stays for a while, and is marked.
 Not locked: `gathering` sees to that.

@@ -1,4 +1,4 @@
-"""What is counted and measured, and how it is told to Prometheus.
+"""Metrics and their export to Prometheus.
 
 names        every metric there is: the one list; the reference page is made of it
 histogram    counts by size, with an example for each bucket

@@ -1,4 +1,4 @@
-"""What the flights of one engine say, counted: how handoffs ended, how long each stage took, how much was copied.
+"""Metrics derived from one engine's flights: outcomes, stage latencies, bytes copied.
 
 Law: one writer (the node's thread) and any number of readers; `observe` never blocks for longer than a reader copies a
 few hundred numbers, and what is counted has the closed labels of `names`, so it does not grow.

@@ -183,7 +183,7 @@ CONNECTIONS_ADMITTED = _counter("connections_admitted", "Of these, those that pr
 CONNECTIONS_REFUSED = _counter("connections_refused", "Of these, those that proved a key that is not listed.", _ALL)
 DATA_REFUSED = _counter(
     "data_refused", "Strangers that were turned away at data ports, and bad requests of peers.", _ENGINES, TRANSPORT,
-    Label("reason", tuple(Cause), "see [above](#who-was-turned-away-at-a-data-port)"),
+    Label("reason", tuple(Cause), "see [above](#refused-connections-at-data-ports)"),
 )  # fmt: skip
 MAPPED = _gauge(
     "mapped_bytes", "Device memory of other processes that this engine keeps open; it is not free before.", (_V,)

@@ -1,4 +1,4 @@
-"""What one engine's ledger, control plane and data planes have counted, by metrics' names without their `kvbaton_`.
+"""Counters of one engine's ledger, control plane and transports, by metric names without their `kvbaton_`.
 
 Law: reads of ints and copies of small dicts only, so that any thread may ask while the node's thread goes on.
 """

@@ -1,4 +1,4 @@
-"""What is asked at the router's door and what is answered there, as values, and as the bytes of HTTP/1.1.
+"""HTTP requests and responses of the router, as values and as the bytes of HTTP/1.1.
 
 Law: no header of an answer can hold another: line breaks within one become blanks.
 """

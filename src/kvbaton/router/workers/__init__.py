@@ -1,1 +1,1 @@
-"""Which workers there are, how they fare, and which of them may be asked now."""
+"""The router's workers: which exist, their health, and which may be chosen now."""

@@ -1,4 +1,4 @@
-"""Who may be asked now: what the directory lists, less whom experience speaks against.
+"""Workers that may be chosen now: those in the directory, minus those with an open circuit breaker.
 
 Law: a list is made anew only when the directory, a standing or a suspicion's end has changed it; whoever holds the
 `View` of one request sees one moment.

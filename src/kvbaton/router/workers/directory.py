@@ -1,4 +1,4 @@
-"""Who could serve: workers as the router sees them, from a registry or from a list.
+"""The directory of workers, from a registry or from a static list.
 
 Law: an address comes from here and from nowhere else; no request and no answer can add one.
 """

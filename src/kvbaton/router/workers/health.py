@@ -1,4 +1,4 @@
-"""What the router has seen of each worker's health, as pure code: outcomes and time go in, a standing comes out.
+"""Circuit breaking, as pure code: outcomes and time go in, a worker's standing comes out.
 
     standing   asked                                left by
     well       always                               a failure

@@ -1,4 +1,4 @@
-"""Who has seen the beginning of a prompt lately: its KV may still be in that worker's prefix cache.
+"""Prefix affinity: which workers have recently seen the beginning of a prompt, so that its KV may be in their cache.
 
 A prompt is cut into pieces of equal length, each named by a hash of itself and all before it; a worker that served the
 prompt is noted under each. Laws: memory is bounded (pieces, workers per piece; the longest unused go first); hashes are

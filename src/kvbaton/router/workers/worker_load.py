@@ -1,4 +1,4 @@
-"""How much each worker has to do, as the router has sent it: estimated tokens that are under way.
+"""The load of each worker, as sent by this router: estimated tokens in flight.
 
 Law: whatever is taken is given back, once; a worker with nothing under way is not remembered.
 """

@@ -8,7 +8,7 @@ const FETCH_MS = 6000;
 const FLIGHTS = new URL("../flights", import.meta.url);
 const REASONS = new URL("./reasons", import.meta.url);
 const ACTORS = {
-  caller: " To act: whoever sent the request.",
+  caller: " To act: the sender of the request.",
   peer: " To act: the other engine; look at its log.",
   operator: " To act: the operator (configuration, capacity or network).",
   nobody: " Nobody need act.",

@@ -97,7 +97,7 @@ class Peer:
 
 
 def _module(library: str) -> Any:
-    return importlib.import_module(f"kvbaton.proof.bench.peer_{library}")
+    return importlib.import_module(f"kvbaton.proof.bench.transfer.peer_{library}")
 
 
 def serve(library: str, parent: Parent) -> None:
