@@ -419,7 +419,7 @@ PLANTED: dict[str, tuple[str, Callable[[Place], object], str, str]] = {
         "7700, D has tcp",
         "the same registry",
     ),
-    "peers that cannot be found": ("pair-registry", peers_without_ports, "takes any", "control_port"),
+    "peers that cannot be found": ("pair-registry", peers_without_ports, "is ephemeral", "control_port"),
     "one name for two": ("pair-name", in_extra("d", name="p0"), "both are p0", "a name"),
     "no mode in common": (
         "pair-modes",

@@ -18,7 +18,7 @@ from kvbaton.processes.operator_errors import StoppedError
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPS}"
-TWO = f"import os, sys; os.fork() or print(os.getpid(), flush=True); {SLEEPS}"
+TWO = f"import os, sys; os.fork() or print('pid', os.getpid(), flush=True); {SLEEPS}"
 
 
 def program(code: str) -> Program:
@@ -56,8 +56,8 @@ def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
     pids: list[int] = []
 
     async def use(child: Child) -> None:
-        await ready(until_logged(child, "up"), [child], 20.0, lambda _: None)
-        pids.append(int(next(line for line in child.last_lines() if line.isdigit())))
+        await ready(until_logged(child, "pid "), [child], 20.0, lambda _: None)
+        pids.append(int(next(line.split()[1] for line in child.last_lines() if line.startswith("pid "))))
 
     with_child(TWO, tmp_path / "log", use)
     deadline = time.monotonic() + 10.0

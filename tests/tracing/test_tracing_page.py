@@ -11,6 +11,7 @@ from kvbaton.observe.tracing.trace_spans import spans_of
 from tests.tracing.flights import decode, moments, prefill, router
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tracing.md").read_text()
+PROSE = " ".join(PAGE.split())
 
 
 def every_span():
@@ -33,7 +34,7 @@ def test_every_attribute_is_in_the_table_and_no_other():
 
 def test_numbers_and_names_of_the_page_are_those_of_the_program():
     settings = ExportSettings()
-    assert f"at most {settings.flights_max:,} handoffs wait" in PAGE
-    assert f"stopping waits {settings.close_s:.0f} s for it" in PAGE
-    assert f"`--trace-sample` (default {SAMPLE_DEFAULT:.0f}, all of them)" in PAGE
+    assert f"at most {settings.flights_max:,} handoffs are queued" in PROSE
+    assert f"shutdown waits {settings.close_s:.0f} s for it" in PROSE
+    assert f"`--trace-sample` (default {SAMPLE_DEFAULT:.0f}, all of them)" in PROSE
     assert all(f"`{name}" in PAGE for name in (BASE_VARIABLE, TRACES_VARIABLE, OFF_VARIABLE))

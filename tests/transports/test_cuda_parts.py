@@ -471,8 +471,9 @@ def test_a_driver_without_a_device_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_device_planes_need_no_device_library_to_be_imported() -> None:
     """No module of them names PyTorch, Triton or CuPy."""
-    folder = Path(cuda_transport.__file__).parent
-    for path in [*folder.glob("cuda*.py"), *folder.glob("staged*.py"), folder / "device.py"]:
+    transports = Path(cuda_transport.__file__).parents[1]
+    device = transports / "core" / "device_memory.py"
+    for path in [*transports.glob("cuda/*.py"), *transports.glob("staged/*.py"), device]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -78,8 +78,7 @@ def names() -> tuple[str, ...]:
 
 
 def plane_of(name: str) -> CatalogueEntry:
-    """The entry of a transport, with checksums or without. KeyError for an unknown one; PlaneError for one of another
-    package that is none."""
+    """The entry of a transport, with checksums or without. PlaneError if there is none, or another package's is broken."""
     plain = name.removesuffix(SUMS)
     return PLANES[plain] if plain in PLANES else external_entries.load(plain)
 

@@ -59,6 +59,10 @@ def conflict(name: str) -> str:
 @functools.cache
 def load(name: str) -> CatalogueEntry:
     """The entry of another package. PlaneError names the package, and what to do."""
+    if name not in claims():
+        raise PlaneError(
+            f"there is no transport {name}: choose from {', '.join(PLANES)}, or install the package that has it"
+        )
     (point,) = claims()[name]
     package = package_of(point)
     try:

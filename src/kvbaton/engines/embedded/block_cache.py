@@ -89,6 +89,14 @@ class BlockPool:
             self._block_of[key] = block
             self._key_of[block] = key
 
+    def forget_all(self) -> bool:
+        """Empty the prefix cache; False, and nothing done, while any block is referenced."""
+        if any(self.refs):
+            return False
+        self._key_of.clear()
+        self._block_of.clear()
+        return True
+
     def validate(self, held: dict[int, int]) -> None:
         """Raise AssertionError unless references are exactly `held` (block to count) and the books agree."""
         for block, refs in enumerate(self.refs):

@@ -88,6 +88,10 @@ class Engine:
         waiting = len(states) - running - loading
         return EngineStats(running, waiting, loading, self.pool.free_count, self.config.cache.blocks - 1)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing done, while any block is held."""
+        return self.pool.forget_all()
+
     def validate(self, pins: Iterable[int] = ()) -> None:
         """Raise AssertionError unless blocks, references and queues agree; `pins` names the connector's references."""
         self.scheduler.validate(pins)
