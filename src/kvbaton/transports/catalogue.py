@@ -78,7 +78,7 @@ def names() -> tuple[str, ...]:
 
 
 def plane_of(name: str) -> CatalogueEntry:
-    """The entry of a transport, with checksums or without. PlaneError if there is none, or another package's is broken."""
+    """The entry of a transport, with checksums or without. PlaneError if none fits the name."""
     plain = name.removesuffix(SUMS)
     return PLANES[plain] if plain in PLANES else external_entries.load(plain)
 
