@@ -17,25 +17,25 @@ from kvbaton.proof.conformance.case_registry import MODES, case
 from kvbaton.proof.conformance.configs import EngineShape
 from kvbaton.proof.conformance.lab import BrokenLabError, Lab, LabHandoff, prompt_of
 
-_BASE = "kvbaton.integrations.vllm"
+_BASE = "kvbaton.engines.vllm"
 PIECES = (
     "kvbaton.node.cluster_node",
     "kvbaton.node.doorway",
     "kvbaton.node.epochs",
-    f"{_BASE}.content",
+    f"{_BASE}.request_content",
     f"{_BASE}.decode",
-    f"{_BASE}.layout",
-    f"{_BASE}.params",
-    f"{_BASE}.pool",
+    f"{_BASE}.vllm_layout",
+    f"{_BASE}.transfer_params",
+    f"{_BASE}.block_pool",
     f"{_BASE}.prefill",
     f"{_BASE}.presence",
     f"{_BASE}.scheduler_side",
     f"{_BASE}.second_loads",
-    f"{_BASE}.stats",
+    f"{_BASE}.vllm_stats",
     f"{_BASE}.stored_loads",
     f"{_BASE}.stored_puts",
-    f"{_BASE}.storing",
-    f"{_BASE}.tables",
+    f"{_BASE}.store_side",
+    f"{_BASE}.vllm_block_tables",
     f"{_BASE}.waiting",
     f"{_BASE}.worker_side",
 )
@@ -59,7 +59,7 @@ and vLLM's own release of blocks, which nobody can repeat safely without knowing
 
 
 _MAY_FAIL = frozenset(
-    {(f"{_BASE}.decode", "allocated"), (f"{_BASE}.storing", "allocated"), ("kvbaton.node.doorway", "allocated")}
+    {(f"{_BASE}.decode", "allocated"), (f"{_BASE}.store_side", "allocated"), ("kvbaton.node.doorway", "allocated")}
 )
 
 
