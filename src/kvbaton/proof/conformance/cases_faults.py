@@ -39,7 +39,7 @@ PIECES = (
     f"{_BASE}.waiting",
     f"{_BASE}.worker_side",
 )
-WITH_STORE = tuple(f"{_BASE}.{name}" for name in ("second_loads", "stored_loads", "stored_puts", "storing"))
+WITH_STORE = tuple(f"{_BASE}.{name}" for name in ("second_loads", "stored_loads", "stored_puts", "store_side"))
 QUICK: dict[str, Any] = {
     "lease_s": 0.4,
     "max_hold_s": 1.0,
