@@ -88,7 +88,7 @@ layers: $(VENV)/.dev ## who may import whom
 	$(BIN)/lint-imports --no-cache
 
 unit: $(VENV)/.dev ## tests without real processes
-	$(PYTEST) -n 2 tests/house tests/protocol tests/scenarios tests/runtime tests/flight tests/sim tests/upgrade
+	$(PYTEST) -n 2 tests/house tests/protocol tests/scenarios tests/runtime tests/flight tests/upgrade
 
 # A test that only computes hangs when it takes longer than this, however little of the machine it gets.
 PATIENT := -o timeout=1800
